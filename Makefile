@@ -1,0 +1,82 @@
+# Needs Python 3.11 and make; everything else goes into .venv, at the versions in constraints.txt.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH := torch==2.13.0
+PLANS ?= 100000
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+INSTALL := $(PIP) install -c constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format bench fuzz coverage constraints clean
+
+help: ## List the targets
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: .venv/.cli ## Plan a real corpus three ways and show the difference
+	@$(BIN)/python -m evenstep.demo
+
+test: .venv/.dev ## Run the tests
+	@$(BIN)/python -m pytest
+
+check: .venv/.dev ## Lint, check formatting, types and import layers
+	@echo "ruff check";    $(BIN)/ruff check
+	@echo "ruff format";   $(BIN)/ruff format --check
+	@echo "mypy";          $(BIN)/mypy
+	@echo "import-linter"; $(BIN)/lint-imports --no-logo
+
+format: .venv/.dev ## Fix what ruff can fix, and format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: .venv/.bench ## Run the benchmarks beside their peers (needs a C++ compiler)
+	@$(BIN)/python benchmarks/planning.py
+
+fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
+	@$(BIN)/python -m tests.fuzz --plans $(PLANS)
+
+coverage: .venv/.dev ## Measure test coverage, kernels run as plain Python
+	@NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest
+	@$(BIN)/coverage report
+
+constraints: ## Resolve all extras anew and rewrite constraints.txt
+	@echo "Resolving all extras (some minutes)"
+	@$(PYTHON) -m venv --clear build/constraints
+	@build/constraints/bin/python -m pip --disable-pip-version-check -qq install \
+		"$(TORCH)" -e ".[cli,torch,hf,ray,parquet,datasets,plot,dev,bench]"
+	@{ echo "# The pinned set for Python 3.11, all extras. Regenerate with: make constraints"; \
+		build/constraints/bin/python -m pip freeze --all --exclude pip --exclude-editable \
+		| sed -E 's/^([^=]+==[^+]+)\+.*/\1/'; } > build/constraints.txt
+	@mv build/constraints.txt constraints.txt
+	@rm -rf build/constraints
+	@echo "Wrote constraints.txt"
+
+clean: ## Remove .venv, builds and caches
+	rm -rf .venv build dist .coverage htmlcov .hypothesis
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Evenstep needs Python 3.11 or newer. Set PYTHON=/path/to/python3.11." >&2; exit 2; }
+	@echo "Creating .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear .venv
+	@touch $@
+
+.venv/.cli: .venv/.created pyproject.toml constraints.txt
+	@echo "Installing evenstep[cli] into .venv (a minute or two)"
+	@$(INSTALL) -e ".[cli]"
+	@touch $@
+
+.venv/.dev: .venv/.created pyproject.toml constraints.txt
+	@echo "Installing evenstep[dev] into .venv (a minute or two)"
+	@$(INSTALL) -e ".[dev]"
+	@touch $@
+
+.venv/.bench: .venv/.created pyproject.toml constraints.txt
+	@echo "Installing evenstep[bench] into .venv (some minutes)"
+	@$(INSTALL) "$(TORCH)" -e ".[bench]"
+	@touch $@
