@@ -1,0 +1,106 @@
+"""What no plan can beat: bounds on the number of packs and on the slowest rank."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenstep.core.ragged import IntArray
+
+
+def pack_bound(sizes: NDArray[np.integer], capacity: int) -> int:
+    """At least so many packs of `capacity` are needed.
+
+    Items that can share with one other item at best are paired with the largest that fits, which
+    no packing improves on, and set aside; for the rest the L2 bound of Martello and Toth holds.
+
+    >>> pack_bound(np.array([6, 6, 6]), 10), pack_bound(np.array([5, 5, 4]), 10)
+    (3, 2)
+    """
+    ordered = np.sort(sizes).astype(np.int64)
+    fixed, best = 0, _l2(ordered, capacity)
+    while len(ordered):
+        packs, rest = _set_aside(ordered, capacity)
+        if packs == 0:
+            break
+        fixed, ordered = fixed + packs, rest
+        best = max(best, fixed + _l2(ordered, capacity))
+    return best
+
+
+def _set_aside(ordered: IntArray, capacity: int) -> tuple[int, IntArray]:
+    """(packs that are settled, the other sizes): each large item with its best single partner.
+
+    capacity 10, sizes [3, 4, 6, 9] -> 9 stays alone, 6 takes 4; 2 packs, and [3] is left.
+    """
+    smallest = int(ordered[0])
+    # Over half, and with no room for two of the smallest.
+    large = int(np.searchsorted(ordered, max(capacity // 2, capacity - 2 * smallest), "right"))
+    waiting: list[int] = []
+    small = ordered[:large].tolist()
+    at = 0
+    for size in ordered[large:][::-1].tolist():
+        while at < large and small[at] <= capacity - size:
+            waiting.append(small[at])
+            at += 1
+        if waiting:
+            waiting.pop()
+    return len(ordered) - large, np.array(waiting + small[at:], np.int64)
+
+
+def _l2(ordered: IntArray, capacity: int) -> int:
+    """The L2 bound: for a threshold t, items over capacity - t share with nothing of t or more,
+    and items over half share with no other large one; whatever of the middle does not fit beside
+    them needs packs of its own. The best threshold counts.
+    """
+    if len(ordered) == 0:
+        return 0
+    total = np.zeros(len(ordered) + 1, np.int64)
+    np.cumsum(ordered, out=total[1:])
+    half = int(np.searchsorted(ordered, capacity // 2, "right"))
+    # Thresholds: 0, and each size that occurs up to half the capacity.
+    first = np.concatenate(([0], np.flatnonzero(np.diff(ordered[:half])) + 1))
+    threshold = ordered[first]
+    threshold[0] = 0
+    wide = np.searchsorted(ordered, capacity - threshold, "right")  # where items over C - t begin
+    large = wide - half  # over half, up to capacity - t
+    room = large * capacity - (total[wide] - total[half])
+    middle = total[half] - total[np.minimum(first, half)]
+    extra = np.maximum(0, -(-(middle - room) // capacity))
+    bound = (len(ordered) - wide) + large + extra
+    return int(max(bound.max(), -(-int(total[-1]) // capacity)))
+
+
+def row_bound(widths: NDArray[np.integer], counts: NDArray[np.integer], budget: int) -> int:
+    """At least so many padded micro-batches are needed for units of so many rows and such width.
+
+    From the widest down, a micro-batch takes rows while rows times its widest stays in budget;
+    for single rows no grouping does better.
+
+    >>> row_bound(np.array([8, 8, 3, 3]), np.ones(4, np.int64), 16)
+    2
+    """
+    bound, left, width = 0, 0, 0
+    for index in np.argsort(-widths, kind="stable"):
+        rows = int(counts[index])
+        if left < rows or bound == 0:
+            width = int(widths[index])
+            bound, left = bound + 1, budget // width
+        left -= rows
+    return bound
+
+
+def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
+    """The slowest rank carries at least the mean load and at least the largest item.
+
+    >>> makespan_bound(np.array([3.0, 3.0, 2.0]), 2), makespan_bound(np.array([9.0, 1.0]), 2)
+    (4.0, 9.0)
+    """
+    if len(costs) == 0:
+        return 0.0
+    return float(max(costs.sum() / ranks, costs.max()))
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    """`count` rounded up to a multiple: 5 in fours is 8."""
+    return -(-count // multiple) * multiple

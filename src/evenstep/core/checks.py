@@ -1,0 +1,271 @@
+"""The promises of a plan, one function each, over the `Plan` alone.
+
+Every check returns what is wrong as sentences; an empty list is a proof. `CHECKS` names them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from evenstep.core.layout import Fixed, PackedStatic, Padded
+from evenstep.core.plan import Plan
+from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.errors import PlanError
+
+_SHOWN = 3  # violations named per check; the rest is counted
+
+
+def offsets_nest(plan: Plan) -> list[str]:
+    """Rows, micro-batches and cells tile the segments without gap or overlap."""
+    wrong = []
+    levels = (
+        ("row_offsets", plan.row_offsets, len(plan.segments)),
+        ("micro_offsets", plan.micro_offsets, len(plan.row_offsets) - 1),
+        ("cell_offsets", plan.cell_offsets, len(plan.micro_offsets) - 1),
+    )
+    for name, offsets, end in levels:
+        if (
+            len(offsets) < 1
+            or offsets[0] != 0
+            or offsets[-1] != end
+            or (np.diff(offsets) < 0).any()
+        ):
+            wrong.append(f"{name} does not run from 0 to {end} without going back")
+    if len(plan.widths) != len(plan.micro_offsets) - 1:
+        wrong.append(f"{len(plan.widths)} widths for {len(plan.micro_offsets) - 1} micro-batches")
+    if (len(plan.cell_offsets) - 1) % plan.ranks:
+        wrong.append(f"{len(plan.cell_offsets) - 1} cells do not divide into {plan.ranks} ranks")
+    if (np.diff(plan.micro_offsets) < 1).any() or (plan.widths < 1).any():
+        wrong.append("a micro-batch has no row or no width")
+    return wrong
+
+
+def segments_once(plan: Plan) -> list[str]:
+    """Every token of every sample runs exactly once, unless it was dropped or cut off."""
+    recipe, segments = plan.recipe, plan.segments
+    if ((segments.sample < 0) | (segments.sample >= len(plan.lengths))).any():
+        return ["a segment names a sample that does not exist"]
+    by = np.lexsort((segments.start, segments.sample))
+    sample, start, length = segments.sample[by], segments.start[by], segments.length[by]
+    first = np.ones(len(by), bool)
+    first[1:] = sample[1:] != sample[:-1]
+    expected = np.zeros(len(by), np.int64)
+    expected[1:] = np.where(first[1:], 0, start[:-1] + length[:-1])
+    ends = np.zeros(len(plan.lengths), np.int64)
+    np.maximum.at(ends, sample, start + length)
+    pieces = np.bincount(sample, minlength=len(plan.lengths))
+    kept = plan.step_of >= 0
+    wrong = _named(sample[(start != expected) | (length < 1)], "repeats or skips tokens")
+    wrong += _named(np.flatnonzero(~kept & (pieces > 0)), "was dropped but runs")
+    wrong += _named(np.flatnonzero(kept & (pieces == 0)), "never runs")
+    if recipe.overflow == "truncate":
+        wrong += _named(np.flatnonzero(ends > plan.lengths), "runs past its end")
+    else:
+        whole = np.where(kept, plan.lengths, 0)
+        wrong += _named(np.flatnonzero((ends != whole) & (pieces > 0)), "does not run to its end")
+    if recipe.overflow != "drop":
+        wrong += _named(np.flatnonzero(~kept), "was dropped without leave")
+    if recipe.overflow != "split":
+        wrong += _named(np.flatnonzero(pieces > 1), "was split without leave")
+    return wrong
+
+
+def slots_within_budget(plan: Plan) -> list[str]:
+    """No micro-batch has more slots than the budget, save an over-long sample by itself."""
+    budget = plan.recipe.layout.max_tokens
+    if budget is None:
+        return []
+    over = plan.slots > budget
+    if plan.recipe.overflow == "alone":
+        over &= np.diff(plan.segment_offsets) != 1
+    return [f"micro-batch {m} has {plan.slots[m]} slots of {budget}" for m in _some(over)]
+
+
+def rows_hold_segments(plan: Plan) -> list[str]:
+    """Each row is wide enough for its aligned segments."""
+    total = np.zeros(len(plan.segments) + 1, np.int64)
+    np.cumsum(plan.aligned_lengths, out=total[1:])
+    used = np.diff(total[plan.row_offsets])
+    width = np.repeat(plan.widths, plan.rows)
+    return [f"row {r} needs {used[r]} slots of {width[r]}" for r in _some(used > width)]
+
+
+def widths_aligned(plan: Plan) -> list[str]:
+    """Widths are multiples of the rounding and the alignment, and fixed where they were fixed."""
+    layout, unit = plan.recipe.layout, plan.recipe.width_unit
+    wrong = [
+        f"micro-batch {m} is {plan.widths[m]} wide, not a multiple of {unit}"
+        for m in _some(plan.widths % unit != 0)
+    ]
+    fixed = layout.width if isinstance(layout, PackedStatic) else layout.pad_to
+    if fixed is not None:
+        off = plan.widths != fixed
+        if plan.recipe.overflow == "alone":
+            off &= plan.widths < fixed
+        wrong += [f"micro-batch {m} is {plan.widths[m]} wide, not {fixed}" for m in _some(off)]
+    return wrong
+
+
+def rows_fit_layout(plan: Plan) -> list[str]:
+    """Rows hold what the layout says: one segment each, or all in one row, or R rows."""
+    layout, rows = plan.recipe.layout, plan.rows
+    if isinstance(layout, Padded):
+        crowded = np.diff(plan.row_offsets) > 1
+        return [f"row {r} of a padded micro-batch holds several segments" for r in _some(crowded)]
+    wanted = layout.rows if isinstance(layout, PackedStatic) else 1
+    wrong = [f"micro-batch {m} has {rows[m]} rows, not {wanted}" for m in _some(rows != wanted)]
+    if isinstance(layout, Fixed):
+        count = np.diff(plan.segment_offsets)
+        wrong += [
+            f"micro-batch {m} holds {count[m]} samples of {layout.samples}"
+            for m in _some(count > layout.samples)
+        ]
+    return wrong
+
+
+def counts_agree(plan: Plan) -> list[str]:
+    """All ranks of a step run the same number of micro-batches, in the pipeline's multiple."""
+    multiple = plan.recipe.topology.multiple
+    counts = np.diff(plan.cell_offsets).reshape(plan.steps, plan.ranks)
+    wrong = [
+        f"ranks of step {s} run {sorted(set(counts[s].tolist()))} micro-batches"
+        for s in _some((counts != counts[:, :1]).any(axis=1))
+    ]
+    return wrong + [
+        f"step {s} runs {counts[s, 0]} micro-batches a rank, not a multiple of {multiple}"
+        for s in _some((counts[:, 0] % multiple != 0) | (counts[:, 0] == 0))
+    ]
+
+
+def samples_stay_in_step(plan: Plan) -> list[str]:
+    """Each sample runs in the step it was dealt to, and no step is larger than asked."""
+    cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
+    sample = plan.segments.sample
+    wrong = _named(sample[cell // plan.ranks != plan.step_of[sample]], "left its step")
+    asked = plan.recipe.steps
+    dealt = plan.step_of[plan.step_of >= 0]
+    if asked.samples is not None:
+        count = np.bincount(dealt, minlength=plan.steps)
+        wrong += [f"step {s} has {count[s]} samples" for s in _some(count > asked.samples)]
+    if asked.micro_batches is not None:
+        count = np.diff(plan.cell_offsets)[:: plan.ranks]
+        most = -(-asked.micro_batches // plan.recipe.topology.multiple)
+        most *= plan.recipe.topology.multiple
+        wrong += [f"step {s} has {count[s]} micro-batches a rank" for s in _some(count > most)]
+    return wrong
+
+
+def groups_together(plan: Plan) -> list[str]:
+    """Samples of one group share a micro-batch, or a step, as asked."""
+    if plan.groups is None:
+        return []
+    group = plan.groups[plan.segments.sample]
+    micro = plan.micro_batch_of_segment
+    place = micro
+    if plan.recipe.groups == "step":
+        place = plan.cell_of_micro_batch[micro] // plan.ranks
+    by = np.lexsort((place, group))
+    same = (group[by][1:] == group[by][:-1]) & (place[by][1:] != place[by][:-1])
+    parted = np.unique(group[by][1:][same])
+    return [f"group {g} is spread over several {plan.recipe.groups}s" for g in parted[:_SHOWN]]
+
+
+def shapes_equal(plan: Plan) -> list[str]:
+    """All micro-batches of a step have one shape where pipeline buffers need it."""
+    if not plan.recipe.topology.equal_widths:
+        return []
+    wrong = []
+    starts = plan.cell_offsets[:: plan.ranks]
+    for step in range(plan.steps):
+        micro = slice(int(starts[step]), int(starts[step + 1]))
+        shapes = set(zip(plan.rows[micro].tolist(), plan.widths[micro].tolist(), strict=True))
+        if len(shapes) > 1:
+            wrong.append(f"step {step} has the shapes {sorted(shapes)[:_SHOWN]}")
+    return wrong[:_SHOWN]
+
+
+def limits_hold(plan: Plan) -> list[str]:
+    """No micro-batch holds more segments, cost or of any column than its limit."""
+    limits, wrong = plan.recipe.limits, []
+    held: list[tuple[str, IntArray | FloatArray, float]] = []
+    count = np.diff(plan.segment_offsets)
+    if limits.segments is not None:
+        held.append(("segments", count, limits.segments))
+    if limits.cost is not None:
+        held.append(("cost", _held_costs(plan), limits.cost * (1 + 1e-9)))
+    for name, limit in limits.columns.items():
+        column = plan.columns[name][plan.segments.sample]
+        held.append((name, plan.sum_by_micro_batch(column), limit))
+    alone = (count == 1) if plan.recipe.overflow == "alone" else np.zeros(len(count), bool)
+    for name, value, most in held:
+        over = (value > most) & ~alone & (count > 0)
+        wrong += [f"micro-batch {m} holds {value[m]} {name} of {most}" for m in _some(over)]
+    return wrong
+
+
+def _held_costs(plan: Plan) -> FloatArray:
+    """What the segments of each micro-batch cost: at full width where rows are padded."""
+    cost = plan.recipe.cost
+    if isinstance(plan.recipe.layout, Padded):
+        return plan.costs
+    each = cost.of_lengths(plan.aligned_lengths)
+    micro = plan.micro_batch_of_segment
+    return sum_by(micro, each, plan.micro_batches) + cost.per_micro_batch
+
+
+def sizes_equal(plan: Plan) -> list[str]:
+    """Where equal sizes were asked for, ranks of a step differ by one segment at most."""
+    if not plan.recipe.equal_sizes:
+        return []
+    cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
+    count = np.bincount(cell, minlength=plan.steps * plan.ranks)
+    count = count.reshape(plan.steps, plan.ranks)
+    uneven = count.max(axis=1, initial=0) - count.min(axis=1, initial=0) > 1
+    return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _some(uneven)]
+
+
+CHECKS: dict[str, Callable[[Plan], list[str]]] = {
+    check.__name__: check
+    for check in (
+        offsets_nest,
+        segments_once,
+        slots_within_budget,
+        rows_hold_segments,
+        widths_aligned,
+        rows_fit_layout,
+        counts_agree,
+        samples_stay_in_step,
+        groups_together,
+        shapes_equal,
+        limits_hold,
+        sizes_equal,
+    )
+}
+
+
+def violations(plan: Plan) -> dict[str, list[str]]:
+    """What each check finds wrong. A plan whose offsets do not nest is examined no further."""
+    broken = offsets_nest(plan)
+    if broken:
+        return {"offsets_nest": broken}
+    return {name: check(plan) for name, check in CHECKS.items()}
+
+
+def assert_valid(plan: Plan) -> None:
+    """Raise a `PlanError` that names every broken promise."""
+    found = {name: wrong for name, wrong in violations(plan).items() if wrong}
+    if found:
+        lines = "; ".join(f"{name}: {', '.join(wrong)}" for name, wrong in found.items())
+        raise PlanError(f"the plan breaks its promises and must not run ({lines}). Plan again.")
+
+
+def _some(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
+    return [int(index) for index in np.flatnonzero(mask)[:_SHOWN]]
+
+
+def _named(samples: IntArray, fault: str) -> list[str]:
+    found = np.unique(samples)
+    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+    return [f"sample {s} {fault}{more}" for s in found[:_SHOWN]]

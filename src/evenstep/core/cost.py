@@ -1,0 +1,128 @@
+"""Cost: the modelled work of segments and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenstep.core.ragged import FloatArray
+from evenstep.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """`per_token * L + per_pair * L**2 + per_segment` a segment, `per_micro_batch` once more.
+
+    The unit is the user's: tokens, FLOPs, seconds. Plans only compare costs.
+
+    >>> Cost(per_token=24576, per_pair=1).of_lengths(np.array([1, 1000])).tolist()
+    [24577.0, 25576000.0]
+    """
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+    per_segment: float = 0.0
+    per_micro_batch: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("per_token", "per_pair", "per_segment", "per_micro_batch"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(
+                    f"cost.{name} is {value}; work cannot be negative or endless, and balance "
+                    f"would be meaningless. Set it to 0 or more."
+                )
+        if self.per_token == self.per_pair == self.per_segment == 0:
+            raise ConfigError(
+                "cost gives every sequence no work at all, so there is nothing to balance. "
+                "Set cost.per_token, cost.per_pair or cost.per_segment above 0."
+            )
+
+    @classmethod
+    def tokens(cls) -> Cost:
+        """One per token: the linear model that most systems balance by."""
+        return cls()
+
+    @classmethod
+    def of_model(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        ffn: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        vocab: int = 0,
+        gated: bool = True,
+        causal: bool = True,
+    ) -> Cost:
+        """Training FLOPs of a decoder (forward once, backward twice), from its shape.
+
+        `gated` counts three feed-forward matrices (SwiGLU) instead of two; `causal` counts half
+        of the attention matrix.
+
+        >>> cost = Cost.of_model(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8)
+        >>> round(cost.per_token / cost.per_pair)  # tokens until attention doubles the work
+        26624
+        """
+        sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"{name} is {size}; a model needs at least 1. Raise it.")
+        dim = head_dim or hidden // heads
+        queries, keys = heads * dim, (kv_heads or heads) * dim
+        weights = hidden * (2 * queries + 2 * keys) + (3 if gated else 2) * hidden * ffn
+        attention = 4 * queries / (2 if causal else 1)  # q·k and p·v, 2 FLOPs a multiply-add
+        return cls(
+            per_token=3.0 * (2 * layers * weights + 2 * hidden * vocab),
+            per_pair=3.0 * layers * attention,
+        )
+
+    @classmethod
+    def fit(cls, measurements: Iterable[tuple[Sequence[int], float]]) -> Cost:
+        """The non-negative cost closest to measured times of micro-batches.
+
+        Each measurement is (lengths of the segments in one micro-batch, time it took). All four
+        terms are fitted by least squares over relative error; terms that measure as negative
+        are zero.
+
+        >>> seen = [([n] * m, 2.0 * n * m + 0.5 * n * n * m) for n in (1, 4, 9) for m in (1, 3)]
+        >>> fitted = Cost.fit(seen)
+        >>> round(fitted.per_token, 6), round(fitted.per_pair, 6)
+        (2.0, 0.5)
+        """
+        rows: list[list[float]] = []
+        times: list[float] = []
+        for lengths, time in measurements:
+            row = np.asarray(lengths, np.float64)
+            rows.append([row.sum(), (row**2).sum(), float(len(row)), 1.0])
+            times.append(float(time))
+        if not rows or min(times) <= 0:
+            raise InputError(
+                "fitting a cost needs at least one measurement and times above 0; "
+                "there is nothing to fit to. Measure some micro-batches first."
+            )
+        # Dividing each row by its time makes the error relative: target 1 for every row.
+        features = np.array(rows) / np.array(times)[:, None]
+        scale = features.max(axis=0)
+        best, best_error = np.zeros(4), np.inf
+        for size in (4, 3, 2, 1):
+            for terms in combinations(range(4), size):
+                columns = features[:, terms] / scale[list(terms)]
+                solution, *_ = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)
+                error = float(((columns @ solution - 1) ** 2).sum())
+                if (solution >= 0).all() and error < best_error - 1e-12:
+                    best, best_error = np.zeros(4), error
+                    best[list(terms)] = solution / scale[list(terms)]
+        token, pair, segment, micro_batch = (float(value) for value in best)
+        return cls(per_token=token, per_pair=pair, per_segment=segment, per_micro_batch=micro_batch)
+
+    def of_lengths(self, lengths: NDArray[np.integer]) -> FloatArray:
+        """The cost of each segment of these lengths, without what a micro-batch adds."""
+        length = lengths.astype(np.float64)
+        return self.per_token * length + self.per_pair * length * length + self.per_segment

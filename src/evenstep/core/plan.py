@@ -1,0 +1,247 @@
+"""Plan: which tokens of which samples run where and when. Data, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenstep.core import archive
+from evenstep.core import stats as measures
+from evenstep.core.layout import Padded
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.ragged import FloatArray, IntArray, frozen
+from evenstep.core.recipe import Recipe
+from evenstep.core.segments import Segments
+from evenstep.errors import FileError, InputError
+
+_OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """Segments in the order in which they run, cut into rows, micro-batches and cells.
+
+    Three nested offsets: row r holds segments `row_offsets[r]` up to `row_offsets[r + 1]`,
+    micro-batch m holds rows `micro_offsets[m]` onwards, and the cell of (step, rank), number
+    `step * ranks + rank`, holds micro-batches `cell_offsets[cell]` onwards. `widths` gives each
+    micro-batch's width. `step_of` says which step each sample was dealt to before anything else
+    was decided, -1 for a dropped one.
+    """
+
+    recipe: Recipe
+    lengths: IntArray
+    step_of: IntArray
+    segments: Segments
+    row_offsets: IntArray
+    micro_offsets: IntArray
+    cell_offsets: IntArray
+    widths: IntArray
+    groups: IntArray | None = None
+    columns: Mapping[str, IntArray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "step_of", "widths", *_OFFSETS):
+            object.__setattr__(self, name, frozen(getattr(self, name)))
+        if self.groups is not None:
+            object.__setattr__(self, "groups", frozen(self.groups))
+        columns = {name: frozen(column) for name, column in self.columns.items()}
+        object.__setattr__(self, "columns", MappingProxyType(columns))
+
+    # Shape -------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.recipe.topology.dp
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return (len(self.cell_offsets) - 1) // self.ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of all steps and ranks, dummies included."""
+        return len(self.widths)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, cell: tuple[int, int]) -> list[MicroBatch]:
+        """The micro-batches of (step, rank), in the order in which they run."""
+        step, rank = cell
+        if not (0 <= step < self.steps and 0 <= rank < self.ranks):
+            raise IndexError(f"cell {cell} of {self.steps} steps on {self.ranks} ranks")
+        at = step * self.ranks + rank
+        return [self._micro(m) for m in range(self.cell_offsets[at], self.cell_offsets[at + 1])]
+
+    def _micro(self, micro: int) -> MicroBatch:
+        rows = self.row_offsets[self.micro_offsets[micro] : self.micro_offsets[micro + 1] + 1]
+        segments = self.segments.take(slice(int(rows[0]), int(rows[-1])))
+        return MicroBatch(segments, rows - rows[0], int(self.widths[micro]))
+
+    # Columns per micro-batch -------------------------------------------------------------------
+
+    @property
+    def segment_offsets(self) -> IntArray:
+        """The first segment of each micro-batch, and the end of the last."""
+        return self.row_offsets[self.micro_offsets]
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows of each micro-batch."""
+        return np.diff(self.micro_offsets)
+
+    @property
+    def slots(self) -> IntArray:
+        """Slots of each micro-batch: rows times width."""
+        return self.rows * self.widths
+
+    @property
+    def tokens(self) -> IntArray:
+        """Real tokens of each micro-batch."""
+        return self.sum_by_micro_batch(self.segments.length)
+
+    @property
+    def costs(self) -> FloatArray:
+        """Modelled work of each micro-batch, padding included; a dummy's is what it really runs.
+
+        Padded rows are computed at their full width. In packed rows each segment attends within
+        its aligned length, and every slot passes through the rest of the model.
+        """
+        cost = self.recipe.cost
+        width = self.widths.astype(np.float64)
+        if isinstance(self.recipe.layout, Padded):
+            row = cost.per_token * width + cost.per_pair * width**2 + cost.per_segment
+            return self.rows * row + cost.per_micro_batch
+        aligned = self.aligned_lengths
+        pairs = self.sum_by_micro_batch(aligned * aligned)
+        count = np.diff(self.segment_offsets)
+        return (
+            cost.per_token * self.slots
+            + cost.per_pair * pairs
+            + cost.per_segment * count
+            + cost.per_micro_batch
+        )
+
+    @property
+    def aligned_lengths(self) -> IntArray:
+        """The slots each segment takes in its row, before the row's own padding."""
+        unit = self.recipe.topology.alignment
+        return -(-self.segments.length // unit) * unit
+
+    def sum_by_micro_batch(self, per_segment: IntArray) -> IntArray:
+        """Sum a per-segment column over each micro-batch; a dummy gives 0."""
+        total = np.zeros(len(per_segment) + 1, np.int64)
+        np.cumsum(per_segment, out=total[1:])
+        return np.diff(total[self.segment_offsets])
+
+    @property
+    def cell_of_micro_batch(self) -> IntArray:
+        """`step * ranks + rank` of each micro-batch."""
+        return np.repeat(np.arange(len(self.cell_offsets) - 1), np.diff(self.cell_offsets))
+
+    @property
+    def micro_batch_of_segment(self) -> IntArray:
+        """The micro-batch of each segment."""
+        return np.repeat(np.arange(self.micro_batches), np.diff(self.segment_offsets))
+
+    # There and back ----------------------------------------------------------------------------
+
+    @property
+    def order(self) -> IntArray:
+        """Forward permutation: the i-th segment to run is number `order[i]` in sample order.
+
+        Sample order is by sample, then by start. Without splitting or dropping, `order[i]` is
+        simply the sample that runs i-th.
+        """
+        by_sample = np.lexsort((self.segments.start, self.segments.sample))
+        order = np.empty(len(by_sample), np.int64)
+        order[by_sample] = np.arange(len(by_sample))
+        return order
+
+    def restore(self, values: ArrayLike) -> NDArray[Any]:
+        """Put one value (or row) per segment, given in execution order, back in sample order.
+
+        An execution order of [3, 0, 2, 1] with rows [30, 0, 20, 10] restores [0, 10, 20, 30].
+        """
+        array = np.asarray(values)
+        if len(array) != len(self.segments):
+            raise InputError(
+                f"restore got {len(array)} values but the plan runs {len(self.segments)} segments, "
+                f"so they cannot be matched. Pass one value per segment, in execution order."
+            )
+        restored = np.empty_like(array)
+        restored[self.order] = array
+        return restored
+
+    # Measures, identity, files -----------------------------------------------------------------
+
+    def stats(self, width: int | None = None) -> dict[str, measures.Value]:
+        """How full, even and far from its bounds the plan is. See `core.stats`."""
+        return measures.of_plan(self, width)
+
+    def step_stats(self) -> list[dict[str, measures.Value]]:
+        """The same measures for each step by itself."""
+        return measures.of_steps(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal plans have equal fingerprints, and no others do (SHA-256)."""
+        return hashlib.sha256(self._encode()).hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all."""
+        archive.write(path, self._encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan; a damaged, truncated or foreign file is a `FileError`."""
+        payload = archive.read(path)
+        try:
+            return cls._decode(payload)
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise FileError(
+                f"{path} holds a plan that this version cannot read ({error}), so it is of no use "
+                f"here. Save it again with this version."
+            ) from None
+
+    def _encode(self) -> bytes:
+        arrays = {
+            "lengths": self.lengths,
+            "step_of": self.step_of,
+            "sample": self.segments.sample,
+            "start": self.segments.start,
+            "length": self.segments.length,
+            "widths": self.widths,
+            **{name: getattr(self, name) for name in _OFFSETS},
+            **{f"column:{name}": column for name, column in self.columns.items()},
+        }
+        if self.groups is not None:
+            arrays["groups"] = self.groups
+        return archive.encode(self.recipe.to_dict(), arrays)
+
+    @classmethod
+    def _decode(cls, payload: bytes) -> Plan:
+        recipe, arrays = archive.decode(payload)
+        columns = {
+            name.removeprefix("column:"): arrays.pop(name)
+            for name in list(arrays)
+            if name.startswith("column:")
+        }
+        segments = Segments(arrays.pop("sample"), arrays.pop("start"), arrays.pop("length"))
+        groups = arrays.pop("groups", None)
+        return cls(
+            recipe=Recipe.from_dict(recipe),
+            segments=segments,
+            groups=groups,
+            columns=columns,
+            **arrays,
+        )

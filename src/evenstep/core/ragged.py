@@ -1,0 +1,102 @@
+"""Rows of unequal length in two flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
+
+
+def frozen(values: Iterable[int] | NDArray[np.integer]) -> IntArray:
+    """A read-only int64 array of `values`; the caller's own array stays writable."""
+    array = np.array(values, dtype=np.int64)
+    array.flags.writeable = False
+    return array
+
+
+def offsets_of(lengths: NDArray[np.integer]) -> IntArray:
+    """Where each row starts and the last one ends: lengths [3, 1, 2] -> offsets [0, 3, 4, 6]."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def sum_by(owner: IntArray, values: NDArray[Any], count: int) -> FloatArray:
+    """Sum `values` by owner, in float64: owners [0, 1, 0] of values [1, 2, 3] -> [4, 2]."""
+    return np.bincount(owner, weights=values, minlength=count).astype(np.float64, copy=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Rows of unequal length; row i is `values[offsets[i]:offsets[i + 1]]`. Read-only.
+
+    >>> r = Ragged.of([[4, 1], [], [7]])
+    >>> r[0].tolist(), len(r), r.offsets.tolist()
+    ([4, 1], 3, [0, 2, 2, 3])
+    """
+
+    values: IntArray
+    offsets: IntArray
+
+    def __post_init__(self) -> None:
+        for name in ("values", "offsets"):
+            array = np.asarray(getattr(self, name), dtype=np.int64).view()
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        offsets = self.offsets
+        assert len(offsets) >= 1, "offsets have at least one entry"
+        assert (offsets[0], offsets[-1]) == (0, len(self.values)), "offsets span the values"
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """Pack a list of lists."""
+        values = [value for row in rows for value in row]
+        return cls(frozen(values), offsets_of(np.array([len(row) for row in rows], np.int64)))
+
+    @classmethod
+    def group(cls, owner: IntArray, count: int) -> Ragged:
+        """Indices of `owner` by the row that owns them, in order.
+
+        >>> Ragged.group(np.array([1, 0, 1]), 3).tolist()
+        [[1], [0, 2], []]
+        """
+        order = np.argsort(owner, kind="stable")
+        return cls(order, offsets_of(np.bincount(owner, minlength=count)))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> IntArray:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[IntArray]:
+        return (self[row] for row in range(len(self)))
+
+    @property
+    def lengths(self) -> IntArray:
+        """How many values each row holds."""
+        return np.diff(self.offsets)
+
+    @property
+    def owner(self) -> IntArray:
+        """The row of each value: rows [[4, 1], [], [7]] -> [0, 0, 2]."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    def sums(self, column: NDArray[np.integer]) -> IntArray:
+        """Per row, the sum of `column[value]`."""
+        total = np.zeros(len(self.values) + 1, np.int64)
+        np.cumsum(column[self.values], out=total[1:])
+        return np.diff(total[self.offsets])
+
+    def tolist(self) -> list[list[int]]:
+        """The rows as lists."""
+        return [row.tolist() for row in self]

@@ -1,0 +1,166 @@
+"""Recipe: everything that decides a plan except the lengths themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from evenstep.core.cost import Cost
+from evenstep.core.layout import LAYOUTS, Layout, PackedStatic
+from evenstep.core.topology import Topology
+from evenstep.errors import ConfigError
+
+Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
+Balance: TypeAlias = Literal["refined", "lpt", "karmarkar_karp", "stride"]
+Clock: TypeAlias = Literal["micro_batch", "step"]
+Scope: TypeAlias = Literal["micro_batch", "step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """What stays fixed per optimizer step: so many samples, or tokens, or micro-batches a rank.
+
+    A step takes the next samples in order, whatever the layout, packer or balance. With none of
+    the three, all samples form one step. Steps counted in micro-batches depend on the budget and
+    on the number of ranks by their nature.
+    """
+
+    samples: int | None = None
+    tokens: int | None = None
+    micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {
+            name: value
+            for name, value in (
+                ("samples", self.samples),
+                ("tokens", self.tokens),
+                ("micro_batches", self.micro_batches),
+            )
+            if value is not None
+        }
+        if len(given) > 1:
+            raise ConfigError(
+                f"steps fixes {' and '.join(given)} at once, and both cannot hold. Keep one."
+            )
+        for name, value in given.items():
+            if value < 1:
+                raise ConfigError(
+                    f"steps.{name} is {value}, so a step would be empty. Set it to 1 or more."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Hard limits per micro-batch beside the token budget.
+
+    `columns` names further per-sample numbers that the caller brings (image patches, trained
+    tokens) and the most of each that one micro-batch may hold. A packed_static micro-batch
+    shares its limits evenly between its rows.
+    """
+
+    segments: int | None = None
+    cost: float | None = None
+    columns: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", dict(self.columns))
+        named: dict[str, float | None] = {"segments": self.segments, "cost": self.cost}
+        named.update({f"columns.{name}": value for name, value in self.columns.items()})
+        for name, value in named.items():
+            if value is not None and value <= 0:
+                raise ConfigError(
+                    f"limits.{name} is {value}, so no sample would ever fit. Set it above 0."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a plan is asked to be. The same recipe and lengths give the same plan on every rank.
+
+    `clock` is what balance minimises: `micro_batch` where ranks meet at every micro-batch
+    (FSDP, ZeRO-3), `step` where they meet once per step (DDP). `groups` says where samples that
+    share a group id stay together. `equal_sizes` gives every rank the same number of
+    segments of a step, or one fewer.
+    """
+
+    layout: Layout
+    topology: Topology = field(default_factory=Topology)
+    steps: Steps = field(default_factory=Steps)
+    cost: Cost = field(default_factory=Cost)
+    limits: Limits = field(default_factory=Limits)
+    balance: Balance = "refined"
+    clock: Clock = "micro_batch"
+    groups: Scope = "micro_batch"
+    equal_sizes: bool = False
+    overflow: Overflow = "error"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        layout, unit = self.layout, self.width_unit
+        for name in ("pad_to", "width"):
+            fixed = getattr(layout, name, None)
+            if fixed is not None and fixed % unit:
+                raise ConfigError(
+                    f"layout.{name} is {fixed}, not a multiple of {unit} as rounding and the "
+                    f"topology need it; ranks could not share it. Use {-(-fixed // unit) * unit}."
+                )
+        if self.capacity is not None and self.capacity < unit:
+            raise ConfigError(
+                f"a row holds {layout.max_tokens} tokens but widths come in multiples of {unit}; "
+                f"nothing would fit. Raise layout.max_tokens or lower the rounding."
+            )
+        if self.overflow == "alone" and self.topology.equal_widths:
+            raise ConfigError(
+                "overflow='alone' lets one micro-batch be wider than the budget, but this pipeline "
+                "needs equal widths, so all would be. Choose another overflow, or set "
+                "topology.variable_seq_lengths."
+            )
+        if self.overflow == "alone" and isinstance(layout, PackedStatic):
+            raise ConfigError(
+                "overflow='alone' needs a wider micro-batch, but packed_static has one shape. "
+                "Choose 'split', 'truncate', 'drop' or 'error'."
+            )
+
+    @property
+    def width_unit(self) -> int:
+        """Every width is a multiple of this: the layout's rounding and the topology's alignment."""
+        return math.lcm(getattr(self.layout, "round_to", 1), self.topology.alignment)
+
+    @property
+    def capacity(self) -> int | None:
+        """The slots that one row can offer its segments; None where nothing limits it.
+
+        Budget 100 with widths in multiples of 16 offers 96.
+        """
+        layout = self.layout
+        if isinstance(layout, PackedStatic):
+            return layout.width
+        limit = layout.pad_to or layout.max_tokens
+        return None if limit is None else limit // self.width_unit * self.width_unit
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `Recipe.from_dict` reads it back."""
+        return {
+            **{name: asdict(getattr(self, name)) for name in _PARTS},
+            **{name: getattr(self, name) for name in _WORDS},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
+        """The recipe that `to_dict` described."""
+        kind = data["layout"]["kind"]
+        return cls(
+            layout=LAYOUTS[kind](**data["layout"]),
+            topology=Topology(**data["topology"]),
+            steps=Steps(**data["steps"]),
+            cost=Cost(**data["cost"]),
+            limits=Limits(**data["limits"]),
+            **{name: data[name] for name in _WORDS},
+        )
+
+
+_PARTS = ("layout", "topology", "steps", "cost", "limits")
+_WORDS = ("balance", "clock", "groups", "equal_sizes", "overflow", "seed")

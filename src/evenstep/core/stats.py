@@ -1,0 +1,213 @@
+"""Measures of a plan, as plain numbers that any logger takes.
+
+Full: slots, padding, bin utilisation. Even: imbalance on both clocks. Near the best possible:
+the bound on packs, the bound on the slowest rank, and what stands in the way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from evenstep.core.bounds import makespan_bound, pack_bound, rounded_up, row_bound
+from evenstep.core.layout import Fixed, PackedStatic, Padded
+from evenstep.core.ragged import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from evenstep.core.plan import Plan
+
+Value: TypeAlias = int | float | bool | str
+
+
+def of_plan(plan: Plan, width: int | None = None) -> dict[str, Value]:
+    """All steps together. `width` is that of the padded input, the longest sample by default."""
+    steps = [_Step(plan, step) for step in range(plan.steps)]
+    return {"steps": plan.steps, "ranks": plan.ranks, **_measure(plan, steps, width)}
+
+
+def of_steps(plan: Plan) -> list[dict[str, Value]]:
+    """Each step by itself."""
+    return [
+        {"step": step, **_measure(plan, [_Step(plan, step)], None)} for step in range(plan.steps)
+    ]
+
+
+class _Step:
+    """The numbers of one step that the measures are made of."""
+
+    def __init__(self, plan: Plan, step: int) -> None:
+        ranks, recipe = plan.ranks, plan.recipe
+        cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
+        micro = slice(int(cells[0]), int(cells[-1]))
+        segment_offsets = plan.segment_offsets
+        self.micro = micro
+        self.segments = slice(int(segment_offsets[micro.start]), int(segment_offsets[micro.stop]))
+        self.per_rank = int(cells[1] - cells[0])
+        shape = (ranks, self.per_rank)
+        self.costs: FloatArray = plan.costs[micro].reshape(shape)
+        self.tokens: IntArray = plan.tokens[micro].reshape(shape)
+        self.real = int((np.diff(segment_offsets[micro.start : micro.stop + 1]) > 0).sum())
+        sizes, counts, widest = _units(plan, self.segments)
+        multiple = recipe.topology.multiple
+        self.packs_bound = _packs_bound(plan, sizes, counts, widest)
+        self.per_rank_bound = rounded_up(max(1, -(-self.packs_bound // ranks)), multiple)
+        lengths = plan.aligned_lengths[self.segments]
+        self.segment_costs = recipe.cost.of_lengths(lengths)
+        self.rank_sum = float(self.costs.sum(axis=1).max())
+        self.lock_step = float(self.costs.max(axis=0).sum())
+        self.ideal = float(self.costs.sum() / ranks)
+
+
+def _units(plan: Plan, segments: slice) -> tuple[IntArray, IntArray, IntArray]:
+    """What must share a micro-batch: (slots, rows, widest) of each segment or group."""
+    sizes = plan.aligned_lengths[segments]
+    if plan.groups is None or plan.recipe.groups != "micro_batch":
+        return sizes, np.ones(len(sizes), np.int64), sizes
+    _, owner = np.unique(plan.groups[plan.segments.sample[segments]], return_inverse=True)
+    count = int(owner.max(initial=-1)) + 1
+    widest = np.zeros(count, np.int64)
+    np.maximum.at(widest, owner, sizes)
+    total = np.zeros(count, np.int64)
+    np.add.at(total, owner, sizes)
+    return total, np.bincount(owner, minlength=count), widest
+
+
+def _packs_bound(plan: Plan, sizes: IntArray, counts: IntArray, widest: IntArray) -> int:
+    """The fewest micro-batches that could hold these units."""
+    recipe, layout, capacity = plan.recipe, plan.recipe.layout, plan.recipe.capacity
+    if isinstance(layout, Padded):
+        assert capacity is not None
+        unit = recipe.width_unit
+        widths = np.full_like(widest, layout.pad_to) if layout.pad_to else -(-widest // unit) * unit
+        alone = widths * counts > layout.max_tokens
+        return int(alone.sum()) + row_bound(widths[~alone], counts[~alone], layout.max_tokens)
+    if capacity is None:
+        bound = 0
+    else:
+        alone = sizes > capacity
+        bound = int(alone.sum()) + pack_bound(sizes[~alone], capacity)
+    if isinstance(layout, PackedStatic):
+        bound = -(-bound // layout.rows)
+    if isinstance(layout, Fixed):
+        bound = max(bound, -(-int(counts.sum()) // layout.samples))
+    if recipe.limits.segments is not None:
+        bound = max(bound, -(-int(counts.sum()) // recipe.limits.segments))
+    return bound
+
+
+def _measure(plan: Plan, steps: list[_Step], width: int | None) -> dict[str, Value]:
+    recipe = plan.recipe
+    micro = _indices([s.micro for s in steps])
+    picked = _indices([s.segments for s in steps])
+    samples = np.unique(plan.segments.sample[picked])
+    tokens = int(plan.segments.length[picked].sum())
+    slots = int(plan.slots[micro].sum())
+    before = len(samples) * (width or int(plan.lengths[samples].max(initial=0)))
+    real = sum(s.real for s in steps)
+    needed = sum(s.packs_bound for s in steps)
+    at_bound = all(s.per_rank == s.per_rank_bound for s in steps)
+    ideal = sum(s.ideal for s in steps)
+    rank_sum = sum(s.rank_sum for s in steps)
+    lock_step = sum(s.lock_step for s in steps)
+    floor = sum(max(s.ideal, makespan_bound(s.segment_costs, plan.ranks)) for s in steps)
+    clock = lock_step if recipe.clock == "micro_batch" else rank_sum
+    return {
+        "samples": len(samples),
+        "segments": len(picked),
+        "micro_batches": len(micro),
+        "dummies": len(micro) - real,
+        "tokens": tokens,
+        "slots": slots,
+        "padding": slots - tokens,
+        "padding_ratio": _ratio(slots - tokens, slots),
+        "slots_before": before,
+        "removed_padding": before - slots,
+        "removed_padding_ratio": _ratio(before - slots, before),
+        **_bins(plan, micro, steps),
+        "imbalance_tokens_step": _over([s.tokens.sum(axis=1).max() for s in steps], tokens, plan),
+        "imbalance_tokens_micro_batch": _over(
+            [s.tokens.max(axis=0).sum() for s in steps], tokens, plan
+        ),
+        "imbalance_cost_step": rank_sum / ideal if ideal else 1.0,
+        "imbalance_cost_micro_batch": lock_step / ideal if ideal else 1.0,
+        "packs": real,
+        "packs_bound": needed,
+        "packs_optimal": at_bound,
+        "clock": recipe.clock,
+        "clock_over_bound": clock / floor if floor else 1.0,
+        "balance_optimal": bool(clock <= floor * (1 + 1e-9)),
+        "bottleneck": _bottleneck(plan, steps),
+        **_overflow(plan, steps),
+    }
+
+
+def _bins(plan: Plan, micro: IntArray, steps: list[_Step]) -> dict[str, Value]:
+    """NeMo-RL's packing metrics over the micro-batches that hold anything."""
+    tokens = plan.tokens[micro]
+    filled = micro[tokens > 0]
+    layout = plan.recipe.layout
+    capacity = layout.max_tokens or int(plan.slots[micro].max(initial=1))
+    use = np.minimum(plan.tokens[filled] / capacity, 1.0)
+    if len(filled) == 0:
+        use = np.ones(1)
+    spread = float(use.std(ddof=1)) if len(use) > 1 else 0.0
+    least = sum(-(-int(s.tokens.sum()) // capacity) for s in steps)
+    return {
+        "bin_utilization": float(use.mean()),
+        "waste_ratio": float(1 - use.mean()),
+        "bin_balance": 1 - spread / float(use.mean()),
+        "packing_efficiency": _ratio(least, len(filled)) if len(filled) else 1.0,
+    }
+
+
+def _bottleneck(plan: Plan, steps: list[_Step]) -> str:
+    """Say when one sequence outweighs a rank's mean load, and what would help."""
+    for step in steps:
+        if len(step.segment_costs) == 0 or plan.ranks == 1:
+            continue
+        worst = int(step.segment_costs.argmax())
+        ratio = float(step.segment_costs[worst]) / step.ideal if step.ideal else 0.0
+        if ratio > 1:
+            at = step.segments.start + worst
+            sample, length = int(plan.segments.sample[at]), int(plan.segments.length[at])
+            return (
+                f"sample {sample} with {length} tokens costs {ratio:.2f} times the mean load of a "
+                f"rank, so no assignment is even. Context parallelism, splitting it, or more "
+                f"samples per step would help."
+            )
+    return ""
+
+
+def _overflow(plan: Plan, steps: list[_Step]) -> dict[str, Value]:
+    """How many samples were too long, and what became of them."""
+    kept = np.zeros(len(plan.lengths), np.int64)
+    pieces = np.zeros(len(plan.lengths), np.int64)
+    for step in steps:
+        sample = plan.segments.sample[step.segments]
+        np.add.at(kept, sample, plan.segments.length[step.segments])
+        np.add.at(pieces, sample, 1)
+    cut = (kept > 0) & (kept < plan.lengths)
+    over = plan.slots > plan.recipe.layout.max_tokens if plan.recipe.layout.max_tokens else None
+    dropped = plan.step_of < 0
+    return {
+        "truncated": int(cut.sum()),
+        "tokens_truncated": int((plan.lengths - kept)[cut].sum()),
+        "split": int((pieces > 1).sum()),
+        "alone": 0 if over is None else int(sum(over[s.micro].sum() for s in steps)),
+        "dropped": int(dropped.sum()),
+        "tokens_dropped": int(plan.lengths[dropped].sum()),
+    }
+
+
+def _over(largest: list[IntArray], total: int, plan: Plan) -> float:
+    return float(sum(largest)) * plan.ranks / total if total else 1.0
+
+
+def _indices(slices: list[slice]) -> IntArray:
+    """All indices of the slices: [0:2, 5:6] -> [0, 1, 5]."""
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(s.start, s.stop) for s in slices)])
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

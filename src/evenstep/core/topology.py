@@ -1,0 +1,59 @@
+"""Topology: how many ranks there are, and what the other parallel axes ask of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """Data-parallel ranks and what context, tensor and pipeline parallelism demand of a plan.
+
+    >>> Topology(dp=8, cp=2, tp=2).alignment, Topology(dp=8, pp=4, vpp=2).multiple
+    (8, 4)
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+    variable_seq_lengths: bool = False
+    """Pipeline stages agree on each micro-batch's shape as they go, so widths may differ."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "tp", "pp", "vpp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"topology.{name} is {getattr(self, name)}, so no rank would ever run. "
+                    f"Set it to 1 or more."
+                )
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(
+                f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages only exist "
+                f"inside a pipeline. Set pp above 1 or vpp to 1."
+            )
+
+    @property
+    def alignment(self) -> int:
+        """What every segment's place in a row is rounded up to.
+
+        Two chunks per context-parallel rank, each divisible by tp; tp alone where activations
+        are sharded along the sequence.
+        """
+        if self.cp > 1:
+            return 2 * self.cp * self.tp
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def multiple(self) -> int:
+        """What the number of micro-batches per rank must be divisible by (interleaved stages)."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
+    def equal_widths(self) -> bool:
+        """Whether all micro-batches of a step must have one shape (fixed pipeline buffers)."""
+        return self.pp > 1 and not self.variable_seq_lengths

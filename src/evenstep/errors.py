@@ -1,0 +1,21 @@
+"""What Evenstep raises. Every message says the fault, its consequence and the remedy."""
+
+
+class EvenstepError(Exception):
+    """The base of every error that Evenstep raises on purpose."""
+
+
+class ConfigError(EvenstepError, ValueError):
+    """A recipe, layout or topology that contradicts itself or names something unknown."""
+
+
+class InputError(EvenstepError, ValueError):
+    """Lengths, groups or columns that cannot be planned as they are given."""
+
+
+class PlanError(EvenstepError):
+    """No plan exists under these limits, or a plan breaks one of its invariants."""
+
+
+class FileError(EvenstepError):
+    """A file that is missing, damaged, truncated or not ours."""
