@@ -1,0 +1,235 @@
+"""Balance: dealing items of known cost to parts (ranks) so that the heaviest part is light.
+
+stride          sorted, then dealt round-robin, as the documents do
+lpt             longest first, each to the lightest part
+karmarkar_karp  largest differencing: combine the two most uneven partial deals, opposed
+refined         lpt, then swaps that relieve the heaviest part (the default)
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.errors import ConfigError, InputError
+from evenstep.planning.differencing import differencing_kernel
+from evenstep.planning.kernel import kernel
+
+Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
+
+_PARTNERS = 16  # parts tried for one swap
+_CLOSE = 1e-5  # a heaviest part this near the mean is left alone
+
+
+@kernel
+def lpt_kernel(costs: FloatArray, order: IntArray, room: IntArray) -> IntArray:
+    """The part of each item; `order` is heaviest first; part p takes at most `room[p]` items."""
+    parts = room.shape[0]
+    part_of = np.empty(costs.shape[0], np.int64)
+    load = np.zeros(parts)
+    left = room.copy()
+    heap = np.arange(parts)  # lightest part at the root; ties by number
+    alive = parts
+    for i in order:
+        part = heap[0]
+        part_of[i] = part
+        load[part] += costs[i]
+        left[part] -= 1
+        if left[part] == 0:
+            alive -= 1
+            heap[0] = heap[alive]
+        node = 0
+        while True:
+            child = 2 * node + 1
+            if child >= alive:
+                break
+            if child + 1 < alive:
+                a, b = heap[child], heap[child + 1]
+                if load[b] < load[a] or (load[b] == load[a] and b < a):
+                    child += 1
+            a, b = heap[node], heap[child]
+            if load[a] < load[b] or (load[a] == load[b] and a < b):
+                break
+            heap[node], heap[child] = b, a
+            node = child
+    return part_of
+
+
+@kernel
+def swap_gain(
+    costs: FloatArray, heavy: IntArray, light: IntArray, gap: float
+) -> tuple[float, int, int]:
+    """The swap that best halves `gap`: (distance from half, index in heavy, index in light).
+
+    Both parts are sorted heaviest first, so two pointers see every promising pair.
+    """
+    best, at, to = gap / 2, -1, -1
+    j = 0
+    for i in range(heavy.shape[0]):
+        # The ideal partner is lighter than item i by half the gap.
+        wanted = costs[heavy[i]] - gap / 2
+        while j < light.shape[0] and costs[light[j]] > wanted:
+            j += 1
+        for k in (j - 1, j):
+            if 0 <= k < light.shape[0]:
+                off = abs(costs[heavy[i]] - costs[light[k]] - gap / 2)
+                if off < best:
+                    best, at, to = off, i, k
+    return best, at, to
+
+
+@kernel
+def put_sorted(costs: FloatArray, row: IntArray, at: int, item: int) -> None:
+    """Replace `row[at]` by `item`, keeping the row sorted heaviest first."""
+    while at > 0 and costs[row[at - 1]] < costs[item]:
+        row[at] = row[at - 1]
+        at -= 1
+    while at + 1 < row.shape[0] and costs[row[at + 1]] > costs[item]:
+        row[at] = row[at + 1]
+        at += 1
+    row[at] = item
+
+
+@kernel
+def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
+    """Swap items between the heaviest part and lighter ones while that lowers the heaviest.
+
+    Parts keep their number of items. To let an item move alone, give parts items of no cost.
+    """
+    n = costs.shape[0]
+    order = np.argsort(-costs)
+    start = np.zeros(parts + 1, np.int64)
+    for i in range(n):
+        start[part_of[i] + 1] += 1
+    for part in range(parts):
+        start[part + 1] += start[part]
+    cursor = start.copy()
+    member = np.empty(n, np.int64)
+    load = np.zeros(parts)
+    for i in order:
+        member[cursor[part_of[i]]] = i
+        cursor[part_of[i]] += 1
+        load[part_of[i]] += costs[i]
+    mean = load.sum() / parts
+    for _ in range(20 * parts + 100):
+        heavy = np.argmax(load)
+        if load[heavy] <= mean * (1 + _CLOSE):
+            break
+        mine = member[start[heavy] : start[heavy + 1]]
+        lightest = np.argmin(load)
+        best = load[heavy] * (1 - 1e-12)
+        with_part, at, to = -1, -1, -1
+        tried = 0
+        for step in range(parts):
+            other = int((lightest + step) % parts)
+            # The best that a swap can do is to meet in the middle.
+            if other == heavy or (load[heavy] + load[other]) / 2 >= best:
+                continue
+            theirs = member[start[other] : start[other + 1]]
+            gap = load[heavy] - load[other]
+            off, i, j = swap_gain(costs, mine, theirs, gap)
+            reached = (load[heavy] + load[other]) / 2 + off
+            if i >= 0 and reached < best:
+                best, with_part, at, to = reached, other, i, j
+            tried += 1
+            if tried >= _PARTNERS and with_part >= 0:
+                break
+        if with_part < 0:
+            break
+        theirs = member[start[with_part] : start[with_part + 1]]
+        given, taken = mine[at], theirs[to]
+        difference = costs[given] - costs[taken]
+        load[heavy] -= difference
+        load[with_part] += difference
+        put_sorted(costs, mine, at, taken)
+        put_sorted(costs, theirs, to, given)
+        part_of[given] = with_part
+        part_of[taken] = heavy
+
+
+def stride(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
+    """Lightest first, round-robin: sorted item i goes to part i mod parts.
+
+    >>> stride(np.array([7.0, 6, 8, 5, 1, 3, 8, 6]), 2).tolist()
+    [1, 1, 0, 0, 0, 1, 1, 0]
+    """
+    part_of = np.empty(len(costs), np.int64)
+    part_of[np.argsort(costs, kind="stable")] = np.arange(len(costs)) % parts
+    return part_of
+
+
+def lpt(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
+    """Heaviest first, each to the lightest part that may still take one.
+
+    >>> lpt(np.array([5.0, 4, 3, 3, 3]), 2).tolist()
+    [0, 1, 1, 0, 1]
+    """
+    room = np.full(parts, len(costs))
+    if equal_sizes:
+        room = (len(costs) + np.arange(parts)[::-1]) // parts  # 5 items on 3 parts: 2, 2, 1
+        parts = min(parts, len(costs))
+    return lpt_kernel(costs, np.argsort(-costs, kind="stable"), room[:parts])
+
+
+def karmarkar_karp(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
+    """Largest differencing: sets of partial deals are combined, heaviest with lightest.
+
+    >>> karmarkar_karp(np.array([8.0, 7, 6, 5, 4]), 2).tolist()
+    [0, 1, 1, 0, 0]
+    """
+    size = -(-len(costs) // parts)
+    padded = _padded(costs, size * parts) if equal_sizes else costs
+    order = np.argsort(-padded, kind="stable")
+    part_of = differencing_kernel(padded, order, parts, parts if equal_sizes else 1)
+    return part_of[: len(costs)]
+
+
+def refined(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
+    """LPT, then swaps and moves that relieve the heaviest part; never worse than LPT.
+
+    >>> refined(np.array([5.0, 4, 3, 3, 3]), 2).tolist()
+    [0, 0, 1, 1, 1]
+    """
+    part_of = lpt(costs, parts, equal_sizes)
+    if equal_sizes:
+        refine_kernel(costs, part_of, parts)
+        return part_of
+    whole = np.concatenate((part_of, np.arange(parts)))
+    refine_kernel(_padded(costs, len(costs) + parts), whole, parts)
+    return whole[: len(costs)]
+
+
+DEALS: dict[str, Deal] = {deal.__name__: deal for deal in (refined, lpt, karmarkar_karp, stride)}
+
+
+def partition(
+    costs: ArrayLike, parts: int, algorithm: str = "refined", *, equal_sizes: bool = False
+) -> IntArray:
+    """The part of each item. With `equal_sizes`, parts differ by one item at most.
+
+    >>> partition([5, 4, 3, 3, 3], 2).tolist()
+    [0, 0, 1, 1, 1]
+    """
+    items = np.ascontiguousarray(costs, np.float64)
+    if algorithm not in DEALS:
+        raise ConfigError(
+            f"balance {algorithm!r} is unknown, so nothing was dealt. Choose one of "
+            f"{', '.join(DEALS)}."
+        )
+    if parts < 1:
+        raise ConfigError(f"{parts} parts cannot hold anything. Ask for 1 or more.")
+    if items.ndim != 1 or not np.isfinite(items).all() or (items < 0).any():
+        raise InputError(
+            "costs must be one finite number of 0 or more each; otherwise no part is heaviest. "
+            "Pass a flat sequence of such numbers."
+        )
+    if len(items) == 0:
+        return np.empty(0, np.int64)
+    return DEALS[algorithm](items, parts, equal_sizes)
+
+
+def _padded(costs: FloatArray, count: int) -> FloatArray:
+    """The costs and enough items of no cost to make `count`."""
+    return np.concatenate((costs, np.zeros(count - len(costs))))

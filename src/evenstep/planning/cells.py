@@ -1,0 +1,158 @@
+"""One step: units to their micro-batches, rows and ranks, for every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evenstep.core.bounds import rounded_up
+from evenstep.core.layout import Fixed, PackedStatic, Padded
+from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import Recipe
+from evenstep.core.segments import Segments
+from evenstep.errors import PlanError
+from evenstep.planning.assemble import StepLayout
+from evenstep.planning.balance import partition
+from evenstep.planning.batch import (
+    feasible_starts,
+    fewest_cuts,
+    greedy_cuts,
+    optimal_cuts,
+    split_cuts,
+)
+from evenstep.planning.deal import deal_packs
+from evenstep.planning.joint import place_units
+from evenstep.planning.units import Units
+
+
+def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | None) -> StepLayout:
+    """Decide one step. `wanted` fixes the number of micro-batches a rank, None asks for few."""
+    layout, ranks = recipe.layout, recipe.topology.dp
+    rows_per_micro = 1
+    if isinstance(layout, Padded) and layout.cut == "greedy" and not recipe.topology.equal_widths:
+        place, count, widths = _greedy(units, recipe, wanted)
+        width_order = np.argsort(np.argsort(units.widest, kind="stable"))
+    else:
+        widths, width_order = None, None
+        if isinstance(layout, PackedStatic):
+            rows_per_micro = layout.rows
+        if recipe.equal_sizes:
+            place, count = _by_rank(units, recipe, wanted)
+        else:
+            place, count = _place(units, recipe, ranks * rows_per_micro, wanted)
+    # place = position * lanes + lane; lanes of one rank are its rows.
+    lanes = ranks * rows_per_micro
+    position, lane = place // lanes, place % lanes
+    rank, row = lane // rows_per_micro, lane % rows_per_micro
+    if width_order is not None:
+        row = width_order  # narrow to wide, as the documents order rows
+    micro = (rank * count + position)[units.of_segment]
+    return StepLayout(segments, micro, row[units.of_segment], count, widths)
+
+
+def _place(units: Units, recipe: Recipe, lanes: int, wanted: int | None) -> tuple[IntArray, int]:
+    """(place of each unit, positions) for units that any lane may run."""
+    layout, capacity = recipe.layout, recipe.capacity
+    if isinstance(layout, Padded):
+        if not recipe.topology.equal_widths:
+            return _cut(units, recipe, lanes, wanted)
+        width = layout.pad_to or rounded_up(int(units.widest.max(initial=1)), recipe.width_unit)
+        return place_units(units.by_count(None), _most_rows(recipe, width), recipe, lanes, wanted)
+    if isinstance(layout, Fixed):
+        return place_units(units.by_count(capacity), layout.samples, recipe, lanes, wanted)
+    assert capacity is not None
+    return place_units(units, capacity, recipe, lanes, wanted)
+
+
+def _by_rank(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int]:
+    """Deal equally many segments to each rank first, then form each rank's own packs."""
+    ranks = recipe.topology.dp
+    rows = recipe.layout.rows if isinstance(recipe.layout, PackedStatic) else 1
+    balance = recipe.balance
+    rank_of = partition(units.cost, ranks, balance, equal_sizes=True)
+    sizes = np.bincount(rank_of, weights=units.count, minlength=ranks)
+    if sizes.max(initial=0) - sizes.min(initial=0) > 1:
+        raise PlanError(
+            "equal_sizes asks for as many segments on each rank, but the groups of this step have "
+            "unequal sizes and cannot be dealt so. Use groups of one size, or equal_sizes=False."
+        )
+    count = wanted
+    while True:
+        placed = [
+            (own, *_place(units.take(own), recipe, rows, count))
+            for own in (np.flatnonzero(rank_of == r) for r in range(ranks))
+        ]
+        most = max(found for _, _, found in placed)
+        if count is not None and most <= count:
+            break
+        count = most
+    place = np.empty(len(units), np.int64)
+    for rank, (own, inside, _) in enumerate(placed):
+        position, row = inside // rows, inside % rows
+        place[own] = position * ranks * rows + rank * rows + row
+    return place, count
+
+
+def _most_rows(recipe: Recipe, width: int) -> int:
+    """How many rows of this width fit the budget and the limits, at least one."""
+    layout, limits, cost = recipe.layout, recipe.limits, recipe.cost
+    assert isinstance(layout, Padded)
+    most = layout.max_tokens // width
+    if limits.cost is not None:
+        each = float(cost.of_lengths(np.array([width]))[0])
+        most = min(most, int((limits.cost - cost.per_micro_batch) / each + 1e-9))
+    return max(most, 1)
+
+
+def _widths(units: Units, recipe: Recipe) -> IntArray:
+    """The width that each unit needs, rounded."""
+    assert isinstance(recipe.layout, Padded)
+    unit = recipe.width_unit
+    width = -(-units.widest // unit) * unit
+    return np.maximum(width, recipe.layout.pad_to) if recipe.layout.pad_to else width
+
+
+def _cut(units: Units, recipe: Recipe, ranks: int, wanted: int | None) -> tuple[IntArray, int]:
+    """Optimal cuts of the sorted units, then each micro-batch dealt to a rank."""
+    if len(units) == 0:
+        return np.empty(0, np.int64), wanted or recipe.topology.multiple
+    width = _widths(units, recipe)
+    order = np.lexsort((units.count, width))
+    most = np.array([_most_rows(recipe, int(w)) for w in width[order]], np.int64)
+    starts = feasible_starts(units.count[order], most, units.extra[order], units.caps)
+    per_rank = -(-fewest_cuts(starts) // ranks)
+    count = wanted or rounded_up(per_rank, recipe.topology.multiple)
+    cuts = min(count * ranks, len(units))
+    ends = optimal_cuts(width[order], units.count[order], starts, cuts)
+    block = np.empty(len(units), np.int64)
+    block[order] = np.searchsorted(ends, np.arange(len(units)), "right")
+    rows = np.bincount(block, weights=units.count, minlength=count * ranks)
+    widest = np.zeros(count * ranks)
+    widest[:cuts] = width[order][ends - 1]
+    cost = recipe.cost
+    each = cost.per_token * widest + cost.per_pair * widest**2 + cost.per_segment
+    return deal_packs(rows * each, ranks, recipe.balance, recipe.clock)[block], count
+
+
+def _greedy(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int, IntArray]:
+    """The documents' dynamic batching: (place of each unit, positions, width of each position)."""
+    ranks, multiple = recipe.topology.dp, recipe.topology.multiple
+    width = _widths(units, recipe)
+    order = np.lexsort((np.arange(len(units)), units.widest))
+    places = -(-len(units) // ranks)
+    padded = np.full(places * ranks, -1, np.int64)
+    padded[: len(units)] = order
+    here = padded.reshape(places, ranks)
+    real = here >= 0
+    rows = np.where(real, units.count[here], 0)
+    extra = np.where(real[:, :, None], units.extra[here], 0.0)
+    widest = np.where(real, width[here], 0).max(axis=1, initial=0)
+    most = np.array([_most_rows(recipe, int(w)) for w in widest], np.int64)
+    ends = greedy_cuts(rows, most, extra, units.caps)
+    count = max(wanted or 0, rounded_up(max(len(ends), 1), multiple))
+    ends = split_cuts(ends, widest, count)
+    place = np.empty(len(units), np.int64)
+    position = np.searchsorted(ends, np.arange(len(units)) // ranks, "right")
+    place[order] = position * ranks + np.arange(len(units)) % ranks
+    widths = np.full(count, recipe.width_unit, np.int64)
+    widths[: len(ends)] = widest[ends - 1]
+    return place, count, widths

@@ -1,0 +1,77 @@
+"""The largest differencing method of Karmarkar and Karp for any number of parts."""
+
+import numpy as np
+
+from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.planning.kernel import kernel
+
+
+@kernel
+def sift_down(heap: IntArray, spread: FloatArray, alive: int, node: int) -> None:
+    """Restore the heap below `node`: the deal with the largest spread is at the root."""
+    while True:
+        child = 2 * node + 1
+        if child >= alive:
+            return
+        if child + 1 < alive and spread[heap[child + 1]] > spread[heap[child]]:
+            child += 1
+        if spread[heap[node]] >= spread[heap[child]]:
+            return
+        heap[node], heap[child] = heap[child], heap[node]
+        node = child
+
+
+@kernel
+def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: int) -> IntArray:
+    """The part of each item. `layer` items, one to a part, make each first deal.
+
+    With layer = 1 parts may hold any number of items; with layer = parts they hold equally many.
+    A deal has a load per part, heaviest first, and a linked list of items per part; combining
+    two adds the heaviest part of one to the lightest of the other.
+    """
+    n = costs.shape[0]
+    deals = n // layer
+    load = np.zeros((deals, parts))
+    head = np.full((deals, parts), -1, np.int64)
+    tail = np.full((deals, parts), -1, np.int64)
+    following = np.full(n, -1, np.int64)
+    spread = np.empty(deals)
+    for d in range(deals):
+        for slot in range(layer):
+            item = order[d * layer + slot]
+            load[d, slot] = costs[item]
+            head[d, slot] = item
+            tail[d, slot] = item
+        spread[d] = load[d, 0] - load[d, parts - 1]
+    heap = np.arange(deals)
+    alive = deals
+    for node in range(alive // 2 - 1, -1, -1):
+        sift_down(heap, spread, alive, node)
+    while alive > 1:
+        a = heap[0]
+        alive -= 1
+        heap[0] = heap[alive]
+        sift_down(heap, spread, alive, 0)
+        b = heap[0]
+        for slot in range(parts):
+            other = parts - 1 - slot
+            load[a, slot] += load[b, other]
+            if head[b, other] >= 0:
+                if head[a, slot] < 0:
+                    head[a, slot] = head[b, other]
+                else:
+                    following[tail[a, slot]] = head[b, other]
+                tail[a, slot] = tail[b, other]
+        ranking = np.argsort(-load[a])
+        load[b] = load[a][ranking]
+        head[b] = head[a][ranking]
+        tail[b] = tail[a][ranking]
+        spread[b] = load[b, 0] - load[b, parts - 1]
+        sift_down(heap, spread, alive, 0)
+    part_of = np.empty(n, np.int64)
+    for slot in range(parts):
+        item = head[heap[0], slot]
+        while item >= 0:
+            part_of[item] = slot
+            item = following[item]
+    return part_of

@@ -1,0 +1,161 @@
+"""Packing to the brim, until the lower bound is met.
+
+The largest item that is left opens a bin; the rest of the bin is filled with one, two or three
+items whose lengths add up exactly, by look-ups in a table of lengths. Taking large partners
+first keeps the small ones, which fit anywhere, for the end. How much waste to let pass is the
+one dial: several settings are tried until the bins meet the bound.
+"""
+
+import numpy as np
+
+from evenstep.core.ragged import IntArray
+from evenstep.planning.first_fit import at_or_before
+from evenstep.planning.kernel import kernel
+
+_LIMIT = 2000  # partners looked at for one gap
+_LOOKS = 600_000  # and for all gaps of all attempts: some milliseconds
+
+
+@kernel
+def take(count: IntArray, link: IntArray, length: int) -> None:
+    """Remove one item of `length` from the table."""
+    count[length] -= 1
+    if count[length] == 0:
+        link[length] = length - 1
+
+
+@kernel
+def best_pair(
+    count: IntArray, link: IntArray, gap: int, held: int, enough: int, limit: int
+) -> tuple[int, int, int, int]:
+    """Two lengths with the least waste in `gap`: (waste, longer, shorter, looks).
+
+    The most even pair that wastes no more than `enough` wins. One item of length `held` is
+    already spoken for.
+    """
+    waste, longer, shorter, looks = gap + 1, 0, 0, 0
+    b = at_or_before(link, gap // 2)
+    while b > 0 and looks < limit:
+        looks += 1
+        if b != held or count[b] > 1:
+            a = at_or_before(link, gap - b)
+            while a > 0 and count[a] <= (1 if a == b else 0) + (1 if a == held else 0):
+                a = at_or_before(link, a - 1)
+            if a >= b and gap - a - b < waste:
+                waste, longer, shorter = gap - a - b, a, b
+                if waste <= enough:
+                    break
+        b = at_or_before(link, b - 1)
+    return waste, longer, shorter, looks
+
+
+@kernel
+def fill_bins(
+    lengths: IntArray, capacity: int, spare: int, enough: int, looks: int
+) -> tuple[IntArray, IntArray, int, int]:
+    """(lengths in the order in which they fill bins, the bin of each, bins, looks left).
+
+    A partner that wastes no more than `enough` is taken at once. With `enough` below 0 the
+    patience adapts: `spare` is the waste that the bound allows in all, shared by the bins to come.
+    """
+    n = lengths.shape[0]
+    count = np.zeros(capacity + 1, np.int64)
+    left = 0
+    for length in lengths:
+        count[length] += 1
+        left += length
+    link = np.arange(capacity + 1)
+    for length in range(1, capacity + 1):
+        if count[length] == 0:
+            link[length] = length - 1
+    filled = np.empty(n, np.int64)
+    bin_of = np.empty(n, np.int64)
+    placed = 0
+    bins = 0
+    while placed < n:
+        gap = capacity
+        allowed = enough
+        if enough < 0:
+            allowed = max(0, spare * -enough * capacity // (2 * max(left, capacity)))
+        while True:
+            one = at_or_before(link, gap)
+            if one == 0:
+                break
+            two, three = 0, 0
+            if gap < capacity and 3 * one >= gap:  # three items can reach the brim
+                waste = gap - one
+                limit = min(_LIMIT, looks)
+                if waste > allowed:
+                    found, a, b, more = best_pair(count, link, gap, -1, allowed, limit)
+                    looks -= more
+                    if found < waste:
+                        waste, one, two = found, a, b
+                if waste > allowed:
+                    tried = 0
+                    c = at_or_before(link, gap // 3)
+                    while c > 0 and tried < limit:
+                        found, a, b, more = best_pair(count, link, gap - c, c, allowed, limit)
+                        tried += more + 1
+                        if found < waste:
+                            waste, one, two, three = found, a, b, c
+                            if waste <= allowed:
+                                break
+                        c = at_or_before(link, c - 1)
+                    looks -= tried
+            for length in (one, two, three):
+                if length > 0:
+                    take(count, link, length)
+                    filled[placed] = length
+                    bin_of[placed] = bins
+                    placed += 1
+                    gap -= length
+                    left -= length
+        spare -= gap
+        bins += 1
+    return filled, bin_of, bins, max(looks, 0)
+
+
+@kernel
+def name_items(lengths: IntArray, filled: IntArray, bin_of_filled: IntArray) -> IntArray:
+    """The bin of each item, given bins that are filled with lengths only."""
+    longest = 0
+    for length in lengths:
+        longest = max(longest, length)
+    end = np.zeros(longest + 2, np.int64)
+    for length in lengths:
+        end[length + 1] += 1
+    for length in range(1, longest + 2):
+        end[length] += end[length - 1]
+    by_length = np.empty(lengths.shape[0], np.int64)
+    cursor = end.copy()
+    for i in range(lengths.shape[0]):
+        by_length[cursor[lengths[i]]] = i
+        cursor[lengths[i]] += 1
+    bin_of = np.empty(lengths.shape[0], np.int64)
+    for k in range(filled.shape[0]):
+        bin_of[by_length[end[filled[k]]]] = bin_of_filled[k]
+        end[filled[k]] += 1
+    return bin_of
+
+
+@kernel
+def optimal_kernel(lengths: IntArray, capacity: int, bound: int, bins: int) -> IntArray:
+    """The bin of each item in fewer than `bins` bins, or an empty array if none was found."""
+    smallest = capacity
+    for length in lengths:
+        smallest = min(smallest, length)
+    # What wastes more than any partner could fill is no fault of the search.
+    spare = bound * capacity
+    for length in lengths:
+        spare -= capacity if length + smallest > capacity else length
+    each = max(0, spare // max(bound, 1))
+    looks = _LOOKS
+    best = np.empty(0, np.int64)
+    for enough in (0, -2, each, -1, 10, -4, 50, 5, 20, 2):
+        if bins <= bound or looks == 0:
+            break
+        filled, bin_of, used, looks = fill_bins(lengths, capacity, spare, enough, looks)
+        if used < bins:
+            bins = used
+            best = name_items(lengths, filled, bin_of)
+    return best

@@ -1,0 +1,172 @@
+"""Packers: lengths -> bins of at most `capacity`, as indices by bin."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from evenstep.core.bounds import pack_bound, rounded_up
+from evenstep.core.ragged import IntArray, Ragged
+from evenstep.errors import ConfigError, InputError
+from evenstep.planning.best_fit import best_fit_kernel
+from evenstep.planning.first_fit import (
+    first_fit_kernel,
+    modified_first_fit_kernel,
+    next_fit_kernel,
+)
+from evenstep.planning.optimal import optimal_kernel
+from evenstep.planning.split import split_bins
+
+Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
+
+
+def concatenative(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """In the given order, a new bin whenever the next item does not fit. For debugging.
+
+    >>> concatenative(np.array([4, 1, 3, 2, 1, 3, 4, 5]), 5).tolist()
+    [[0, 1], [2, 3], [4, 5], [6], [7]]
+    """
+    return _grouped(next_fit_kernel(lengths, capacity))
+
+
+def first_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """Longest first into the first bin with room; of equal lengths the later item goes first.
+
+    >>> first_fit_decreasing(np.array([30, 30, 30, 30, 30]), 100).tolist()
+    [[4, 3, 2], [1, 0]]
+    """
+    order = np.argsort(lengths, kind="stable")[::-1]
+    return _placed(first_fit_kernel(lengths, order, capacity, 0), order)
+
+
+def modified_first_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """Johnson and Garey's five phases: large items with a medium or two smalls, then the rest.
+
+    >>> sizes = np.array([46, 24, 55, 88, 11, 14, 73, 17])
+    >>> sorted(sorted(b) for b in modified_first_fit_decreasing(sizes, 100).tolist())
+    [[0], [1, 2, 7], [3, 4], [5, 6]]
+    """
+    order = np.argsort(-lengths, kind="stable")
+    return _placed(modified_first_fit_kernel(lengths, order, capacity), order)
+
+
+def first_fit_shuffle(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """First fit in an order drawn from `seed`, and from nothing else."""
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    return _placed(first_fit_kernel(lengths, order, capacity, 0), order)
+
+
+def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """Longest first into the fullest bin with room.
+
+    >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
+    [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
+    """
+    return Ragged(*best_fit_kernel(lengths, capacity))
+
+
+def optimal(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """As few bins as the search finds; certified where they meet `pack_bound`.
+
+    Best fit first. If that misses the bound, bins are filled to the brim by subset sums, under
+    several tolerances, until one meets it.
+
+    >>> len(optimal(np.array([6, 5, 4, 3, 2]), 10)), pack_bound(np.array([6, 5, 4, 3, 2]), 10)
+    (2, 2)
+    """
+    packed = best_fit_decreasing(lengths, capacity)
+    bound = pack_bound(lengths, capacity)
+    if len(packed) > bound:
+        better = optimal_kernel(lengths, capacity, bound, len(packed))
+        if len(better):
+            return _grouped(better)
+    return packed
+
+
+PACKERS: dict[str, Packer] = {
+    packer.__name__: packer
+    for packer in (
+        concatenative,
+        first_fit_decreasing,
+        modified_first_fit_decreasing,
+        first_fit_shuffle,
+        best_fit_decreasing,
+        optimal,
+    )
+}
+
+
+def pack(
+    lengths: ArrayLike,
+    capacity: int,
+    packer: str = "best_fit_decreasing",
+    *,
+    seed: int = 0,
+    min_bin_count: int = 0,
+    bin_count_multiple: int = 1,
+) -> Ragged:
+    """Put items of these lengths into bins of `capacity`; bin i holds the items `result[i]`.
+
+    The number of bins is raised to `min_bin_count` and to a multiple of `bin_count_multiple` by
+    dividing the fullest bins evenly, so that work stays balanced.
+
+    >>> pack([5, 4, 3, 2], 7).tolist()
+    [[0, 3], [1, 2]]
+    >>> pack([5, 4, 3, 2], 14, bin_count_multiple=2).tolist()
+    [[0, 3], [1, 2]]
+    """
+    items = np.asarray(lengths)
+    if items.ndim != 1 or (items.size and items.dtype.kind not in "iu"):
+        raise InputError(
+            f"lengths have shape {items.shape} and type {items.dtype}, not one integer each, so "
+            f"nothing can be packed. Pass a flat sequence of whole numbers."
+        )
+    items = np.ascontiguousarray(items, np.int64)
+    if capacity < 1 or min_bin_count < 0 or bin_count_multiple < 1:
+        raise ConfigError(
+            f"capacity {capacity}, min_bin_count {min_bin_count} and bin_count_multiple "
+            f"{bin_count_multiple} leave no way to pack. Use 1, 0 and 1 or more."
+        )
+    if packer.lower() not in PACKERS:
+        raise ConfigError(
+            f"packer {packer!r} is unknown, so nothing was packed. Choose one of "
+            f"{', '.join(PACKERS)}."
+        )
+    if len(items) == 0:
+        packed = Ragged.of([])
+    else:
+        if int(items.min()) < 1:
+            at = int(items.argmin())
+            raise InputError(
+                f"item {at} has length {items[at]}; it holds nothing to pack. Remove it."
+            )
+        if int(items.max()) > capacity:
+            at = int(items.argmax())
+            raise InputError(
+                f"item {at} has length {items[at]} but a bin holds {capacity}; it could never be "
+                f"packed. Raise the capacity, or split or drop the item."
+            )
+        # A bin never needs to hold more than everything.
+        packed = PACKERS[packer.lower()](items, min(capacity, int(items.sum())), seed)
+    target = rounded_up(max(len(packed), min_bin_count), bin_count_multiple)
+    if target > len(packed):
+        if target > len(items):
+            raise InputError(
+                f"{target} bins were asked for but there are {len(items)} items; some bins would "
+                f"stay empty. Lower min_bin_count or bin_count_multiple."
+            )
+        packed = split_bins(items, packed, target)
+    return packed
+
+
+def _grouped(bin_of: IntArray) -> Ragged:
+    """Bins by number, their items in order of index."""
+    return Ragged.group(bin_of, int(bin_of.max(initial=-1)) + 1)
+
+
+def _placed(bin_of: IntArray, order: IntArray) -> Ragged:
+    """Bins by number, their items in the order in which they were considered."""
+    count = int(bin_of.max(initial=-1)) + 1
+    grouped = Ragged.group(bin_of[order], count)
+    return Ragged(order[grouped.values], grouped.offsets)

@@ -1,0 +1,78 @@
+"""Samples to segments: what becomes of a sample that is longer than a micro-batch can hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evenstep.core.layout import Padded
+from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import Recipe
+from evenstep.core.segments import Segments
+from evenstep.errors import PlanError
+
+
+def longest_segment(recipe: Recipe) -> int | None:
+    """The longest segment that fits a row, or None if any does.
+
+    Budget 100 at alignment 16 holds a segment of 96.
+    """
+    capacity = recipe.capacity
+    if capacity is None:
+        return None
+    unit = recipe.topology.alignment
+    fits = capacity // unit * unit
+    limit = recipe.limits.cost
+    if limit is None:
+        return fits
+    # The cost of one segment grows with its length: bisect for the longest within the limit.
+    low, high = 0, fits // unit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if segment_cost(recipe, middle * unit) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low * unit
+
+
+def segment_cost(recipe: Recipe, length: int) -> float:
+    """What a micro-batch of one segment of this (aligned) length costs."""
+    if isinstance(recipe.layout, Padded):
+        unit = recipe.width_unit
+        length = recipe.layout.pad_to or -(-length // unit) * unit
+    return float(recipe.cost.of_lengths(np.array([length]))[0]) + recipe.cost.per_micro_batch
+
+
+def cut_samples(lengths: IntArray, recipe: Recipe) -> tuple[Segments, IntArray]:
+    """(segments in sample order, the samples that were dropped).
+
+    Splitting cuts pieces of the longest length that fits, the last one shorter: a sample of 20 at
+    8 becomes 8, 8 and 4.
+    """
+    limit = longest_segment(recipe)
+    everything = np.arange(len(lengths))
+    none = np.empty(0, np.int64)
+    over = none if limit is None else np.flatnonzero(lengths > limit)
+    if len(over) == 0 or recipe.overflow == "alone":
+        return Segments(everything, np.zeros_like(lengths), lengths), none
+    assert limit is not None
+    if recipe.overflow == "error" or limit == 0:
+        raise PlanError(
+            f"sample {over[0]} has {lengths[over[0]]} tokens but a micro-batch holds {limit}; it "
+            f"could never run{_and_more(len(over))}. Raise the budget or set overflow to split, "
+            f"truncate, alone or drop."
+        )
+    if recipe.overflow == "drop":
+        kept = np.delete(everything, over)
+        return Segments(kept, np.zeros_like(kept), lengths[kept]), over
+    if recipe.overflow == "truncate":
+        return Segments(everything, np.zeros_like(lengths), np.minimum(lengths, limit)), none
+    pieces = -(-lengths // limit)
+    sample = np.repeat(everything, pieces)
+    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = (np.arange(len(sample)) - first) * limit
+    return Segments(sample, start, np.minimum(limit, lengths[sample] - start)), none
+
+
+def _and_more(count: int) -> str:
+    return f", and so with {count - 1} more" if count > 1 else ""

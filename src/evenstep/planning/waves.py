@@ -1,0 +1,369 @@
+"""The joint problem: packs under a hard capacity, equal counts, and both clocks, all at once.
+
+The packs of one step form positions x ranks. Where ranks meet at every micro-batch, a position
+costs what its heaviest pack costs, so each position (a *wave* of one pack per rank) should hold
+packs of one cost. Waves are filled one after the other from the largest units: one seed per
+pack, then partners chosen so that every pack of the wave reaches the same cost just as its room
+runs out. Swaps inside each wave then lower its heaviest pack.
+"""
+
+import numpy as np
+
+from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.planning.first_fit import at_or_after, at_or_before
+from evenstep.planning.kernel import kernel
+
+_CLOSE = 1e-4  # a heaviest pack this near its wave's mean is left alone
+_ROUNDS = 100  # swaps per wave
+_GOOD = 1.002  # waves this even are not worth another attempt
+
+
+@kernel
+def first_fitting(sizes: IntArray, room: int) -> int:
+    """Sizes run from large to small: the first index that is at most `room`."""
+    low, high = 0, sizes.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if sizes[middle] <= room:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@kernel
+def first_light(sizes: IntArray, costs: FloatArray, low: int, rate: float, most: float) -> int:
+    """From `low` on, the first index whose cost per slot exceeds `rate` by at most `most`."""
+    high = sizes.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if costs[middle] - rate * sizes[middle] <= most * sizes[middle]:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@kernel
+def fits(extra: FloatArray, held: FloatArray, unit: int, pack: int, caps: FloatArray) -> bool:
+    """Whether the pack stays within every further limit when the unit joins it."""
+    for d in range(caps.shape[0]):
+        if held[pack, d] + extra[unit, d] > caps[d]:
+            return False
+    return True
+
+
+@kernel
+def place(
+    unit: int,
+    pack: int,
+    sizes: IntArray,
+    costs: FloatArray,
+    extra: FloatArray,
+    size: IntArray,
+    cost: FloatArray,
+    held: FloatArray,
+    pack_of: IntArray,
+    after: IntArray,
+    before: IntArray,
+) -> None:
+    """Put the unit into the pack and take it out of the lists of free units."""
+    pack_of[unit] = pack
+    size[pack] += sizes[unit]
+    cost[pack] += costs[unit]
+    for d in range(held.shape[1]):
+        held[pack, d] += extra[unit, d]
+    after[unit] = unit + 1
+    before[unit + 1] = unit
+
+
+@kernel
+def fill_waves(
+    sizes: IntArray,
+    costs: FloatArray,
+    extra: FloatArray,
+    caps: FloatArray,
+    capacity: int,
+    ranks: int,
+    positions: int,
+    brim: float,
+) -> tuple[IntArray, IntArray, FloatArray, FloatArray, int]:
+    """(pack of each unit, then size, cost and extras of each pack, units that found no place).
+
+    Units come largest first. Pack p * ranks + r is rank r's in wave p. `brim` says how much of
+    the spare room a wave may use up: 0 spreads it evenly over all waves, 1 fills each wave to
+    the capacity and leaves the spare room to the last; below 0, units simply go, largest first,
+    to the cheapest pack of the wave with room.
+    """
+    n = sizes.shape[0]
+    packs = ranks * positions
+    pack_of = np.full(n, -1, np.int64)
+    size = np.zeros(packs, np.int64)
+    cost = np.zeros(packs)
+    held = np.zeros((packs, caps.shape[0]))
+    after = np.arange(n + 1)  # the next free unit
+    before = np.arange(n + 1)  # shifted by one: entry u + 1 is unit u
+    rate = np.inf  # the cheapest cost per slot; the rest is what must be levelled
+    cost_left = 0.0
+    size_left = 0
+    for u in range(n):
+        rate = min(rate, costs[u] / sizes[u])
+        cost_left += costs[u]
+        size_left += sizes[u]
+    for p in range(positions):
+        first = p * ranks
+        mean = size_left / ((positions - p) * ranks)
+        target = int(min(float(capacity), np.ceil(mean + brim * (capacity - mean))))
+        level = (cost_left - rate * size_left) / max(size_left, 1) * target
+        unit = at_or_after(after, 0)
+        for pack in range(first, first + ranks):
+            if unit == n:
+                break
+            place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
+            level = max(level, costs[unit] - rate * sizes[unit], costs[unit] - rate * target)
+            unit = at_or_after(after, unit + 1)
+        if brim < 0 or p == positions - 1:
+            fill_cheapest(
+                first, ranks, unit, sizes, costs, extra, caps, capacity,
+                size, cost, held, pack_of, after, before,
+            )  # fmt: skip
+        else:
+            for pack in range(first, first + ranks):
+                while True:
+                    room = target - size[pack]
+                    start = at_or_after(after, first_fitting(sizes, room))
+                    if start == n:
+                        break
+                    due = (level - (cost[pack] - rate * size[pack])) / room
+                    unit = at_or_after(after, first_light(sizes, costs, start, rate, due))
+                    if unit == n:
+                        unit = at_or_before(before, n) - 1
+                    while unit < n and not fits(extra, held, unit, pack, caps):
+                        unit = at_or_after(after, unit + 1)
+                    if unit == n:
+                        break
+                    place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
+        for pack in range(first, first + ranks):
+            cost_left -= cost[pack]
+            size_left -= size[pack]
+    missing = 0
+    for u in range(n):
+        missing += pack_of[u] < 0
+    return pack_of, size, cost, held, missing
+
+
+@kernel
+def fill_cheapest(
+    first: int,
+    ranks: int,
+    unit: int,
+    sizes: IntArray,
+    costs: FloatArray,
+    extra: FloatArray,
+    caps: FloatArray,
+    capacity: int,
+    size: IntArray,
+    cost: FloatArray,
+    held: FloatArray,
+    pack_of: IntArray,
+    after: IntArray,
+    before: IntArray,
+) -> None:
+    """Fill one wave from `unit` on, largest first, each unit into the cheapest pack with room."""
+    n = sizes.shape[0]
+    while unit < n:
+        chosen, most = -1, 0
+        for pack in range(first, first + ranks):
+            room = capacity - size[pack]
+            most = max(most, room)
+            if (
+                room >= sizes[unit]
+                and (chosen < 0 or cost[pack] < cost[chosen])
+                and fits(extra, held, unit, pack, caps)
+            ):
+                chosen = pack
+        if chosen >= 0:
+            place(unit, chosen, sizes, costs, extra, size, cost, held, pack_of, after, before)
+        elif most == 0:
+            break
+        unit = at_or_after(after, max(unit + 1, first_fitting(sizes, most)))
+
+
+@kernel
+def refine_waves(
+    sizes: IntArray,
+    costs: FloatArray,
+    extra: FloatArray,
+    caps: FloatArray,
+    capacity: int,
+    ranks: int,
+    positions: int,
+    pack_of: IntArray,
+    size: IntArray,
+    cost: FloatArray,
+    held: FloatArray,
+) -> None:
+    """Move or swap units between the heaviest pack of each wave and the others, in place."""
+    n = sizes.shape[0]
+    packs = ranks * positions
+    count = np.zeros(packs, np.int64)
+    for u in range(n):
+        count[pack_of[u]] += 1
+    for p in range(positions):
+        first = p * ranks
+        total, mean = 0, 0.0
+        for lane in range(ranks):
+            total += count[first + lane]
+            mean += cost[first + lane] / ranks
+        member = np.empty((ranks, min(total, 4 * (total // ranks) + 64)), np.int64)
+        filled = np.zeros(ranks, np.int64)
+        crowded = False
+        for lane in range(ranks):
+            crowded = crowded or count[first + lane] >= member.shape[1]
+        if crowded:
+            member = np.empty((ranks, total), np.int64)
+        for u in range(n):
+            lane = pack_of[u] - first
+            if 0 <= lane < ranks:
+                member[lane, filled[lane]] = u
+                filled[lane] += 1
+        for _ in range(_ROUNDS):
+            a = 0
+            for lane in range(ranks):
+                if cost[first + lane] > cost[first + a]:
+                    a = lane
+            top = cost[first + a]
+            if top <= mean * (1 + _CLOSE):
+                break
+            best, b_best, x_best, y_best = top * (1 - 1e-7), -1, -1, -1
+            for b in range(ranks):
+                gap = top - cost[first + b]
+                # The best that an exchange can do is to meet in the middle.
+                if b == a or top - gap / 2 >= best:
+                    continue
+                for x in range(filled[a]):
+                    i = member[a, x]
+                    for y in range(-1, filled[b]):
+                        difference = costs[i]
+                        larger = sizes[i]
+                        if y >= 0:
+                            difference -= costs[member[b, y]]
+                            larger -= sizes[member[b, y]]
+                        reached = max(top - difference, top - gap + difference)
+                        if (
+                            reached >= best
+                            or size[first + b] + larger > capacity
+                            or size[first + a] - larger > capacity
+                        ):
+                            continue
+                        if y < 0 and filled[b] == member.shape[1]:
+                            continue
+                        if caps.shape[0] and not exchange_fits(
+                            extra,
+                            held,
+                            i,
+                            member[b, y] if y >= 0 else -1,
+                            first + a,
+                            first + b,
+                            caps,
+                        ):
+                            continue
+                        best, b_best, x_best, y_best = reached, b, x, y
+            if b_best < 0:
+                break
+            i = member[a, x_best]
+            j = member[b_best, y_best] if y_best >= 0 else -1
+            exchange(
+                i, j, first + a, first + b_best, sizes, costs, extra, size, cost, held, pack_of
+            )
+            if j >= 0:
+                member[a, x_best] = j
+                member[b_best, y_best] = i
+            else:
+                filled[a] -= 1
+                member[a, x_best] = member[a, filled[a]]
+                member[b_best, filled[b_best]] = i
+                filled[b_best] += 1
+
+
+@kernel
+def exchange_fits(
+    extra: FloatArray, held: FloatArray, i: int, j: int, a: int, b: int, caps: FloatArray
+) -> bool:
+    """Whether both packs keep their further limits if i leaves a for b, and j (or none) returns."""
+    for d in range(caps.shape[0]):
+        more = extra[i, d] - (extra[j, d] if j >= 0 else 0.0)
+        if held[b, d] + more > caps[d] or held[a, d] - more > caps[d]:
+            return False
+    return True
+
+
+@kernel
+def exchange(
+    i: int,
+    j: int,
+    a: int,
+    b: int,
+    sizes: IntArray,
+    costs: FloatArray,
+    extra: FloatArray,
+    size: IntArray,
+    cost: FloatArray,
+    held: FloatArray,
+    pack_of: IntArray,
+) -> None:
+    """Unit i goes from pack a to pack b; unit j, unless -1, comes back."""
+    for unit, source, target in ((i, a, b), (j, b, a)):
+        if unit < 0:
+            continue
+        pack_of[unit] = target
+        size[source] -= sizes[unit]
+        size[target] += sizes[unit]
+        cost[source] -= costs[unit]
+        cost[target] += costs[unit]
+        for d in range(held.shape[1]):
+            held[source, d] -= extra[unit, d]
+            held[target, d] += extra[unit, d]
+
+
+@kernel
+def lock_step(cost: FloatArray, ranks: int, positions: int) -> float:
+    """The sum over positions of the heaviest pack."""
+    total = 0.0
+    for p in range(positions):
+        heaviest = 0.0
+        for r in range(ranks):
+            heaviest = max(heaviest, cost[p * ranks + r])
+        total += heaviest
+    return total
+
+
+@kernel
+def best_waves(
+    sizes: IntArray,
+    costs: FloatArray,
+    extra: FloatArray,
+    caps: FloatArray,
+    capacity: int,
+    ranks: int,
+    positions: int,
+) -> tuple[IntArray, FloatArray]:
+    """(pack of each unit, cost of each pack) of the most even attempt; empty if none fits."""
+    best_pack = np.empty(0, np.int64)
+    best_cost = np.empty(0)
+    best = np.inf
+    for brim in (0.3, -1.0, 1.0):
+        pack_of, size, cost, held, missing = fill_waves(
+            sizes, costs, extra, caps, capacity, ranks, positions, brim
+        )
+        if missing > 0:
+            continue
+        refine_waves(
+            sizes, costs, extra, caps, capacity, ranks, positions, pack_of, size, cost, held
+        )
+        reached = lock_step(cost, ranks, positions)
+        if reached < best:
+            best, best_pack, best_cost = reached, pack_of, cost
+        if best <= costs.sum() / ranks * _GOOD:
+            break
+    return best_pack, best_cost
