@@ -222,7 +222,7 @@ def sizes_equal(plan: Plan) -> list[str]:
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
     count = np.bincount(cell, minlength=plan.steps * plan.ranks)
     count = count.reshape(plan.steps, plan.ranks)
-    uneven = count.max(axis=1, initial=0) - count.min(axis=1, initial=0) > 1
+    uneven = count.max(axis=1) - count.min(axis=1) > 1
     return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _some(uneven)]
 
 

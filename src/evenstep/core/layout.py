@@ -11,7 +11,7 @@ fixed          a given number of samples per micro-batch, packed in one row
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from evenstep.errors import ConfigError
 
@@ -23,6 +23,7 @@ PackerName: TypeAlias = Literal[
     "best_fit_decreasing",
     "optimal",
 ]
+PACKER_NAMES: tuple[PackerName, ...] = get_args(PackerName)
 
 
 def _positive(layout: str, **fields: int | None) -> None:

@@ -45,6 +45,8 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
     rank, row = lane // rows_per_micro, lane % rows_per_micro
     if width_order is not None:
         row = width_order  # narrow to wide, as the documents order rows
+    if recipe.equal_sizes:
+        _check_sizes(rank, units, ranks)
     micro = (rank * count + position)[units.of_segment]
     return StepLayout(segments, micro, row[units.of_segment], count, widths)
 
@@ -69,12 +71,6 @@ def _by_rank(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray
     rows = recipe.layout.rows if isinstance(recipe.layout, PackedStatic) else 1
     balance = recipe.balance
     rank_of = partition(units.cost, ranks, balance, equal_sizes=True)
-    sizes = np.bincount(rank_of, weights=units.count, minlength=ranks)
-    if sizes.max(initial=0) - sizes.min(initial=0) > 1:
-        raise PlanError(
-            "equal_sizes asks for as many segments on each rank, but the groups of this step have "
-            "unequal sizes and cannot be dealt so. Use groups of one size, or equal_sizes=False."
-        )
     count = wanted
     while True:
         placed = [
@@ -90,6 +86,16 @@ def _by_rank(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray
         position, row = inside // rows, inside % rows
         place[own] = position * ranks * rows + rank * rows + row
     return place, count
+
+
+def _check_sizes(rank: IntArray, units: Units, ranks: int) -> None:
+    """Raise where groups of unequal sizes kept the ranks from holding equally many segments."""
+    sizes = np.bincount(rank, weights=units.count, minlength=ranks)
+    if sizes.max() - sizes.min() > 1:
+        raise PlanError(
+            "equal_sizes asks for as many segments on each rank, but the groups of this step have "
+            "unequal sizes and cannot be dealt so. Use groups of one size, or equal_sizes=False."
+        )
 
 
 def _most_rows(recipe: Recipe, width: int) -> int:

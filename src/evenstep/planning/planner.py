@@ -93,7 +93,7 @@ def _fits_step(
     chosen = segments.take(np.flatnonzero(member[segments.sample]))
     units = units_of(chosen, recipe, limited, groups)
     layout, capacity = recipe.layout, recipe.capacity
-    if isinstance(layout, Padded):
+    if isinstance(layout, Padded) or recipe.equal_sizes:
         return place_step(chosen, units, recipe, None).per_rank <= asked
     if isinstance(layout, Fixed):
         units, capacity = units.by_count(layout.max_tokens), layout.samples

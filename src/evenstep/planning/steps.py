@@ -62,6 +62,14 @@ def deal_steps(
         low = begin + 1
         high = max(low, int(np.searchsorted(total, total[begin] + most, "right")) - 1)
         from_sample = ends[begin - 1] if begin else 0
+        if not fits(by_unit[from_sample : ends[begin]]):
+            sample = samples[by_unit[from_sample]]
+            whose = f"sample {sample}" if groups is None else f"group {groups[sample]}"
+            raise PlanError(
+                f"{whose} has {weight[begin]} tokens, more than the {steps.micro_batches} "
+                f"micro-batches a rank of one step hold; no step could take it. Raise "
+                f"steps.micro_batches or the budget."
+            )
         while low < high:
             middle = (low + high + 1) // 2
             if fits(by_unit[from_sample : ends[middle - 1]]):
