@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.layout import PACKER_NAMES, Fixed, Layout, Packed, PackedStatic, Padded
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Limits, Recipe, Steps
+from evenstep.core.recipe import Balance, Clock, Limits, Overflow, Recipe, Scope, Steps
 from evenstep.core.topology import Topology
 from evenstep.errors import ConfigError
 
@@ -55,14 +55,16 @@ def cases(max_samples: int = 40) -> SearchStrategy[Case]:
     """
     from hypothesis import strategies as st
 
+    lengths, recipes, seeds = _lengths(max_samples), _recipes(), st.integers(0, 2**16)
+    grouped = st.sampled_from([True, False, False, False])
+
     @st.composite
     def case(draw: DrawFn) -> Case:
-        lengths = np.array(draw(_lengths(max_samples)), np.int64)
-        n = len(lengths)
-        ids = st.lists(st.integers(0, max(1, n // 2)), min_size=n, max_size=n)
-        groups = np.array(draw(ids), np.int64) if draw(st.integers(0, 3)) == 0 else None
-        patches = np.array(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)), np.int64)
-        return Case(lengths, draw(_recipes()), groups, {"patches": patches})
+        sizes = np.array(draw(lengths), np.int64)
+        n = len(sizes)
+        rng = np.random.default_rng(draw(seeds))
+        groups = rng.integers(0, max(2, n // 2), n) if draw(grouped) else None
+        return Case(sizes, draw(recipes), groups, {"patches": rng.integers(0, 10, n)})
 
     return case()
 
@@ -81,33 +83,36 @@ def _recipes() -> SearchStrategy[Recipe]:
     from hypothesis import assume
     from hypothesis import strategies as st
 
+    topologies = st.builds(
+        lambda pipeline, **rest: Topology(**pipeline, **rest),
+        st.sampled_from([{}, {}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}]),
+        dp=st.sampled_from([1, 1, 2, 3, 4, 8, 64]),
+        cp=st.sampled_from([1, 1, 1, 2]),
+        tp=st.sampled_from([1, 1, 2]),
+        sequence_parallel=st.booleans(),
+        variable_seq_lengths=st.booleans(),
+    )
+    costs = [Cost(), Cost(per_pair=0.1), Cost(per_segment=3, per_micro_batch=5)]
+    fields = st.fixed_dictionaries(
+        {
+            "layout": _layouts(),
+            "topology": topologies,
+            "steps": _steps(),
+            "cost": st.sampled_from(costs),
+            "limits": _limits(),
+            "balance": st.sampled_from(get_args(Balance)),
+            "clock": st.sampled_from(get_args(Clock)),
+            "groups": st.sampled_from(get_args(Scope)),
+            "equal_sizes": st.sampled_from([True, False, False, False]),
+            "overflow": st.sampled_from(get_args(Overflow)),
+            "seed": st.integers(0, 3),
+        }
+    )
+
     @st.composite
     def recipe(draw: DrawFn) -> Recipe:
         try:
-            return Recipe(
-                layout=draw(_layouts()),
-                topology=Topology(
-                    dp=draw(st.sampled_from([1, 1, 2, 3, 4, 8, 64])),
-                    cp=draw(st.sampled_from([1, 1, 1, 2])),
-                    tp=draw(st.sampled_from([1, 1, 2])),
-                    **draw(st.sampled_from([{}, {}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}])),
-                    sequence_parallel=draw(st.booleans()),
-                    variable_seq_lengths=draw(st.booleans()),
-                ),
-                steps=draw(_steps()),
-                cost=draw(
-                    st.sampled_from(
-                        [Cost(), Cost(per_pair=0.1), Cost(per_segment=3, per_micro_batch=5)]
-                    )
-                ),
-                limits=draw(_limits()),
-                balance=draw(st.sampled_from(["refined", "lpt", "karmarkar_karp", "stride"])),
-                clock=draw(st.sampled_from(["micro_batch", "step"])),
-                groups=draw(st.sampled_from(["micro_batch", "step"])),
-                equal_sizes=draw(st.integers(0, 4)) == 0,
-                overflow=draw(st.sampled_from(["error", "alone", "truncate", "split", "drop"])),
-                seed=draw(st.integers(0, 3)),
-            )
+            return Recipe(**draw(fields))
         except ConfigError:
             assume(False)
             raise
@@ -130,9 +135,7 @@ def _layouts() -> SearchStrategy[Layout]:
             pad_to=pad_to,
             cut=st.sampled_from(["optimal", "greedy"]),
         ),
-        st.builds(
-            Packed, max_tokens=budget.filter(lambda b: b >= 64), pad_to=pad_to, packer=packer
-        ),
+        st.builds(Packed, max_tokens=st.sampled_from([64, 200]), pad_to=pad_to, packer=packer),
         st.builds(Packed, max_tokens=budget, round_to=round_to, packer=packer),
         st.builds(
             PackedStatic, rows=st.integers(1, 3), width=st.sampled_from([16, 32, 64]), packer=packer

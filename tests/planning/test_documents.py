@@ -178,7 +178,7 @@ class TestRoll:
     def test_seven_rows_on_two_ranks_are_planned(self) -> None:
         """An IndexError there."""
         for cut in ("greedy", "optimal"):
-            layout = Padded(max_tokens=12, round_to=2, cut=cut)  # type: ignore[arg-type]
+            layout = Padded(max_tokens=12, round_to=2, cut=cut)
             plan = make_plan(ROLL[:7], Recipe(layout=layout, topology=Topology(dp=2)))
             assert len(plan.segments) == 7
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep import Packed, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.core.ragged import IntArray
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, assert_valid_plan, cases
 
@@ -17,8 +18,7 @@ from evenstep.testing import Case, assert_valid_plan, cases
 def test_every_plan_keeps_every_promise(case: Case) -> None:
     try:
         plan = case.plan()
-    except EvenstepError as error:
-        assert str(error).endswith((".", "?"))
+    except EvenstepError:
         return
     assert_valid_plan(plan)
     stats = plan.stats()
@@ -63,7 +63,7 @@ def test_the_samples_of_a_step_do_not_depend_on_how_it_is_cut(
     lengths: list[int], samples: int, one: Case, other: Case
 ) -> None:
     """Layout, packer, balance and topology may all differ; the steps may not."""
-    steps: list[np.ndarray] = []
+    steps: list[IntArray] = []
     for case in (one, other):
         recipe = case.recipe.to_dict()
         recipe["steps"] = {"samples": samples, "tokens": None, "micro_batches": None}

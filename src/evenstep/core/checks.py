@@ -178,9 +178,10 @@ def shapes_equal(plan: Plan) -> list[str]:
         return []
     wrong = []
     starts = plan.cell_offsets[:: plan.ranks]
+    rows = plan.rows
     for step in range(plan.steps):
         micro = slice(int(starts[step]), int(starts[step + 1]))
-        shapes = set(zip(plan.rows[micro].tolist(), plan.widths[micro].tolist(), strict=True))
+        shapes = set(zip(rows[micro].tolist(), plan.widths[micro].tolist(), strict=True))
         if len(shapes) > 1:
             wrong.append(f"step {step} has the shapes {sorted(shapes)[:_SHOWN]}")
     return wrong[:_SHOWN]
@@ -196,6 +197,9 @@ def limits_hold(plan: Plan) -> list[str]:
     if limits.cost is not None:
         held.append(("cost", _held_costs(plan), limits.cost * (1 + 1e-9)))
     for name, limit in limits.columns.items():
+        if name not in plan.columns:
+            wrong.append(f"the column {name} is limited but not in the plan")
+            continue
         column = plan.columns[name][plan.segments.sample]
         held.append((name, plan.sum_by_micro_batch(column), limit))
     alone = (count == 1) if plan.recipe.overflow == "alone" else np.zeros(len(count), bool)

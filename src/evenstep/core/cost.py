@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from evenstep.core.ragged import FloatArray
 from evenstep.errors import ConfigError, InputError
 
+_MOST = 1e100
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
@@ -31,10 +33,10 @@ class Cost:
     def __post_init__(self) -> None:
         for name in ("per_token", "per_pair", "per_segment", "per_micro_batch"):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
+            if not 0 <= value <= _MOST:
                 raise ConfigError(
-                    f"cost.{name} is {value}; work cannot be negative or endless, and balance "
-                    f"would be meaningless. Set it to 0 or more."
+                    f"cost.{name} is {value}; work cannot be negative, and beyond {_MOST:g} sums "
+                    f"would overflow. Set it between 0 and {_MOST:g}."
                 )
         if self.per_token == self.per_pair == self.per_segment == 0:
             raise ConfigError(

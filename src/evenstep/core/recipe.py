@@ -70,7 +70,7 @@ class Limits:
         named: dict[str, float | None] = {"segments": self.segments, "cost": self.cost}
         named.update({f"columns.{name}": value for name, value in self.columns.items()})
         for name, value in named.items():
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(
                     f"limits.{name} is {value}, so no sample would ever fit. Set it above 0."
                 )

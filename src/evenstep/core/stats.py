@@ -6,62 +6,84 @@ the bound on packs, the bound on the slowest rank, and what stands in the way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from evenstep.core.bounds import makespan_bound, pack_bound, rounded_up, row_bound
 from evenstep.core.layout import Fixed, PackedStatic, Padded
-from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.ragged import FloatArray, IntArray, sum_by
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
 
-Value: TypeAlias = int | float | bool | str
+Value: TypeAlias = Any  # a number, a truth or a word
 
 
 def of_plan(plan: Plan, width: int | None = None) -> dict[str, Value]:
     """All steps together. `width` is that of the padded input, the longest sample by default."""
-    steps = [_Step(plan, step) for step in range(plan.steps)]
-    return {"steps": plan.steps, "ranks": plan.ranks, **_measure(plan, steps, width)}
+    columns = _Columns(plan)
+    steps = [_Step(columns, step) for step in range(plan.steps)]
+    dropped = plan.step_of < 0
+    return {
+        "steps": plan.steps,
+        "ranks": plan.ranks,
+        **_measure(columns, steps, width),
+        "dropped": int(dropped.sum()),
+        "tokens_dropped": int(plan.lengths[dropped].sum()),
+    }
 
 
 def of_steps(plan: Plan) -> list[dict[str, Value]]:
-    """Each step by itself."""
+    """Each step by itself. A dropped sample belongs to none."""
+    columns = _Columns(plan)
     return [
-        {"step": step, **_measure(plan, [_Step(plan, step)], None)} for step in range(plan.steps)
+        {"step": step, **_measure(columns, [_Step(columns, step)], None)}
+        for step in range(plan.steps)
     ]
+
+
+class _Columns:
+    """The plan's derived columns, computed once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.costs, self.tokens, self.slots = plan.costs, plan.tokens, plan.slots
+        self.segment_offsets, self.aligned = plan.segment_offsets, plan.aligned_lengths
+        self.segment_costs = plan.recipe.cost.of_lengths(self.aligned)
+        sample, count = plan.segments.sample, len(plan.lengths)
+        self.kept = sum_by(sample, plan.segments.length, count).astype(np.int64)
+        self.pieces = np.bincount(sample, minlength=count)
 
 
 class _Step:
     """The numbers of one step that the measures are made of."""
 
-    def __init__(self, plan: Plan, step: int) -> None:
-        ranks, recipe = plan.ranks, plan.recipe
+    def __init__(self, columns: _Columns, step: int) -> None:
+        plan = columns.plan
+        ranks = plan.ranks
         cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
         micro = slice(int(cells[0]), int(cells[-1]))
-        segment_offsets = plan.segment_offsets
+        offsets = columns.segment_offsets[micro.start : micro.stop + 1]
         self.micro = micro
-        self.segments = slice(int(segment_offsets[micro.start]), int(segment_offsets[micro.stop]))
+        self.segments = slice(int(offsets[0]), int(offsets[-1]))
         self.per_rank = int(cells[1] - cells[0])
         shape = (ranks, self.per_rank)
-        self.costs: FloatArray = plan.costs[micro].reshape(shape)
-        self.tokens: IntArray = plan.tokens[micro].reshape(shape)
-        self.real = int((np.diff(segment_offsets[micro.start : micro.stop + 1]) > 0).sum())
-        sizes, counts, widest = _units(plan, self.segments)
-        multiple = recipe.topology.multiple
+        self.costs: FloatArray = columns.costs[micro].reshape(shape)
+        self.tokens: IntArray = columns.tokens[micro].reshape(shape)
+        self.real = int((np.diff(offsets) > 0).sum())
+        sizes, counts, widest = _units(plan, self.segments, columns.aligned[self.segments])
         self.packs_bound = _packs_bound(plan, sizes, counts, widest)
-        self.per_rank_bound = rounded_up(max(1, -(-self.packs_bound // ranks)), multiple)
-        lengths = plan.aligned_lengths[self.segments]
-        self.segment_costs = recipe.cost.of_lengths(lengths)
+        per_rank = max(1, -(-self.packs_bound // ranks))
+        self.per_rank_bound = rounded_up(per_rank, plan.recipe.topology.multiple)
+        self.segment_costs = columns.segment_costs[self.segments]
         self.rank_sum = float(self.costs.sum(axis=1).max())
         self.lock_step = float(self.costs.max(axis=0).sum())
         self.ideal = float(self.costs.sum() / ranks)
 
 
-def _units(plan: Plan, segments: slice) -> tuple[IntArray, IntArray, IntArray]:
+def _units(plan: Plan, segments: slice, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """What must share a micro-batch: (slots, rows, widest) of each segment or group."""
-    sizes = plan.aligned_lengths[segments]
     if plan.groups is None or plan.recipe.groups != "micro_batch":
         return sizes, np.ones(len(sizes), np.int64), sizes
     _, owner = np.unique(plan.groups[plan.segments.sample[segments]], return_inverse=True)
@@ -96,13 +118,13 @@ def _packs_bound(plan: Plan, sizes: IntArray, counts: IntArray, widest: IntArray
     return bound
 
 
-def _measure(plan: Plan, steps: list[_Step], width: int | None) -> dict[str, Value]:
-    recipe = plan.recipe
+def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[str, Value]:
+    plan, recipe = columns.plan, columns.plan.recipe
     micro = _indices([s.micro for s in steps])
     picked = _indices([s.segments for s in steps])
     samples = np.unique(plan.segments.sample[picked])
     tokens = int(plan.segments.length[picked].sum())
-    slots = int(plan.slots[micro].sum())
+    slots = int(columns.slots[micro].sum())
     before = len(samples) * (width or int(plan.lengths[samples].max(initial=0)))
     real = sum(s.real for s in steps)
     needed = sum(s.packs_bound for s in steps)
@@ -124,7 +146,7 @@ def _measure(plan: Plan, steps: list[_Step], width: int | None) -> dict[str, Val
         "slots_before": before,
         "removed_padding": before - slots,
         "removed_padding_ratio": _ratio(before - slots, before),
-        **_bins(plan, micro, steps),
+        **_bins(columns, micro, steps),
         "imbalance_tokens_step": _over([s.tokens.sum(axis=1).max() for s in steps], tokens, plan),
         "imbalance_tokens_micro_batch": _over(
             [s.tokens.max(axis=0).sum() for s in steps], tokens, plan
@@ -138,26 +160,23 @@ def _measure(plan: Plan, steps: list[_Step], width: int | None) -> dict[str, Val
         "clock_over_bound": clock / floor if floor else 1.0,
         "balance_optimal": bool(clock <= floor * (1 + 1e-9)),
         "bottleneck": _bottleneck(plan, steps),
-        **_overflow(plan, steps),
+        **_overflow(columns, samples, micro),
     }
 
 
-def _bins(plan: Plan, micro: IntArray, steps: list[_Step]) -> dict[str, Value]:
+def _bins(columns: _Columns, micro: IntArray, steps: list[_Step]) -> dict[str, Value]:
     """NeMo-RL's packing metrics over the micro-batches that hold anything."""
-    tokens = plan.tokens[micro]
-    filled = micro[tokens > 0]
-    layout = plan.recipe.layout
-    capacity = layout.max_tokens or int(plan.slots[micro].max(initial=1))
-    use = np.minimum(plan.tokens[filled] / capacity, 1.0)
-    if len(filled) == 0:
-        use = np.ones(1)
+    tokens = columns.tokens[micro]
+    tokens = tokens[tokens > 0]
+    capacity = columns.plan.recipe.layout.max_tokens or int(columns.slots[micro].max(initial=1))
+    use = np.minimum(tokens / capacity, 1.0) if len(tokens) else np.ones(1)
     spread = float(use.std(ddof=1)) if len(use) > 1 else 0.0
     least = sum(-(-int(s.tokens.sum()) // capacity) for s in steps)
     return {
         "bin_utilization": float(use.mean()),
         "waste_ratio": float(1 - use.mean()),
         "bin_balance": 1 - spread / float(use.mean()),
-        "packing_efficiency": _ratio(least, len(filled)) if len(filled) else 1.0,
+        "packing_efficiency": _ratio(least, len(tokens)) if len(tokens) else 1.0,
     }
 
 
@@ -179,24 +198,15 @@ def _bottleneck(plan: Plan, steps: list[_Step]) -> str:
     return ""
 
 
-def _overflow(plan: Plan, steps: list[_Step]) -> dict[str, Value]:
+def _overflow(columns: _Columns, samples: IntArray, micro: IntArray) -> dict[str, Value]:
     """How many samples were too long, and what became of them."""
-    kept = np.zeros(len(plan.lengths), np.int64)
-    pieces = np.zeros(len(plan.lengths), np.int64)
-    for step in steps:
-        sample = plan.segments.sample[step.segments]
-        np.add.at(kept, sample, plan.segments.length[step.segments])
-        np.add.at(pieces, sample, 1)
-    cut = (kept > 0) & (kept < plan.lengths)
-    over = plan.slots > plan.recipe.layout.max_tokens if plan.recipe.layout.max_tokens else None
-    dropped = plan.step_of < 0
+    missing = columns.plan.lengths[samples] - columns.kept[samples]
+    budget = columns.plan.recipe.layout.max_tokens
     return {
-        "truncated": int(cut.sum()),
-        "tokens_truncated": int((plan.lengths - kept)[cut].sum()),
-        "split": int((pieces > 1).sum()),
-        "alone": 0 if over is None else int(sum(over[s.micro].sum() for s in steps)),
-        "dropped": int(dropped.sum()),
-        "tokens_dropped": int(plan.lengths[dropped].sum()),
+        "truncated": int((missing > 0).sum()),
+        "tokens_truncated": int(missing.sum()),
+        "split": int((columns.pieces[samples] > 1).sum()),
+        "alone": 0 if budget is None else int((columns.slots[micro] > budget).sum()),
     }
 
 

@@ -35,10 +35,11 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
         widths, width_order = None, None
         if isinstance(layout, PackedStatic):
             rows_per_micro = layout.rows
+        most_rows = _rows_of_one_width(units, recipe)
         if recipe.equal_sizes:
-            place, count = _by_rank(units, recipe, wanted)
+            place, count = _by_rank(units, recipe, wanted, most_rows)
         else:
-            place, count = _place(units, recipe, ranks * rows_per_micro, wanted)
+            place, count = _place(units, recipe, ranks * rows_per_micro, wanted, most_rows)
     # place = position * lanes + lane; lanes of one rank are its rows.
     lanes = ranks * rows_per_micro
     position, lane = place // lanes, place % lanes
@@ -51,21 +52,24 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
     return StepLayout(segments, micro, row[units.of_segment], count, widths)
 
 
-def _place(units: Units, recipe: Recipe, lanes: int, wanted: int | None) -> tuple[IntArray, int]:
+def _place(
+    units: Units, recipe: Recipe, lanes: int, wanted: int | None, most_rows: int | None
+) -> tuple[IntArray, int]:
     """(place of each unit, positions) for units that any lane may run."""
     layout, capacity = recipe.layout, recipe.capacity
     if isinstance(layout, Padded):
-        if not recipe.topology.equal_widths:
+        if most_rows is None:
             return _cut(units, recipe, lanes, wanted)
-        width = layout.pad_to or rounded_up(int(units.widest.max(initial=1)), recipe.width_unit)
-        return place_units(units.by_count(None), _most_rows(recipe, width), recipe, lanes, wanted)
+        return place_units(units.by_count(None), most_rows, recipe, lanes, wanted)
     if isinstance(layout, Fixed):
         return place_units(units.by_count(capacity), layout.samples, recipe, lanes, wanted)
     assert capacity is not None
     return place_units(units, capacity, recipe, lanes, wanted)
 
 
-def _by_rank(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int]:
+def _by_rank(
+    units: Units, recipe: Recipe, wanted: int | None, most_rows: int | None
+) -> tuple[IntArray, int]:
     """Deal equally many segments to each rank first, then form each rank's own packs."""
     ranks = recipe.topology.dp
     rows = recipe.layout.rows if isinstance(recipe.layout, PackedStatic) else 1
@@ -74,7 +78,7 @@ def _by_rank(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray
     count = wanted
     while True:
         placed = [
-            (own, *_place(units.take(own), recipe, rows, count))
+            (own, *_place(units.take(own), recipe, rows, count, most_rows))
             for own in (np.flatnonzero(rank_of == r) for r in range(ranks))
         ]
         most = max(found for _, _, found in placed)
@@ -86,6 +90,22 @@ def _by_rank(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray
         position, row = inside // rows, inside % rows
         place[own] = position * ranks * rows + rank * rows + row
     return place, count
+
+
+def _rows_of_one_width(units: Units, recipe: Recipe) -> int | None:
+    """How many padded rows a micro-batch holds where all of a step share one width, else None."""
+    layout = recipe.layout
+    if not isinstance(layout, Padded) or not recipe.topology.equal_widths:
+        return None
+    width = layout.pad_to or rounded_up(int(units.widest.max(initial=1)), recipe.width_unit)
+    most = _most_rows(recipe, width)
+    if int(units.count.max(initial=1)) > most:
+        raise PlanError(
+            f"a group has {units.count.max()} rows but a pipeline micro-batch of the step's width "
+            f"{width} holds {most}; it could never stay together. Raise the budget, or set "
+            f"groups='step' or topology.variable_seq_lengths."
+        )
+    return most
 
 
 def _check_sizes(rank: IntArray, units: Units, ranks: int) -> None:

@@ -97,7 +97,8 @@ def place_units(
                 break
         if filled is None:
             filled = fill_bins(units, capacity, packer, recipe.seed)
-            if positions and len(filled) > packs:
+            asked = recipe.steps.micro_batches
+            if asked and len(filled) > asked * ranks:  # the step was dealt by best fit
                 filled = fill_bins(units, capacity, "best_fit_decreasing", recipe.seed)
         if len(filled) <= packs:
             found = spread_bins(units, filled, capacity, recipe, ranks, count)

@@ -1,0 +1,65 @@
+"""The commands, and how they end: 0 fine, 1 a plan breaks a promise, 2 cannot be done."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from evenstep import __version__
+from evenstep.cli import check, compare, plan, report
+from evenstep.errors import EvenstepError
+
+app = typer.Typer(
+    name="evenstep",
+    help="Turns variable-length samples into full, even, exact training steps.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("plan")(plan.plan)
+app.command("report")(report.report)
+app.command("check")(check.check)
+app.command("compare")(compare.compare)
+
+# typer's errors of usage, whichever click it stands on
+_UsageError: type[Exception] = typer.BadParameter.mro()[1]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Say which version this is."),
+) -> None:
+    if version:
+        typer.echo(f"evenstep {__version__}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a fault is one line on standard error."""
+    if arguments is None and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end as `evenstep ... | head` expects
+    try:
+        code = app(
+            list(arguments) if arguments is not None else None,
+            prog_name="evenstep",
+            standalone_mode=False,
+        )
+    except EvenstepError as error:
+        return _fault(str(error))
+    except _UsageError as error:
+        message = str(error.format_message())  # type: ignore[attr-defined]
+        return _fault(f"{message.rstrip('.')}, so nothing was done. See `evenstep --help`.")
+    except MemoryError:
+        return _fault("memory does not suffice, so nothing was done. Plan fewer samples or ranks.")
+    return code if isinstance(code, int) else 0
+
+
+def _fault(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2

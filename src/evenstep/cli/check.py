@@ -1,0 +1,22 @@
+"""`evenstep check`: does a saved plan keep its promises?"""
+
+from __future__ import annotations
+
+from evenstep.cli import options
+
+
+def check(plan: options.SavedPlan, json: options.Json = False) -> int:
+    """Check every promise of a saved plan; exit code 1 when one is broken."""
+    from evenstep.cli import screen
+    from evenstep.core.checks import CHECKS, violations
+    from evenstep.core.plan import Plan
+
+    with screen.progress(f"Checking {plan.name}"):
+        found = violations(Plan.load(plan))
+    broken = any(found.values())
+    if json:
+        screen.print_json({"valid": not broken, "checks": found})
+    else:
+        promises = {name: (promise.__doc__ or name).strip() for name, promise in CHECKS.items()}
+        screen.print_checks(found, promises)
+    return int(broken)

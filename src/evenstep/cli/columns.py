@@ -1,0 +1,149 @@
+"""Columns out of CSV, JSONL and Parquet files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenstep.core.ragged import IntArray
+from evenstep.errors import FileError, InputError
+
+
+def read_csv(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The named columns of a CSV file with a header (tabs in .tsv); every value is text."""
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    table: dict[str, list[Any]] = {name: [] for name in names}
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter)
+        try:
+            header = [name.strip() for name in next(reader, [])]
+            if not header:
+                return table
+            _refuse_missing(path, names, header)
+            places = [header.index(name) for name in names]
+            for row in reader:
+                if not row:
+                    continue
+                if len(row) <= max(places):
+                    raise InputError(
+                        f"{path}, line {reader.line_num}: {len(row)} values under {len(header)} "
+                        f"column names, so the rest is unknown. Complete the line."
+                    )
+                for name, place in zip(names, places, strict=True):
+                    table[name].append(row[place].strip())
+        except csv.Error as error:
+            raise InputError(
+                f"{path}, line {reader.line_num}: not CSV ({error}), so it cannot be read. "
+                f"Correct the line."
+            ) from None
+    return table
+
+
+def read_jsonl(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The named columns of a file with one JSON object per line."""
+    table: dict[str, list[Any]] = {name: [] for name in names}
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                item = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(
+                    f"{path}, line {number}: not JSON ({error}), so it cannot be read. "
+                    f"Write one object per line."
+                ) from None
+            if not isinstance(item, dict):
+                raise InputError(
+                    f"{path}, line {number}: {shown(item)} is not an object, so it has no "
+                    f'columns. Write lines such as {{"length": 512}}.'
+                )
+            if any(name not in item for name in names):
+                _refuse_missing(path, names, list(item), f", line {number}")
+            for name in names:
+                table[name].append(item[name])
+    return table
+
+
+def read_parquet(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The named columns of a Parquet file; needs pyarrow."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise FileError(
+            f"{path} is Parquet and pyarrow is not installed, so it cannot be read. "
+            f"Install it with: pip install 'evenstep[parquet]'."
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _refuse_missing(path, names, file.schema_arrow.names)
+            data = file.read(columns=list(names))
+    except ArrowException as error:
+        raise InputError(
+            f"{path} is not readable Parquet ({str(error).splitlines()[0]}), so it holds no "
+            f"lengths. Write it again."
+        ) from None
+    return {name: data.column(name).to_pylist() for name in names}
+
+
+def integers(path: Path, column: str, values: Iterable[Any]) -> IntArray:
+    """A column as integers; the first value that is none is named by its sample."""
+    values = values if isinstance(values, list) else list(values)
+    try:
+        if all(type(value) is int for value in values):
+            return np.array(values, np.int64)
+        return np.array([_integer(value) for value in values], np.int64)
+    except (ValueError, OverflowError):
+        at = next(index for index, value in enumerate(values) if not _fits(value))
+    raise InputError(
+        f"{path}: sample {at} has {shown(values[at])} as {column}, not a whole number of 64 bits, "
+        f"so it cannot be planned. Correct it, or name another column."
+    )
+
+
+def group_ids(path: Path, column: str, values: list[Any]) -> IntArray:
+    """A column of any labels as group numbers: integers stay, all else is numbered by name."""
+    for index, value in enumerate(values):
+        if value is None or value == "" or not isinstance(value, int | str):
+            raise InputError(
+                f"{path}: sample {index} has {shown(value)} as {column}, which names no group, so "
+                f"nobody knows whom to keep it with. Give it a number or a name."
+            )
+    if all(_fits(value) for value in values):
+        return integers(path, column, values)
+    return np.unique([str(value) for value in values], return_inverse=True)[1].astype(np.int64)
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:36]}..."
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    return int(value)
+
+
+def _fits(value: object) -> bool:
+    try:
+        return -(2**63) <= _integer(value) < 2**63
+    except ValueError:
+        return False
+
+
+def _refuse_missing(
+    path: Path, names: Sequence[str], present: Sequence[str], where: str = ""
+) -> None:
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise InputError(
+            f"{path}{where} has no column {missing[0]!r}, so it cannot be planned by it. It has "
+            f"{', '.join(map(shown, present[:20])) or 'none'}; name one with --column or --groups."
+        )

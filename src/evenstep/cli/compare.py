@@ -1,0 +1,80 @@
+"""`evenstep compare`: several strategies on the same lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from evenstep.cli import files, options
+
+if TYPE_CHECKING:
+    from evenstep.report import Entry
+
+StrategyOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        help='A strategy of your own, such as "lpt: balance=lpt, layout.round_to=64". Repeatable; '
+        "stands beside the usual ones.",
+        metavar="NAME: KEY=VALUE, ...",
+        show_default=False,
+    ),
+]
+
+
+def compare(
+    lengths: options.Lengths,
+    config: options.Config = None,
+    set_: options.Set = None,
+    strategy: StrategyOption = None,
+    column: options.Column = None,
+    groups: options.Groups = None,
+    picture: options.Picture = None,
+    json: options.Json = False,
+) -> None:
+    """Plan the same lengths in several ways and put the results side by side."""
+    from evenstep.cli import screen
+    from evenstep.cli.job import load_job
+    from evenstep.cli.strategies import parse_strategy, refuse_namesakes, run, usual_strategies
+    from evenstep.errors import PlanError
+    from evenstep.report import comparison_page, comparison_picture
+
+    files.refuse_unknown_picture(picture)
+    files.refuse_unwritable(lengths, picture)
+    with screen.progress(f"Reading {lengths.name}"):
+        job = load_job(lengths, config, set_ or [], column, groups)
+    own = [parse_strategy(text) for text in strategy or []]
+    entries: list[Entry] = []
+    for each in refuse_namesakes([*usual_strategies(job), *own]):
+        with screen.progress(f"Planning: {each.name}") as advance:
+            entries.append(run(job, each, advance))
+    plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}
+    if not plans:
+        raise PlanError(f"no strategy can plan these lengths: {entries[0].fault}")
+    title = f"Strategies for {lengths.name}"
+    if picture is not None:
+        files.write_picture(
+            picture,
+            lambda: comparison_picture(plans, title),
+            lambda: comparison_page(entries, title),
+        )
+    if json:
+        screen.print_json([_summary(entry) for entry in entries])
+    else:
+        screen.print_comparison(entries, title)
+    if picture is not None:
+        screen.remark(f"wrote {picture}")
+
+
+def _summary(entry: Entry) -> dict[str, Any]:
+    if entry.plan is None:
+        return {"strategy": entry.name, "fault": entry.fault}
+    return {
+        "strategy": entry.name,
+        "seconds": entry.seconds,
+        "modelled_time": entry.modelled_time,
+        "fingerprint": entry.plan.fingerprint,
+        "recipe": entry.plan.recipe.to_dict(),
+        "stats": entry.stats,
+    }

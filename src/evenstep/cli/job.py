@@ -1,0 +1,60 @@
+"""A job: the samples and the recipe that a command line asks to plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.cli.samples import Samples, read_samples, samples_of, saved_plan
+from evenstep.config import load_recipe
+from evenstep.core.plan import Plan
+from evenstep.core.recipe import Recipe
+from evenstep.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """What there is to plan, and how."""
+
+    samples: Samples
+    recipe: Recipe
+
+    def first(self, count: int) -> Job:
+        """The same job on the first samples alone."""
+        samples = self.samples
+        groups = None if samples.groups is None else samples.groups[:count]
+        columns = {name: column[:count] for name, column in samples.columns.items()}
+        return Job(Samples(samples.lengths[:count], groups, columns), self.recipe)
+
+    def plan(self, recipe: Recipe, progress: Callable[[int, int], None] | None = None) -> Plan:
+        """Plan the samples under a recipe, the job's own or another."""
+        from evenstep.planning import make_plan
+
+        return make_plan(
+            self.samples.lengths,
+            recipe,
+            groups=self.samples.groups,
+            columns=dict(self.samples.columns),
+            progress=progress,
+        )
+
+
+def load_job(
+    path: Path,
+    config: Path | None,
+    overrides: Sequence[str],
+    column: str | None,
+    groups: str | None,
+) -> Job:
+    """Read lengths and recipe. A saved plan brings its samples, and its recipe as the base."""
+    saved = saved_plan(path)
+    recipe = load_recipe(config, overrides, saved.recipe.to_dict() if saved else None)
+    if saved is None:
+        return Job(read_samples(path, column, groups, list(recipe.limits.columns)), recipe)
+    if column or groups:
+        raise InputError(
+            f"{path} is a saved plan and brings its own lengths and groups, so --column and "
+            f"--groups would have no effect. Leave them out."
+        )
+    return Job(samples_of(saved), recipe)

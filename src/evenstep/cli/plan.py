@@ -1,0 +1,55 @@
+"""`evenstep plan`: lengths and a recipe into a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from evenstep.cli import files, options
+
+if TYPE_CHECKING:
+    from evenstep.core.plan import Plan
+
+
+def plan(
+    lengths: options.Lengths,
+    config: options.Config = None,
+    set_: options.Set = None,
+    column: options.Column = None,
+    groups: options.Groups = None,
+    out: options.Out = None,
+    picture: options.Picture = None,
+    json: options.Json = False,
+) -> None:
+    """Plan steps for these lengths, and say how full and even they are."""
+    from evenstep.cli import screen
+    from evenstep.cli.job import load_job
+    from evenstep.core.checks import assert_valid
+    from evenstep.report import plan_page, plan_picture
+
+    files.refuse_unknown_picture(picture)
+    files.refuse_unwritable(lengths, out, picture)
+    with screen.progress(f"Reading {lengths.name}"):
+        job = load_job(lengths, config, set_ or [], column, groups)
+    with screen.progress("Planning") as advance:
+        made = job.plan(job.recipe, advance)
+        assert_valid(made)
+        stats = made.stats()
+    if out is not None:
+        made.save(out)
+    if picture is not None:
+        title = f"Plan of {lengths.name}"
+        files.write_picture(
+            picture, lambda: plan_picture(made, title), lambda: plan_page(made, title)
+        )
+    if json:
+        screen.print_json(summary(made, stats))
+    else:
+        screen.print_stats(stats, f"Plan of {lengths.name}")
+    for path in (out, picture):
+        if path is not None:
+            screen.remark(f"wrote {path}")
+
+
+def summary(made: Plan, stats: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` prints of a plan."""
+    return {"fingerprint": made.fingerprint, "recipe": made.recipe.to_dict(), "stats": stats}

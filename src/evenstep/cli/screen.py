@@ -1,0 +1,150 @@
+"""What people see: tables on standard output, progress and remarks on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from evenstep.report.comparison import HEADER, LEGEND, Entry, cells
+from evenstep.report.tables import sections, step_table
+
+_PIPED_WIDTH = 130  # a pipe has no width; tables are not to be broken for it
+_MOST_STEPS = 50
+
+
+def console() -> Console:
+    """Standard output, wide enough for our tables."""
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = _PIPED_WIDTH
+    return screen
+
+
+def print_whole(screen: Console, table: Table) -> None:
+    """Print a table with all its figures; a terminal too narrow for them wraps its lines."""
+    roomy = screen.options.update(width=1000)
+    if screen.measure(table, options=roomy).maximum > screen.width:
+        table.padding = 0
+    screen.width = max(screen.width, screen.measure(table, options=roomy).maximum)
+    screen.print(table)
+
+
+def remark(text: str) -> None:
+    """Say something beside the result, such as where a file went."""
+    print(text, file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    """JSON for programs; numbers keep all their digits."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show that work goes on, where somebody watches; yields `advance(done, total)`.
+
+    The bar pulses until the first call says how much there is.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[steps]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None, steps="")
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, steps=f"step {done:,} of {total:,}")
+
+        yield advance
+
+
+def print_stats(stats: Mapping[str, Any], title: str) -> None:
+    """The table of one plan, and what stands in its way."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, style in (("label", ""), ("value", "bold"), ("note", "dim")):
+        table.add_column(name, style=style, justify="right" if name == "value" else "left")
+    table.show_header = False
+    for section in sections(stats):
+        table.add_row()
+        table.add_row(Text(section.title, style="bold cyan"))
+        for row in section.rows:
+            table.add_row(Text(f"  {row.label}"), Text(row.value), Text(row.note))
+    screen = console()
+    screen.print(table)
+    if stats["bottleneck"]:
+        screen.print()
+        screen.print(Text.assemble(("bottleneck: ", "bold red"), str(stats["bottleneck"])))
+
+
+def print_comparison(entries: Sequence[Entry], title: str) -> None:
+    """Strategies side by side; the best of each column stands out."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        header_style="bold cyan",
+    )
+    table.caption = LEGEND
+    table.add_column("strategy", no_wrap=True)
+    for name in HEADER:
+        words = name.replace("micro-", "micro- ").split()
+        table.add_column("\n".join(words), justify="right")
+    faults = []
+    for entry, row in zip(entries, cells(entries), strict=True):
+        if row:
+            figures = [Text(cell.text, "bold green" if cell.best else "") for cell in row]
+            table.add_row(Text(entry.name), *figures)
+        else:
+            table.add_row(Text(entry.name), Text("no plan", "red"))
+            faults.append(entry)
+    screen = console()
+    print_whole(screen, table)
+    for entry in faults:
+        screen.print(Text.assemble((f"{entry.name}: ", "bold red"), entry.fault))
+
+
+def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
+    """One line per step, the first ones where there are very many."""
+    header, rows = step_table(steps[:_MOST_STEPS])
+    table = Table(box=None, pad_edge=False, header_style="bold cyan")
+    for name in header:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    screen = console()
+    screen.print()
+    screen.print(table)
+    if len(steps) > _MOST_STEPS:
+        screen.print(f"the first {_MOST_STEPS} of {len(steps):,} steps; --json has them all")
+
+
+def print_checks(found: Mapping[str, Sequence[str]], promises: Mapping[str, str]) -> None:
+    """One line per promise: kept, broken and how, or not looked at."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, promise in promises.items():
+        if name not in found:
+            table.add_row(Text("skipped", "yellow"), name, Text("after the fault above", "dim"))
+        elif found[name]:
+            table.add_row(Text("broken", "bold red"), name, Text("; ".join(found[name])))
+        else:
+            table.add_row(Text("ok", "green"), name, Text(promise, "dim"))
+    console().print(table)

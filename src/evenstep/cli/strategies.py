@@ -1,0 +1,91 @@
+"""The ways to plan that `compare` sets side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from evenstep.cli.job import Job
+from evenstep.config import overridden, recipe_from
+from evenstep.errors import ConfigError, PlanError
+from evenstep.report import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A name, and what it changes in the recipe that all strategies share."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def parse_strategy(text: str) -> Strategy:
+    """`name: key=value, key=value`; without a name, the changes are the name.
+
+    >>> parse_strategy("lpt: balance=lpt, clock=step")
+    Strategy(name='lpt', overrides=('balance=lpt', 'clock=step'))
+    """
+    name, colon, rest = text.partition(":")
+    if not colon:
+        name, rest = text, text
+    overrides = tuple(part.strip() for part in rest.split(",") if part.strip())
+    if not name.strip() or not all("=" in override for override in overrides):
+        raise ConfigError(
+            f"--strategy {text!r} is not of the form 'name: key=value, key=value', so there is "
+            f"nothing to compare. Write for example 'lpt: balance=lpt'."
+        )
+    return Strategy(name.strip(), overrides)
+
+
+def refuse_namesakes(strategies: list[Strategy]) -> list[Strategy]:
+    """The strategies, unless two of them have one name and could not be told apart."""
+    names = [strategy.name for strategy in strategies]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"{name!r} names two strategies, so they could not be told apart. Rename one."
+            )
+    return strategies
+
+
+def usual_strategies(job: Job) -> list[Strategy]:
+    """The recipe itself, then what most people would try: padded, then packed, in its budget."""
+    recipe = job.recipe
+    budget, unit = recipe.layout.max_tokens, recipe.width_unit
+    longest = int(np.nan_to_num(job.samples.lengths).max(initial=1))
+    if budget is None:  # a fixed layout may have none
+        budget = -(-longest // unit) * unit
+    widest = min(-(-longest // unit) * unit, budget // unit * unit)
+    padded = (f"layout.max_tokens={budget}", "layout.kind=padded")
+    packed = (f"layout.max_tokens={budget}", "layout.kind=packed", "layout.pad_to=null")
+    greedy, optimal = "layout.packer=first_fit_decreasing", "layout.packer=optimal"
+    return [
+        Strategy("recipe as it is", ()),
+        Strategy("padded to longest", (*padded, f"layout.pad_to={widest}")),
+        Strategy("dynamic, greedy", (*padded, "layout.pad_to=null", "layout.cut=greedy")),
+        Strategy("dynamic, optimal", (*padded, "layout.pad_to=null", "layout.cut=optimal")),
+        Strategy("packed in order", (*packed, "layout.packer=concatenative", "balance=stride")),
+        Strategy("packed, FFD stride", (*packed, greedy, "balance=stride")),
+        Strategy("packed, FFD LPT", (*packed, greedy, "balance=lpt")),
+        Strategy("packed, best fit", (*packed, "balance=refined")),
+        Strategy("packed, optimal", (*packed, optimal, "balance=refined")),
+    ]
+
+
+def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | None = None) -> Entry:
+    """Plan under a strategy; where that cannot be, the entry says why.
+
+    Kernels compile or load at their first use; a small plan beforehand keeps that out of the time.
+    """
+    try:
+        recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
+        job.first(64).plan(recipe)
+        began = time.perf_counter()
+        plan = job.plan(recipe, progress)
+        seconds = time.perf_counter() - began
+    except (ConfigError, PlanError) as error:
+        return Entry(strategy.name, fault=str(error))
+    return Entry(strategy.name, plan, seconds)

@@ -1,0 +1,51 @@
+"""Recipes from files and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evenstep.config.decode import recipe_from
+from evenstep.config.override import overridden
+from evenstep.config.yaml import parse_yaml
+from evenstep.core.recipe import Recipe
+from evenstep.errors import ConfigError, FileError
+
+
+def load_recipe(
+    path: Path | None = None,
+    overrides: Iterable[str] = (),
+    base: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """The recipe of a YAML file, or of `base` where there is no file, with overrides on top.
+
+    >>> load_recipe(overrides=["layout.max_tokens=8192", "overflow=split"]).overflow
+    'split'
+    """
+    data = load_mapping(path) if path else dict(base or {})
+    return recipe_from(overridden(data, overrides), str(path) if path else "")
+
+
+def load_mapping(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file; an empty file has none."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be read ({error.strerror or error}), so there is no recipe. "
+            f"Check the path given to --config."
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{path} is not text, so it holds no recipe. Give --config a YAML file."
+        ) from None
+    data = parse_yaml(text, str(path))
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(
+            f"{path} holds {type(data).__name__} data where keys are needed, so it is no recipe. "
+            f"Start with a line such as `layout: {{max_tokens: 8192}}`."
+        )
+    return data

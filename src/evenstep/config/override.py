@@ -1,0 +1,61 @@
+"""`key=value` overrides, laid over plain data."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from evenstep.config.decode import DEFAULT_KIND
+from evenstep.config.yaml import parse_yaml
+from evenstep.core.layout import LAYOUTS
+from evenstep.errors import ConfigError
+
+
+def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of `data` with each `dotted.path=value` set, the value read as YAML.
+
+    Another `layout.kind` keeps the keys that both kinds have and drops the rest.
+
+    >>> overridden({"topology": {"dp": 2}}, ["topology.dp=8", "overflow=split"])
+    {'topology': {'dp': 8}, 'overflow': 'split'}
+    """
+    result: dict[str, Any] = copy.deepcopy(dict(data))
+    pairs = [_parse(override) for override in overrides]
+    # The kind first, so that it does not drop what the same call sets.
+    for path, value in sorted(pairs, key=lambda pair: pair[0] != ("layout", "kind")):
+        if path == ("layout", "kind"):
+            _change_kind(result, value)
+        *parents, key = path
+        inner = result
+        for depth, parent in enumerate(parents, 1):
+            inner = inner.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                above = ".".join(path[:depth])
+                raise ConfigError(
+                    f"{'.'.join(path)} cannot be set because {above} is {inner!r} and holds no "
+                    f"keys. Set {above} itself, or check the spelling."
+                )
+        inner[key] = value
+    return result
+
+
+def _parse(override: str) -> tuple[tuple[str, ...], Any]:
+    key, equals, text = override.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(path):
+        raise ConfigError(
+            f"{override!r} sets nothing, because it is not of the form key=value. "
+            f"Write for example layout.max_tokens=8192."
+        )
+    return path, parse_yaml(text, f"the value of {key.strip()}")
+
+
+def _change_kind(data: dict[str, Any], kind: object) -> None:
+    layout = data.get("layout")
+    if not isinstance(layout, dict) or kind not in LAYOUTS:
+        return  # decoding says what is wrong
+    if layout.get("kind", DEFAULT_KIND) != kind:
+        known = {field.name for field in dataclasses.fields(LAYOUTS[str(kind)])}
+        data["layout"] = {name: value for name, value in layout.items() if name in known}

@@ -1,0 +1,102 @@
+"""What is drawn of one micro-batch: its segments as bars of a few colours.
+
+A block is a unit square: x runs along the row, y over the rows. Everything that no bar covers is
+padding. Bars too narrow to see are merged, and counted, so that a picture never lies by leaving
+out what it could not draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from evenstep.core.plan import Plan
+from evenstep.core.ragged import FloatArray, IntArray, offsets_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bars:
+    """Bars within the unit square; `merged` of the segments have no bar of their own."""
+
+    left: FloatArray
+    right: FloatArray
+    top: FloatArray
+    bottom: FloatArray
+    length: FloatArray  # mean length of the segments in the bar, for its shade
+    segments: int
+    tokens: int
+    merged: int
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+
+def bars_of(plan: Plan, micro: int, narrowest: float, thinnest: float) -> Bars:
+    """The bars of a micro-batch, none narrower or thinner than said (as shares of the block)."""
+    first_row, last_row = plan.micro_offsets[micro : micro + 2]
+    rows = plan.row_offsets[first_row : last_row + 1]
+    segments = slice(int(rows[0]), int(rows[-1]))
+    row_of = np.repeat(np.arange(len(rows) - 1), np.diff(rows))
+    lengths = plan.segments.length[segments]
+    unit = plan.recipe.topology.alignment
+    offsets = offsets_of(-(-lengths // unit) * unit)
+    starts = offsets[:-1] - offsets[(rows - rows[0])[row_of]]
+    width, count = float(plan.widths[micro]), len(rows) - 1
+    together = max(1, int(np.ceil(count * thinnest - 1e-9)))  # rows that share one line
+    if together > 1:
+        return _thin_rows(row_of, lengths, width, count, together)
+    left, right = starts / width, (starts + lengths) / width
+    group = _groups(left, right, row_of, narrowest)
+    firsts = np.flatnonzero(np.diff(group, prepend=-1))
+    lasts = np.append(firsts[1:], len(group)) - 1 if len(firsts) else firsts
+    size = lasts - firsts + 1
+    total = offsets_of(lengths)
+    return Bars(
+        left[firsts],
+        right[lasts],
+        row_of[firsts] / count,
+        (row_of[firsts] + 1) / count,
+        (total[lasts + 1] - total[firsts]) / np.maximum(size, 1),
+        len(lengths),
+        int(total[-1]),
+        int(size[size > 1].sum()),
+    )
+
+
+def _groups(left: FloatArray, right: FloatArray, row_of: IntArray, narrowest: float) -> IntArray:
+    """Number the bars: neighbours in a row that are too narrow share one until it is visible."""
+    group = np.zeros(len(left), np.int64)
+    number, start = 0, 0
+    for index in range(1, len(left)):
+        same_row = row_of[index] == row_of[index - 1]
+        tiny = right[index] - left[index] < narrowest
+        unseen = right[index - 1] - left[start] < narrowest
+        if not (same_row and tiny and unseen):
+            number, start = number + 1, index
+        group[index] = number
+    return group
+
+
+def _thin_rows(
+    row_of: IntArray, lengths: IntArray, width: float, count: int, together: int
+) -> Bars:
+    """Several rows to a line, as wide as they are on average."""
+    line = row_of // together
+    lines = -(-count // together)
+    held = np.bincount(line, minlength=lines)
+    tokens = np.bincount(line, weights=lengths, minlength=lines)
+    rows = np.minimum(together, count - together * np.arange(lines))
+    shown = held > 0
+    top = np.arange(lines)[shown] * together / count
+    share = (tokens / (rows * width))[shown]
+    return Bars(
+        np.zeros(len(share)),
+        share,
+        top,
+        top + rows[shown] / count,
+        tokens[shown] / held[shown],
+        len(lengths),
+        int(lengths.sum()),
+        len(lengths),
+    )

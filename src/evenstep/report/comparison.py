@@ -1,0 +1,86 @@
+"""Several strategies on the same lengths, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from evenstep.core.plan import Plan
+from evenstep.core.stats import Value
+from evenstep.report.numbers import count, factor, percent, seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One strategy: its plan and the time that planning took, or why there is none."""
+
+    name: str
+    plan: Plan | None = None
+    seconds: float = 0.0
+    fault: str = ""
+    stats: dict[str, Value] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stats", self.plan.stats() if self.plan else {})
+
+    @property
+    def modelled_time(self) -> float:
+        """The cost of all steps on the clock that the plan minimises: slowest rank, summed."""
+        assert self.plan is not None
+        over = float(self.stats[f"imbalance_cost_{self.stats['clock']}"])
+        return over * float(self.plan.costs.sum()) / self.plan.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One figure of the table, and whether it is the best of its column."""
+
+    text: str
+    best: bool = False
+
+
+HEADER = (
+    "micro-batches",
+    "slots",
+    "padding",
+    "at every micro-batch",
+    "once per step",
+    "modelled time",
+    "to plan",
+)
+LEGEND = (
+    "At every micro-batch, once per step: cost of the slowest rank over the mean, where ranks meet "
+    "so often. Modelled time: the slowest rank of every step added up, the least being 1."
+)
+
+
+def cells(entries: Sequence[Entry]) -> list[list[Cell]]:
+    """The figures of each entry under `HEADER`; none for an entry without a plan."""
+    least = min((entry.modelled_time for entry in entries if entry.plan), default=1.0)
+    figures = [_figures(entry, least) for entry in entries]
+    planned = [figure for figure in figures if figure]
+    lowest = [min(column) for column in zip(*planned, strict=True)] if len(planned) > 1 else []
+    return [_cells(figure, lowest) for figure in figures]
+
+
+def _cells(figures: list[float], lowest: list[float]) -> list[Cell]:
+    """Written out. Only slots, padding and time have a winner: even padding is still padding."""
+    write = (count, count, percent, factor, factor, factor, seconds)
+    return [
+        Cell(text(value), bool(lowest) and index in (1, 2, 5) and value == lowest[index])
+        for index, (text, value) in enumerate(zip(write, figures, strict=False))
+    ]
+
+
+def _figures(entry: Entry, least: float) -> list[float]:
+    if entry.plan is None:
+        return []
+    names = (
+        "micro_batches",
+        "slots",
+        "padding_ratio",
+        "imbalance_cost_micro_batch",
+        "imbalance_cost_step",
+    )
+    figures = [float(entry.stats[name]) for name in names]
+    return [*figures, entry.modelled_time / least, entry.seconds]

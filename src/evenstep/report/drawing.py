@@ -1,0 +1,197 @@
+"""Panels as SVG: lanes, blocks, bars, axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from evenstep.report import ink
+from evenstep.report.bars import Bars, bars_of
+from evenstep.report.numbers import count, percent, times
+from evenstep.report.panel import Panel
+
+WIDTH = 1240
+LEFT, RIGHT = 28, 28
+_LABELS, _BUSY = 52, 58  # the gutters left and right of the lanes
+_X = LEFT + _LABELS
+_RIGHT = WIDTH - RIGHT - _BUSY
+_LANES = _RIGHT - _X
+_MOST_BARS = 24_000  # per picture
+_MOST_HOVERS = 2500  # with more blocks, no micro-batch has a tooltip
+_THINNEST = 2.5  # pixels of a row, below which rows share one
+_APART = 4  # pixels of a bar, from which on a line sets it apart from the next
+
+_SHADES = [f"s{shade}" for shade in range(ink.SHADES)]
+_LAYERS = ["idle", "pad", "hatch", *_SHADES, *(f"apart {s}" for s in _SHADES), "block", "dummy"]
+
+
+class Drawing:
+    """What all panels of one picture share: scale, shades and what had to be left out.
+
+    `unit` is the cost that the axis counts as 1 on a shared scale; without it every panel has
+    its own scale and counts in even loads.
+    """
+
+    def __init__(self, panels: Sequence[Panel], unit: float | None) -> None:
+        self.unit = unit
+        self._span = max((panel.span for panel in panels), default=1.0)
+        lengths = [panel.plan.segments.length[panel.segments] for panel in panels]
+        every = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+        self.shading = ink.Shading.of(int(every.min(initial=2**40)), int(every.max(initial=1)))
+        self.has_dummies = any(
+            bool((np.diff(panel.plan.segment_offsets)[panel.line.micro] == 0).any())
+            for panel in panels
+        )
+        self._hover = sum(panel.blocks for panel in panels) <= _MOST_HOVERS
+        self._narrowest = self._fit(panels)
+        self._merged = 0
+        self._left_out: list[str] = []
+
+    def notes(self) -> list[str]:
+        """What the picture does not show, said."""
+        if not self._merged:
+            return self._left_out
+        merged = (
+            f"{times(self._merged, 'segment')} too small to see by themselves are drawn together "
+            f"with their neighbours, in the shade of their mean length."
+        )
+        return [*self._left_out, merged]
+
+    def panel(self, panel: Panel, y: float) -> tuple[str, float]:
+        """The panel as SVG with its top at `y`, and its height."""
+        scale = _LANES / (panel.span if self.unit is None else self._span)
+        top = y + 42
+        paint: dict[str, list[str]] = {layer: [] for layer in _LAYERS}
+        labels, hovers = [], []
+        for lane, rank in enumerate(panel.ranks):
+            lane_y = top + lane * panel.pitch
+            labels.append(_lane_labels(panel, rank, lane_y + panel.height / 2))
+            for position in range(panel.positions):
+                hovers.append(self._block(paint, panel, rank, position, scale, lane_y))
+        self._left_out += [note for note in panel.notes() if note not in self._left_out]
+        parts = [
+            f'<text class="h2" x="{LEFT}" y="{y + 12:g}">{escape(panel.heading)}</text>',
+            f'<text class="note" x="{LEFT}" y="{y + 30:g}">{escape(panel.detail)}</text>',
+            f'<text class="unit" x="{_RIGHT + 10}" y="{y + 30:g}">busy</text>',
+            *labels,
+            *(f'<path class="{kind}" d="{"".join(d)}"/>' for kind, d in paint.items() if d),
+            self._axis(panel, scale, top),
+            *(hovers if self._hover else []),
+        ]
+        return "".join(parts), 42 + panel.pitch * len(panel.ranks) + 24
+
+    def _block(
+        self,
+        paint: dict[str, list[str]],
+        panel: Panel,
+        rank: int,
+        position: int,
+        scale: float,
+        y: float,
+    ) -> str:
+        """Paint one micro-batch and the wait after it; return its tooltip."""
+        line, height = panel.line, panel.height
+        x = _X + float(line.starts[rank, position]) * scale
+        width = float(line.costs[rank, position]) * scale
+        wait = float(panel.waits[rank, position]) * scale
+        box = _rect(x, y, width, height)
+        bars = bars_of(
+            panel.plan,
+            int(line.micro[rank, position]),
+            self._narrowest / max(width, 1e-9),
+            _THINNEST / height,
+        )
+        self._merged += bars.merged
+        if wait > 0.3:
+            paint["idle"].append(_rect(x + width, y, wait, height))
+        if len(bars) == 0:  # too little work to see, so as wide as a mark must be
+            mark = max(width, 9)
+            at = min(x + 1.5, _X + panel.span * scale - mark)
+            paint["dummy"].append(_rect(at, y + 1, mark, height - 2))
+            return _hover(panel, rank, position, bars, box)
+        for layer in ("pad", "hatch", "block"):
+            paint[layer].append(box)
+        for index in range(len(bars)):
+            left, right = float(bars.left[index]) * width, float(bars.right[index]) * width
+            top, bottom = float(bars.top[index]) * height, float(bars.bottom[index]) * height
+            shade = f"s{self.shading.shade(float(bars.length[index]))}"
+            layer = f"apart {shade}" if right - left >= _APART else shade
+            paint[layer].append(_rect(x + left, y + top, max(right - left, 0.4), bottom - top))
+        return _hover(panel, rank, position, bars, box)
+
+    def _fit(self, panels: Sequence[Panel]) -> float:
+        """The narrowest bar in pixels that keeps the picture at a size browsers like."""
+        narrowest = 1.6
+        segments = sum(panel.segments.stop - panel.segments.start for panel in panels)
+        lanes = sum(len(panel.ranks) for panel in panels)
+        if segments > _MOST_BARS:
+            narrowest = max(narrowest, lanes * _LANES / _MOST_BARS)
+        return narrowest
+
+    def _axis(self, panel: Panel, scale: float, top: float) -> str:
+        bottom = top + panel.pitch * len(panel.ranks)
+        unit = self.unit or panel.line.even or 1.0
+        end = panel.span / unit
+        parts = []
+        if panel.positions > 1:
+            barriers = panel.line.barriers[: panel.positions]
+            lines = "".join(
+                f"M{_n(_X + float(at) * scale)} {_n(top - 3)}V{_n(bottom)}" for at in barriers
+            )
+            parts.append(f'<path class="barrier" d="{lines}"/>')
+        parts.append(f'<path class="axis" d="M{_X} {_n(bottom + 2)}h{_n(panel.span * scale)}"/>')
+        for tick in _ticks(end):
+            x = _X + tick * unit * scale
+            parts.append(f'<path class="axis" d="M{_n(x)} {_n(bottom + 2)}v4"/>')
+            parts.append(f'<text class="tick" x="{_n(x)}" y="{_n(bottom + 18)}">{tick:g}</text>')
+        name = "even loads" if self.unit is None else "× shortest"
+        label = f'<text class="unit" x="{_RIGHT + 10}" y="{_n(bottom + 18)}">{name}</text>'
+        parts.append(label)
+        if self.unit is None and end >= 1 - 1e-9:
+            x = _X + unit * scale
+            parts.append(f'<path class="even" d="M{_n(x)} {_n(top - 5)}V{_n(bottom + 2)}"/>')
+        return "".join(parts)
+
+
+def _lane_labels(panel: Panel, rank: int, y: float) -> str:
+    busy = panel.line.busy
+    size = min(12.0, panel.height)
+    slowest = rank == int(busy.argmax()) and len(busy) > 1
+    kind = "busy slowest" if slowest else "busy"
+    x = _RIGHT + 10
+    return (
+        f'<text class="rank" x="{_X - 8}" y="{_n(y)}" style="font-size:{size:g}px">rank {rank}'
+        f'</text><text class="{kind}" x="{x}" y="{_n(y)}" style="font-size:{size:g}px">'
+        f"{escape(percent(float(busy[rank])))}</text>"
+    )
+
+
+def _hover(panel: Panel, rank: int, position: int, bars: Bars, box: str) -> str:
+    plan, micro = panel.plan, int(panel.line.micro[rank, position])
+    rows = int(plan.micro_offsets[micro + 1] - plan.micro_offsets[micro])
+    width = int(plan.widths[micro])
+    text = (
+        f"rank {rank}, micro-batch {position}: {times(bars.segments, 'segment')}, "
+        f"{times(rows, 'row')} × {count(width)} = {count(rows * width)} slots, "
+        f"{count(bars.tokens)} tokens, cost {panel.line.costs[rank, position]:.6g}"
+    )
+    return f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>'
+
+
+def _ticks(end: float) -> list[float]:
+    """Round numbers from 0 to `end`, five or so."""
+    step = 10 ** math.floor(math.log10(max(end, 1e-9) / 4))
+    step *= min((1, 2, 2.5, 5, 10), key=lambda times: abs(end / (step * times) - 5))
+    return [round(step * index, 9) for index in range(int(end / step + 1e-9) + 1)]
+
+
+def _rect(x: float, y: float, width: float, height: float) -> str:
+    return f"M{_n(x)} {_n(y)}h{_n(width)}v{_n(height)}h-{_n(width)}z"
+
+
+def _n(value: float) -> str:
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return text or "0"

@@ -1,0 +1,175 @@
+"""Pictures of plans: ranks as lanes, micro-batches as blocks along time, segments inside.
+
+Left to right is modelled cost. What is hatched is padding, what is tinted is a rank that waits.
+The same plan gives the same SVG, which needs nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from evenstep.core.plan import Plan
+from evenstep.report import ink
+from evenstep.report.drawing import LEFT, RIGHT, WIDTH, Drawing
+from evenstep.report.numbers import factor, percent, times
+from evenstep.report.panel import Panel
+from evenstep.report.tables import Row, headline
+from evenstep.report.timeline import Timeline, timelines
+
+MANY_RANKS = 16  # from here on two steps fill a screen
+
+
+def plan_picture(plan: Plan, title: str = "Plan") -> str:
+    """An SVG of a plan: its first steps and its most uneven one."""
+    steps = timelines(plan)
+    shown, left_out = _choose(steps)
+    panels = [Panel(plan, step, *_describe(plan, step)) for step in shown]
+    return _compose(title, headline(plan.stats()), panels, left_out, unit=None)
+
+
+def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", step: int = 0) -> str:
+    """An SVG of the same step under several strategies, on one scale of time."""
+    lines = {name: timelines(plan)[step] for name, plan in plans.items()}
+    shortest = min(line.end for line in lines.values())
+    panels = []
+    for name, line in lines.items():
+        _, detail = _describe(plans[name], line)
+        panels.append(Panel(plans[name], line, f"{name}: {factor(line.end / shortest)}", detail))
+    notes = [f"Step {step} of each strategy. All share one scale: 1 is the shortest of them."]
+    return _compose(title, [], panels, notes, unit=shortest)
+
+
+def _choose(steps: list[Timeline]) -> tuple[list[Timeline], list[str]]:
+    """The first steps, with the most uneven one among them, and what to say about the rest."""
+    most = 4 if not steps or len(steps[0].micro) <= MANY_RANKS else 2
+    if len(steps) <= most:
+        return steps, []
+    rest = steps[most - 1 :]
+    worst = max(rest, key=lambda line: line.end / line.even if line.even else 1.0)
+    first = "the first" if most == 2 else f"the first {most - 1}"
+    note = (
+        f"{most} of {times(len(steps), 'step')} are shown: {first}, and step {worst.step}, the "
+        f"most uneven of the rest."
+    )
+    return [*steps[: most - 1], worst], [note]
+
+
+def _describe(plan: Plan, line: Timeline) -> tuple[str, str]:
+    micro = slice(int(line.micro.min()), int(line.micro.max()) + 1)
+    offsets = plan.segment_offsets
+    segments = int(offsets[micro.stop] - offsets[micro.start])
+    slots, tokens = int(plan.slots[micro].sum()), int(plan.tokens[micro].sum())
+    where = "at every micro-batch" if line.lock_step else "once per step"
+    over = line.end / line.even if line.even else 1.0
+    ranks, positions = line.micro.shape
+    detail = (
+        f"{times(segments, 'segment')} · {times(ranks, 'rank')} × "
+        f"{times(positions, 'micro-batch')} · {percent((slots - tokens) / slots)} padding · "
+        f"{factor(over)} the even load (ranks meet {where})"
+    )
+    return f"Step {line.step}", detail
+
+
+def _compose(
+    title: str, figures: list[Row], panels: Sequence[Panel], notes: list[str], unit: float | None
+) -> str:
+    """Title, figures, legend, panels and notes, one under the other."""
+    drawing = Drawing(panels, unit)
+    parts: list[str] = []
+    y = 44.0
+    parts.append(f'<text class="h1" x="{LEFT}" y="{y:g}">{escape(title)}</text>')
+    y += 18
+    if figures:
+        parts.append(_figures(figures, y))
+        y += 62
+    parts.append(_legend(drawing, y))
+    y += 50
+    for panel in panels:
+        body, height = drawing.panel(panel, y)
+        parts.append(body)
+        y += height + 22
+    for note in [*notes, *drawing.notes()]:
+        parts.append(f'<text class="note" x="{LEFT}" y="{y:g}">{escape(note)}</text>')
+        y += 17
+    height = y + 10
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="evenstep" role="img" '
+        f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}">'
+        f"<title>{escape(title)}</title><style>{_style()}</style>{_PATTERN}"
+        f'<rect class="paper" width="{WIDTH}" height="{height:g}"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _figures(figures: list[Row], y: float) -> str:
+    step = (WIDTH - LEFT - RIGHT) / len(figures)
+    return "".join(
+        f'<g transform="translate({LEFT + step * index:g} {y:g})">'
+        f'<text class="figure" y="24">{escape(row.value)}</text>'
+        f'<text class="note" y="42">{escape(row.label)}</text></g>'
+        for index, row in enumerate(figures)
+    )
+
+
+def _legend(drawing: Drawing, y: float) -> str:
+    """Swatches in one line: lengths by shade, then padding, waiting, dummies, the even load."""
+    x, parts = float(LEFT), []
+
+    def add(mark: str, label: str, gap: float = 16) -> None:
+        nonlocal x
+        parts.append(mark.format(x=f"{x:g}", y=f"{y:g}", text=f"{y + 10:g}"))
+        parts.append(f'<text class="note" x="{x + 23:g}" y="{y + 11:g}">{escape(label)}</text>')
+        x += 23 + 7 * len(label) + gap
+
+    box = '<rect class="{kind}" x="{{x}}" y="{{y}}" width="17" height="13"/>'
+    parts.append(f'<text class="note" x="{x:g}" y="{y + 11:g}">segment length</text>')
+    x += 104
+    for shade, label in drawing.shading.labels():
+        add(box.format(kind=f"s{shade}"), label, 8)
+    x += 12
+    hatched = box.format(kind="pad") + box.format(kind="hatch")
+    add(hatched, "padding")
+    add(box.format(kind="idle"), "waiting")
+    if drawing.has_dummies:
+        add(box.format(kind="dummy"), "dummy")
+    if drawing.unit is None:
+        line = '<path class="even" d="M{x} {text}m0 -4h17"/>'
+        add(line, "even load")
+    return "".join(parts)
+
+
+def _style() -> str:
+    shades = "".join(f".evenstep .s{shade}{{fill:var(--s{shade})}}" for shade in range(ink.SHADES))
+    return (
+        f"{ink.variables()}"
+        f".evenstep{{font-family:{ink.FONT}}}"
+        ".evenstep .paper{fill:var(--paper)}"
+        ".evenstep text{fill:var(--ink);font-size:12px}"
+        ".evenstep .h1{font-size:21px;font-weight:650}"
+        ".evenstep .h2{font-size:14px;font-weight:650}"
+        ".evenstep .figure{font-size:22px;font-weight:600}"
+        ".evenstep .note,.evenstep .tick,.evenstep .rank{fill:var(--muted)}"
+        ".evenstep .tick{font-size:11px;text-anchor:middle}"
+        ".evenstep .unit{fill:var(--muted);font-size:11px}"
+        ".evenstep .rank{text-anchor:end;dominant-baseline:central}"
+        ".evenstep .busy{fill:var(--muted);dominant-baseline:central}"
+        ".evenstep .slowest{fill:var(--mark);font-weight:650}"
+        f"{shades}"
+        ".evenstep .apart{stroke:var(--paper);stroke-width:.7}"
+        ".evenstep .pad{fill:var(--pad)}"
+        ".evenstep .hatch{fill:url(#evenstep-hatch)}"
+        ".evenstep .hatching{stroke:var(--hatch);stroke-width:1.4}"
+        ".evenstep .idle{fill:var(--idle)}"
+        ".evenstep .dummy{fill:var(--paper);stroke:var(--muted);stroke-dasharray:2 2}"
+        ".evenstep .block{fill:none;stroke:var(--paper);stroke-width:2.6}"
+        ".evenstep .barrier{stroke:var(--muted);stroke-width:.6;stroke-dasharray:1 2;fill:none}"
+        ".evenstep .axis{stroke:var(--rule);stroke-width:1;fill:none}"
+        ".evenstep .even{stroke:var(--mark);stroke-width:1.5;stroke-dasharray:5 3;fill:none}"
+        ".evenstep .hover{fill:transparent}"
+    )
+
+
+_PATTERN = (
+    '<defs><pattern id="evenstep-hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><path class="hatching" d="M0 0V5"/></pattern></defs>'
+)

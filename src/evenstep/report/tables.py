@@ -1,0 +1,183 @@
+"""The measures of a plan as labelled rows, for a terminal or a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evenstep.core.stats import Value
+from evenstep.report.numbers import count, factor, percent, times
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measure: what it is called, what it says, and what to compare it with."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Measures that answer one question."""
+
+    title: str
+    rows: list[Row]
+
+
+def sections(stats: Mapping[str, Value]) -> list[Section]:
+    """The table of a plan: what it holds, how full, how even, how near the best, what was cut.
+
+    `for section in sections(plan.stats()): print(section.title, section.rows)`
+    """
+    return [_holds(stats), _full(stats), _even(stats), _near(stats), _over_long(stats)]
+
+
+def headline(stats: Mapping[str, Value]) -> list[Row]:
+    """The few figures that say whether a plan is any good."""
+    clock = str(stats["clock"])
+    clock_name = "at every micro-batch" if clock == "micro_batch" else "once per step"
+    return [
+        Row("of slots are real tokens", percent(1 - _number(stats, "padding_ratio"))),
+        Row(
+            "slowest rank over the mean",
+            factor(_number(stats, f"imbalance_cost_{clock}")),
+            f"ranks meet {clock_name}",
+        ),
+        Row(f"micro-batches; bound {_int(stats, 'packs_bound')}", _int(stats, "packs")),
+        Row("samples", _int(stats, "samples")),
+        Row("real tokens", _int(stats, "tokens")),
+    ]
+
+
+def _holds(stats: Mapping[str, Value]) -> Section:
+    where = f"{times(_number(stats, 'steps'), 'step')} on {times(_number(stats, 'ranks'), 'rank')}"
+    dummies = _number(stats, "dummies")
+    return Section(
+        "Plan",
+        [
+            Row("samples", _int(stats, "samples"), where),
+            Row("segments", _int(stats, "segments")),
+            Row(
+                "micro-batches",
+                _int(stats, "micro_batches"),
+                f"{times(dummies, 'dummy')} to keep counts equal" if dummies else "",
+            ),
+        ],
+    )
+
+
+def _full(stats: Mapping[str, Value]) -> Section:
+    return Section(
+        "Full",
+        [
+            Row("real tokens", _int(stats, "tokens")),
+            Row("slots", _int(stats, "slots"), "real tokens plus padding"),
+            Row(
+                "padding",
+                _int(stats, "padding"),
+                f"{percent(_number(stats, 'padding_ratio'))} of slots",
+            ),
+            Row(
+                "padding removed",
+                _int(stats, "removed_padding"),
+                f"{percent(_number(stats, 'removed_padding_ratio'))} of the "
+                f"{_int(stats, 'slots_before')} slots at full width",
+            ),
+            Row(
+                "budget used",
+                percent(_number(stats, "bin_utilization")),
+                "mean over micro-batches that hold anything",
+            ),
+        ],
+    )
+
+
+def _even(stats: Mapping[str, Value]) -> Section:
+    rows = []
+    for clock, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
+        chosen = ", which this plan minimises" if stats["clock"] == clock else ""
+        rows.append(
+            Row(
+                f"cost, ranks meet {when}",
+                factor(_number(stats, f"imbalance_cost_{clock}")),
+                f"slowest over mean{chosen}",
+            )
+        )
+    for clock, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
+        rows.append(
+            Row(
+                f"tokens, ranks meet {when}",
+                factor(_number(stats, f"imbalance_tokens_{clock}")),
+                "most over mean",
+            )
+        )
+    return Section("Even", rows)
+
+
+def _near(stats: Mapping[str, Value]) -> Section:
+    packs = f"at least {_int(stats, 'packs_bound')} are needed"
+    if stats["packs_optimal"]:
+        packs += "; as few per rank as any plan can have"
+    balance = "slowest over its lower bound"
+    if stats["balance_optimal"]:
+        balance += "; no plan can be faster"
+    return Section(
+        "Bounds",
+        [
+            Row("micro-batches with segments", _int(stats, "packs"), packs),
+            Row("time", factor(_number(stats, "clock_over_bound")), balance),
+        ],
+    )
+
+
+def _over_long(stats: Mapping[str, Value]) -> Section:
+    rows = [
+        Row(
+            "truncated", _int(stats, "truncated"), f"{_int(stats, 'tokens_truncated')} tokens lost"
+        ),
+        Row("split", _int(stats, "split"), "samples in several segments"),
+        Row("alone", _int(stats, "alone"), "micro-batches over budget"),
+        Row("dropped", _int(stats, "dropped"), f"{_int(stats, 'tokens_dropped')} tokens lost"),
+    ]
+    some = [row for row in rows if row.value != "0"]
+    return Section("Over-long samples", some or [Row("none", "")])
+
+
+def step_table(steps: Sequence[Mapping[str, Value]]) -> tuple[list[str], list[list[str]]]:
+    """One row per step: header and cells."""
+    header = [
+        "step",
+        "samples",
+        "micro-batches",
+        "slots",
+        "padding",
+        "at every micro-batch",
+        "once per step",
+        "over bound",
+    ]
+    rows = [
+        [
+            _int(step, "step"),
+            _int(step, "samples"),
+            _int(step, "micro_batches"),
+            _int(step, "slots"),
+            percent(_number(step, "padding_ratio")),
+            factor(_number(step, "imbalance_cost_micro_batch")),
+            factor(_number(step, "imbalance_cost_step")),
+            factor(_number(step, "clock_over_bound")),
+        ]
+        for step in steps
+    ]
+    return header, rows
+
+
+def _number(stats: Mapping[str, Value], key: str) -> float:
+    value = stats[key]
+    assert isinstance(value, int | float), f"{key} is a number"
+    return value
+
+
+def _int(stats: Mapping[str, Value], key: str) -> str:
+    return count(_number(stats, key))

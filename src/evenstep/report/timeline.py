@@ -1,0 +1,66 @@
+"""When each micro-batch of a step starts and ends, by modelled cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from evenstep.core.plan import Plan
+from evenstep.core.ragged import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """One step on the clock that its plan minimises; ranks × positions, in units of cost.
+
+    Costs [[3, 1], [2, 2]] start at [[0, 3], [0, 3]] where ranks meet at every micro-batch and
+    at [[0, 3], [0, 2]] where they meet once per step.
+    """
+
+    step: int
+    micro: IntArray  # ranks × positions: the number of each micro-batch in the plan
+    costs: FloatArray
+    starts: FloatArray
+    lock_step: bool
+
+    @property
+    def even(self) -> float:
+        """The mean load of a rank: when the step would end if all ranks did the same."""
+        return float(self.costs.sum() / len(self.costs))
+
+    @property
+    def end(self) -> float:
+        """When the last rank ends, and with it the step."""
+        return float((self.starts + self.costs).max())
+
+    @property
+    def busy(self) -> FloatArray:
+        """The share of the step that each rank works rather than waits."""
+        return np.asarray(self.costs.sum(axis=1) / (self.end or 1.0))
+
+    @property
+    def barriers(self) -> FloatArray:
+        """When all ranks meet: after every position, or once at the end."""
+        if self.lock_step:
+            return np.cumsum(self.costs.max(axis=0))
+        return np.array([self.end])
+
+
+def timelines(plan: Plan) -> list[Timeline]:
+    """All steps of a plan, in order."""
+    lock_step = plan.recipe.clock == "micro_batch"
+    costs, ranks = plan.costs, plan.ranks
+    result = []
+    for step in range(plan.steps):
+        cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
+        # (ranks, positions): a valid plan has the same number of micro-batches on every rank
+        micro = np.arange(cells[0], cells[-1]).reshape(ranks, -1)
+        cost = costs[micro]
+        if lock_step:
+            after = np.cumsum(cost.max(axis=0))
+            starts = np.broadcast_to(after - cost.max(axis=0), cost.shape)
+        else:
+            starts = np.cumsum(cost, axis=1) - cost
+        result.append(Timeline(step, micro, cost, starts, lock_step))
+    return result

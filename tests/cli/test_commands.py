@@ -1,0 +1,309 @@
+"""The commands as people use them."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenstep.cli import main
+from evenstep.core.layout import Packed, Padded
+from evenstep.core.plan import Plan
+from evenstep.core.recipe import Recipe
+from evenstep.core.topology import Topology
+from tests.handmade import handmade
+
+LENGTHS = [5, 3, 8, 2, 7, 1, 4, 6]
+PROMPTS = ["a", "b", "a", "b", "c", "c", "d", "d"]
+BUDGET = ["--set", "layout.max_tokens=16", "--set", "topology.dp=2"]
+
+
+def run(*arguments: object, code: int = 0) -> None:
+    assert main([str(argument) for argument in arguments]) == code
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.array(LENGTHS, np.int32))
+    return path
+
+
+def write_table(path: Path) -> Path:
+    """The same samples in whatever the suffix says, under the columns n, prompt and images."""
+    table = {"n": LENGTHS, "prompt": PROMPTS, "images": [1] * len(LENGTHS)}
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table(table), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    else:
+        with path.open("w", newline="") as file:
+            delimiter = "\t" if path.suffix == ".tsv" else ","
+            writer = csv.DictWriter(file, list(table), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "content", ["5 3 8 2 7 1 4 6", "5\n3\n8\n2\n7\n1\n4\n6\n", "5 3 8\n2 7 1 4\n6"]
+)
+def test_text_holds_one_or_more_lengths_a_line(
+    content: str, tmp_path: Path, lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    run("plan", path, *BUDGET, "--json")
+    from_text = printed(capsys)
+    run("plan", lengths, *BUDGET, "--json")
+    assert printed(capsys)["fingerprint"] == from_text["fingerprint"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_tables_bring_lengths_groups_and_limit_columns(suffix: str, tmp_path: Path) -> None:
+    path, out = write_table(tmp_path / f"table{suffix}"), tmp_path / "a.evenstep"
+    limit = ["--set", "limits.columns.images=3"]
+    run("plan", path, *BUDGET, *limit, "--column", "n", "--groups", "prompt", "--out", out)
+    plan = Plan.load(out)
+    assert plan.lengths.tolist() == LENGTHS
+    assert plan.groups is not None
+    assert plan.groups.tolist() == [0, 1, 0, 1, 2, 2, 3, 3]
+    assert plan.columns["images"].tolist() == [1] * 8
+    assert max(len(micro.segments) for rank in (0, 1) for micro in plan[0, rank]) <= 3
+    run("check", out)
+
+
+def test_integer_groups_keep_their_numbers(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.csv", tmp_path / "a.evenstep"
+    path.write_text("length,prompt\n3,70\n4,-2\n5,70\n")
+    run("plan", path, *BUDGET, "--groups", "prompt", "--out", out)
+    groups = Plan.load(out).groups
+    assert groups is not None
+    assert groups.tolist() == [70, -2, 70]
+
+
+def test_a_plan_is_saved_checked_and_reported(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.evenstep"
+    run("plan", lengths, *BUDGET, "--set", "steps.samples=4", "--out", out, "--json")
+    planned = printed(capsys)
+    run("check", out)
+    assert capsys.readouterr().out.count("ok ") == 12
+    run("report", out)
+    assert "at every micro-batch" in capsys.readouterr().out
+    run("report", out, "--json")
+    reported = printed(capsys)
+    assert len(reported.pop("steps")) == 2
+    assert reported == planned
+
+
+def test_a_saved_plan_brings_its_samples_and_its_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, first, second = (tmp_path / name for name in ("a.csv", "a.evenstep", "b.evenstep"))
+    write_table(table)
+    run("plan", table, *BUDGET, "--column", "n", "--groups", "prompt", "--out", first)
+    run("plan", first, "--set", "topology.dp=1", "--out", second)
+    again = Plan.load(second)
+    assert again.lengths.tolist() == LENGTHS
+    assert again.groups is not None
+    assert (again.ranks, again.recipe.layout) == (1, Packed(max_tokens=16))
+    capsys.readouterr()
+    run("plan", first, "--json")
+    assert printed(capsys)["fingerprint"] == Plan.load(first).fingerprint
+
+
+def test_a_config_file_is_read_and_overridden(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "recipe.yaml"
+    config.write_text("layout: {kind: padded, max_tokens: 16}\ntopology: {dp: 2}\n")
+    run("plan", lengths, "--config", config, "--set", "topology.dp=4", "--json")
+    recipe = Recipe.from_dict(printed(capsys)["recipe"])
+    assert (recipe.layout, recipe.topology) == (Padded(max_tokens=16), Topology(dp=4))
+
+
+def test_pictures_are_svg_or_html(lengths: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "a.evenstep"
+    run("plan", lengths, *BUDGET, "--out", saved)
+    for name, arguments in {
+        "plan": ("plan", lengths, *BUDGET),
+        "report": ("report", saved),
+        "compare": ("compare", saved),
+    }.items():
+        run(*arguments, "--picture", tmp_path / f"{name}.svg")
+        ET.fromstring((tmp_path / f"{name}.svg").read_text())
+        run(*arguments, "--picture", tmp_path / f"{name}.html")
+        assert (tmp_path / f"{name}.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_bottleneck_is_said_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("16 1 1 1")
+    run("plan", tmp_path / "a.txt", *BUDGET)
+    assert "bottleneck: sample 0 with 16 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("json_option", [[], ["--json"]])
+def test_a_broken_promise_gives_exit_code_1(
+    json_option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.evenstep"
+    recipe = Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2))
+    handmade([5, 5, 5], [[[[[0, 1]]], [[[2]]]]], recipe).save(path)
+    run("check", path, *json_option, code=1)
+    out = capsys.readouterr().out
+    assert "micro-batch 0 has 10 slots of 8" in out
+    if json_option:
+        assert json.loads(out)["valid"] is False
+    else:
+        assert out.count("ok ") == 11
+        assert out.count("broken ") == 1
+
+
+def test_a_plan_that_breaks_its_promises_is_not_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.evenstep"
+    recipe = Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2))
+    handmade([5, 5], [[[[[0]], [[1]]], [[[]]]]], recipe).save(path)  # two against one
+    run("report", path, code=2)
+    assert "counts_agree" in capsys.readouterr().err
+
+
+def test_compare_puts_strategies_side_by_side(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--strategy", "mine: balance=stride, layout.packer=optimal", "--strategy", "clock=step"]
+    run("compare", lengths, *BUDGET, *own)
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("padded to longest", "packed", "mine", "clock=step"))
+    run("compare", lengths, *BUDGET, *own, "--json")
+    entries = {entry["strategy"]: entry for entry in printed(capsys)}
+    assert entries["mine"]["recipe"]["layout"]["packer"] == "optimal"
+    assert entries["clock=step"]["recipe"]["clock"] == "step"
+    assert entries["padded to longest"]["stats"]["slots"] >= entries["mine"]["stats"]["slots"]
+
+
+def test_a_strategy_that_cannot_plan_does_not_stop_the_others(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = ["--strategy", "short: layout.max_tokens=4", "--strategy", "odd: balance=magic"]
+    run("compare", lengths, *BUDGET, *broken)
+    out = capsys.readouterr().out
+    assert out.count("no plan") == 2
+    assert "short: sample 0 has 5 tokens" in out
+    assert "odd: balance is 'magic'" in out
+    run("compare", lengths, *BUDGET, *broken, "--json")
+    assert [entry["strategy"] for entry in printed(capsys) if "fault" in entry] == ["short", "odd"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout.kind=fixed", "layout.samples=3"],
+        ["layout.kind=packed_static", "layout.rows=2", "layout.width=8"],
+        ["layout.kind=padded", "layout.max_tokens=16", "layout.cut=greedy"],
+        ["layout.max_tokens=16", "layout.pad_to=16", "layout.round_to=8"],
+    ],
+)
+def test_compare_starts_from_any_layout(
+    layout: list[str], lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("compare", lengths, *(word for pair in layout for word in ("--set", pair)), "--json")
+    assert not [entry for entry in printed(capsys) if "fault" in entry]
+
+
+@pytest.mark.parametrize("strategy", ["mine: lpt", ": balance=lpt", "packed in order: seed=3"])
+def test_a_strategy_that_says_nothing_is_refused(
+    strategy: str, lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("compare", lengths, *BUDGET, "--strategy", strategy, code=2)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# As real processes ----------------------------------------------------------------------------
+
+
+def evenstep(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "evenstep", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def test_json_is_all_there_is_on_standard_output(lengths: Path, tmp_path: Path) -> None:
+    done = evenstep("plan", lengths, *BUDGET, "--json", "--out", tmp_path / "a.evenstep")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["stats"]["samples"] == 8
+    assert done.stderr == f"wrote {tmp_path / 'a.evenstep'}\n"
+
+
+def test_a_fault_ends_the_process_with_2_and_one_line(tmp_path: Path) -> None:
+    done = evenstep("plan", "absent.npy", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: absent.npy cannot be read")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_is_fast_because_it_loads_no_compiler() -> None:
+    code = (
+        "import sys; from evenstep.cli import main; main(['plan', '--help']); "
+        "sys.exit(any(name in sys.modules for name in ('numba', 'torch', 'evenstep.planning')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "LENGTHS" in done.stdout
+
+
+def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    assert "compare" in capsys.readouterr().out
+    run("--version")
+    assert capsys.readouterr().out.startswith("evenstep 0.")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
+def test_a_reader_that_goes_away_is_no_traceback(lengths: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "a.evenstep"
+    run("plan", lengths, *BUDGET, "--out", saved)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "evenstep", "report", str(saved)]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert done.stderr == ""
+    assert done.returncode != 0
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may read and write anything")
+def test_what_may_not_be_read_or_written_is_said(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    run("plan", lengths, *BUDGET, "--out", closed / "a.evenstep", code=2)
+    assert "no writable folder" in capsys.readouterr().err
+    lengths.chmod(0)
+    run("plan", lengths, *BUDGET, code=2)
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def test_the_demo_plans_the_standard_library(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "evenstep.demo"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "dynamically batched" in done.stdout
+    assert (tmp_path / "build" / "demo.html").read_text().startswith("<!doctype html>")

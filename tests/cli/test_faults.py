@@ -1,0 +1,234 @@
+"""Bad input gives one clear line, exit code 2, no traceback and no file."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenstep.cli import main
+
+BUDGET = ("--set", "layout.max_tokens=100")
+
+
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
+
+
+def raw(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+def npy(*values: object, **options: object) -> Callable[[Path], object]:
+    return lambda path: np.save(path, np.array(values, **options))  # type: ignore[call-overload]
+
+
+def nothing(path: Path) -> None:
+    """Leaves the file missing."""
+
+
+GOOD = text("3 4 5\n")
+
+
+@dataclass(frozen=True)
+class Fault:
+    says: str
+    name: str = "lengths.txt"
+    make: Callable[[Path], object] = GOOD
+    options: tuple[str, ...] = BUDGET
+
+
+def sets(*pairs: str) -> tuple[str, ...]:
+    return tuple(word for pair in pairs for word in ("--set", pair))
+
+
+FAULTS = {
+    "a missing file": Fault("No such file", make=nothing),
+    "a folder": Fault("directory", make=lambda path: path.mkdir()),
+    "an empty text file": Fault("holds no lengths", make=text("")),
+    "an empty npy file": Fault("not a readable .npy", "a.npy", raw(b"")),
+    "an npy file without values": Fault("holds no lengths", "a.npy", npy(dtype=np.int64)),
+    "an empty csv file": Fault("holds no lengths", "a.csv", text("")),
+    "a csv file with a header alone": Fault("holds no lengths", "a.csv", text("length\n")),
+    "an empty jsonl file": Fault("holds no lengths", "a.jsonl", text("")),
+    "an empty parquet file": Fault("not readable Parquet", "a.parquet", raw(b"")),
+    "binary junk as text": Fault("neither text", make=raw(bytes(range(256)) * 9)),
+    "zero bytes as text": Fault("binary", make=raw(bytes(64))),
+    "binary junk as npy": Fault("not a readable .npy", "a.npy", raw(bytes(range(256)))),
+    "binary junk as csv": Fault("neither text", "a.csv", raw(bytes(range(128, 256)))),
+    "binary junk as jsonl": Fault("neither text", "a.jsonl", raw(b"\xff\xfe\x00junk")),
+    "binary junk as parquet": Fault("not readable Parquet", "a.parquet", raw(b"PAR1 junk PAR1")),
+    "a damaged plan": Fault("damaged", make=raw(b"EVENSTEP PLAN 1\n" + bytes(99))),
+    "a pickle in an npy file": Fault("not a readable", "a.npy", npy({}, dtype=object)),
+    "a table in an npy file": Fault("shape (2, 2)", "a.npy", npy([1, 2], [3, 4])),
+    "words in an npy file": Fault("are not lengths", "a.npy", npy("a", "b")),
+    "a negative length": Fault("sample 1 ", make=text("3 -4 5")),
+    "a zero length": Fault("sample 2 ", make=text("3 4 0")),
+    "a fraction in text": Fault("line 2: '4.5' is not a whole number", make=text("3\n4.5\n")),
+    "a fraction in an npy file": Fault("sample 1 ", "a.npy", npy(3.0, 4.5)),
+    "no number in an npy file": Fault("sample 1 ", "a.npy", npy(3.0, float("nan"))),
+    "a fraction in csv": Fault("sample 0 has '4.5' as length", "a.csv", text("length\n4.5\n")),
+    "a fraction in jsonl": Fault("sample 0 has 4.5", "a.jsonl", text('{"length": 4.5}\n')),
+    "null in jsonl": Fault("sample 0 has None", "a.jsonl", text('{"length": null}\n')),
+    "true in jsonl": Fault("sample 0 has True", "a.jsonl", text('{"length": true}\n')),
+    "a length of more than 64 bits": Fault("64 bits", make=text("3 99999999999999999999")),
+    "a length that no sum can hold": Fault(
+        "sample 1 ",
+        make=text(f"3 {2**62} {2**62}"),
+        options=sets("layout.kind=fixed", "layout.samples=2"),
+    ),
+    "words for lengths": Fault("line 1: 'many'", make=text("many words")),
+    "a csv file without the column": Fault("It has 'a', 'b'", "a.csv", text("a,b\n1,2\n")),
+    "a jsonl file without the column": Fault("It has 'n'", "a.jsonl", text('{"n": 1}\n')),
+    "a short line in csv": Fault("line 3", "a.csv", text("a,length\n1,2\n3\n")),
+    "lines that are not JSON": Fault("line 2: not JSON", "a.jsonl", text('{"length": 1}\n{\n')),
+    "JSON that is no object": Fault("not an object", "a.jsonl", text("[1]\n")),
+    "a column of text": Fault("has no columns", options=(*BUDGET, "--column", "n")),
+    "groups of text": Fault("has no columns", options=(*BUDGET, "--groups", "n")),
+    "a limit column of text": Fault(
+        "has no columns", options=(*BUDGET, *sets("limits.columns.images=3"))
+    ),
+    "an empty group": Fault(
+        "names no group",
+        "a.csv",
+        text("length,prompt\n3,\n"),
+        (*BUDGET, "--groups", "prompt"),
+    ),
+    "no budget": Fault("layout.max_tokens is missing", options=()),
+    "an unknown packer": Fault("'best'", options=(*BUDGET, *sets("layout.packer=best"))),
+    "an unknown balance": Fault("Use 'refined'", options=(*BUDGET, *sets("balance=magic"))),
+    "an unknown layout": Fault("'padded'", options=sets("layout.kind=ragged")),
+    "an unknown key": Fault(
+        "Did you mean max_tokens?", options=(*BUDGET, *sets("layout.max_token=1"))
+    ),
+    "an override without a value": Fault("key=value", options=sets("layout.max_tokens")),
+    "a budget of more than 64 bits": Fault("64 bits", options=sets(f"layout.max_tokens={2**70}")),
+    "an over-long sample": Fault("sample 1 has 400 tokens", make=text("3 400")),
+    "no ranks": Fault("topology.dp is 0", options=(*BUDGET, *sets("topology.dp=0"))),
+    "virtual stages without a pipeline": Fault(
+        "topology.vpp", options=(*BUDGET, *sets("topology.vpp=2"))
+    ),
+    "an alignment beyond the budget": Fault(
+        "multiples of 256", options=(*BUDGET, *sets("topology.cp=16", "topology.tp=8"))
+    ),
+    "a missing config file": Fault("No such file", options=("--config", "absent.yaml")),
+    "a picture of an unknown kind": Fault("'.png'", options=(*BUDGET, "--picture", "a.png")),
+    "a picture without a suffix": Fault("nothing", options=(*BUDGET, "--picture", "a")),
+    "an output folder that is missing": Fault(
+        "no writable folder", options=(*BUDGET, "--out", "absent/a.evenstep")
+    ),
+    "an output that is a folder": Fault("is a folder", options=(*BUDGET, "--out", ".")),
+    "an output over the input": Fault("named twice", options=(*BUDGET, "--out", "lengths.txt")),
+    "one output twice": Fault(
+        "named twice", options=(*BUDGET, "--out", "a.svg", "--picture", "a.svg")
+    ),
+    "an unknown option": Fault("No such option", options=("--max-tokens", "3")),
+    "an argument too many": Fault("unexpected", options=("another",)),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+@pytest.mark.parametrize("case", FAULTS)
+def test_bad_input_gives_one_line_and_no_file(
+    command: str,
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fault = FAULTS[case]
+    options = list(fault.options)
+    if command == "compare" and "--out" in options:
+        pytest.skip("compare saves no plan")
+    monkeypatch.chdir(tmp_path)
+    fault.make(tmp_path / fault.name)
+    before = sorted(tmp_path.rglob("*"))
+    if command == "plan" and "--out" not in options:
+        options += ["--out", "out.evenstep"]
+    if "--picture" not in options:
+        options += ["--picture", "out.html"]
+    code = main([command, fault.name, *options])
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "")
+    assert fault.says in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["report", "check"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "No such file"),
+        (b"", "cut short"),
+        (b"3 4 5\n", "not an Evenstep plan"),
+        (b"EVENSTEP PLAN 1\n", "damaged or cut short"),
+        (b"EVENSTEP PLAN 1\n" + bytes(500), "damaged or cut short"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(
+    command: str,
+    content: bytes | None,
+    says: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "a.evenstep"
+    if content is not None:
+        path.write_bytes(content)
+    assert main([command, str(path)]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.99])
+def test_a_truncated_plan_is_refused(
+    cut: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("3 4 5")
+    path = tmp_path / "a.evenstep"
+    assert main(["plan", str(tmp_path / "a.txt"), *BUDGET, "--out", str(path)]) == 0
+    path.write_bytes(path.read_bytes()[: int(cut * path.stat().st_size)])
+    capfd.readouterr()
+    for command in (["check"], ["report"], ["plan", *BUDGET], ["compare"]):
+        assert main([command[0], str(path), *command[1:]]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_columns_for_a_saved_plan_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("3 4 5")
+    path = str(tmp_path / "a.evenstep")
+    assert main(["plan", str(tmp_path / "a.txt"), *BUDGET, "--out", path]) == 0
+    capfd.readouterr()
+    assert main(["plan", path, "--groups", "prompt"]) == 2
+    assert "brings its own" in capfd.readouterr().err
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert main(["plan", str(tmp_path / "a.parquet"), *BUDGET]) == 2
+    assert "pip install 'evenstep[parquet]'" in capfd.readouterr().err
+
+
+def test_all_faults_of_a_config_file_are_named_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("3 4 5")
+    (tmp_path / "a.yaml").write_text(
+        json.dumps({"layout": {"max_tokens": 0}, "topology": {"dp": "x"}, "seeds": 3})
+    )
+    assert main(["plan", str(tmp_path / "a.txt"), "--config", str(tmp_path / "a.yaml")]) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert all(says in err for says in ("3 faults", "layout.max_tokens", "topology.dp", "seeds"))

@@ -1,0 +1,158 @@
+from pathlib import Path
+
+import pytest
+
+from evenstep.config import load_recipe, overridden, recipe_from
+from evenstep.core.layout import Fixed, Packed, PackedStatic, Padded
+from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.topology import Topology
+from evenstep.errors import ConfigError, FileError
+
+
+def test_a_file_decodes_into_the_values_that_python_would_write(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "layout: {kind: padded, max_tokens: 8192, round_to: 64, cut: greedy}\n"
+        "topology: {dp: 8, cp: 2}\n"
+        "steps: {samples: 128}\n"
+        "cost: {per_token: 1e6}\n"
+        "limits: {segments: 16, columns: {images: 4}}\n"
+        "overflow: split\n"
+    )
+    recipe = load_recipe(path)
+    assert recipe.layout == Padded(max_tokens=8192, round_to=64, cut="greedy")
+    assert recipe.topology == Topology(dp=8, cp=2)
+    assert recipe.steps == Steps(samples=128)
+    assert recipe.cost.per_token == 1e6
+    assert recipe.limits.columns == {"images": 4}
+    assert recipe.overflow == "split"
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"max_tokens": 8}, Packed(max_tokens=8)),
+        ({"kind": "packed", "max_tokens": 8}, Packed(max_tokens=8)),
+        ({"kind": "packed_static", "rows": 2, "width": 8}, PackedStatic(rows=2, width=8)),
+        ({"kind": "fixed", "samples": 2}, Fixed(samples=2)),
+    ],
+)
+def test_the_kind_of_layout_decides_its_class(layout: dict[str, object], expected: object) -> None:
+    assert recipe_from({"layout": layout}).layout == expected
+
+
+def test_a_recipe_survives_its_own_dictionary() -> None:
+    recipe = Recipe(layout=Fixed(samples=3), topology=Topology(dp=4), seed=7)
+    assert recipe_from(recipe.to_dict()) == recipe
+
+
+def test_numbers_may_be_written_as_powers_of_ten() -> None:
+    recipe = load_recipe(overrides=["layout.max_tokens=1e4", "steps.tokens=4e6"])
+    assert (recipe.layout.max_tokens, recipe.steps.tokens) == (10_000, 4_000_000)
+
+
+def test_all_faults_are_reported_at_once_with_their_paths() -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe_from(
+            {
+                "layout": {"max_tokens": "many", "packer": "best"},
+                "topology": {"dp": 0},
+                "steps": {"sample": 3},
+                "limits": {"columns": {"images": "few"}},
+                "cost": 3,
+                "balance": "magic",
+            }
+        )
+    message = str(caught.value)
+    for path in (
+        "layout.max_tokens",
+        "layout.packer",
+        "topology.dp",
+        "steps.sample",
+        "limits.columns.images",
+        "cost",
+        "balance",
+    ):
+        assert f"{path} is " in message
+    assert "7 faults" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({}, "layout.max_tokens is missing"),
+        ({"layout": {"max_tokens": 8}, "lay": 3}, "A recipe knows layout, topology, steps"),
+        ({"layout": {"max_tokens": 8, "rows": 3}}, "A packed layout knows kind, max_tokens"),
+        ({"layout": {"kind": "ragged"}}, "Use 'padded' or 'packed'"),
+        ({"layout": {"kind": ["packed"]}}, "does not exist"),
+        ({"layout": 8}, "Write it as layout.KEY=VALUE"),
+        ({"layout": {"max_tokens": 8}, "topology": None}, "topology.KEY=VALUE"),
+        ({"layout": {"max_tokens": 8}, "topology": {"pd": 3}}, "Topology knows dp, cp, tp"),
+        ({"layout": {"max_tokens": 8}, "equal_sizes": "maybe"}, "true or false"),
+        ({"layout": {"max_tokens": 8}, "limits": {"cost": float("nan")}}, "finite number"),
+        ({"layout": {"max_tokens": 8}, "cost": {"per_token": 1e300}}, "sums would overflow"),
+        ({"layout": {"max_tokens": 2**70}}, "64 bits"),
+        ({"layout": {"max_tokens": 8}, "overflow": "alone", "topology": {"pp": 2}}, "'alone'"),
+    ],
+)
+def test_a_fault_says_what_would_be_right(data: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe_from(data)
+    assert says in str(caught.value)
+
+
+def test_overrides_leave_the_original_alone() -> None:
+    data = {"topology": {"dp": 2}}
+    assert overridden(data, ["topology.dp=8", "limits.columns.images=4"]) == {
+        "topology": {"dp": 8},
+        "limits": {"columns": {"images": 4}},
+    }
+    assert data == {"topology": {"dp": 2}}
+
+
+def test_the_last_override_of_a_key_wins() -> None:
+    assert overridden({}, ["seed=1", "seed=2"]) == {"seed": 2}
+
+
+def test_another_kind_of_layout_keeps_only_the_keys_it_knows() -> None:
+    data = {"layout": {"kind": "padded", "max_tokens": 8, "cut": "greedy"}}
+    changed = overridden(data, ["layout.packer=optimal", "layout.kind=packed"])
+    assert changed["layout"] == {"kind": "packed", "max_tokens": 8, "packer": "optimal"}
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "layout..max=3", ".a=3", "seed={", "seed.a=1"])
+def test_an_override_that_sets_nothing_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError):
+        overridden({"seed": 3}, [override])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"- 1\n", "list data"),
+        (b"layout: {\n", "not YAML at line 2"),
+        (b"seed: 1\nseed: 2\n", "line 2, column 1 (seed is given twice)"),
+        (b"\xff\xfe\x00", "not text"),
+        (b"3: 4\n", "keys are needed"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_leaves_everything_to_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("# nothing yet\n")
+    assert load_recipe(path, ["layout.max_tokens=8"]) == Recipe(layout=Packed(max_tokens=8))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"absent\.yaml cannot be read"):
+        load_recipe(tmp_path / "absent.yaml")

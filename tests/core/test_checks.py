@@ -1,0 +1,210 @@
+"""Each check finds the fault it is named for, and only a broken plan fails."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenstep import (
+    Cost,
+    Fixed,
+    Limits,
+    Packed,
+    PackedStatic,
+    Padded,
+    Plan,
+    Recipe,
+    Steps,
+    Topology,
+    make_plan,
+    violations,
+)
+from evenstep.core.checks import CHECKS
+from evenstep.core.segments import Segments
+from evenstep.errors import PlanError
+from evenstep.testing import assert_valid_plan
+
+LENGTHS = [5, 3, 7, 2, 6, 4, 1, 8]
+
+
+def changed(plan: Plan, **fields: Any) -> Plan:
+    """The plan with some fields replaced, however wrong."""
+    names = (
+        "recipe", "lengths", "step_of", "segments", "row_offsets", "micro_offsets",
+        "cell_offsets", "widths", "groups", "columns",
+    )  # fmt: skip
+    return Plan(**{name: getattr(plan, name) for name in names} | fields)
+
+
+def with_segments(plan: Plan, **columns: Any) -> Plan:
+    s = plan.segments
+    kept = {"sample": s.sample, "start": s.start, "length": s.length}
+    return changed(plan, segments=Segments(**kept | columns))
+
+
+def swapped(values: np.ndarray[Any, Any], i: int, j: int) -> np.ndarray[Any, Any]:
+    copy = values.copy()
+    copy[[i, j]] = copy[[j, i]]
+    return copy
+
+
+def at(values: np.ndarray[Any, Any], i: int, value: int) -> np.ndarray[Any, Any]:
+    copy = values.copy()
+    copy[i] = value
+    return copy
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A way to break one promise."""
+
+    check: str
+    recipe: Recipe
+    spoil: Callable[[Plan], Plan]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def swap_samples(plan: Plan) -> Plan:
+    """Swap whole samples of different steps or places, lengths and all."""
+    last = len(plan.segments) - 1
+    s = plan.segments
+    return with_segments(plan, sample=swapped(s.sample, 0, last), length=swapped(s.length, 0, last))
+
+
+def one_rank_short(plan: Plan) -> Plan:
+    """Move the last micro-batch of rank 0 to rank 1."""
+    offsets = plan.cell_offsets.copy()
+    offsets[1] -= 1
+    return changed(plan, cell_offsets=offsets)
+
+
+packed = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
+FAULTS = {
+    "a row is counted twice": Fault(
+        "offsets_nest", packed, lambda p: changed(p, row_offsets=at(p.row_offsets, 1, 99))
+    ),
+    "a sample runs twice": Fault(
+        "segments_once", packed, lambda p: with_segments(p, sample=at(p.segments.sample, 0, 3))
+    ),
+    "a token is skipped": Fault(
+        "segments_once", packed, lambda p: with_segments(p, start=at(p.segments.start, 0, 1))
+    ),
+    "an end is cut off": Fault(
+        "segments_once", packed, lambda p: with_segments(p, length=at(p.segments.length, 0, 1))
+    ),
+    "a sample is dropped": Fault(
+        "segments_once", packed, lambda p: changed(p, step_of=at(p.step_of, 2, -1))
+    ),
+    "a micro-batch is over budget": Fault(
+        "slots_within_budget", packed, lambda p: changed(p, widths=at(p.widths, 0, 17))
+    ),
+    "a row is too narrow": Fault(
+        "rows_hold_segments", packed, lambda p: changed(p, widths=at(p.widths, 0, 1))
+    ),
+    "a width is not rounded": Fault(
+        "widths_aligned",
+        Recipe(layout=Packed(max_tokens=16, round_to=4)),
+        lambda p: changed(p, widths=at(p.widths, 0, 15)),
+    ),
+    "a fixed width is not kept": Fault(
+        "widths_aligned",
+        Recipe(layout=Packed(max_tokens=16, pad_to=16)),
+        lambda p: changed(p, widths=at(p.widths, 0, 15)),
+    ),
+    "a padded row holds two": Fault(
+        "rows_fit_layout",
+        Recipe(layout=Padded(max_tokens=16)),
+        lambda p: changed(p, row_offsets=at(p.row_offsets, 1, 2)),
+    ),
+    "a static micro-batch loses a row": Fault(
+        "rows_fit_layout",
+        Recipe(layout=PackedStatic(rows=2, width=8)),
+        lambda p: changed(p, recipe=Recipe(layout=PackedStatic(rows=3, width=8))),
+    ),
+    "a fixed micro-batch holds too many": Fault(
+        "rows_fit_layout",
+        Recipe(layout=Fixed(samples=2)),
+        lambda p: changed(p, recipe=Recipe(layout=Fixed(samples=1))),
+    ),
+    "a rank runs one fewer": Fault("counts_agree", packed, one_rank_short),
+    "the pipeline's multiple is missed": Fault(
+        "counts_agree",
+        packed,
+        lambda p: changed(
+            p,
+            recipe=Recipe(
+                layout=Packed(max_tokens=16),
+                topology=Topology(dp=2, pp=4, vpp=2, variable_seq_lengths=True),
+            ),
+        ),
+    ),
+    "samples change their step": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=4)),
+        swap_samples,
+    ),
+    "a step is larger than asked": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=4)),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=3))),
+    ),
+    "a group is parted": Fault(
+        "groups_together",
+        packed,
+        lambda p: changed(p, groups=np.zeros(8, np.int64)),
+        {"groups": [0, 0, 1, 1, 2, 2, 3, 3]},
+    ),
+    "a pipeline shape differs": Fault(
+        "shapes_equal",
+        Recipe(layout=Packed(max_tokens=16), topology=Topology(pp=2)),
+        lambda p: changed(p, widths=at(p.widths, 0, 16)),
+    ),
+    "too many segments": Fault(
+        "limits_hold",
+        Recipe(layout=Packed(max_tokens=16), limits=Limits(segments=3)),
+        lambda p: changed(
+            p, recipe=Recipe(layout=Packed(max_tokens=16), limits=Limits(segments=1))
+        ),
+    ),
+    "too much cost": Fault(
+        "limits_hold",
+        Recipe(layout=Packed(max_tokens=16), cost=Cost(per_pair=1), limits=Limits(cost=80)),
+        lambda p: changed(
+            p,
+            recipe=Recipe(
+                layout=Packed(max_tokens=16), cost=Cost(per_pair=2), limits=Limits(cost=80)
+            ),
+        ),
+    ),
+    "too many patches": Fault(
+        "limits_hold",
+        Recipe(layout=Packed(max_tokens=16), limits=Limits(columns={"patches": 5})),
+        lambda p: changed(p, columns={"patches": np.full(8, 6)}),
+        {"columns": {"patches": [1] * 8}},
+    ),
+    "sizes are uneven": Fault(
+        "sizes_equal",
+        packed,
+        lambda p: changed(
+            p,
+            recipe=Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), equal_sizes=True),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_a_fault_is_found_by_the_check_that_is_named_for_it(fault: Fault) -> None:
+    lengths = [9, 1, 1, 1, 1, 1, 1, 1] if fault.check == "sizes_equal" else LENGTHS
+    plan = make_plan(lengths, fault.recipe, **fault.arguments)
+    assert not any(violations(plan).values())
+    spoiled = fault.spoil(plan)
+    assert violations(spoiled)[fault.check]
+    with pytest.raises(PlanError, match=fault.check):
+        assert_valid_plan(spoiled)
+
+
+def test_every_check_has_a_fault_that_it_finds() -> None:
+    assert {fault.check for fault in FAULTS.values()} == set(CHECKS)

@@ -1,0 +1,182 @@
+"""The plan as data: cells, order, files, measures."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenstep import Cost, Packed, PackedStatic, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.errors import EvenstepError, FileError, InputError
+
+
+@pytest.fixture
+def plan() -> Plan:
+    recipe = Recipe(layout=Packed(max_tokens=12), topology=Topology(dp=2), steps=Steps(samples=5))
+    return make_plan([5, 3, 7, 2, 6, 4, 1, 8, 2], recipe, groups=[0, 1, 2, 3, 4, 5, 6, 7, 8])
+
+
+def test_cells_give_each_rank_its_micro_batches(plan: Plan) -> None:
+    seen = [
+        sample
+        for step in range(plan.steps)
+        for rank in range(plan.ranks)
+        for micro in plan[step, rank]
+        for sample in micro.segments.sample
+    ]
+    assert seen == plan.order.tolist()
+    assert sorted(seen) == list(range(9))
+    assert len(plan) == 2
+    with pytest.raises(IndexError):
+        plan[0, 2]
+
+
+def test_a_plan_cannot_be_written_to(plan: Plan) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        plan.widths[0] = 1
+    with pytest.raises(AttributeError):
+        plan.widths = plan.widths  # type: ignore[misc]
+
+
+def test_planning_does_not_keep_or_change_the_callers_array() -> None:
+    lengths = np.array([5, 3, 7])
+    plan = make_plan(lengths, Recipe(layout=Packed(max_tokens=8)))
+    lengths[0] = 99
+    assert plan.lengths.tolist() == [5, 3, 7]
+
+
+def test_restoring_the_wrong_number_of_values_is_refused(plan: Plan) -> None:
+    with pytest.raises(InputError, match="8 values but the plan runs 9 segments"):
+        plan.restore(range(8))
+
+
+def test_restore_keeps_rows_whole(plan: Plan) -> None:
+    rows = np.stack([plan.segments.sample, plan.segments.sample * 10], axis=1)
+    assert plan.restore(rows).tolist() == [[i, 10 * i] for i in range(9)]
+
+
+def test_a_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan")
+    again = Plan.load(tmp_path / "plan")
+    assert again.fingerprint == plan.fingerprint
+    assert again.recipe == plan.recipe
+    assert [p.name for p in tmp_path.iterdir()] == ["plan"]
+
+
+def test_any_damaged_byte_is_noticed(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    plan.save(path)
+    data = path.read_bytes()
+    for at in range(0, len(data), 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :])
+        with pytest.raises(FileError):
+            Plan.load(path)
+
+
+def test_any_truncation_is_noticed(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    plan.save(path)
+    data = path.read_bytes()
+    for size in range(0, len(data), 5):
+        path.write_bytes(data[:size])
+        with pytest.raises(FileError, match="cut short"):
+            Plan.load(path)
+
+
+@pytest.mark.parametrize("content", [b"hello", b"PK\x03\x04zip", b"\x80\x04pickle", b"{}"])
+def test_foreign_files_are_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "other.bin"
+    path.write_bytes(content * 9)
+    with pytest.raises(FileError, match=r"other\.bin is not an Evenstep plan"):
+        Plan.load(path)
+
+
+def test_a_plan_of_another_shape_of_recipe_is_refused(plan: Plan, tmp_path: Path) -> None:
+    from evenstep.core import archive
+
+    archive.write(tmp_path / "plan", archive.encode({"layout": {"kind": "stretched"}}, {}))
+    with pytest.raises(FileError, match="this version cannot read"):
+        Plan.load(tmp_path / "plan")
+
+
+def test_saving_where_nothing_can_be_written_leaves_nothing(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="cannot be written"):
+        plan.save(tmp_path / "absent" / "plan")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileError, match="cannot be written"):
+        plan.save(tmp_path / "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_no_samples_give_a_plan_of_no_steps() -> None:
+    plan = make_plan([], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=4)))
+    assert (plan.steps, plan.micro_batches) == (0, 0)
+    assert plan.stats()["tokens"] == 0
+
+
+def test_stats_name_the_sequence_that_no_assignment_can_balance() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=100), topology=Topology(dp=4), cost=Cost(per_pair=1.0))
+    stats = make_plan([5, 100, 7, 9], recipe).stats()
+    assert "sample 1 with 100 tokens" in stats["bottleneck"]
+    assert "Context parallelism" in stats["bottleneck"]
+    # The heaviest rank carries that sequence and nothing else: no plan is better.
+    assert stats["balance_optimal"]
+    even = make_plan([5] * 16, recipe).stats()
+    assert even["bottleneck"] == ""
+    assert even["balance_optimal"]
+    assert even["packs_optimal"]
+
+
+def test_step_stats_add_up_to_those_of_the_plan(plan: Plan) -> None:
+    steps, whole = plan.step_stats(), plan.stats()
+    for name in ("tokens", "slots", "micro_batches", "samples", "padding"):
+        assert sum(step[name] for step in steps) == whole[name]
+
+
+def test_costs_count_padding_where_it_is_computed() -> None:
+    cost = Cost(per_token=1, per_pair=1, per_segment=10, per_micro_batch=100)
+    padded = make_plan([2, 4], Recipe(layout=Padded(max_tokens=8), cost=cost))
+    assert padded.costs.tolist() == [2 * (4 + 16 + 10) + 100]
+    packed = make_plan([2, 4], Recipe(layout=Packed(max_tokens=8, pad_to=8), cost=cost))
+    assert packed.costs.tolist() == [8 + (4 + 16) + 2 * 10 + 100]
+
+
+def test_static_rows_never_share_a_segment() -> None:
+    plan = make_plan([7, 5, 4, 4, 3], Recipe(layout=PackedStatic(rows=2, width=12)))
+    assert [(micro.rows, micro.width) for micro in plan[0, 0]] == [(2, 12)]
+    assert max(plan.segments.length[a:b].sum() for a, b in zip(
+        plan.row_offsets[:-1], plan.row_offsets[1:], strict=True)) <= 12  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fault"),
+    [
+        ([3, 0, 4], "sample 1 has length 0"),
+        ([3, -2], "sample 1 has length -2"),
+        ([3, 2.5], "sample 1 has length 2.5"),
+        ([3, float("nan")], "sample 1 has length nan"),
+        ([[1, 2], [3, 4]], "shape"),
+        (["a"], "type"),
+        ([1, 2**50], "sample 1 has length"),
+        ([[1], [2, 3]], "shape"),
+    ],
+)
+def test_lengths_that_cannot_be_planned_are_refused_by_name(
+    lengths: list[object], fault: str
+) -> None:
+    with pytest.raises(InputError, match=fault):
+        make_plan(lengths, Recipe(layout=Packed(max_tokens=8)))  # type: ignore[arg-type]
+
+
+def test_groups_and_columns_must_match_the_samples() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=8))
+    with pytest.raises(InputError, match="groups has 1 entries for 2 samples"):
+        make_plan([1, 2], recipe, groups=[0])
+    limited = Recipe.from_dict(
+        recipe.to_dict() | {"limits": {"segments": None, "cost": None, "columns": {"patches": 3}}}
+    )
+    with pytest.raises(InputError, match="'patches' but no such column"):
+        make_plan([1, 2], limited)
+    with pytest.raises(InputError, match="sample 1 has patches -1"):
+        make_plan([1, 2], limited, columns={"patches": [0, -1]})
+    with pytest.raises(EvenstepError, match=r"sample 1 takes 4 of limits.columns.patches"):
+        make_plan([1, 2], limited, columns={"patches": [0, 4]})

@@ -1,0 +1,126 @@
+"""Topology, cost, layouts, recipes: what they derive and what they refuse."""
+
+import numpy as np
+import pytest
+
+from evenstep import Cost, Fixed, Limits, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep.core.ragged import Ragged
+from evenstep.errors import ConfigError, InputError
+
+
+@pytest.mark.parametrize(
+    ("topology", "alignment", "multiple", "equal_widths"),
+    [
+        (Topology(), 1, 1, False),
+        (Topology(cp=2, tp=4), 16, 1, False),
+        (Topology(tp=4), 1, 1, False),
+        (Topology(tp=4, sequence_parallel=True), 4, 1, False),
+        (Topology(pp=4), 1, 1, True),
+        (Topology(pp=4, vpp=2), 1, 4, True),
+        (Topology(pp=4, vpp=2, variable_seq_lengths=True), 1, 4, False),
+    ],
+)
+def test_a_topology_derives_what_a_plan_must_keep(
+    topology: Topology, alignment: int, multiple: int, equal_widths: bool
+) -> None:
+    assert topology.alignment == alignment
+    assert topology.multiple == multiple
+    assert topology.equal_widths == equal_widths
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda: Topology(dp=0), "topology.dp is 0"),
+        (lambda: Topology(vpp=2), "topology.vpp is 2 but topology.pp is 1"),
+        (lambda: Packed(max_tokens=0), "layout.max_tokens is 0"),
+        (lambda: Packed(max_tokens=8, pad_to=9), "pad_to is 9 but layout.max_tokens is 8"),
+        (lambda: Packed(max_tokens=9, pad_to=9, round_to=2), "pad_to is 9, not a multiple"),
+        (lambda: PackedStatic(rows=0, width=8), "layout.rows is 0"),
+        (lambda: Fixed(samples=0), "layout.samples is 0"),
+        (lambda: Padded(max_tokens=8, round_to=0), "layout.round_to is 0"),
+        (lambda: Steps(samples=2, tokens=3), "samples and tokens at once"),
+        (lambda: Steps(tokens=0), "steps.tokens is 0"),
+        (lambda: Limits(segments=0), "limits.segments is 0"),
+        (lambda: Limits(columns={"patches": -1}), "limits.columns.patches is -1"),
+        (lambda: Cost(per_token=-1), "cost.per_token is -1"),
+        (lambda: Cost(per_token=0), "no work at all"),
+        (lambda: Cost.of_model(layers=0, hidden=1, ffn=1, heads=1), "layers is 0"),
+        (
+            lambda: Recipe(layout=PackedStatic(rows=1, width=6), topology=Topology(cp=2)),
+            "layout.width is 6, not a multiple of 4",
+        ),
+        (
+            lambda: Recipe(layout=Packed(max_tokens=8), topology=Topology(cp=8)),
+            "multiples of 16; nothing would fit",
+        ),
+        (
+            lambda: Recipe(layout=PackedStatic(rows=1, width=8), overflow="alone"),
+            "packed_static has one shape",
+        ),
+        (
+            lambda: Recipe(layout=Packed(max_tokens=8), topology=Topology(pp=2), overflow="alone"),
+            "needs equal widths",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_its_name(make: object, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        make()  # type: ignore[operator]
+
+
+def test_a_models_cost_counts_its_matrices() -> None:
+    cost = Cost.of_model(layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, vocab=10)
+    weights = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16
+    assert cost.per_token == 3 * 2 * (2 * weights + 8 * 10)
+    assert cost.per_pair == 3 * 2 * (4 * 8 / 2)
+
+
+def test_a_cost_is_recovered_from_measurements() -> None:
+    rng = np.random.default_rng(0)
+    true = Cost(per_token=2.0, per_pair=0.01, per_segment=30, per_micro_batch=500)
+    seen = []
+    for _ in range(60):
+        lengths = rng.integers(1, 2000, rng.integers(1, 20))
+        seen.append((lengths.tolist(), true.of_lengths(lengths).sum() + 500))
+    fitted = Cost.fit(seen)
+    for name in ("per_token", "per_pair", "per_segment", "per_micro_batch"):
+        assert getattr(fitted, name) == pytest.approx(getattr(true, name), rel=1e-6)
+
+
+def test_a_fitted_cost_is_never_negative_though_times_are_noisy() -> None:
+    rng = np.random.default_rng(1)
+    seen = [([n], float(n) * rng.uniform(0.9, 1.1)) for n in range(1, 200)]
+    fitted = Cost.fit(seen)
+    assert min(fitted.per_token, fitted.per_pair, fitted.per_segment) >= 0
+    assert fitted.of_lengths(np.array([100]))[0] == pytest.approx(100, rel=0.1)
+
+
+def test_fitting_nothing_is_refused() -> None:
+    with pytest.raises(InputError):
+        Cost.fit([])
+    with pytest.raises(InputError):
+        Cost.fit([([1], 0.0)])
+
+
+def test_a_recipe_survives_plain_data() -> None:
+    recipe = Recipe(
+        layout=Fixed(samples=3, max_tokens=99),
+        topology=Topology(dp=2, pp=2, vpp=2),
+        steps=Steps(tokens=7),
+        cost=Cost(per_pair=2),
+        limits=Limits(columns={"patches": 3}),
+        balance="lpt",
+        overflow="split",
+    )
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_ragged_rows_are_slices_of_flat_values() -> None:
+    ragged = Ragged.of([[4, 1], [], [7]])
+    assert ragged.tolist() == [[4, 1], [], [7]]
+    assert ragged[-1].tolist() == [7]
+    assert ragged.owner.tolist() == [0, 0, 2]
+    assert ragged.lengths.tolist() == [2, 0, 1]
+    with pytest.raises(IndexError):
+        ragged[3]

@@ -1,0 +1,64 @@
+"""Dynamic batching: the optimal cut against every possible cut."""
+
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep import Padded, Recipe, Topology, make_plan
+from evenstep.planning.batch import feasible_starts, fewest_cuts, optimal_cuts, split_cuts
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3)), min_size=1, max_size=9),
+    st.integers(60, 90),
+)
+def test_optimal_cuts_have_the_fewest_slots_of_all_cuts(
+    units: list[tuple[int, int]], budget: int
+) -> None:
+    units.sort()
+    widths = np.array([width for width, _ in units])
+    rows = np.array([count for _, count in units])
+    n = len(units)
+    starts = feasible_starts(rows, budget // widths, np.zeros((n, 0)), np.zeros(0))
+
+    def slots(ends: tuple[int, ...]) -> float:
+        total = 0
+        for begin, end in zip((0, *ends), (*ends, n), strict=True):
+            if rows[begin:end].sum() * widths[end - 1] > budget and end - begin > 1:
+                return np.inf
+            total += rows[begin:end].sum() * widths[end - 1]
+        return total
+
+    by_count = [min(slots(ends) for ends in combinations(range(1, n), count)) for count in range(n)]
+    least = next(count for count in range(n) if by_count[count] < np.inf)
+    assert fewest_cuts(starts) == least + 1
+    for count in range(least, n):
+        ends = optimal_cuts(widths, rows, starts, count + 1)
+        assert ends[-1] == n
+        assert slots(tuple(ends[:-1])) == by_count[count]
+
+
+def test_splitting_divides_the_heaviest_as_often_as_needed() -> None:
+    widths = np.array([4] * 8)
+    assert split_cuts(np.array([8]), widths, 4).tolist() == [2, 4, 6, 8]
+    assert split_cuts(np.array([1, 2]), widths[:2], 4).tolist() == [1, 2]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.sampled_from([1, 2, 8]))
+def test_optimal_cuts_never_need_more_micro_batches_or_slots_than_greedy(
+    lengths: list[int], ranks: int
+) -> None:
+    stats = {}
+    for cut in ("greedy", "optimal"):
+        layout = Padded(max_tokens=128, cut=cut)
+        plan = make_plan(lengths, Recipe(layout=layout, topology=Topology(dp=ranks)))
+        stats[cut] = plan.stats()
+    assert stats["optimal"]["micro_batches"] <= stats["greedy"]["micro_batches"]
+    if stats["optimal"]["micro_batches"] == stats["greedy"]["micro_batches"]:
+        dummies = {cut: stats[cut]["dummies"] for cut in stats}
+        assert stats["optimal"]["slots"] - dummies["optimal"] <= (
+            stats["greedy"]["slots"] - dummies["greedy"]
+        )

@@ -1,0 +1,174 @@
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from evenstep.core.cost import Cost
+from evenstep.core.layout import Layout, Packed, Padded
+from evenstep.core.plan import Plan
+from evenstep.core.recipe import Clock, Recipe
+from evenstep.core.topology import Topology
+from evenstep.report import (
+    Entry,
+    comparison_page,
+    comparison_picture,
+    plan_page,
+    plan_picture,
+)
+from evenstep.report.bars import bars_of
+from evenstep.report.ink import SHADES, Shading
+from evenstep.report.timeline import timelines
+from tests.handmade import first_fit, handmade
+
+
+def recipe(layout: Layout, ranks: int = 2, clock: Clock = "micro_batch") -> Recipe:
+    return Recipe(
+        layout=layout,
+        topology=Topology(dp=ranks),
+        cost=Cost(per_token=100, per_pair=1),
+        clock=clock,
+    )
+
+
+def some_plan(ranks: int = 8, samples: int = 300, per_step: int = 100) -> Plan:
+    lengths = np.random.default_rng(0).integers(1, 1000, samples).tolist()
+    return first_fit(lengths, recipe(Packed(max_tokens=1000), ranks), per_step)
+
+
+def words(svg: str) -> str:
+    return " ".join(text.text or "" for text in ET.fromstring(svg).iter() if text.text)
+
+
+def test_a_picture_is_well_formed_and_needs_nothing_from_elsewhere() -> None:
+    svg = plan_picture(some_plan())
+    ET.fromstring(svg)
+    links = set(re.findall(r"(?:https?:)?//[^\"' ]+", svg)) - {"http://www.w3.org/2000/svg"}
+    assert not links
+    assert "<script" not in svg
+
+
+def test_the_same_plan_gives_the_same_picture() -> None:
+    assert plan_picture(some_plan()) == plan_picture(some_plan())
+    assert plan_page(some_plan()) == plan_page(some_plan())
+
+
+def test_titles_are_escaped() -> None:
+    plan = some_plan()
+    for text in (plan_picture(plan, "<b>&"), plan_page(plan, "<b>&")):
+        assert "<b>" not in text
+        assert "&lt;b&gt;&amp;" in text
+    assert "<i>" not in comparison_page([Entry("<i>", plan), Entry("x", fault="<i>")], "t")
+
+
+def test_every_rank_has_a_lane_and_every_step_a_heading() -> None:
+    said = words(plan_picture(some_plan(ranks=5)))
+    assert all(f"rank {rank}" in said for rank in range(5))
+    assert all(f"Step {step}" in said for step in range(3))
+
+
+def test_what_is_left_out_is_said() -> None:
+    many_steps = words(plan_picture(some_plan(samples=300, per_step=10)))
+    assert "4 of 30 steps are shown" in many_steps
+    many_ranks = words(plan_picture(some_plan(ranks=200, samples=400, per_step=400)))
+    assert "64 of 200 ranks are shown" in many_ranks
+    rows = [[[[sample]] for sample in range(100)]]
+    many = handmade([5] * 100, [rows], recipe(Packed(max_tokens=9), 1))
+    assert "the first 40 of 100 micro-batches per rank are shown" in words(plan_picture(many))
+    tiny = handmade([1] * 5000, [[[[list(range(5000))]]]], recipe(Packed(max_tokens=5000), 1))
+    assert "5,000 segments too small to see" in words(plan_picture(tiny))
+
+
+def test_the_busiest_rank_is_always_shown() -> None:
+    lengths = [10] * 150
+    lengths[77] = 500
+    rows = [[[[sample]]] for sample in range(150)]
+    plan = handmade(lengths, [rows], recipe(Packed(max_tokens=500), 150))
+    assert "rank 77 " in words(plan_picture(plan)) + " "
+
+
+def test_a_picture_of_many_segments_stays_small() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 60, 60_000).tolist()
+    rows = [
+        [[list(range(rank * 3000 + m * 300, rank * 3000 + m * 300 + 300))] for m in range(10)]
+        for rank in range(20)
+    ]
+    plan = handmade(lengths, [rows], recipe(Packed(max_tokens=18_000), 20))
+    assert len(plan_picture(plan)) < 1_000_000
+
+
+def test_dummies_are_marked() -> None:
+    plan = handmade([5, 6, 7], [[[[[0]], [[1]]], [[[2]], [[]]]]], recipe(Packed(max_tokens=9)))
+    svg = plan_picture(plan)
+    assert 'class="dummy"' in svg
+    assert "dummy" in words(svg)
+    assert 'class="dummy"' not in plan_picture(some_plan(ranks=1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16, 64])
+@pytest.mark.parametrize("layout", [Packed(max_tokens=1000), Padded(max_tokens=2000)])
+@pytest.mark.parametrize("clock", ["micro_batch", "step"])
+def test_any_plan_can_be_drawn(ranks: int, layout: Layout, clock: Clock) -> None:
+    lengths = np.random.default_rng(1).integers(1, 1000, 150).tolist()
+    plan = first_fit(lengths, recipe(layout, ranks, clock), 64)
+    ET.fromstring(plan_picture(plan))
+    assert "<table" in plan_page(plan)
+
+
+def test_strategies_share_one_scale() -> None:
+    lengths = np.random.default_rng(1).integers(1, 1000, 64).tolist()
+    packed = first_fit(lengths, recipe(Packed(max_tokens=2000)), 64)
+    padded = first_fit(lengths, recipe(Padded(max_tokens=2000, pad_to=1000)), 64)
+    said = words(comparison_picture({"packed": packed, "padded": padded}))
+    assert "packed: 1.0000×" in said
+    assert re.search(r"padded: \d\.\d+×", said)
+
+
+def test_ranks_that_meet_at_every_micro_batch_start_it_together() -> None:
+    rows = [[[[0]], [[1]]], [[[2]], [[3]]]]
+    together = handmade([3, 1, 2, 2], [rows], recipe(Packed(max_tokens=3)))
+    line = timelines(together)[0]
+    assert line.starts[0].tolist() == line.starts[1].tolist() == [0.0, 309.0]
+    assert line.end == 309 + 204
+    apart = handmade([3, 1, 2, 2], [rows], recipe(Packed(max_tokens=3), clock="step"))
+    line = timelines(apart)[0]
+    assert line.starts.tolist() == [[0.0, 309.0], [0.0, 204.0]]
+    assert line.end == 410
+    assert line.busy.max() == 1
+
+
+def test_bars_cover_the_tokens_and_leave_the_padding() -> None:
+    aligned = Recipe(layout=Packed(max_tokens=32), topology=Topology(cp=2))  # multiples of 4
+    bars = bars_of(handmade([5, 4, 3], [[[[[0, 1, 2]]]]], aligned), 0, 0, 0)
+    assert (bars.left * 16).tolist() == [0, 8, 12]
+    assert (bars.right * 16).tolist() == [5, 12, 15]
+    assert (bars.segments, bars.tokens, bars.merged) == (3, 12, 0)
+    rows = handmade([4, 2], [[[[[0], [1]]]]], recipe(Padded(max_tokens=8), 1))
+    bars = bars_of(rows, 0, 0, 0)
+    assert bars.top.tolist() == [0, 0.5]
+    assert bars.right.tolist() == [1, 0.5]
+
+
+def test_merged_bars_keep_their_place_and_are_counted() -> None:
+    plan = handmade([90, *[1] * 10], [[[[list(range(11))]]]], recipe(Packed(max_tokens=100), 1))
+    bars = bars_of(plan, 0, 0.05, 0)
+    assert bars.left[0] == 0
+    assert bars.right[-1] == 1
+    assert bars.left[1:].tolist() == bars.right[:-1].tolist()
+    assert len(bars) == 3
+    assert bars.merged == 10
+    many = handmade([4, 3, 2, 1], [[[[[0], [1], [2], [3]]]]], recipe(Padded(max_tokens=16), 1))
+    bars = bars_of(many, 0, 0, 0.5)
+    assert bars.right.tolist() == [3.5 / 4, 1.5 / 4]
+    assert bars.merged == 4
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 2), (7, 9), (1, 10**6), (500, 512)])
+def test_shades_grow_with_length(low: int, high: int) -> None:
+    shading = Shading.of(low, high)
+    assert list(shading.edges) == sorted(set(shading.edges))
+    assert shading.edges[-1] == high
+    shades = [shading.shade(length) for length in np.linspace(low, high, 50)]
+    assert shades == sorted(shades)
+    assert 0 <= min(shades) <= max(shades) < SHADES

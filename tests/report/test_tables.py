@@ -1,0 +1,75 @@
+import pytest
+
+from evenstep.core.layout import Packed
+from evenstep.core.recipe import Recipe
+from evenstep.core.topology import Topology
+from evenstep.report import Entry, comparison_page, plan_page, sections
+from evenstep.report.comparison import HEADER, cells
+from evenstep.report.numbers import factor, percent, seconds, times
+from evenstep.report.tables import step_table
+from tests.handmade import handmade
+
+RECIPE = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
+EVEN = handmade([5, 5, 5, 5], [[[[[0, 1]]], [[[2, 3]]]]], RECIPE)
+UNEVEN = handmade([5, 5, 5, 5], [[[[[0, 1]], [[2]]], [[[3]], [[]]]]], RECIPE)
+
+
+def test_every_section_has_its_rows() -> None:
+    found = {section.title: section.rows for section in sections(UNEVEN.stats())}
+    assert list(found) == ["Plan", "Full", "Even", "Bounds", "Over-long samples"]
+    assert [row.label for row in found["Over-long samples"]] == ["none"]
+    assert "1 dummy" in found["Plan"][2].note
+
+
+def test_a_plan_that_cannot_be_better_says_so() -> None:
+    bounds = {section.title: section.rows for section in sections(EVEN.stats())}["Bounds"]
+    assert "as few per rank as any plan can have" in bounds[0].note
+    assert "no plan can be faster" in bounds[1].note
+
+
+def test_the_table_of_steps_has_a_row_for_each() -> None:
+    header, rows = step_table(EVEN.step_stats())
+    assert [len(row) for row in rows] == [len(header)]
+
+
+def test_the_best_of_a_column_stands_out() -> None:
+    even, uneven, none = cells([Entry("a", EVEN), Entry("b", UNEVEN), Entry("c", fault="x")])
+    assert len(even) == len(uneven) == len(HEADER)
+    assert none == []
+    time = HEADER.index("modelled time")
+    assert (even[time].text, even[time].best) == ("1.0000×", True)
+    assert not uneven[time].best
+    assert not even[-1].best
+
+
+def test_one_strategy_alone_is_not_the_best_of_anything() -> None:
+    assert not any(cell.best for cell in cells([Entry("a", EVEN)])[0])
+
+
+def test_a_page_shows_faults_and_bottlenecks() -> None:
+    page = comparison_page([Entry("a", EVEN), Entry("b", fault="sample 3 is too long")])
+    assert "sample 3 is too long" in page
+    lonely = handmade([9, 1], [[[[[0]]], [[[1]]]]], RECIPE)
+    assert 'class="bottleneck"' in plan_page(lonely)
+    assert 'class="bottleneck"' not in plan_page(EVEN)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (0, "0 %"),
+        (0.000001, "< 0.01 %"),
+        (0.01234, "1.23 %"),
+        (0.5, "50.0 %"),
+        (0.99999, "99.99 %"),
+        (1, "100 %"),
+    ],
+)
+def test_percentages_never_round_to_none_or_all(ratio: float, text: str) -> None:
+    assert percent(ratio) == text
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [factor(1.00345), factor(4.2)] == ["1.0034×", "4.20×"]
+    assert [seconds(0.00123), seconds(12.34)] == ["1.2 ms", "12.3 s"]
+    assert [times(1, "micro-batch"), times(2, "dummy")] == ["1 micro-batch", "2 dummies"]
