@@ -6,7 +6,7 @@ import numpy as np
 
 from evenstep.core.bounds import rounded_up
 from evenstep.core.layout import Fixed, PackedStatic, Padded
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
@@ -19,8 +19,9 @@ from evenstep.planning.batch import (
     optimal_cuts,
     split_cuts,
 )
-from evenstep.planning.deal import deal_packs
+from evenstep.planning.deal import deal_packs, deal_waves
 from evenstep.planning.joint import place_units
+from evenstep.planning.limits import row_widths, rows_that_fit
 from evenstep.planning.units import Units
 
 
@@ -40,6 +41,8 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
             place, count = _by_rank(units, recipe, wanted, most_rows)
         else:
             place, count = _place(units, recipe, ranks * rows_per_micro, wanted, most_rows)
+            if rows_per_micro > 1:
+                place = _share_rows(place, units, count, ranks, rows_per_micro)
     # place = position * lanes + lane; lanes of one rank are its rows.
     lanes = ranks * rows_per_micro
     position, lane = place // lanes, place % lanes
@@ -65,6 +68,22 @@ def _place(
         return place_units(units.by_count(capacity), layout.samples, recipe, lanes, wanted)
     assert capacity is not None
     return place_units(units, capacity, recipe, lanes, wanted)
+
+
+def _share_rows(place: IntArray, units: Units, count: int, ranks: int, rows: int) -> IntArray:
+    """Deal the rows of each position to the ranks anew, so that sums of rows are even."""
+    lanes = ranks * rows
+    cost = sum_by(place, units.cost, count * lanes).reshape(count, lanes)
+    moved = np.empty((count, lanes), np.int64)
+    total = np.empty((count, ranks))
+    for position in range(count):
+        part = partition(cost[position], ranks, equal_sizes=True)
+        by_part = np.argsort(part, kind="stable").reshape(ranks, rows)
+        moved[position, by_part.ravel()] = np.arange(lanes)
+        total[position] = cost[position][by_part].sum(axis=1)
+    rank = deal_waves(total)
+    lane = np.take_along_axis(rank, moved // rows, axis=1) * rows + moved % rows
+    return place // lanes * lanes + lane.ravel()[place]
 
 
 def _by_rank(
@@ -98,7 +117,7 @@ def _rows_of_one_width(units: Units, recipe: Recipe) -> int | None:
     if not isinstance(layout, Padded) or not recipe.topology.equal_widths:
         return None
     width = layout.pad_to or rounded_up(int(units.widest.max(initial=1)), recipe.width_unit)
-    most = _most_rows(recipe, width)
+    most = int(rows_that_fit(recipe, np.array([width]))[0])
     if int(units.count.max(initial=1)) > most:
         raise PlanError(
             f"a group has {units.count.max()} rows but a pipeline micro-batch of the step's width "
@@ -118,32 +137,13 @@ def _check_sizes(rank: IntArray, units: Units, ranks: int) -> None:
         )
 
 
-def _most_rows(recipe: Recipe, width: int) -> int:
-    """How many rows of this width fit the budget and the limits, at least one."""
-    layout, limits, cost = recipe.layout, recipe.limits, recipe.cost
-    assert isinstance(layout, Padded)
-    most = layout.max_tokens // width
-    if limits.cost is not None:
-        each = float(cost.of_lengths(np.array([width]))[0])
-        most = min(most, int((limits.cost - cost.per_micro_batch) / each + 1e-9))
-    return max(most, 1)
-
-
-def _widths(units: Units, recipe: Recipe) -> IntArray:
-    """The width that each unit needs, rounded."""
-    assert isinstance(recipe.layout, Padded)
-    unit = recipe.width_unit
-    width = -(-units.widest // unit) * unit
-    return np.maximum(width, recipe.layout.pad_to) if recipe.layout.pad_to else width
-
-
 def _cut(units: Units, recipe: Recipe, ranks: int, wanted: int | None) -> tuple[IntArray, int]:
     """Optimal cuts of the sorted units, then each micro-batch dealt to a rank."""
     if len(units) == 0:
         return np.empty(0, np.int64), wanted or recipe.topology.multiple
-    width = _widths(units, recipe)
+    width = row_widths(units, recipe)
     order = np.lexsort((units.count, width))
-    most = np.array([_most_rows(recipe, int(w)) for w in width[order]], np.int64)
+    most = rows_that_fit(recipe, width[order])
     starts = feasible_starts(units.count[order], most, units.extra[order], units.caps)
     per_rank = -(-fewest_cuts(starts) // ranks)
     count = wanted or rounded_up(per_rank, recipe.topology.multiple)
@@ -162,7 +162,7 @@ def _cut(units: Units, recipe: Recipe, ranks: int, wanted: int | None) -> tuple[
 def _greedy(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int, IntArray]:
     """The documents' dynamic batching: (place of each unit, positions, width of each position)."""
     ranks, multiple = recipe.topology.dp, recipe.topology.multiple
-    width = _widths(units, recipe)
+    width = row_widths(units, recipe)
     order = np.lexsort((np.arange(len(units)), units.widest))
     places = -(-len(units) // ranks)
     padded = np.full(places * ranks, -1, np.int64)
@@ -172,7 +172,7 @@ def _greedy(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray,
     rows = np.where(real, units.count[here], 0)
     extra = np.where(real[:, :, None], units.extra[here], 0.0)
     widest = np.where(real, width[here], 0).max(axis=1, initial=0)
-    most = np.array([_most_rows(recipe, int(w)) for w in widest], np.int64)
+    most = rows_that_fit(recipe, widest)
     ends = greedy_cuts(rows, most, extra, units.caps)
     count = max(wanted or 0, rounded_up(max(len(ends), 1), multiple))
     ends = split_cuts(ends, widest, count)

@@ -47,6 +47,25 @@ def units_of(
     return make_units(aligned, cost, extra, np.array(caps, np.float64), group)
 
 
+def row_widths(units: Units, recipe: Recipe) -> IntArray:
+    """The width that each unit needs of a padded micro-batch."""
+    assert isinstance(recipe.layout, Padded)
+    unit = recipe.width_unit
+    width = -(-units.widest // unit) * unit
+    return np.maximum(width, recipe.layout.pad_to) if recipe.layout.pad_to else width
+
+
+def rows_that_fit(recipe: Recipe, widths: IntArray) -> IntArray:
+    """How many padded rows of each width a micro-batch holds; one by itself always counts."""
+    limits, cost = recipe.limits, recipe.cost
+    assert isinstance(recipe.layout, Padded)
+    most = recipe.layout.max_tokens // widths
+    if limits.cost is not None:
+        each = cost.of_lengths(widths)
+        most = np.minimum(most, ((limits.cost - cost.per_micro_batch) / each + 1e-9).astype(int))
+    return np.maximum(most, 1)
+
+
 def check_units(
     units: Units,
     recipe: Recipe,
@@ -62,11 +81,7 @@ def check_units(
     capacity, layout = recipe.capacity, recipe.layout
     over = np.zeros(len(units), bool)
     if isinstance(layout, Padded):
-        unit = recipe.width_unit
-        width = -(-units.widest // unit) * unit
-        if layout.pad_to:
-            width = np.maximum(width, layout.pad_to)
-        over |= width * units.count > layout.max_tokens
+        over |= units.count > rows_that_fit(recipe, row_widths(units, recipe))
     elif capacity is not None:
         over |= units.size > capacity
     if isinstance(layout, Fixed):
