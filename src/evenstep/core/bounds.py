@@ -101,6 +101,32 @@ def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
     return float(max(costs.sum() / ranks, costs.max()))
 
 
+def lock_step_bound(
+    sizes: NDArray[np.integer], costs: NDArray[np.floating], capacity: int, ranks: int
+) -> float:
+    """Where ranks meet at every pack, the sum over positions of the heaviest pack is at least this.
+
+    Items over half the capacity lie in different packs, so the j-th heaviest position costs at
+    least as much as the ((j - 1) * ranks + 1)-th heaviest of them. The j heaviest positions hold
+    no more than their capacity of the items that cost most per slot; the others cost their mean.
+
+    >>> lock_step_bound(np.array([10, 1, 1, 1]), np.array([100.0, 1, 1, 1]), 10, 2)
+    100.0
+    """
+    if len(sizes) == 0:
+        return 0.0
+    large = np.sort(costs[2 * sizes > capacity])[::-1]
+    dense = np.argsort(-costs / sizes, kind="stable")
+    slots = np.concatenate(([0.0], np.cumsum(sizes[dense])))
+    total = np.concatenate(([0.0], np.cumsum(costs[dense])))
+    bound, heaviest = float(total[-1]) / ranks, 0.0
+    for waves, first in enumerate(range(0, len(large), ranks), 1):
+        heaviest += float(large[first])
+        held = np.interp(min(waves * ranks * capacity, slots[-1]), slots, total)
+        bound = max(bound, heaviest + float(total[-1] - held) / ranks)
+    return bound
+
+
 def rounded_up(count: int, multiple: int) -> int:
     """`count` rounded up to a multiple: 5 in fours is 8."""
     return -(-count // multiple) * multiple

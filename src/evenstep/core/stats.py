@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from evenstep.core.bounds import makespan_bound, pack_bound, rounded_up, row_bound
-from evenstep.core.layout import Fixed, PackedStatic, Padded
+from evenstep.core.bounds import lock_step_bound, makespan_bound, pack_bound, rounded_up, row_bound
+from evenstep.core.layout import Fixed, Packed, PackedStatic, Padded
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 
 if TYPE_CHECKING:
@@ -80,6 +80,13 @@ class _Step:
         self.rank_sum = float(self.costs.sum(axis=1).max())
         self.lock_step = float(self.costs.max(axis=0).sum())
         self.ideal = float(self.costs.sum() / ranks)
+        self.floor = max(self.ideal, makespan_bound(self.segment_costs, ranks))
+        capacity = plan.recipe.capacity
+        if plan.recipe.clock == "micro_batch" and isinstance(plan.recipe.layout, Packed):
+            assert capacity is not None
+            aligned = columns.aligned[self.segments]
+            bound = lock_step_bound(aligned, self.segment_costs, capacity, ranks)
+            self.floor = max(self.floor, bound)
 
 
 def _units(plan: Plan, segments: slice, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -132,7 +139,7 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
     ideal = sum(s.ideal for s in steps)
     rank_sum = sum(s.rank_sum for s in steps)
     lock_step = sum(s.lock_step for s in steps)
-    floor = sum(max(s.ideal, makespan_bound(s.segment_costs, plan.ranks)) for s in steps)
+    floor = sum(s.floor for s in steps)
     clock = lock_step if recipe.clock == "micro_batch" else rank_sum
     return {
         "samples": len(samples),

@@ -20,7 +20,8 @@ from evenstep.planning.kernel import kernel
 Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 
 _PARTNERS = 16  # parts tried for one swap
-_CLOSE = 1e-5  # a heaviest part this near the mean is left alone
+_PAIRS_UP_TO = 32  # items a part may have for two-against-two swaps
+_CLOSE = 1e-4  # a heaviest part this near the mean is left alone
 
 
 @kernel
@@ -58,26 +59,40 @@ def lpt_kernel(costs: FloatArray, order: IntArray, room: IntArray) -> IntArray:
 
 
 @kernel
-def swap_gain(
-    costs: FloatArray, heavy: IntArray, light: IntArray, gap: float
-) -> tuple[float, int, int]:
+def swap_gain(heavy: FloatArray, light: FloatArray, gap: float) -> tuple[float, int, int]:
     """The swap that best halves `gap`: (distance from half, index in heavy, index in light).
 
-    Both parts are sorted heaviest first, so two pointers see every promising pair.
+    Both are costs, heaviest first, so two pointers see every promising pair.
     """
     best, at, to = gap / 2, -1, -1
     j = 0
     for i in range(heavy.shape[0]):
         # The ideal partner is lighter than item i by half the gap.
-        wanted = costs[heavy[i]] - gap / 2
-        while j < light.shape[0] and costs[light[j]] > wanted:
+        wanted = heavy[i] - gap / 2
+        while j < light.shape[0] and light[j] > wanted:
             j += 1
         for k in (j - 1, j):
             if 0 <= k < light.shape[0]:
-                off = abs(costs[heavy[i]] - costs[light[k]] - gap / 2)
+                off = abs(heavy[i] - light[k] - gap / 2)
                 if off < best:
                     best, at, to = off, i, k
     return best, at, to
+
+
+@kernel
+def pair_sums(costs: FloatArray, row: IntArray) -> tuple[FloatArray, IntArray]:
+    """The cost of every two items of a part, heaviest first, and which they are: i * n + j."""
+    n = row.shape[0]
+    sums = np.empty(n * (n - 1) // 2)
+    names = np.empty(sums.shape[0], np.int64)
+    k = 0
+    for i in range(n):
+        for j in range(i + 1, n):
+            sums[k] = costs[row[i]] + costs[row[j]]
+            names[k] = i * n + j
+            k += 1
+    order = np.argsort(-sums)
+    return sums[order], names[order]
 
 
 @kernel
@@ -90,6 +105,29 @@ def put_sorted(costs: FloatArray, row: IntArray, at: int, item: int) -> None:
         row[at] = row[at + 1]
         at += 1
     row[at] = item
+
+
+@kernel
+def exchange(
+    costs: FloatArray,
+    part_of: IntArray,
+    load: FloatArray,
+    heavy: int,
+    light: int,
+    mine: IntArray,
+    theirs: IntArray,
+    at: int,
+    to: int,
+) -> None:
+    """Swap item `mine[at]` of the heavy part with `theirs[to]` of the light one."""
+    given, taken = mine[at], theirs[to]
+    difference = costs[given] - costs[taken]
+    load[heavy] -= difference
+    load[light] += difference
+    put_sorted(costs, mine, at, taken)
+    put_sorted(costs, theirs, to, given)
+    part_of[given] = light
+    part_of[taken] = heavy
 
 
 @kernel
@@ -114,11 +152,11 @@ def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
         load[part_of[i]] += costs[i]
     mean = load.sum() / parts
     for _ in range(20 * parts + 100):
-        heavy = np.argmax(load)
+        heavy = int(np.argmax(load))
         if load[heavy] <= mean * (1 + _CLOSE):
             break
         mine = member[start[heavy] : start[heavy + 1]]
-        lightest = np.argmin(load)
+        lightest = int(np.argmin(load))
         best = load[heavy] * (1 - 1e-12)
         with_part, at, to = -1, -1, -1
         tried = 0
@@ -129,24 +167,41 @@ def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
                 continue
             theirs = member[start[other] : start[other + 1]]
             gap = load[heavy] - load[other]
-            off, i, j = swap_gain(costs, mine, theirs, gap)
+            off, i, j = swap_gain(costs[mine], costs[theirs], gap)
             reached = (load[heavy] + load[other]) / 2 + off
             if i >= 0 and reached < best:
                 best, with_part, at, to = reached, other, i, j
             tried += 1
             if tried >= _PARTNERS and with_part >= 0:
                 break
+        if with_part >= 0:
+            theirs = member[start[with_part] : start[with_part + 1]]
+            exchange(costs, part_of, load, heavy, with_part, mine, theirs, at, to)
+            continue
+        # No single swap helps any more: two against two.
+        if mine.shape[0] > _PAIRS_UP_TO:
+            break
+        my_sums, my_names = pair_sums(costs, mine)
+        for step in range(parts):
+            other = int((lightest + step) % parts)
+            theirs = member[start[other] : start[other + 1]]
+            gap = load[heavy] - load[other]
+            if other == heavy or gap <= 0 or theirs.shape[0] > _PAIRS_UP_TO:
+                continue
+            sums, names = pair_sums(costs, theirs)
+            off, i, j = swap_gain(my_sums, sums, gap)
+            if i >= 0 and (load[heavy] + load[other]) / 2 + off < load[heavy] * (1 - 1e-12):
+                n, m = mine.shape[0], theirs.shape[0]
+                given = mine[np.array([my_names[i] // n, my_names[i] % n])]
+                taken = theirs[np.array([names[j] // m, names[j] % m])]
+                for k in range(2):
+                    at = int(np.argmax(mine == given[k]))
+                    to = int(np.argmax(theirs == taken[k]))
+                    exchange(costs, part_of, load, heavy, other, mine, theirs, at, to)
+                with_part = other
+                break
         if with_part < 0:
             break
-        theirs = member[start[with_part] : start[with_part + 1]]
-        given, taken = mine[at], theirs[to]
-        difference = costs[given] - costs[taken]
-        load[heavy] -= difference
-        load[with_part] += difference
-        put_sorted(costs, mine, at, taken)
-        put_sorted(costs, theirs, to, given)
-        part_of[given] = with_part
-        part_of[taken] = heavy
 
 
 def stride(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:

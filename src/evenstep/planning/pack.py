@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from evenstep.core.bounds import pack_bound, rounded_up
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.best_fit import best_fit_kernel
+from evenstep.planning.best_fit import best_fit
 from evenstep.planning.first_fit import (
     first_fit_kernel,
     modified_first_fit_kernel,
@@ -63,7 +63,7 @@ def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragg
     >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
     [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
     """
-    return Ragged(*best_fit_kernel(lengths, capacity))
+    return best_fit(lengths, capacity)
 
 
 def optimal(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:

@@ -15,7 +15,7 @@ from evenstep.planning.kernel import kernel
 
 _CLOSE = 1e-4  # a heaviest pack this near its wave's mean is left alone
 _ROUNDS = 100  # swaps per wave
-_GOOD = 1.002  # waves this even are not worth another attempt
+_GOOD = 1.003  # waves this even are not worth another attempt
 
 
 @kernel

@@ -1,0 +1,1 @@
+"""Benchmarks: what Evenstep promises, measured in one run beside what others offer."""

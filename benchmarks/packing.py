@@ -1,0 +1,286 @@
+"""Packing: speed beside the peers, growth with n and capacity, and certified optimal packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench import Bench
+from benchmarks.lengths import draw
+from benchmarks.peers import packer_peers
+from benchmarks.tables import Section, Table, Target, verdict
+from benchmarks.timing import best, interleave
+from evenstep.core.bounds import pack_bound
+from evenstep.core.ragged import IntArray, Ragged
+from evenstep.planning import PACKERS, pack
+
+CAPACITY = 8192
+OURS, FROM_LIST = "evenstep best_fit_decreasing", "evenstep, given a Python list"
+RIVAL = "lightbinpack.obfd"
+SPEED_UP = {10_000: 12.0, 1_000_000: 15.0}
+DOUBLING = 2.2
+
+
+def speed(bench: Bench) -> Section:
+    """Packing beside the peers, assignments included."""
+    section = Section(
+        "Packing beside peers",
+        notes=[
+            f"Lengths drawn from each corpus, cut to the capacity of {CAPACITY:,}; the result says "
+            "which items share a bin. All packers of one size run in turn, three runs on end each "
+            "time; best time of all after one to warm up. Each gets its native input: an int64 "
+            "array here, a Python list for lightbinpack, prtpy and plain Python, an Arrow dataset "
+            "of token ids for TRL (which also copies the tokens). Ratio is time over ours.",
+            "With Python's garbage collector off, packers that return many lists look better than "
+            "in a program, where it is on; both are shown, and the target asks for every corpus.",
+            "prtpy looks at every bin for every item, so it runs at 1,000 only; TRL holds all "
+            "tokens in memory, so it runs up to 10,000.",
+        ],
+    )
+    columns = {
+        "lengths": "",
+        "n": ",",
+        "packer": "",
+        "bins": ",",
+        "bound": ",",
+        "ms": ",.3f",
+        "ratio": ",.1f",
+        "target": "",
+        "ms, gc on": ",.3f",
+        "ratio, gc on": ",.1f",
+    }
+    for n in bench.pick((1_000, 10_000, 1_000_000), (1_000, 10_000, 100_000)):
+        table = Table(f"Packing {n:,} lengths at capacity {CAPACITY:,}", columns)
+        wanted = SPEED_UP.get(n)
+        ratios: dict[str, list[float]] = {"off": [], "on": []}
+        more_bins: list[str] = []
+        for corpus, lengths in bench.corpora.items():
+            bench.say(f"packing {n:,} of {corpus}")
+            rows = _race(draw(lengths, n, CAPACITY), bench)
+            bound = pack_bound(draw(lengths, n, CAPACITY), CAPACITY)
+            bins, ms, ms_on = rows[OURS]
+            for name, (count, time, time_on) in rows.items():
+                word = ""
+                if name == RIVAL:
+                    ratios["off"].append(time / ms)
+                    if time_on and ms_on:
+                        ratios["on"].append(time_on / ms_on)
+                    if bins > count:
+                        more_bins.append(corpus)
+                    if wanted:
+                        word = f"≥ {wanted:g}: {verdict(time / ms >= wanted and bins <= count)}"
+                ratio_on = time_on / ms_on if time_on and ms_on else None
+                cells = (corpus, n, name, count, bound, time, time / ms, word)
+                table.add(*cells, time_on, ratio_on)
+        section.tables.append(table)
+        if wanted and ratios["off"]:
+            for state, found in ratios.items():
+                promise = f"{n:,} lengths: ≥ {wanted:g} × faster than {RIVAL}, gc {state}"
+                mean = float(np.exp(np.log(found).mean()))
+                figure = f"least {min(found):.1f} ×, mean {mean:.1f} ×"
+                section.targets.append(Target(promise, figure, min(found) >= wanted))
+            promise = f"{n:,} lengths: no more bins than {RIVAL}"
+            worse = f"more on {', '.join(more_bins)}" if more_bins else "no more on any corpus"
+            section.targets.append(Target(promise, worse, not more_bins))
+    section.tables.append(_own(bench))
+    return section
+
+
+def _race(lengths: IntArray, bench: Bench) -> dict[str, tuple[int, float, float | None]]:
+    """(bins, ms, ms with gc on) of every packer that takes so many lengths in reasonable time."""
+    n, as_list = len(lengths), lengths.tolist()
+    calls: dict[str, Callable[[], Any]] = {
+        OURS: lambda: pack(lengths, CAPACITY),
+        FROM_LIST: lambda: pack(as_list, CAPACITY),
+    }
+    count: dict[str, Callable[[Any], int]] = {OURS: len, FROM_LIST: len}
+    for peer in packer_peers():
+        # Where a packer only serves small inputs, it meets the others at its largest.
+        if n <= peer.largest and not (bench.quick and peer.name.startswith("trl")):
+            calls[peer.name], count[peer.name] = peer.prepare(lengths, CAPACITY), peer.bins
+    repeats = bench.pick(4, 2) if n >= 100_000 else bench.pick(30, 5)
+    patience = bench.pick(1.5, 0.3)
+    timed = interleave(calls, repeats=repeats, patience=patience)
+    _assert_packed(timed[OURS].result, lengths, CAPACITY)
+    counts = {name: count[name](run.result) for name, run in timed.items()}
+    ms = {name: run.ms for name, run in timed.items()}
+    timed.clear()  # a million lists that are still alive would be the collector's to look at
+    two = {name: calls[name] for name in (OURS, RIVAL) if name in calls}
+    with_gc = interleave(two, repeats=repeats, patience=patience, collector=True)
+    ms_on = {name: run.ms for name, run in with_gc.items()}
+    return {name: (counts[name], ms[name], ms_on.get(name)) for name in calls}
+
+
+def _own(bench: Bench) -> Table:
+    n = bench.pick(10_000, 2_000)
+    table = Table(
+        f"Our packers on {n:,} lengths",
+        {"lengths": "", "packer": "", "bins": ",", "bound": ",", "over": ".4f", "ms": ",.3f"},
+    )
+    for corpus, lengths in bench.corpora.items():
+        drawn = draw(lengths, n, CAPACITY)
+        bound = pack_bound(drawn, CAPACITY)
+        bench.say(f"our packers on {corpus}")
+        calls = {name: partial(pack, drawn, CAPACITY, name) for name in PACKERS}
+        for name, run in interleave(calls, repeats=3, patience=bench.pick(1.0, 0.2)).items():
+            _assert_packed(run.result, drawn, CAPACITY)
+            table.add(corpus, name, len(run.result), bound, len(run.result) / bound, run.ms)
+    return table
+
+
+def growth(bench: Bench) -> Section:
+    """How time grows with the number of lengths and with the capacity."""
+    section = Section(
+        "Growth",
+        notes=[
+            f"Best-fit decreasing. Doubling counts as about double up to {DOUBLING:g}. "
+            "The sizes of one corpus run in turn."
+        ],
+    )
+    smallest = bench.pick(1_250_000, 62_500)
+    sizes = [smallest << step for step in range(4)]
+    table = Table(
+        f"Time by number of lengths, capacity {CAPACITY:,}",
+        {
+            "lengths": "",
+            **{f"{n:,}, ms": ",.1f" for n in sizes},
+            **{f"×2 to {n:,}": ".2f" for n in sizes[1:]},
+            "target": "",
+        },
+    )
+    worst = 0.0
+    for corpus, lengths in bench.corpora.items():
+        bench.say(f"growth with n on {corpus}")
+        calls = {
+            str(n): partial(pack, drawn, CAPACITY)
+            for n, drawn in ((n, draw(lengths, n, CAPACITY)) for n in sizes)
+        }
+        ms = [run.ms for run in interleave(calls, repeats=2, patience=8.0).values()]
+        ratios = [large / small for small, large in pairwise(ms)]
+        worst = max(worst, *ratios)
+        word = f"≤ {DOUBLING:g}: {verdict(max(ratios) <= DOUBLING)}"
+        table.add(corpus, *ms, *ratios, word)
+    promise = f"doubling n about doubles the time, from {sizes[0]:,} to {sizes[-1]:,}"
+    section.targets.append(Target(promise, f"at most × {worst:.2f}", worst <= DOUBLING))
+    section.tables += [table, _by_capacity(bench, section)]
+    return section
+
+
+def _by_capacity(bench: Bench, section: Section) -> Table:
+    n, large = bench.pick(1_000_000, 50_000), 131_072
+    table = Table(
+        f"Time by capacity, {n:,} lengths",
+        {
+            "lengths": "",
+            f"{CAPACITY:,}, ms": ",.1f",
+            f"{large:,}, ms": ",.1f",
+            "ratio": ".2f",
+            f"{large:,} with the same lengths, ms": ",.1f",
+            "ratio, same lengths": ".2f",
+            "target": "",
+        },
+    )
+    worst = 0.0
+    for corpus, lengths in bench.corpora.items():
+        bench.say(f"growth with capacity on {corpus}")
+        short, long = draw(lengths, n, CAPACITY), draw(lengths, n, large)
+        calls = {
+            "small": partial(pack, short, CAPACITY),
+            "large": partial(pack, long, large),
+            "same": partial(pack, short, large),
+        }
+        timed = interleave(calls, repeats=bench.pick(4, 2))
+        small, wide, same = (timed[name].ms for name in calls)
+        worst = max(worst, wide / small, same / small)
+        word = f"≤ 2: {verdict(max(wide, same) <= 2 * small)}"
+        table.add(corpus, small, wide, wide / small, same, same / small, word)
+    promise = f"{n:,} lengths: capacity {large:,} at most twice the time of {CAPACITY:,}"
+    section.targets.append(Target(promise, f"at most × {worst:.2f}", worst <= 2))
+    return table
+
+
+def optimal(bench: Bench) -> Section:
+    """How often `optimal` meets the lower bound on instances the size of one step."""
+    sizes = bench.pick([32, 64, 128, 256, 512, 1024, 2048, 4096], [32, 256, 2048])
+    capacities, seeds = (8192, 16384, 32768), bench.pick(10, 1)
+    section = Section(
+        "Certified optimal packs",
+        notes=[
+            f"{', '.join(map(str, sizes))} lengths × capacity "
+            f"{', '.join(f'{c:,}' for c in capacities)} × {seeds} draws from each corpus, "
+            "over-long ones cut to the capacity. Certified: as many bins as the L2 lower bound; "
+            "an uncertified packing may still be optimal. Time of an instance: best of 5.",
+        ],
+    )
+    table = Table(
+        "`optimal` by corpus",
+        {
+            "lengths": "",
+            "instances": ",",
+            "certified": ",",
+            "share": ".1%",
+            "best-fit alone": ".1%",
+            "most bins over": "d",
+            "mean ms": ".3f",
+            "max ms": ".3f",
+            "target": "",
+        },
+    )
+    misses = Table(
+        "Not certified, by corpus, number and capacity",
+        {"lengths": "", "n": ",", "capacity": ",", "of": "d", "bins − bound": "", "max ms": ".3f"},
+    )
+    everything: list[tuple[int, int, float]] = []
+    for corpus, lengths in bench.corpora.items():
+        found: list[tuple[int, int, float]] = []
+        for n in sizes:
+            bench.say(f"optimal: {n:,} of {corpus}")
+            for capacity in capacities:
+                cell = [
+                    _certify(draw(lengths, n, capacity, seed), capacity) for seed in range(seeds)
+                ]
+                found += cell
+                over = [gap for gap, _, _ in cell if gap]
+                if over:
+                    gaps = ", ".join(map(str, over))
+                    misses.add(corpus, n, capacity, seeds, gaps, max(ms for *_, ms in cell))
+        everything += found
+        _summarise(table, corpus, found)
+    share, slowest = _summarise(table, "all", everything)
+    section.tables += [table, misses]
+    section.targets += [
+        Target("optimal certified on ≥ 95 % of the grid", f"{share:.1%}", share >= 0.95),
+        Target("every instance in under 10 ms", f"slowest {slowest:.2f} ms", slowest < 10),
+    ]
+    return section
+
+
+def _certify(lengths: IntArray, capacity: int) -> tuple[int, int, float]:
+    """(bins over the bound, bins of best-fit over the bound, ms) of one instance."""
+    run = best(partial(pack, lengths, capacity, "optimal"), repeats=5)
+    _assert_packed(run.result, lengths, capacity)
+    bound = pack_bound(lengths, capacity)
+    return len(run.result) - bound, len(pack(lengths, capacity)) - bound, run.ms
+
+
+def _summarise(
+    table: Table, corpus: str, found: list[tuple[int, int, float]]
+) -> tuple[float, float]:
+    gaps, fits, times = (np.array(column) for column in zip(*found, strict=True))
+    certified, slowest = int((gaps == 0).sum()), float(times.max())
+    share = certified / len(gaps)
+    word = f"≥ 95 %, < 10 ms: {verdict(share >= 0.95 and slowest < 10)}"
+    fit = float((fits == 0).mean())
+    mean = float(times.mean())
+    table.add(corpus, len(gaps), certified, share, fit, int(gaps.max()), mean, slowest, word)
+    return share, slowest
+
+
+def _assert_packed(bins: Ragged, lengths: IntArray, capacity: int) -> None:
+    """Every item once, no bin over capacity: a wrong answer has no time."""
+    assert (np.bincount(bins.values, minlength=len(lengths)) == 1).all(), "every item once"
+    assert bins.sums(lengths).max(initial=0) <= capacity, "no bin over capacity"

@@ -1,0 +1,138 @@
+"""Whole plans of many steps, and how long a process takes until its first plan."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+
+import numpy as np
+
+from benchmarks.bench import Bench
+from benchmarks.lengths import draw
+from benchmarks.tables import Section, Table, Target, verdict
+from benchmarks.timing import interleave
+from evenstep.core.cost import Cost
+from evenstep.core.layout import Packed
+from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.topology import Topology
+from evenstep.planning import make_plan
+
+SAMPLES, RANKS, LIMIT_MS = 512, 64, 5.0
+
+
+def plans(bench: Bench) -> Section:
+    """Plans of many steps."""
+    steps = bench.pick(200, 20)
+    section = Section(
+        "Whole plans",
+        notes=[
+            f"{SAMPLES} samples a step, {RANKS} ranks, packed, cost 24576·L + L², over-long "
+            f"samples cut; {steps} steps in one call, and the first step by itself. Imbalance is "
+            "over the ideal (1 is even), by plan.stats(); where one sequence costs more than a "
+            "rank's mean load, none of it can be helped.",
+        ],
+    )
+    table = Table(
+        f"A plan of {steps} steps",
+        {
+            "lengths": "",
+            "budget": ",",
+            "per rank": ".2f",
+            "at the bound": "",
+            "lock-step": ".4f",
+            "rank sum": ".4f",
+            "over bound": ".4f",
+            "ms a step": ".3f",
+            "one step, ms": ".3f",
+            "target": "",
+        },
+    )
+    slowest = 0.0
+    for corpus, lengths in bench.corpora.items():
+        drawn = draw(lengths, steps * SAMPLES)
+        for budget in (8192, 16384, 32768):
+            bench.say(f"plans: {corpus}, budget {budget:,}")
+            recipe = Recipe(
+                layout=Packed(max_tokens=budget),
+                topology=Topology(dp=RANKS),
+                steps=Steps(samples=SAMPLES),
+                cost=Cost(per_token=24576, per_pair=1),
+                overflow="truncate",
+            )
+            calls = {
+                "many": partial(make_plan, drawn, recipe),
+                "one": partial(make_plan, drawn[:SAMPLES], recipe),
+            }
+            timed = interleave(calls, repeats=bench.pick(3, 1), patience=bench.pick(2.0, 0.5))
+            plan = timed["many"].result
+            assert plan.steps == steps, "as many steps as asked for"
+            assert plan.slots.max() <= budget, "nothing over budget"
+            found = plan.stats()
+            each, alone = timed["many"].ms / steps, timed["one"].ms
+            slowest = max(slowest, each, alone)
+            table.add(
+                corpus,
+                budget,
+                plan.micro_batches / steps / RANKS,
+                "yes" if found["packs_optimal"] else "no",
+                float(found["imbalance_cost_micro_batch"]),
+                float(found["imbalance_cost_step"]),
+                float(found["clock_over_bound"]),
+                each,
+                alone,
+                f"< {LIMIT_MS:g}: {verdict(max(each, alone) < LIMIT_MS)}",
+            )
+    section.tables.append(table)
+    promise = f"a whole plan in under {LIMIT_MS:g} ms a step"
+    section.targets.append(Target(promise, f"slowest {slowest:.2f} ms", slowest < LIMIT_MS))
+    return section
+
+
+PROGRAM = f"""
+import numpy as np
+from evenstep.core.layout import Packed
+from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.topology import Topology
+from evenstep.planning import make_plan
+lengths = np.random.default_rng(0).integers(1, 4096, {SAMPLES})
+make_plan(lengths, Recipe(layout=Packed(max_tokens=8192), topology=Topology(dp={RANKS})))
+"""
+
+
+def starts(bench: Bench) -> Section:
+    """The first start of a process compiles, the second reads the cache."""
+    section = Section(
+        "Starts",
+        notes=[
+            "Wall time of a fresh process that makes one plan. The first start has an empty cache "
+            "of compiled kernels, the second finds it filled.",
+        ],
+    )
+    table = Table("A process that makes one plan", {"start": "", "seconds": ".2f"})
+    table.add("importing numpy and numba alone", _wall("import numpy, numba", dict(os.environ)))
+    with tempfile.TemporaryDirectory() as cache:
+        environment = dict(os.environ)
+        if not bench.quick:
+            environment["NUMBA_CACHE_DIR"] = cache
+        bench.say("first start")
+        first = _wall(PROGRAM, environment)
+        bench.say("second start")
+        second = float(np.min([_wall(PROGRAM, environment) for _ in range(bench.pick(3, 1))]))
+    if not bench.quick:
+        table.add("first, compiling", first)
+        promise = "the second start is faster than the first"
+        figure = f"{second:.2f} s after {first:.2f} s"
+        section.targets.append(Target(promise, figure, second < first))
+    table.add("second, from the cache", second)
+    section.tables.append(table)
+    return section
+
+
+def _wall(program: str, environment: dict[str, str]) -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    return time.perf_counter() - start
