@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evenstep.core.placement import Placement, place
 from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
 
@@ -18,6 +19,9 @@ class MicroBatch:
     segments: Segments
     row_offsets: IntArray
     width: int
+    sample_lengths: IntArray
+    """The whole length of each segment's sample, to notice samples that are not the plan's."""
+    alignment: int = 1
 
     @property
     def rows(self) -> int:
@@ -33,6 +37,11 @@ class MicroBatch:
     def tokens(self) -> int:
         """Real tokens."""
         return int(self.segments.length.sum())
+
+    @property
+    def placement(self) -> Placement:
+        """Where each segment lies in the flattened rows."""
+        return place(self.segments.length, self.row_offsets, self.width, self.alignment)
 
     @property
     def is_dummy(self) -> bool:

@@ -85,7 +85,13 @@ class Plan:
     def _micro(self, micro: int) -> MicroBatch:
         rows = self.row_offsets[self.micro_offsets[micro] : self.micro_offsets[micro + 1] + 1]
         segments = self.segments.take(slice(int(rows[0]), int(rows[-1])))
-        return MicroBatch(segments, rows - rows[0], int(self.widths[micro]))
+        return MicroBatch(
+            segments,
+            rows - rows[0],
+            int(self.widths[micro]),
+            self.lengths[segments.sample],
+            self.recipe.topology.alignment,
+        )
 
     # Columns per micro-batch -------------------------------------------------------------------
 

@@ -1,0 +1,108 @@
+"""Batch: one micro-batch as a model takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigError
+from evenstep.tensors.extras import RaggedTensor
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Batch:
+    """Rows times width. Slots are numbered row by row; pieces tile them.
+
+    A piece is a segment with its alignment padding, or the tail padding of a row. `cu_seqlens`
+    holds the boundaries of the pieces, so it always ends at rows * width; `seqlens` holds how
+    many slots of each piece are real (0 for a tail), `sample_ids` whose they are (-1 for a tail)
+    and `starts` from which token of the sample on.
+
+    `labels` are shifted already: the label of a slot is the token that follows it in its own
+    segment, -100 where nothing follows or nothing is trained. `loss_weights` is 0 there.
+    """
+
+    tokens: Tensor  # (rows, width) int64
+    targets: Tensor  # (rows, width) int64: what each slot should have been predicted as, unshifted
+    labels: Tensor  # (rows, width) int64
+    position_ids: Tensor  # (rows, width) int64, from 0 in each piece
+    segment_ids: Tensor  # (rows, width) int64: the piece of each slot
+    loss_weights: Tensor  # (rows, width) float32
+    cu_seqlens: Tensor  # (pieces + 1) int32
+    seqlens: Tensor  # (pieces) int64
+    sample_ids: Tensor  # (pieces) int64
+    starts: Tensor  # (pieces) int64
+    max_seqlen: int
+    extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows, empty ones included."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Slots of a row."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.tokens.device
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether nothing in it is real."""
+        return bool((self.sample_ids < 0).all())
+
+    @property
+    def token_mask(self) -> Tensor:
+        """(rows, width) bool: which slots hold real tokens. A one-token segment is real."""
+        flat = self.segment_ids.reshape(-1)
+        return (self.position_ids.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
+
+    def labels_at(self, distance: int = 1) -> Tensor:
+        """Labels for predicting `distance` tokens ahead (multi-token prediction).
+
+        The last `distance` slots of each segment predict nothing. `labels_at(1)` is `labels`;
+        `labels_at(0)` is the targets themselves, unshifted, padding ignored.
+        """
+        if distance < 0:
+            raise ConfigError(f"distance {distance} looks back; a label lies ahead. Use 0 or more.")
+        flat = self.targets.reshape(-1)
+        ahead = torch.full_like(flat, IGNORE_INDEX)
+        end = flat.numel() - distance
+        if end > 0:
+            ahead[:end] = flat[distance:]
+        left = self.seqlens[self.segment_ids.reshape(-1)] - self.position_ids.reshape(-1)
+        ahead.masked_fill_(left <= distance, IGNORE_INDEX)
+        return ahead.view_as(self.targets)
+
+    @property
+    def unshifted_labels(self) -> Tensor:
+        """Labels for models that shift by themselves (Hugging Face): the first label of each
+        segment is ignored, so that no segment's end predicts the next one's beginning."""
+        return self.labels_at(0).masked_fill(self.position_ids == 0, IGNORE_INDEX)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on a device; from pinned memory the copy does not block."""
+        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, as `DataLoader(pin_memory=True)` asks for it."""
+        return self._map(lambda value: value.pin_memory())
+
+    def _map(self, change: Callable[[Any], Any]) -> Batch:
+        moved = {
+            name: change(value)
+            for name, value in ((f.name, getattr(self, f.name)) for f in fields(self))
+            if isinstance(value, Tensor)
+        }
+        extras = {name: change(value) for name, value in self.extras.items()}
+        return replace(self, **moved, extras=extras)

@@ -1,0 +1,98 @@
+"""Collate: the samples of one micro-batch -> Batch, in a few copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeAlias
+
+import numpy as np
+import torch
+
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.placement import Placement
+from evenstep.core.ragged import IntArray
+from evenstep.errors import InputError
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.columns import Columns, Sample
+from evenstep.tensors.extras import Extra
+from evenstep.tensors.numbering import number_slots
+
+Samples: TypeAlias = Mapping[int, Sample] | Sequence[Sample]
+
+_KNOWN = ("input_ids", "labels", "loss_mask", "loss_masking_spans")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collator:
+    """Turns the samples of a micro-batch into a `Batch`; nothing passed in is ever changed.
+
+    A sample is a mapping with `input_ids` and, if it has them,
+
+    labels              what each token should have been predicted as, -100 where nothing is
+                        trained; the tokens themselves by default. Never shifted by the caller.
+    loss_mask           per token, 0 where nothing is trained
+    loss_masking_spans  (begin, end) pairs of tokens that are not trained
+
+    and every declared extra. Unknown keys are an error.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> samples = [{"input_ids": torch.tensor([11, 12, 13])}, {"input_ids": torch.tensor([21, 22])}]
+    >>> plan = make_plan([3, 2], Recipe(layout=Packed(max_tokens=8, pad_to=8)))
+    >>> batch = Collator()(plan[0, 0][0], samples)
+    >>> batch.labels.tolist(), batch.cu_seqlens.tolist()
+    ([[12, 13, -100, 22, -100, -100, -100, -100]], [0, 3, 5, 8])
+    """
+
+    extras: Mapping[str, Extra] = field(default_factory=dict)
+    pad_token: int = 0
+    pin_memory: bool = False
+
+    def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
+        """The batch of `micro`; `samples[i]` is sample i of the plan, whole."""
+        chosen = [samples[i] for i in micro.segments.sample.tolist()]
+        keys = set().union(*chosen)
+        if not keys <= {*_KNOWN, *self.extras}:
+            self._refuse_keys(micro, chosen)
+        columns = Columns(micro, chosen)
+        place = micro.placement
+        tokens = columns.slots("input_ids", torch.int64, self.pad_token)
+        targets = tokens
+        if not keys.isdisjoint(_KNOWN[1:]):
+            targets = columns.targets(keys)
+        shape = (micro.rows, micro.width)
+        positions, pieces, labels = (np.empty(micro.slots, np.int64) for _ in range(3))
+        weights = np.empty(micro.slots, np.float32)
+        number_slots(
+            place.offsets, place.real, targets.numpy(), IGNORE_INDEX,
+            positions, pieces, labels, weights,
+        )  # fmt: skip
+        batch = Batch(
+            tokens=tokens.view(shape),
+            targets=targets.view(shape),
+            labels=torch.from_numpy(labels.reshape(shape)),
+            position_ids=torch.from_numpy(positions.reshape(shape)),
+            segment_ids=torch.from_numpy(pieces.reshape(shape)),
+            loss_weights=torch.from_numpy(weights.reshape(shape)),
+            cu_seqlens=torch.from_numpy(place.offsets.astype(np.int32)),
+            seqlens=torch.from_numpy(np.array(place.real)),
+            sample_ids=torch.from_numpy(_by_piece(micro.segments.sample, place, -1)),
+            starts=torch.from_numpy(_by_piece(micro.segments.start, place, 0)),
+            max_seqlen=int(place.slots.max(initial=0)),
+            extras={name: columns.extra(name, extra) for name, extra in self.extras.items()},
+        )
+        return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
+
+    def _refuse_keys(self, micro: MicroBatch, chosen: list[Sample]) -> NoReturn:
+        known = {*_KNOWN, *self.extras}
+        at = next(n for n, sample in enumerate(chosen) if not known >= sample.keys())
+        raise InputError(
+            f"sample {micro.segments.sample[at]} has the key {min(chosen[at].keys() - known)!r}, "
+            f"which nobody declared, so it would be lost. Declare it as an extra; known are "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def _by_piece(column: IntArray, place: Placement, otherwise: int) -> IntArray:
+    """A per-segment column per piece, with `otherwise` for tails."""
+    return np.concatenate((column, (otherwise,)))[place.segment]  # -1 picks the last entry

@@ -1,0 +1,172 @@
+"""Columns: the values of some samples, checked against the plan and laid out slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.errors import InputError
+from evenstep.tensors.batch import IGNORE_INDEX
+from evenstep.tensors.extras import Extra, RaggedTensor
+
+Sample: TypeAlias = Mapping[str, Any]
+
+
+class Columns:
+    """The samples of one micro-batch, one per segment, read column by column.
+
+    Where slots go is worked out once. Nothing of the samples is changed, and each column is
+    copied once, straight to its place.
+    """
+
+    def __init__(self, micro: MicroBatch, chosen: list[Sample]) -> None:
+        self.micro = micro
+        self.chosen = chosen
+        self.lengths = micro.segments.length
+        self.count = int(self.lengths.sum())
+        self.total = micro.slots
+        # Tokens lie end to end from slot 0 on, unless rows or alignment put padding between them.
+        self.solid = micro.rows == 1 and micro.alignment == 1
+        self.whole = bool((self.lengths == micro.sample_lengths).all())
+
+    def slots(self, key: str, dtype: torch.dtype, pad: float) -> Tensor:
+        """The token-aligned column `key`, one entry per slot, padding filled in."""
+        return self._spread(self._pieces(key, self.chosen, dtype), dtype, pad)
+
+    def targets(self, keys: set[str]) -> Tensor:
+        """What each slot should have been predicted as: labels less what is masked."""
+        filled: list[Sample] = [{"labels": s["input_ids"], **s} for s in self.chosen]
+        pieces = self._pieces("labels", filled, torch.int64)
+        targets = self._spread(pieces, torch.int64, IGNORE_INDEX)
+        if "loss_mask" in keys:
+            filled = [{"loss_mask": torch.ones(len(s["input_ids"])), **s} for s in self.chosen]
+            pieces = self._pieces("loss_mask", filled, torch.float32)
+            targets.masked_fill_(self._spread(pieces, torch.float32, 0) == 0, IGNORE_INDEX)
+        if "loss_masking_spans" in keys:
+            for number, sample in enumerate(self.chosen):
+                self._mask_spans(targets, number, sample.get("loss_masking_spans", ()))
+        return targets
+
+    def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
+        """A declared extra, laid out as it was declared."""
+        if extra.aligned == "token":
+            values = self.slots(name, extra.dtype, extra.pad)
+            return values.view(self.micro.rows, self.micro.width, *values.shape[1:])
+        values_of = [_tensor(value).to(extra.dtype) for value in self._column(name, self.chosen)]
+        if extra.aligned == "sequence":
+            shapes = {value.shape for value in values_of}
+            if len(shapes) > 1:
+                raise InputError(
+                    f"the extra {name!r} has the shapes {sorted(map(tuple, shapes))} in one batch, "
+                    f"so they do not stack. Give all samples one shape, or declare it ragged."
+                )
+            return torch.stack(values_of) if values_of else torch.empty(0, dtype=extra.dtype)
+        counts = np.array([len(value) for value in values_of], np.int64)
+        joined = torch.cat(values_of) if values_of else torch.empty(0, dtype=extra.dtype)
+        return RaggedTensor(joined, torch.from_numpy(offsets_of(counts)))
+
+    # Reading -----------------------------------------------------------------------------------
+
+    def _column(self, key: str, samples: list[Sample]) -> list[Any]:
+        try:
+            return [sample[key] for sample in samples]
+        except KeyError:
+            at = next(n for n, sample in enumerate(samples) if key not in sample)
+            raise InputError(
+                f"sample {self._name(at)} has no {key!r} but {', '.join(sorted(samples[at]))}, so "
+                f"its batch cannot be made. Give every sample one."
+            ) from None
+
+    def _pieces(self, key: str, samples: list[Sample], dtype: torch.dtype) -> list[Tensor]:
+        """The segments' parts of a token-aligned column, checked against the plan."""
+        column = self._column(key, samples)
+        if set(map(type, column)) - {Tensor}:
+            column = [_tensor(value) for value in column]
+        try:
+            found = [value.shape[0] for value in column]
+        except IndexError:
+            found = []
+        if found != self.micro.sample_lengths.tolist():
+            self._refuse_lengths(key, column)
+        if {value.dtype for value in column} - {dtype}:
+            column = [self._cast(key, at, value, dtype) for at, value in enumerate(column)]
+        if self.whole:
+            return column
+        begin, length = self.micro.segments.start.tolist(), self.lengths.tolist()
+        return [v[a : a + n] for v, a, n in zip(column, begin, length, strict=True)]
+
+    def _cast(self, key: str, at: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Numbers of another width are widened; token ids must be whole numbers."""
+        inexact = value.dtype.is_floating_point or value.dtype.is_complex
+        if dtype == torch.int64 and (inexact or value.dtype == torch.bool):
+            raise InputError(
+                f"sample {self._name(at)} has {key!r} of type {value.dtype}, but whole numbers are "
+                f"expected; a cast would hide a mistake. Pass an integer tensor."
+            )
+        return value.to(dtype)
+
+    # Laying out --------------------------------------------------------------------------------
+
+    def _spread(self, pieces: list[Tensor], dtype: torch.dtype, pad: float) -> Tensor:
+        """Pieces, one per segment -> one entry per slot."""
+        if not pieces:
+            return torch.full((self.total,), pad, dtype=dtype)
+        shape = (self.total, *pieces[0].shape[1:])
+        if not self.solid:
+            spread = torch.full(shape, pad, dtype=dtype)
+            spread[self._destination()] = torch.cat(pieces)
+            return spread
+        if self.count == self.total:
+            return torch.cat(pieces)
+        spread = torch.empty(shape, dtype=dtype)
+        torch.cat(pieces, out=spread[: self.count])
+        spread[self.count :] = pad
+        return spread
+
+    def _firsts(self) -> IntArray:
+        """The first slot of each segment."""
+        if self.solid:
+            return np.cumsum(self.lengths) - self.lengths
+        place = self.micro.placement
+        return place.offsets[:-1][place.segment >= 0]
+
+    def _destination(self) -> Tensor:
+        """The slot of each token."""
+        shift = self._firsts() - (np.cumsum(self.lengths) - self.lengths)
+        return torch.from_numpy(np.arange(self.count) + np.repeat(shift, self.lengths))
+
+    def _mask_spans(self, targets: Tensor, number: int, spans: Any) -> None:
+        total = int(self.micro.sample_lengths[number])
+        first = int(self._firsts()[number])
+        start, length = int(self.micro.segments.start[number]), int(self.lengths[number])
+        for begin, end in spans:
+            if not 0 <= begin <= end <= total:
+                raise InputError(
+                    f"sample {self._name(number)} masks tokens {begin} to {end} but has {total}; "
+                    f"the loss would miss its mark. Keep spans inside the sample."
+                )
+            inside = [min(max(int(edge) - start, 0), length) for edge in (begin, end)]
+            targets[first + inside[0] : first + inside[1]] = IGNORE_INDEX
+
+    def _name(self, at: int) -> int:
+        return int(self.micro.segments.sample[at])
+
+    def _refuse_lengths(self, key: str, column: list[Tensor]) -> NoReturn:
+        expected = self.micro.sample_lengths.tolist()
+        at = next(n for n, v in enumerate(column) if v.ndim == 0 or v.shape[0] != expected[n])
+        found = column[at].shape[0] if column[at].ndim else "a single value"
+        raise InputError(
+            f"sample {self._name(at)} was planned with {expected[at]} tokens but its {key!r} has "
+            f"{found}; the batch would mix samples up. Plan with the lengths of these samples, and "
+            f"give token-aligned columns one entry per token."
+        )
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)

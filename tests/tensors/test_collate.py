@@ -1,0 +1,306 @@
+"""From samples to batches: labels, positions, boundaries, extras, and what is refused."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep import Fixed, Packed, PackedStatic, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.errors import EvenstepError, InputError
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.extras import Extra, RaggedTensor
+from evenstep.testing import Case, cases
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def samples_of(lengths: Any) -> list[dict[str, Any]]:
+    """Sample i holds the tokens 1000 i + 1, 1000 i + 2, ..."""
+    return [{"input_ids": 1000 * i + 1 + torch.arange(int(n))} for i, n in enumerate(lengths)]
+
+
+def one_batch(
+    samples: list[dict[str, Any]], collator: Collator | None = None, **layout: Any
+) -> Batch:
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    plan = make_plan(lengths, Recipe(layout=Packed(**{"max_tokens": 64, **layout})))
+    return (collator or Collator())(plan[0, 0][0], samples)
+
+
+def batches(plan: Plan, samples: list[dict[str, Any]], collator: Collator) -> list[Batch]:
+    return [
+        collator(micro, samples)
+        for step in range(plan.steps)
+        for rank in range(plan.ranks)
+        for micro in plan[step, rank]
+    ]
+
+
+class TestDocuments:
+    def test_veomni_packs_and_pads_with_the_tail_as_one_piece(self) -> None:
+        samples = [
+            {"input_ids": ids(11, 12, 13), "labels": ids(2, 3, 4)},
+            {"input_ids": ids(21, 22), "labels": ids(1, 2)},
+        ]
+        batch = one_batch(samples, pad_to=8)
+        assert batch.tokens.tolist() == [[11, 12, 13, 21, 22, 0, 0, 0]]
+        assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+        assert batch.cu_seqlens.tolist() == [0, 3, 5, 8]
+        assert batch.cu_seqlens.dtype == torch.int32
+        assert batch.max_seqlen == 3
+        assert batch.labels.tolist() == [[3, 4, -100, 2, -100, -100, -100, -100]]
+        # A model that shifts by itself drops the very first label anyway.
+        assert batch.unshifted_labels.tolist() == [[-100, 3, 4, -100, 2, -100, -100, -100]]
+
+    def test_veomnis_third_example_does_not_contradict_itself_here(self) -> None:
+        batch = one_batch(samples_of([4, 1]), pad_to=8)
+        assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2]]
+        assert batch.cu_seqlens.tolist() == [0, 4, 5, 8]
+        assert batch.token_mask.tolist() == [[True] * 5 + [False] * 3]
+
+    def test_fast_llm_masks_spans_of_documents(self) -> None:
+        samples = [
+            {"input_ids": ids(100, 101, 102), "loss_masking_spans": [(1, 2)]},
+            {"input_ids": ids(103, 104, 105)},
+            {"input_ids": ids(106, 107, 108), "loss_masking_spans": [(0, 2)]},
+        ]
+        batch = one_batch(samples)
+        targets = [-100, 102, -100, 104, 105, -100, -100, 108, -100]
+        assert batch.labels.tolist() == [targets]
+        assert batch.loss_weights.sum() == 4
+        assert batch.cu_seqlens.tolist() == [0, 3, 6, 9]
+
+    def test_nemo_aligns_each_sequence_and_pads_the_whole(self) -> None:
+        recipe = Recipe(
+            layout=Packed(max_tokens=64), topology=Topology(tp=4, sequence_parallel=True)
+        )
+        plan = make_plan([8, 5, 7], recipe)
+        batch = Collator()(plan[0, 0][0], samples_of([8, 5, 7]))
+        assert batch.tokens.shape == (1, 24)
+        assert batch.cu_seqlens.tolist() == [0, 8, 16, 24]
+        assert batch.seqlens.tolist() == [8, 5, 7]
+        assert one_batch(samples_of([3, 2]), pad_to=8).cu_seqlens.tolist() == [0, 3, 5, 8]
+
+
+def test_a_one_token_sequence_is_real_and_predicts_nothing() -> None:
+    batch = one_batch(samples_of([1, 1, 1]), pad_to=4)
+    assert batch.token_mask.tolist() == [[True, True, True, False]]
+    assert batch.labels.tolist() == [[IGNORE_INDEX] * 4]
+    assert batch.loss_weights.sum() == 0
+
+
+def test_labels_further_ahead_stay_inside_their_segment() -> None:
+    batch = one_batch(samples_of([4, 2]))
+    assert (batch.labels_at(1) == batch.labels).all()
+    assert batch.labels_at(2).tolist() == [[3, 4, -100, -100, -100, -100]]
+    assert batch.labels_at(9).eq(-100).all()
+    assert batch.labels_at(0).tolist() == batch.tokens.tolist()
+    with pytest.raises(EvenstepError):
+        batch.labels_at(-1)
+
+
+def test_a_loss_mask_hides_labels_and_not_tokens() -> None:
+    samples = [{"input_ids": ids(5, 6, 7, 8), "loss_mask": torch.tensor([0, 0, 1, 1])}]
+    batch = one_batch(samples)
+    assert batch.tokens.tolist() == [[5, 6, 7, 8]]
+    assert batch.labels.tolist() == [[-100, 7, 8, -100]]
+    assert batch.loss_weights.tolist() == [[0, 1, 1, 0]]
+
+
+def test_samples_with_and_without_labels_share_a_batch() -> None:
+    samples = [{"input_ids": ids(1, 2), "labels": ids(-100, 2)}, {"input_ids": ids(3, 4)}]
+    assert one_batch(samples).labels.tolist() == [[2, -100, 4, -100]]
+
+
+EXTRAS = {
+    "advantages": Extra(aligned="token", pad=-1.0),
+    "reward": Extra(aligned="sequence"),
+    "patches": Extra(aligned="ragged", dtype=torch.int64),
+}
+
+
+def with_extras(lengths: Any) -> list[dict[str, Any]]:
+    samples = samples_of(lengths)
+    for i, sample in enumerate(samples):
+        sample["advantages"] = sample["input_ids"].float() / 10
+        sample["reward"] = float(i)
+        sample["patches"] = torch.full((i % 3, 2), i)
+    return samples
+
+
+def test_extras_travel_as_they_were_declared() -> None:
+    batch = one_batch(with_extras([2, 1]), Collator(extras=EXTRAS), pad_to=4)
+    torch.testing.assert_close(batch.extras["advantages"], torch.tensor([[0.1, 0.2, 100.1, -1.0]]))
+    assert batch.extras["reward"].tolist() == [0.0, 1.0]  # type: ignore[union-attr]
+    patches = batch.extras["patches"]
+    assert isinstance(patches, RaggedTensor)
+    assert (patches.values.tolist(), patches.offsets.tolist()) == ([[1, 1]], [0, 0, 1])
+
+
+@settings(max_examples=300)
+@given(cases(), st.booleans())
+def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: bool) -> None:
+    try:
+        plan = case.plan()
+    except EvenstepError:
+        return
+    samples = with_extras(plan.lengths)
+    if labelled:
+        for sample in samples:
+            sample["labels"] = sample["input_ids"] + 7
+    seen: dict[int, list[int]] = {i: [] for i in range(len(plan.lengths))}
+    for batch in batches(plan, samples, Collator(extras=EXTRAS, pad_token=-5)):
+        tokens, mask = batch.tokens.reshape(-1), batch.token_mask.reshape(-1)
+        assert (tokens[~mask] == -5).all()
+        bounds = batch.cu_seqlens.tolist()
+        assert bounds[0] == 0
+        assert bounds[-1] == tokens.numel()
+        assert batch.max_seqlen == max(np.diff(bounds))
+        assert batch.is_dummy == (not mask.any())
+        real = 0
+        for piece, (begin, end) in enumerate(pairwise(bounds)):
+            count = int(batch.seqlens[piece])
+            part = slice(begin, begin + count)
+            assert batch.position_ids.reshape(-1)[begin:end].tolist() == list(range(end - begin))
+            assert (batch.segment_ids.reshape(-1)[begin:end] == piece).all()
+            labels = batch.labels.reshape(-1)[begin:end].tolist()
+            number = int(batch.sample_ids[piece])
+            assert (number < 0) == (count == 0)
+            if number < 0:
+                assert set(labels) == {IGNORE_INDEX}
+                continue
+            start = int(batch.starts[piece])
+            own = samples[number]["input_ids"][start : start + count]
+            assert (tokens[part] == own).all()
+            seen[number] += own.tolist()
+            shift = 7 if labelled else 0
+            padding = [IGNORE_INDEX] * (end - begin - count + 1)
+            assert labels == (own[1:] + shift).tolist() + padding
+            advantages = batch.extras["advantages"]
+            assert isinstance(advantages, torch.Tensor)
+            torch.testing.assert_close(advantages.reshape(-1)[part], own.float() / 10)
+            reward = batch.extras["reward"]
+            assert isinstance(reward, torch.Tensor)
+            assert reward[real] == number
+            real += 1
+        weights = batch.loss_weights.reshape(-1)
+        assert (weights == (batch.labels.reshape(-1) != IGNORE_INDEX)).all()
+    for i, tokens_seen in seen.items():
+        kept = plan.segments.length[plan.segments.sample == i].sum()
+        assert sorted(tokens_seen) == samples[i]["input_ids"][:kept].tolist()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Padded(max_tokens=32, round_to=16),
+        Packed(max_tokens=32, round_to=16),
+        PackedStatic(rows=2, width=16),
+        Fixed(samples=2, round_to=16),
+    ],
+)
+def test_widths_come_in_the_multiples_that_low_precision_needs(layout: Any) -> None:
+    lengths = [5, 9, 3, 12]
+    plan = make_plan(lengths, Recipe(layout=layout, steps=Steps(samples=2)))
+    for batch in batches(plan, samples_of(lengths), Collator()):
+        assert batch.width % 16 == 0
+        assert batch.cu_seqlens[-1] == batch.rows * batch.width
+
+
+def test_nothing_passed_in_is_changed() -> None:
+    samples = [
+        {
+            "input_ids": ids(1, 2, 3),
+            "labels": ids(1, 2, 3),
+            "loss_mask": torch.tensor([1, 0, 1]),
+            "loss_masking_spans": [(0, 1)],
+        },
+        {"input_ids": ids(4, 5), "labels": ids(4, 5)},
+    ]
+    before = [{k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()} for s in samples]
+    batch = one_batch(samples)
+    batch.tokens.fill_(9)
+    batch.labels.fill_(9)
+    for sample, kept in zip(samples, before, strict=True):
+        for key, value in kept.items():
+            same = (sample[key] == value).all() if torch.is_tensor(value) else sample[key] == value
+            assert same, key
+
+
+def test_arrays_and_lists_and_narrow_integers_are_taken() -> None:
+    samples = [
+        {"input_ids": np.array([1, 2], np.int32)},
+        {"input_ids": [3, 4, 5]},
+        {"input_ids": ids(6).to(torch.int16)},
+    ]
+    assert sorted(one_batch(samples).tokens.flatten().tolist()) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_dummy_is_all_padding() -> None:
+    plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
+    batch = Collator(extras=EXTRAS)(plan[0, 1][0], with_extras([3]))
+    assert batch.is_dummy
+    assert batch.loss_weights.sum() == 0
+    assert batch.tokens.shape == (1, 1)
+    assert batch.extras["advantages"].shape == (1, 1)  # type: ignore[union-attr]
+
+
+def test_samples_may_come_by_number() -> None:
+    lengths = [3, 4, 5]
+    plan = make_plan(lengths, Recipe(layout=Packed(max_tokens=5)))
+    samples = dict(enumerate(samples_of(lengths)))
+    for micro in plan[0, 0]:
+        own = {int(i): samples[int(i)] for i in micro.segments.sample}
+        assert Collator()(micro, own).tokens.shape == (1, micro.width)
+
+
+@pytest.mark.parametrize(
+    ("sample", "fault"),
+    [
+        (
+            {"input_ids": torch.tensor([1.0, 2, 3])},
+            r"sample 1 has 'input_ids' of type torch.float32",
+        ),
+        ({"input_ids": ids(1, 2)}, "sample 1 was planned with 3 tokens but its 'input_ids' has 2"),
+        ({"input_ids": torch.tensor(3)}, "sample 1 was planned with 3 tokens .* a single value"),
+        ({"labels": ids(1, 2, 3)}, "sample 1 has no 'input_ids'"),
+        (
+            {"input_ids": ids(1, 2, 3), "labels": ids(1, 2)},
+            "sample 1 was planned with 3 tokens but its 'labels' has 2",
+        ),
+        (
+            {"input_ids": ids(1, 2, 3), "rewards": 1},
+            "sample 1 has the key 'rewards', which nobody declared.*advantages",
+        ),
+        (
+            {"input_ids": ids(1, 2, 3), "advantages": torch.zeros(4), "reward": 0, "patches": []},
+            "sample 1 was planned with 3 tokens but its 'advantages' has 4",
+        ),
+        (
+            {"input_ids": ids(1, 2, 3), "loss_masking_spans": [(2, 5)]},
+            "sample 1 masks tokens 2 to 5 but has 3",
+        ),
+        ({"input_ids": ids(1, 2, 3)}, "sample 1 has no 'advantages'"),
+    ],
+)
+def test_samples_that_do_not_fit_the_plan_are_refused_by_name(
+    sample: dict[str, Any], fault: str
+) -> None:
+    plan = make_plan([2, 3], Recipe(layout=Packed(max_tokens=8)))
+    first = {"input_ids": ids(1, 2), "advantages": torch.zeros(2), "reward": 0, "patches": []}
+    with pytest.raises(InputError, match=fault):
+        Collator(extras=EXTRAS)(plan[0, 0][0], [first, sample])
+
+
+def test_sequence_extras_of_unequal_shapes_are_refused() -> None:
+    samples = [{"input_ids": ids(1), "reward": torch.zeros(n)} for n in (1, 2)]
+    collator = Collator(extras={"reward": Extra(aligned="sequence")})
+    with pytest.raises(InputError, match="'reward' has the shapes"):
+        one_batch(samples, collator)
