@@ -34,6 +34,7 @@ format: .venv/.dev ## Fix what ruff can fix, and format
 
 bench: .venv/.bench ## Run the benchmarks beside their peers (needs a C++ compiler)
 	@$(BIN)/python benchmarks/planning.py
+	@$(BIN)/python benchmarks/tensors.py
 
 fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
 	@$(BIN)/python -m tests.fuzz --plans $(PLANS)

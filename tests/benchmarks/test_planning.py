@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import joint, lengths, planning
+from benchmarks import joint, lengths, planning, runner
 from benchmarks.peers import plain_best_fit
 from benchmarks.tables import Target, markdown_table, target_table
 from benchmarks.timing import interleave
@@ -33,9 +33,9 @@ def test_a_quick_run_files_its_tables_without_naming_the_machine(
 
 
 def test_quick_and_partial_runs_are_not_filed_unless_asked() -> None:
-    assert planning._options(["--quick"]).out is None
-    assert planning._options(["--only", "joint"]).out is None
-    assert planning._options([]).out is not None
+    for arguments, filed in ((["--quick"], False), (["--only", "joint"], False), ([], True)):
+        options = runner._options("title", planning.SECTIONS, arguments)
+        assert (options.out is not None) == filed
 
 
 def test_generated_lengths_are_seeded_and_of_five_kinds() -> None:

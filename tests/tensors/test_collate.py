@@ -26,9 +26,7 @@ def samples_of(lengths: Any) -> list[dict[str, Any]]:
     return [{"input_ids": 1000 * i + 1 + torch.arange(int(n))} for i, n in enumerate(lengths)]
 
 
-def one_batch(
-    samples: list[dict[str, Any]], collator: Collator | None = None, **layout: Any
-) -> Batch:
+def one_batch(samples: list[Any], collator: Collator | None = None, **layout: Any) -> Batch:
     lengths = [len(sample["input_ids"]) for sample in samples]
     plan = make_plan(lengths, Recipe(layout=Packed(**{"max_tokens": 64, **layout})))
     return (collator or Collator())(plan[0, 0][0], samples)

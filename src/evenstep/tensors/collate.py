@@ -55,7 +55,7 @@ class Collator:
         if not keys <= {*_KNOWN, *self.extras}:
             self._refuse_keys(micro, chosen)
         columns = Columns(micro, chosen)
-        place = micro.placement
+        place = columns.place
         tokens = columns.slots("input_ids", torch.int64, self.pad_token)
         targets = tokens
         if not keys.isdisjoint(_KNOWN[1:]):

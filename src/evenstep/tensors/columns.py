@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -10,12 +12,14 @@ import torch
 from torch import Tensor
 
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.ragged import offsets_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.extras import Extra, RaggedTensor
 
 Sample: TypeAlias = Mapping[str, Any]
+
+_dtype = attrgetter("dtype")
 
 
 class Columns:
@@ -28,25 +32,26 @@ class Columns:
     def __init__(self, micro: MicroBatch, chosen: list[Sample]) -> None:
         self.micro = micro
         self.chosen = chosen
+        self.place = micro.placement
         self.lengths = micro.segments.length
-        self.count = int(self.lengths.sum())
-        self.total = micro.slots
-        # Tokens lie end to end from slot 0 on, unless rows or alignment put padding between them.
-        self.solid = micro.rows == 1 and micro.alignment == 1
+        self.padding: list[int] = (self.place.slots - self.place.real).tolist()  # of each piece
         self.whole = bool((self.lengths == micro.sample_lengths).all())
 
     def slots(self, key: str, dtype: torch.dtype, pad: float) -> Tensor:
         """The token-aligned column `key`, one entry per slot, padding filled in."""
-        return self._spread(self._pieces(key, self.chosen, dtype), dtype, pad)
+        return self._spread(self._pieces(key, self._column(key), dtype), dtype, pad)
 
     def targets(self, keys: set[str]) -> Tensor:
         """What each slot should have been predicted as: labels less what is masked."""
-        filled: list[Sample] = [{"labels": s["input_ids"], **s} for s in self.chosen]
-        pieces = self._pieces("labels", filled, torch.int64)
+        given = [s["labels"] if "labels" in s else s["input_ids"] for s in self.chosen]
+        pieces = self._pieces("labels", given, torch.int64)
         targets = self._spread(pieces, torch.int64, IGNORE_INDEX)
         if "loss_mask" in keys:
-            filled = [{"loss_mask": torch.ones(len(s["input_ids"])), **s} for s in self.chosen]
-            pieces = self._pieces("loss_mask", filled, torch.float32)
+            given = [
+                s["loss_mask"] if "loss_mask" in s else torch.ones(len(s["input_ids"]))
+                for s in self.chosen
+            ]
+            pieces = self._pieces("loss_mask", given, torch.float32)
             targets.masked_fill_(self._spread(pieces, torch.float32, 0) == 0, IGNORE_INDEX)
         if "loss_masking_spans" in keys:
             for number, sample in enumerate(self.chosen):
@@ -58,7 +63,7 @@ class Columns:
         if extra.aligned == "token":
             values = self.slots(name, extra.dtype, extra.pad)
             return values.view(self.micro.rows, self.micro.width, *values.shape[1:])
-        values_of = [_tensor(value).to(extra.dtype) for value in self._column(name, self.chosen)]
+        values_of = [_tensor(value).to(extra.dtype) for value in self._column(name)]
         if extra.aligned == "sequence":
             shapes = {value.shape for value in values_of}
             if len(shapes) > 1:
@@ -73,28 +78,28 @@ class Columns:
 
     # Reading -----------------------------------------------------------------------------------
 
-    def _column(self, key: str, samples: list[Sample]) -> list[Any]:
+    def _column(self, key: str) -> list[Any]:
         try:
-            return [sample[key] for sample in samples]
+            return [sample[key] for sample in self.chosen]
         except KeyError:
-            at = next(n for n, sample in enumerate(samples) if key not in sample)
+            at = next(n for n, sample in enumerate(self.chosen) if key not in sample)
+            has = ", ".join(sorted(self.chosen[at]))
             raise InputError(
-                f"sample {self._name(at)} has no {key!r} but {', '.join(sorted(samples[at]))}, so "
+                f"sample {self._name(at)} has no {key!r} but {has}, so "
                 f"its batch cannot be made. Give every sample one."
             ) from None
 
-    def _pieces(self, key: str, samples: list[Sample], dtype: torch.dtype) -> list[Tensor]:
+    def _pieces(self, key: str, column: list[Any], dtype: torch.dtype) -> list[Tensor]:
         """The segments' parts of a token-aligned column, checked against the plan."""
-        column = self._column(key, samples)
         if set(map(type, column)) - {Tensor}:
             column = [_tensor(value) for value in column]
         try:
-            found = [value.shape[0] for value in column]
+            found = list(map(Tensor.size, column, repeat(0)))
         except IndexError:
             found = []
         if found != self.micro.sample_lengths.tolist():
             self._refuse_lengths(key, column)
-        if {value.dtype for value in column} - {dtype}:
+        if set(map(_dtype, column)) - {dtype}:
             column = [self._cast(key, at, value, dtype) for at, value in enumerate(column)]
         if self.whole:
             return column
@@ -114,36 +119,25 @@ class Columns:
     # Laying out --------------------------------------------------------------------------------
 
     def _spread(self, pieces: list[Tensor], dtype: torch.dtype, pad: float) -> Tensor:
-        """Pieces, one per segment -> one entry per slot."""
-        if not pieces:
-            return torch.full((self.total,), pad, dtype=dtype)
-        shape = (self.total, *pieces[0].shape[1:])
-        if not self.solid:
-            spread = torch.full(shape, pad, dtype=dtype)
-            spread[self._destination()] = torch.cat(pieces)
-            return spread
-        if self.count == self.total:
+        """Parts of segments -> one entry per slot: each part, and the padding behind it."""
+        rest = pieces[0].shape[1:] if pieces else ()
+        longest = max(self.padding, default=0)
+        source = torch.full((longest, *rest), pad, dtype=dtype)
+        padding = {count: source[:count] for count in set(self.padding) if count}
+        if not padding:
             return torch.cat(pieces)
-        spread = torch.empty(shape, dtype=dtype)
-        torch.cat(pieces, out=spread[: self.count])
-        spread[self.count :] = pad
-        return spread
-
-    def _firsts(self) -> IntArray:
-        """The first slot of each segment."""
-        if self.solid:
-            return np.cumsum(self.lengths) - self.lengths
-        place = self.micro.placement
-        return place.offsets[:-1][place.segment >= 0]
-
-    def _destination(self) -> Tensor:
-        """The slot of each token."""
-        shift = self._firsts() - (np.cumsum(self.lengths) - self.lengths)
-        return torch.from_numpy(np.arange(self.count) + np.repeat(shift, self.lengths))
+        parts: list[Tensor] = []
+        following = iter(pieces)
+        for count, real in zip(self.padding, self.place.real.tolist(), strict=True):
+            if real:
+                parts.append(next(following))
+            if count:
+                parts.append(padding[count])
+        return torch.cat(parts)
 
     def _mask_spans(self, targets: Tensor, number: int, spans: Any) -> None:
         total = int(self.micro.sample_lengths[number])
-        first = int(self._firsts()[number])
+        first = int(self.place.offsets[:-1][self.place.segment >= 0][number])
         start, length = int(self.micro.segments.start[number]), int(self.lengths[number])
         for begin, end in spans:
             if not 0 <= begin <= end <= total:

@@ -1,0 +1,110 @@
+"""Collating a micro-batch, beside copying the same tensors with `torch.cat`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.bench import Bench
+from benchmarks.tables import Section, Table, Target, verdict
+from benchmarks.timing import interleave
+from evenstep.core.layout import Packed
+from evenstep.core.recipe import Recipe
+from evenstep.core.topology import Topology
+from evenstep.planning import make_plan
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.extras import Extra
+
+SAMPLES, TOKENS, RATIO = 100, 32_768, 2.0
+EXTRAS = {"advantages": Extra(aligned="token"), "old_logprobs": Extra(aligned="token")}
+
+
+def collating(bench: Bench) -> Section:
+    """All tensors of a batch, made by the collator and made by `torch.cat` alone."""
+    section = Section(
+        "Collating",
+        notes=[
+            f"{SAMPLES} samples of {TOKENS:,} tokens in one micro-batch, one thread. The floor is "
+            "torch.cat of as many equally large tensors as the batch has per-slot columns (tokens, "
+            "labels, positions, segments, weights, and what was given), with nothing checked.",
+        ],
+    )
+    table = Table(
+        "One micro-batch",
+        {
+            "layout": "",
+            "columns": "d",
+            "collate, µs": ".0f",
+            "cat, µs": ".0f",
+            "ratio": ".2f",
+            "target": "",
+        },
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    cuts = np.sort(rng.choice(np.arange(1, TOKENS), SAMPLES - 1, replace=False))
+    lengths = np.diff(np.concatenate(([0], cuts, [TOKENS])))
+    worst = 0.0
+    for name, recipe, given in _kinds():
+        bench.say(f"collate: {name}")
+        samples = [_sample(int(n), given) for n in lengths]
+        micro = make_plan(lengths, recipe)[0, 0][0]
+        collator = Collator(extras={key: EXTRAS[key] for key in EXTRAS if key in given})
+        whole = [sample["input_ids"] for sample in samples]
+        floats = [tokens.float() for tokens in whole]
+        integers = 4 + ("labels" in given)  # tokens, labels, positions, segments, targets
+        columns = integers + 1 + len(collator.extras)
+
+        timed = interleave(
+            {
+                "collate": partial(collator, micro, samples),
+                "cat": partial(_copies, whole, integers, floats, columns - integers),
+            },
+            repeats=bench.pick(200, 10),
+            burst=5,
+        )
+        ours, floor = timed["collate"].seconds, timed["cat"].seconds
+        if isinstance(recipe.layout, Packed) and recipe.topology.alignment == 1:
+            worst = max(worst, ours / floor)
+        table.add(
+            name, columns, ours * 1e6, floor * 1e6, ours / floor, verdict(ours / floor < RATIO)
+        )
+    torch.set_num_threads(threads)
+    section.tables.append(table)
+    section.targets.append(
+        Target(
+            f"packed, 32k tokens of 100 samples: under {RATIO:g} × torch.cat",
+            f"× {worst:.2f}",
+            worst < RATIO,
+        )
+    )
+    return section
+
+
+def _kinds() -> list[tuple[str, Recipe, tuple[str, ...]]]:
+    packed = Recipe(layout=Packed(max_tokens=TOKENS))
+    aligned = Recipe(layout=Packed(max_tokens=2 * TOKENS), topology=Topology(cp=2))
+    return [
+        ("packed", packed, ()),
+        ("packed, labels given", packed, ("labels",)),
+        ("packed, labels and extras", packed, ("labels", *EXTRAS)),
+        ("packed, aligned to 4", aligned, ()),
+    ]
+
+
+def _copies(
+    integers: list[torch.Tensor], count: int, floats: list[torch.Tensor], further: int
+) -> list[torch.Tensor]:
+    return [torch.cat(integers) for _ in range(count)] + [torch.cat(floats) for _ in range(further)]
+
+
+def _sample(length: int, given: tuple[str, ...]) -> dict[str, Any]:
+    tokens = torch.randint(0, 32_000, (length,))
+    sample: dict[str, Any] = {"input_ids": tokens}
+    for key in given:
+        sample[key] = tokens.clone() if key == "labels" else torch.randn(length)
+    return sample
