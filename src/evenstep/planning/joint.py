@@ -10,9 +10,10 @@ from evenstep.core.recipe import Recipe
 from evenstep.planning.deal import deal_packs
 from evenstep.planning.kernel import kernel
 from evenstep.planning.pack import pack
+from evenstep.planning.relieve import refine_waves
 from evenstep.planning.split import split_bins
 from evenstep.planning.units import Units
-from evenstep.planning.waves import best_waves, refine_waves
+from evenstep.planning.waves import best_waves
 
 
 @kernel

@@ -12,9 +12,8 @@ import numpy as np
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.first_fit import at_or_after, at_or_before
 from evenstep.planning.kernel import kernel
+from evenstep.planning.relieve import refine_waves
 
-_CLOSE = 1e-4  # a heaviest pack this near its wave's mean is left alone
-_ROUNDS = 100  # swaps per wave
 _GOOD = 1.003  # waves this even are not worth another attempt
 
 
@@ -187,143 +186,6 @@ def fill_cheapest(
         elif most == 0:
             break
         unit = at_or_after(after, max(unit + 1, first_fitting(sizes, most)))
-
-
-@kernel
-def refine_waves(
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    capacity: int,
-    ranks: int,
-    positions: int,
-    pack_of: IntArray,
-    size: IntArray,
-    cost: FloatArray,
-    held: FloatArray,
-) -> None:
-    """Move or swap units between the heaviest pack of each wave and the others, in place."""
-    n = sizes.shape[0]
-    packs = ranks * positions
-    count = np.zeros(packs, np.int64)
-    for u in range(n):
-        count[pack_of[u]] += 1
-    for p in range(positions):
-        first = p * ranks
-        total, mean = 0, 0.0
-        for lane in range(ranks):
-            total += count[first + lane]
-            mean += cost[first + lane] / ranks
-        member = np.empty((ranks, min(total, 4 * (total // ranks) + 64)), np.int64)
-        filled = np.zeros(ranks, np.int64)
-        crowded = False
-        for lane in range(ranks):
-            crowded = crowded or count[first + lane] >= member.shape[1]
-        if crowded:
-            member = np.empty((ranks, total), np.int64)
-        for u in range(n):
-            lane = pack_of[u] - first
-            if 0 <= lane < ranks:
-                member[lane, filled[lane]] = u
-                filled[lane] += 1
-        for _ in range(_ROUNDS):
-            a = 0
-            for lane in range(ranks):
-                if cost[first + lane] > cost[first + a]:
-                    a = lane
-            top = cost[first + a]
-            if top <= mean * (1 + _CLOSE):
-                break
-            best, b_best, x_best, y_best = top * (1 - 1e-7), -1, -1, -1
-            for b in range(ranks):
-                gap = top - cost[first + b]
-                # The best that an exchange can do is to meet in the middle.
-                if b == a or top - gap / 2 >= best:
-                    continue
-                for x in range(filled[a]):
-                    i = member[a, x]
-                    for y in range(-1, filled[b]):
-                        difference = costs[i]
-                        larger = sizes[i]
-                        if y >= 0:
-                            difference -= costs[member[b, y]]
-                            larger -= sizes[member[b, y]]
-                        reached = max(top - difference, top - gap + difference)
-                        if (
-                            reached >= best
-                            or size[first + b] + larger > capacity
-                            or size[first + a] - larger > capacity
-                        ):
-                            continue
-                        if y < 0 and filled[b] == member.shape[1]:
-                            continue
-                        if caps.shape[0] and not exchange_fits(
-                            extra,
-                            held,
-                            i,
-                            member[b, y] if y >= 0 else -1,
-                            first + a,
-                            first + b,
-                            caps,
-                        ):
-                            continue
-                        best, b_best, x_best, y_best = reached, b, x, y
-            if b_best < 0:
-                break
-            i = member[a, x_best]
-            j = member[b_best, y_best] if y_best >= 0 else -1
-            exchange(
-                i, j, first + a, first + b_best, sizes, costs, extra, size, cost, held, pack_of
-            )
-            if j >= 0:
-                member[a, x_best] = j
-                member[b_best, y_best] = i
-            else:
-                filled[a] -= 1
-                member[a, x_best] = member[a, filled[a]]
-                member[b_best, filled[b_best]] = i
-                filled[b_best] += 1
-
-
-@kernel
-def exchange_fits(
-    extra: FloatArray, held: FloatArray, i: int, j: int, a: int, b: int, caps: FloatArray
-) -> bool:
-    """Whether both packs keep their further limits if i leaves a for b, and j (or none) returns."""
-    for d in range(caps.shape[0]):
-        more = extra[i, d] - (extra[j, d] if j >= 0 else 0.0)
-        if held[b, d] + more > caps[d] or held[a, d] - more > caps[d]:
-            return False
-    return True
-
-
-@kernel
-def exchange(
-    i: int,
-    j: int,
-    a: int,
-    b: int,
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    size: IntArray,
-    cost: FloatArray,
-    held: FloatArray,
-    pack_of: IntArray,
-) -> None:
-    """Unit i goes from pack a to pack b; unit j, unless -1, comes back."""
-    for unit, source, target in ((i, a, b), (j, b, a)):
-        if unit < 0:
-            continue
-        pack_of[unit] = target
-        size[source] -= sizes[unit]
-        size[target] += sizes[unit]
-        cost[source] -= costs[unit]
-        cost[target] += costs[unit]
-        for d in range(held.shape[1]):
-            held[source, d] -= extra[unit, d]
-            held[target, d] += extra[unit, d]
 
 
 @kernel
