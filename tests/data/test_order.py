@@ -1,0 +1,64 @@
+"""The order of an epoch is a bijection, seeded, and made without an array."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep.data.order import EpochOrder
+from evenstep.errors import InputError
+
+
+@given(st.integers(0, 3000), st.integers(0, 2**63), st.integers(0, 1000))
+def test_every_sample_has_one_position(count: int, seed: int, epoch: int) -> None:
+    order = EpochOrder(count=count, seed=seed, epoch=epoch)
+    assert sorted(order.samples(np.arange(count))) == list(range(count))
+
+
+@given(st.integers(1, 10**12), st.integers(0, 100))
+def test_a_position_does_not_depend_on_the_window_it_is_asked_in(count: int, seed: int) -> None:
+    order = EpochOrder(count=count, seed=seed, epoch=3)
+    positions = np.unique(np.linspace(0, count - 1, 7).astype(np.int64))
+    together = order.samples(positions)
+    assert [order.samples(np.array([p]))[0] for p in positions] == together.tolist()
+    assert len(np.unique(together)) == len(positions)
+    assert ((together >= 0) & (together < count)).all()
+
+
+def test_seeds_and_epochs_never_share_an_order() -> None:
+    """Adding seed and epoch up would make (1000, 0) the same as (0, 1000)."""
+    orders = [
+        tuple(EpochOrder(count=50, seed=seed, epoch=epoch).samples(np.arange(50)))
+        for seed, epoch in [
+            (0, 0),
+            (0, 1),
+            (1, 0),
+            (1000, 0),
+            (0, 1000),
+            (999, 1),
+            (11, 1),
+            (1, 11),
+        ]
+    ]
+    assert len(set(orders)) == len(orders)
+
+
+def test_the_order_looks_random() -> None:
+    """Where samples land is uncorrelated with where they came from, and neighbours part."""
+    order = EpochOrder(count=100_000, seed=5, epoch=0)
+    samples = order.samples(np.arange(100_000))
+    assert abs(np.corrcoef(samples, np.arange(100_000))[0, 1]) < 0.01
+    steps = np.abs(np.diff(samples))
+    assert abs(steps.mean() / 100_000 - 1 / 3) < 0.01
+    counts = np.bincount(samples[:1000] // 10_000, minlength=10)
+    assert ((counts > 60) & (counts < 140)).all()
+
+
+def test_without_shuffling_samples_keep_their_own_order() -> None:
+    order = EpochOrder(count=4, seed=1, epoch=2, shuffle=False)
+    assert order.samples(np.arange(4)).tolist() == [0, 1, 2, 3]
+
+
+def test_positions_outside_the_epoch_are_refused() -> None:
+    with pytest.raises(InputError, match="outside an epoch of 3 samples"):
+        EpochOrder(count=3, seed=0, epoch=0).samples(np.array([1, 3]))
