@@ -85,14 +85,15 @@ def fill_waves(
     capacity: int,
     ranks: int,
     positions: int,
+    levelled: int,
     brim: float,
 ) -> tuple[IntArray, IntArray, FloatArray, FloatArray, int]:
     """(pack of each unit, then size, cost and extras of each pack, units that found no place).
 
-    Units come largest first. Pack p * ranks + r is rank r's in wave p. `brim` says how much of
-    the spare room a wave may use up: 0 spreads it evenly over all waves, 1 fills each wave to
-    the capacity and leaves the spare room to the last; below 0, units simply go, largest first,
-    to the cheapest pack of the wave with room.
+    Units come largest first. Pack p * ranks + r is rank r's in wave p. The first `levelled` waves
+    get partners that level their packs; in the others, units simply go, largest first, to the
+    cheapest pack of the wave with room. `brim` says how much of the spare room a levelled wave
+    may use up: 0 spreads it evenly over all waves, 1 fills each wave to the capacity.
     """
     n = sizes.shape[0]
     packs = ranks * positions
@@ -121,7 +122,7 @@ def fill_waves(
             place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
             level = max(level, costs[unit] - rate * sizes[unit], costs[unit] - rate * target)
             unit = at_or_after(after, unit + 1)
-        if brim < 0 or p == positions - 1:
+        if p >= levelled:
             fill_cheapest(
                 first, ranks, unit, sizes, costs, extra, caps, capacity,
                 size, cost, held, pack_of, after, before,
@@ -214,9 +215,10 @@ def best_waves(
     best_pack = np.empty(0, np.int64)
     best_cost = np.empty(0)
     best = np.inf
-    for brim in (0.3, -1.0, 1.0):
+    quarter, half = max(positions // 4, 1), max(positions // 2, 1)
+    for levelled, brim in ((positions - quarter, 0.3), (positions - half, 1.0), (0, 1.0)):
         pack_of, size, cost, held, missing = fill_waves(
-            sizes, costs, extra, caps, capacity, ranks, positions, brim
+            sizes, costs, extra, caps, capacity, ranks, positions, levelled, brim
         )
         if missing > 0:
             continue
@@ -226,6 +228,6 @@ def best_waves(
         reached = lock_step(cost, ranks, positions)
         if reached < best:
             best, best_pack, best_cost = reached, pack_of, cost
-        if best <= costs.sum() / ranks * _GOOD:
+        if best <= costs.sum() / ranks * _GOOD or brim == 1.0:
             break
     return best_pack, best_cost
