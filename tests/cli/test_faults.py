@@ -104,7 +104,9 @@ FAULTS = {
         "Did you mean max_tokens?", options=(*BUDGET, *sets("layout.max_token=1"))
     ),
     "an override without a value": Fault("key=value", options=sets("layout.max_tokens")),
-    "a budget of more than 64 bits": Fault("64 bits", options=sets(f"layout.max_tokens={2**70}")),
+    "a budget of more than 64 bits": Fault(
+        "between 1 and", options=sets(f"layout.max_tokens={2**70}")
+    ),
     "an over-long sample": Fault("sample 1 has 400 tokens", make=text("3 400")),
     "no ranks": Fault("topology.dp is 0", options=(*BUDGET, *sets("topology.dp=0"))),
     "virtual stages without a pipeline": Fault(

@@ -97,6 +97,42 @@ FAULTS = {
     "a sample is dropped": Fault(
         "segments_once", packed, lambda p: changed(p, step_of=at(p.step_of, 2, -1))
     ),
+    "a fitting sample is cut": Fault(
+        "overflow_as_asked",
+        Recipe(layout=Packed(max_tokens=16), overflow="truncate"),
+        lambda p: with_segments(p, length=np.ones(8, np.int64)),
+    ),
+    "a fitting sample is dropped": Fault(
+        "overflow_as_asked",
+        Recipe(layout=Packed(max_tokens=16), overflow="drop"),
+        lambda p: changed(p, step_of=np.full(8, -1)),
+    ),
+    "a sample that may not run alone is over-long": Fault(
+        "overflow_as_asked",
+        Recipe(layout=Packed(max_tokens=16), overflow="alone"),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(max_tokens=7))),
+    ),
+    "a short sample alone is far too wide": Fault(
+        "slots_within_budget",
+        Recipe(layout=Packed(max_tokens=8), overflow="alone"),
+        lambda p: changed(p, widths=np.full(p.micro_batches, 1000)),
+    ),
+    "a step holds too many tokens": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=16), steps=Steps(tokens=12)),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(max_tokens=16), steps=Steps(tokens=8))),
+    ),
+    "steps hold fewer samples than asked": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=2)),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=4))),
+    ),
+    "a segment names no sample": Fault(
+        "offsets_nest", packed, lambda p: with_segments(p, sample=at(p.segments.sample, 0, 99))
+    ),
+    "a column is too short": Fault(
+        "offsets_nest", packed, lambda p: changed(p, step_of=np.zeros(3, np.int64))
+    ),
     "a micro-batch is over budget": Fault(
         "slots_within_budget", packed, lambda p: changed(p, widths=at(p.widths, 0, 17))
     ),

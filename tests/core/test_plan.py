@@ -169,7 +169,7 @@ def test_lengths_that_cannot_be_planned_are_refused_by_name(
 
 def test_groups_and_columns_must_match_the_samples() -> None:
     recipe = Recipe(layout=Packed(max_tokens=8))
-    with pytest.raises(InputError, match="groups has 1 entries for 2 samples"):
+    with pytest.raises(InputError, match="1 entries of group for 2 samples"):
         make_plan([1, 2], recipe, groups=[0])
     limited = Recipe.from_dict(
         recipe.to_dict() | {"limits": {"segments": None, "cost": None, "columns": {"patches": 3}}}

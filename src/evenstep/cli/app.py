@@ -55,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         message = str(error.format_message())  # type: ignore[attr-defined]
         return _fault(f"{message.rstrip('.')}, so nothing was done. See `evenstep --help`.")
+    except OSError as error:
+        return _fault(
+            f"standard output cannot be written ({error.strerror or error}), so the result is "
+            f"lost. Free some space or choose another place."
+        )
     except MemoryError:
         return _fault("memory does not suffice, so nothing was done. Plan fewer samples or ranks.")
     return code if isinstance(code, int) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | Non
     """
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
-        job.first(64).plan(recipe)
+        with contextlib.suppress(PlanError):  # what the first samples cannot, all may
+            job.first(64).plan(recipe)
         began = time.perf_counter()
         plan = job.plan(recipe, progress)
         seconds = time.perf_counter() - began

@@ -14,12 +14,12 @@ from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout, Packed
 from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.topology import Topology
+from evenstep.core.validate import MOST
 from evenstep.errors import ConfigError
 
 DEFAULT_KIND = "packed"
 
 _PARTS: dict[str, type] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
-_LARGEST = 2**62  # what still adds up in 64 bits
 
 
 def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
@@ -34,10 +34,9 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     rest = dict(data)
     layout, faults = _layout(rest.pop("layout", {}))
     # A layout that fails leaves this one in its place, so that the other faults still show.
-    rest["layout"] = layout or Packed(max_tokens=_LARGEST - 1)
+    rest["layout"] = layout or Packed(max_tokens=MOST)
     try:
         recipe = cast(Recipe, _adapter(Recipe).validate_python(rest))
-        faults += _too_large(recipe.to_dict())
     except ValidationError as error:
         faults += [_sentence(detail, data) for detail in error.errors(include_url=False)]
     if not faults:
@@ -68,16 +67,6 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     # pydantic takes a config for a union but not for a bare dataclass; None itself never arrives.
     either = cast(Any, kind | None)
     return TypeAdapter(either, config=ConfigDict(extra="forbid", allow_inf_nan=False))
-
-
-def _too_large(data: object, path: str = "") -> list[str]:
-    """A fault for every number anywhere in `data` of which sums would overflow."""
-    if isinstance(data, Mapping):
-        prefix = f"{path}." if path else ""
-        return [fault for key in data for fault in _too_large(data[key], f"{prefix}{key}")]
-    if isinstance(data, int) and abs(data) >= _LARGEST:
-        return [f"{path} is {data}, more than 64 bits can add up. Lower it."]
-    return []
 
 
 def _sentence(detail: ErrorDetails, data: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> str:

@@ -41,8 +41,12 @@ def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, IntArray]]:
     at = 8 + size
     for name in sorted(data["arrays"]):
         count = data["arrays"][name]
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"{name} has {count} entries")
         arrays[name] = np.frombuffer(payload, "<i8", count, at).astype(np.int64)
         at += 8 * count
+    if at != len(payload):
+        raise ValueError(f"{len(payload) - at} bytes are left over")
     return data["header"], arrays
 
 
@@ -75,7 +79,12 @@ def read(path: str | os.PathLike[str]) -> bytes:
             f"{path} is damaged or cut short (its digest does not match), so nothing in it can "
             f"be trusted. Save the plan again."
         )
-    return zlib.decompress(body)
+    try:
+        return zlib.decompress(body)
+    except zlib.error as error:
+        raise FileError(
+            f"{path} holds no plan ({error}), so there is nothing to read. Save the plan again."
+        ) from None
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:

@@ -71,22 +71,20 @@ def _l2(ordered: IntArray, capacity: int) -> int:
     return int(max(bound.max(), -(-int(total[-1]) // capacity)))
 
 
-def row_bound(widths: NDArray[np.integer], counts: NDArray[np.integer], budget: int) -> int:
-    """At least so many padded micro-batches are needed for units of so many rows and such width.
+def row_bound(widths: NDArray[np.integer], budget: int) -> int:
+    """At least so many padded micro-batches are needed for rows of these widths.
 
     From the widest down, a micro-batch takes rows while rows times its widest stays in budget;
-    for single rows no grouping does better.
+    no grouping does better.
 
-    >>> row_bound(np.array([8, 8, 3, 3]), np.ones(4, np.int64), 16)
+    >>> row_bound(np.array([8, 8, 3, 3]), 16)
     2
     """
-    bound, left, width = 0, 0, 0
-    for index in np.argsort(-widths, kind="stable"):
-        rows = int(counts[index])
-        if left < rows or bound == 0:
-            width = int(widths[index])
-            bound, left = bound + 1, budget // width
-        left -= rows
+    ordered = np.sort(widths)[::-1]
+    bound, at = 0, 0
+    while at < len(ordered):
+        at += max(budget // int(ordered[at]), 1)
+        bound += 1
     return bound
 
 

@@ -6,13 +6,17 @@ Every check returns what is wrong as sentences; an empty list is a proof. `CHECK
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenstep.core.layout import Fixed, PackedStatic, Padded
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.errors import PlanError
+
+BoolArray: TypeAlias = NDArray[np.bool_]
 
 _SHOWN = 3  # violations named per check; the rest is counted
 
@@ -39,14 +43,23 @@ def offsets_nest(plan: Plan) -> list[str]:
         wrong.append(f"{len(plan.cell_offsets) - 1} cells do not divide into {plan.ranks} ranks")
     if (np.diff(plan.micro_offsets) < 1).any() or (plan.widths < 1).any():
         wrong.append("a micro-batch has no row or no width")
+    count = len(plan.lengths)
+    columns = {"step_of": plan.step_of, **plan.columns}
+    if plan.groups is not None:
+        columns["groups"] = plan.groups
+    wrong += [
+        f"{name} has {len(column)} entries for {count} samples"
+        for name, column in columns.items()
+        if len(column) != count
+    ]
+    if ((plan.segments.sample < 0) | (plan.segments.sample >= count)).any():
+        wrong.append("a segment names a sample that does not exist")
     return wrong
 
 
 def segments_once(plan: Plan) -> list[str]:
     """Every token of every sample runs exactly once, unless it was dropped or cut off."""
     recipe, segments = plan.recipe, plan.segments
-    if ((segments.sample < 0) | (segments.sample >= len(plan.lengths))).any():
-        return ["a segment names a sample that does not exist"]
     by = np.lexsort((segments.start, segments.sample))
     sample, start, length = segments.sample[by], segments.start[by], segments.length[by]
     first = np.ones(len(by), bool)
@@ -65,10 +78,33 @@ def segments_once(plan: Plan) -> list[str]:
     else:
         whole = np.where(kept, plan.lengths, 0)
         wrong += _named(np.flatnonzero((ends != whole) & (pieces > 0)), "does not run to its end")
-    if recipe.overflow != "drop":
-        wrong += _named(np.flatnonzero(~kept), "was dropped without leave")
-    if recipe.overflow != "split":
-        wrong += _named(np.flatnonzero(pieces > 1), "was split without leave")
+    return wrong
+
+
+def overflow_as_asked(plan: Plan) -> list[str]:
+    """Only samples that are too long are dropped, cut, split or given more than the budget."""
+    recipe, limit = plan.recipe, plan.recipe.longest_segment
+    count = len(plan.lengths)
+    sample, length = plan.segments.sample, plan.segments.length
+    kept = sum_by(sample, length, count).astype(np.int64)
+    pieces = np.bincount(sample, minlength=count)
+    over = np.zeros(count, bool) if limit is None else plan.lengths > limit
+    beyond = length > (limit or int(length.max(initial=0)))
+    faults = {
+        "drop": (plan.step_of < 0, "was dropped"),
+        "truncate": ((kept > 0) & (kept < plan.lengths), "was cut"),
+        "split": (pieces > 1, "was split"),
+    }
+    wrong = []
+    for policy, (happened, fault) in faults.items():
+        if recipe.overflow != policy:
+            wrong += _named(np.flatnonzero(happened), f"{fault} without leave")
+        elif limit is not None:
+            wrong += _named(np.flatnonzero(happened & ~over), f"{fault} though it fits")
+    if recipe.overflow == "truncate":
+        wrong += _named(np.flatnonzero(over & (kept != limit)), "was not cut to what fits")
+    if recipe.overflow != "alone":
+        wrong += _named(sample[beyond], "is longer than any micro-batch can hold")
     return wrong
 
 
@@ -79,8 +115,22 @@ def slots_within_budget(plan: Plan) -> list[str]:
         return []
     over = plan.slots > budget
     if plan.recipe.overflow == "alone":
-        over &= np.diff(plan.segment_offsets) != 1
+        over &= ~_runs_alone(plan)
     return [f"micro-batch {m} has {plan.slots[m]} slots of {budget}" for m in _some(over)]
+
+
+def _runs_alone(plan: Plan) -> BoolArray:
+    """Which micro-batches hold one over-long segment, and are no wider than it needs."""
+    limit, offsets = plan.recipe.longest_segment, plan.segment_offsets
+    if limit is None or len(plan.segments) == 0:
+        return np.zeros(plan.micro_batches, bool)
+    first = np.minimum(offsets[:-1], len(plan.segments) - 1)
+    unit = plan.recipe.width_unit
+    needed = -(-plan.segments.length[first] // unit) * unit
+    fixed = getattr(plan.recipe.layout, "pad_to", None) or 0
+    alone = (np.diff(offsets) == 1) & (plan.segments.length[first] > limit)
+    tight = plan.widths == np.maximum(needed, fixed)
+    return np.asarray(alone & (plan.rows == 1) & tight, np.bool_)
 
 
 def rows_hold_segments(plan: Plan) -> list[str]:
@@ -103,7 +153,7 @@ def widths_aligned(plan: Plan) -> list[str]:
     if fixed is not None:
         off = plan.widths != fixed
         if plan.recipe.overflow == "alone":
-            off &= plan.widths < fixed
+            off &= ~_runs_alone(plan)
         wrong += [f"micro-batch {m} is {plan.widths[m]} wide, not {fixed}" for m in _some(off)]
     return wrong
 
@@ -145,16 +195,34 @@ def samples_stay_in_step(plan: Plan) -> list[str]:
     sample = plan.segments.sample
     wrong = _named(sample[cell // plan.ranks != plan.step_of[sample]], "left its step")
     asked = plan.recipe.steps
-    dealt = plan.step_of[plan.step_of >= 0]
-    if asked.samples is not None:
-        count = np.bincount(dealt, minlength=plan.steps)
-        wrong += [f"step {s} has {count[s]} samples" for s in _some(count > asked.samples)]
-    if asked.micro_batches is not None:
-        count = np.diff(plan.cell_offsets)[:: plan.ranks]
-        most = -(-asked.micro_batches // plan.recipe.topology.multiple)
-        most *= plan.recipe.topology.multiple
-        wrong += [f"step {s} has {count[s]} micro-batches a rank" for s in _some(count > most)]
-    return wrong
+    if asked.micro_batches is None:
+        return wrong + _named(np.flatnonzero(plan.step_of != _dealt(plan)), "is in a wrong step")
+    count = np.diff(plan.cell_offsets)[:: plan.ranks]
+    most = asked.micro_batches
+    return wrong + [f"step {s} has {count[s]} micro-batches a rank" for s in _some(count > most)]
+
+
+def _dealt(plan: Plan) -> IntArray:
+    """The step that each sample belongs to by order alone; groups stand where they begin."""
+    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
+    expected = np.full(len(plan.lengths), -1, np.int64)
+    expected[kept] = 0
+    limit = asked.samples or asked.tokens
+    if limit is None or len(kept) == 0:
+        return expected
+    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
+    owner = np.arange(len(kept))
+    if plan.groups is not None:
+        _, first, owner = np.unique(plan.groups[kept], return_index=True, return_inverse=True)
+        owner = np.argsort(np.argsort(first))[owner]
+    step, held, steps = 0, 0, []
+    for load in sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64).tolist():
+        if held and held + load > limit:
+            step, held = step + 1, 0
+        held += load
+        steps.append(step)
+    expected[kept] = np.array(steps)[owner]
+    return expected
 
 
 def groups_together(plan: Plan) -> list[str]:
@@ -169,7 +237,8 @@ def groups_together(plan: Plan) -> list[str]:
     by = np.lexsort((place, group))
     same = (group[by][1:] == group[by][:-1]) & (place[by][1:] != place[by][:-1])
     parted = np.unique(group[by][1:][same])
-    return [f"group {g} is spread over several {plan.recipe.groups}s" for g in parted[:_SHOWN]]
+    places = {"micro_batch": "micro-batches", "step": "steps"}[plan.recipe.groups]
+    return [f"group {g} is spread over several {places}" for g in parted[:_SHOWN]]
 
 
 def shapes_equal(plan: Plan) -> list[str]:
@@ -235,6 +304,7 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
     for check in (
         offsets_nest,
         segments_once,
+        overflow_as_asked,
         slots_within_budget,
         rows_hold_segments,
         widths_aligned,
@@ -265,7 +335,7 @@ def assert_valid(plan: Plan) -> None:
         raise PlanError(f"the plan breaks its promises and must not run ({lines}). Plan again.")
 
 
-def _some(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
+def _some(mask: BoolArray) -> list[int]:
     return [int(index) for index in np.flatnonzero(mask)[:_SHOWN]]
 
 

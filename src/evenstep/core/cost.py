@@ -102,9 +102,14 @@ class Cost:
         times: list[float] = []
         for lengths, time in measurements:
             row = np.asarray(lengths, np.float64)
+            if len(row) == 0:
+                raise InputError(
+                    f"measurement {len(rows)} has no lengths, so its time says nothing about "
+                    f"tokens. Leave it out."
+                )
             rows.append([row.sum(), (row**2).sum(), float(len(row)), 1.0])
             times.append(float(time))
-        if not rows or min(times) <= 0:
+        if not rows or not all(0 < time < float("inf") for time in times):
             raise InputError(
                 "fitting a cost needs at least one measurement and times above 0; "
                 "there is nothing to fit to. Measure some micro-batches first."

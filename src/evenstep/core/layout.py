@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+from evenstep.core.validate import one_of, whole_number
 from evenstep.errors import ConfigError
 
 PackerName: TypeAlias = Literal[
@@ -23,16 +24,14 @@ PackerName: TypeAlias = Literal[
     "best_fit_decreasing",
     "optimal",
 ]
+Cut: TypeAlias = Literal["optimal", "greedy"]
 PACKER_NAMES: tuple[PackerName, ...] = get_args(PackerName)
 
 
-def _positive(layout: str, **fields: int | None) -> None:
+def _positive(**fields: int | None) -> None:
     for name, value in fields.items():
-        if value is not None and value < 1:
-            raise ConfigError(
-                f"layout.{name} is {value}, so a {layout} micro-batch could hold nothing. "
-                f"Set it to 1 or more."
-            )
+        if value is not None:
+            whole_number(f"layout.{name}", value)
 
 
 def _static(layout: str, pad_to: int | None, max_tokens: int | None, round_to: int) -> None:
@@ -63,11 +62,12 @@ class Padded:
     max_tokens: int
     round_to: int = 1
     pad_to: int | None = None
-    cut: Literal["optimal", "greedy"] = "optimal"
+    cut: Cut = "optimal"
 
     def __post_init__(self) -> None:
-        _positive("padded", max_tokens=self.max_tokens, round_to=self.round_to, pad_to=self.pad_to)
+        _positive(max_tokens=self.max_tokens, round_to=self.round_to, pad_to=self.pad_to)
         _static("padded", self.pad_to, self.max_tokens, self.round_to)
+        one_of("layout.cut", self.cut, Cut)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +84,9 @@ class Packed:
     packer: PackerName = "best_fit_decreasing"
 
     def __post_init__(self) -> None:
-        _positive("packed", max_tokens=self.max_tokens, round_to=self.round_to, pad_to=self.pad_to)
+        _positive(max_tokens=self.max_tokens, round_to=self.round_to, pad_to=self.pad_to)
         _static("packed", self.pad_to, self.max_tokens, self.round_to)
+        one_of("layout.packer", self.packer, PackerName)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +99,8 @@ class PackedStatic:
     packer: PackerName = "best_fit_decreasing"
 
     def __post_init__(self) -> None:
-        _positive("packed_static", rows=self.rows, width=self.width)
+        _positive(rows=self.rows, width=self.width)
+        one_of("layout.packer", self.packer, PackerName)
 
     @property
     def max_tokens(self) -> int:
@@ -121,7 +123,6 @@ class Fixed:
 
     def __post_init__(self) -> None:
         _positive(
-            "fixed",
             samples=self.samples,
             max_tokens=self.max_tokens,
             round_to=self.round_to,

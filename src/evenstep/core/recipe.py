@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from evenstep.core.cost import Cost
-from evenstep.core.layout import LAYOUTS, Layout, PackedStatic
+from evenstep.core.layout import LAYOUTS, Layout, PackedStatic, Padded
 from evenstep.core.topology import Topology
+from evenstep.core.validate import one_of, whole_number
 from evenstep.errors import ConfigError
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
@@ -46,10 +49,7 @@ class Steps:
                 f"steps fixes {' and '.join(given)} at once, and both cannot hold. Keep one."
             )
         for name, value in given.items():
-            if value < 1:
-                raise ConfigError(
-                    f"steps.{name} is {value}, so a step would be empty. Set it to 1 or more."
-                )
+            whole_number(f"steps.{name}", value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +57,9 @@ class Limits:
     """Hard limits per micro-batch beside the token budget.
 
     `columns` names further per-sample numbers that the caller brings (image patches, trained
-    tokens) and the most of each that one micro-batch may hold. A packed_static micro-batch
-    shares its limits evenly between its rows.
+    tokens) and the most of each that one micro-batch may hold. Cost counts segments at their
+    aligned lengths; in padded rows, at the full width. A packed_static micro-batch shares its
+    limits evenly between its rows, and keeps a group in one row.
     """
 
     segments: int | None = None
@@ -67,13 +68,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", dict(self.columns))
-        named: dict[str, float | None] = {"segments": self.segments, "cost": self.cost}
-        named.update({f"columns.{name}": value for name, value in self.columns.items()})
-        for name, value in named.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(
-                    f"limits.{name} is {value}, so no sample would ever fit. Set it above 0."
-                )
+        if self.segments is not None:
+            whole_number("limits.segments", self.segments)
+        for name, most in self.columns.items():
+            whole_number(f"limits.columns.{name}", most)
+        if self.cost is not None and not 0 < self.cost < float("inf"):
+            raise ConfigError(
+                f"limits.cost is {self.cost}, so no sample would ever fit. Set it above 0."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +101,9 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, words in _CHOICES.items():
+            one_of(name, getattr(self, name), words)
+        whole_number("seed", self.seed, least=0, most=2**64)
         layout, unit = self.layout, self.width_unit
         for name in ("pad_to", "width"):
             fixed = getattr(layout, name, None)
@@ -141,6 +146,41 @@ class Recipe:
         limit = layout.pad_to or layout.max_tokens
         return None if limit is None else limit // self.width_unit * self.width_unit
 
+    @property
+    def longest_segment(self) -> int | None:
+        """The longest segment that any micro-batch can hold, or None if nothing limits it.
+
+        Budget 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
+        """
+        if self.capacity is None:
+            return None
+        unit = self.topology.alignment
+        fits = self.capacity // unit * unit
+        if self.limits.cost is None:
+            return fits
+        # The cost of one segment grows with its length: bisect for the longest within the limit.
+        low, high = 0, fits // unit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._alone_cost(middle * unit) <= self._cost_limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low * unit
+
+    @property
+    def _cost_limit(self) -> float:
+        """What the segments of one row may cost together."""
+        assert self.limits.cost is not None
+        rows = self.layout.rows if isinstance(self.layout, PackedStatic) else 1
+        return (self.limits.cost - self.cost.per_micro_batch) / rows
+
+    def _alone_cost(self, length: int) -> float:
+        if isinstance(self.layout, Padded):
+            unit = self.width_unit
+            length = self.layout.pad_to or -(-length // unit) * unit
+        return float(self.cost.of_lengths(np.array([length]))[0])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `Recipe.from_dict` reads it back."""
         return {
@@ -162,5 +202,11 @@ class Recipe:
         )
 
 
+_CHOICES: dict[str, Any] = {
+    "balance": Balance,
+    "clock": Clock,
+    "groups": Scope,
+    "overflow": Overflow,
+}
 _PARTS = ("layout", "topology", "steps", "cost", "limits")
 _WORDS = ("balance", "clock", "groups", "equal_sizes", "overflow", "seed")

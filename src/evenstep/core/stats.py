@@ -72,8 +72,7 @@ class _Step:
         self.costs: FloatArray = columns.costs[micro].reshape(shape)
         self.tokens: IntArray = columns.tokens[micro].reshape(shape)
         self.real = int((np.diff(offsets) > 0).sum())
-        sizes, counts, widest = _units(plan, self.segments, columns.aligned[self.segments])
-        self.packs_bound = _packs_bound(plan, sizes, counts, widest)
+        self.packs_bound = _packs_bound(plan, self.segments, columns.aligned[self.segments])
         per_rank = max(1, -(-self.packs_bound // ranks))
         self.per_rank_bound = rounded_up(per_rank, plan.recipe.topology.multiple)
         self.segment_costs = columns.segment_costs[self.segments]
@@ -85,44 +84,44 @@ class _Step:
         if plan.recipe.clock == "micro_batch" and isinstance(plan.recipe.layout, Packed):
             assert capacity is not None
             aligned = columns.aligned[self.segments]
-            bound = lock_step_bound(aligned, self.segment_costs, capacity, ranks)
-            self.floor = max(self.floor, bound)
+            if int(aligned.max(initial=0)) <= capacity:  # none runs alone
+                bound = lock_step_bound(aligned, self.segment_costs, capacity, ranks)
+                self.floor = max(self.floor, bound)
 
 
-def _units(plan: Plan, segments: slice, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """What must share a micro-batch: (slots, rows, widest) of each segment or group."""
-    if plan.groups is None or plan.recipe.groups != "micro_batch":
-        return sizes, np.ones(len(sizes), np.int64), sizes
-    _, owner = np.unique(plan.groups[plan.segments.sample[segments]], return_inverse=True)
-    count = int(owner.max(initial=-1)) + 1
-    widest = np.zeros(count, np.int64)
-    np.maximum.at(widest, owner, sizes)
-    total = np.zeros(count, np.int64)
-    np.add.at(total, owner, sizes)
-    return total, np.bincount(owner, minlength=count), widest
+def _packs_bound(plan: Plan, segments: slice, sizes: IntArray) -> int:
+    """The fewest micro-batches that could hold these segments, given their slots.
 
-
-def _packs_bound(plan: Plan, sizes: IntArray, counts: IntArray, widest: IntArray) -> int:
-    """The fewest micro-batches that could hold these units."""
+    Groups only count where their members share a row; elsewhere the bound ignores them.
+    """
     recipe, layout, capacity = plan.recipe, plan.recipe.layout, plan.recipe.capacity
+    count = len(sizes)
     if isinstance(layout, Padded):
-        assert capacity is not None
         unit = recipe.width_unit
-        widths = np.full_like(widest, layout.pad_to) if layout.pad_to else -(-widest // unit) * unit
-        alone = widths * counts > layout.max_tokens
-        return int(alone.sum()) + row_bound(widths[~alone], counts[~alone], layout.max_tokens)
-    if capacity is None:
-        bound = 0
-    else:
+        widths = np.full_like(sizes, layout.pad_to) if layout.pad_to else -(-sizes // unit) * unit
+        alone = widths > layout.max_tokens
+        return int(alone.sum()) + row_bound(widths[~alone], layout.max_tokens)
+    bound = 0
+    if capacity is not None:
+        if not isinstance(layout, PackedStatic):
+            sizes = _by_group(plan, segments, sizes)
         alone = sizes > capacity
         bound = int(alone.sum()) + pack_bound(sizes[~alone], capacity)
     if isinstance(layout, PackedStatic):
         bound = -(-bound // layout.rows)
     if isinstance(layout, Fixed):
-        bound = max(bound, -(-int(counts.sum()) // layout.samples))
+        bound = max(bound, -(-count // layout.samples))
     if recipe.limits.segments is not None:
-        bound = max(bound, -(-int(counts.sum()) // recipe.limits.segments))
+        bound = max(bound, -(-count // recipe.limits.segments))
     return bound
+
+
+def _by_group(plan: Plan, segments: slice, sizes: IntArray) -> IntArray:
+    """The slots of what must share a micro-batch: each segment, or each group."""
+    if plan.groups is None or plan.recipe.groups != "micro_batch":
+        return sizes
+    _, owner = np.unique(plan.groups[plan.segments.sample[segments]], return_inverse=True)
+    return sum_by(owner, sizes, int(owner.max(initial=-1)) + 1).astype(np.int64)
 
 
 def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[str, Value]:

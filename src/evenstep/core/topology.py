@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evenstep.core.validate import MOST_RANKS, whole_number
 from evenstep.errors import ConfigError
 
 
@@ -26,11 +27,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp", "vpp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"topology.{name} is {getattr(self, name)}, so no rank would ever run. "
-                    f"Set it to 1 or more."
-                )
+            whole_number(f"topology.{name}", getattr(self, name), most=MOST_RANKS)
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
                 f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages only exist "

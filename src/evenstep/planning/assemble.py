@@ -18,7 +18,7 @@ from evenstep.core.segments import Segments
 class StepLayout:
     """One step, decided: micro-batch `rank * per_rank + position` and row of each segment.
 
-    `widths` fixes the width of each position where all ranks must share it.
+    `widths` fixes the width of each position where all ranks must share it; 0 fixes nothing.
     """
 
     segments: Segments
@@ -88,7 +88,8 @@ def _lay_out(step: StepLayout, recipe: Recipe) -> tuple[Segments, IntArray, IntA
         widths = np.maximum(widths, layout.pad_to)
     if step.widths is not None:
         real = np.bincount(step.micro, minlength=count) > 0
-        widths = np.where(real, np.tile(step.widths, ranks), widths)
+        shared = np.tile(step.widths, ranks)
+        widths = np.where(real & (shared > 0), shared, widths)
     if recipe.topology.equal_widths:
         widths = np.full(count, widths.max())
     return step.segments.take(order), per_row, rows, widths

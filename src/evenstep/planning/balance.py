@@ -91,7 +91,7 @@ def pair_sums(costs: FloatArray, row: IntArray) -> tuple[FloatArray, IntArray]:
             sums[k] = costs[row[i]] + costs[row[j]]
             names[k] = i * n + j
             k += 1
-    order = np.argsort(-sums)
+    order = np.argsort(-sums, kind="mergesort")
     return sums[order], names[order]
 
 
@@ -108,7 +108,7 @@ def put_sorted(costs: FloatArray, row: IntArray, at: int, item: int) -> None:
 
 
 @kernel
-def exchange(
+def swap_items(
     costs: FloatArray,
     part_of: IntArray,
     load: FloatArray,
@@ -137,7 +137,7 @@ def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
     Parts keep their number of items. To let an item move alone, give parts items of no cost.
     """
     n = costs.shape[0]
-    order = np.argsort(-costs)
+    order = np.argsort(-costs, kind="mergesort")
     start = np.zeros(parts + 1, np.int64)
     for i in range(n):
         start[part_of[i] + 1] += 1
@@ -176,7 +176,7 @@ def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
                 break
         if with_part >= 0:
             theirs = member[start[with_part] : start[with_part + 1]]
-            exchange(costs, part_of, load, heavy, with_part, mine, theirs, at, to)
+            swap_items(costs, part_of, load, heavy, with_part, mine, theirs, at, to)
             continue
         # No single swap helps any more: two against two.
         if mine.shape[0] > _PAIRS_UP_TO:
@@ -197,7 +197,7 @@ def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
                 for k in range(2):
                     at = int(np.argmax(mine == given[k]))
                     to = int(np.argmax(theirs == taken[k]))
-                    exchange(costs, part_of, load, heavy, other, mine, theirs, at, to)
+                    swap_items(costs, part_of, load, heavy, other, mine, theirs, at, to)
                 with_part = other
                 break
         if with_part < 0:

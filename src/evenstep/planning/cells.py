@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from evenstep.core.bounds import rounded_up
@@ -92,8 +94,10 @@ def _by_rank(
     """Deal equally many segments to each rank first, then form each rank's own packs."""
     ranks = recipe.topology.dp
     rows = recipe.layout.rows if isinstance(recipe.layout, PackedStatic) else 1
-    balance = recipe.balance
-    rank_of = partition(units.cost, ranks, balance, equal_sizes=True)
+    if int(units.count.max(initial=1)) == int(units.count.min(initial=1)):
+        rank_of = partition(units.cost, ranks, recipe.balance, equal_sizes=True)
+    else:
+        rank_of = _deal_groups(units, ranks)
     count = wanted
     while True:
         placed = [
@@ -109,6 +113,17 @@ def _by_rank(
         position, row = inside // rows, inside % rows
         place[own] = position * ranks * rows + rank * rows + row
     return place, count
+
+
+def _deal_groups(units: Units, ranks: int) -> IntArray:
+    """The rank of each unit: most segments first, to the rank with the fewest of them."""
+    rank_of = np.empty(len(units), np.int64)
+    held = [(0, 0.0, rank) for rank in range(ranks)]
+    for unit in np.lexsort((-units.cost, -units.count)).tolist():
+        count, cost, rank = heapq.heappop(held)
+        rank_of[unit] = rank
+        heapq.heappush(held, (count + int(units.count[unit]), cost + units.cost[unit], rank))
+    return rank_of
 
 
 def _rows_of_one_width(units: Units, recipe: Recipe) -> int | None:
@@ -181,4 +196,7 @@ def _greedy(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray,
     place[order] = position * ranks + np.arange(len(units)) % ranks
     widths = np.full(count, recipe.width_unit, np.int64)
     widths[: len(ends)] = widest[ends - 1]
+    assert isinstance(recipe.layout, Padded)
+    # An over-long sample runs alone: it must not widen what runs beside it on other ranks.
+    widths[widths > recipe.layout.max_tokens] = 0
     return place, count, widths

@@ -62,7 +62,7 @@ def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: i
                 else:
                     following[tail[a, slot]] = head[b, other]
                 tail[a, slot] = tail[b, other]
-        ranking = np.argsort(-load[a])
+        ranking = np.argsort(-load[a], kind="mergesort")
         load[b] = load[a][ranking]
         head[b] = head[a][ranking]
         tail[b] = tail[a][ranking]

@@ -15,6 +15,11 @@ from evenstep.planning.split import split_bins
 from evenstep.planning.units import Units
 from evenstep.planning.waves import best_waves
 
+_OPEN = 256  # bins that a fit under several limits looks at
+_SEARCHED = 2048  # units up to which other ways are tried when waves are not even
+_GOOD = 1.003
+_NONE: IntArray = np.empty(0, np.int64)
+
 
 @kernel
 def vector_fit_kernel(
@@ -22,18 +27,22 @@ def vector_fit_kernel(
 ) -> IntArray:
     """Best fit where several limits must hold: the bin of each unit, taken in `order`.
 
-    A unit that breaks a limit by itself gets a bin of its own.
+    A unit that breaks a limit by itself gets a bin of its own. So many bins stay open at a time;
+    when another is needed, the one with the least room is closed.
     """
     n = sizes.shape[0]
     bin_of = np.empty(n, np.int64)
     size = np.zeros(n, np.int64)
     held = np.zeros((n, caps.shape[0]))
-    bins = 0
+    open_bins = np.empty(_OPEN, np.int64)
+    count, bins = 0, 0
     for unit in order:
-        chosen = -1
-        for b in range(bins):
-            room = capacity - size[b]
-            if room < sizes[unit] or (chosen >= 0 and room >= capacity - size[chosen]):
+        chosen, tightest = -1, -1
+        for k in range(count):
+            b = open_bins[k]
+            if tightest < 0 or size[b] > size[open_bins[tightest]]:
+                tightest = k
+            if capacity - size[b] < sizes[unit] or (chosen >= 0 and size[b] <= size[chosen]):
                 continue
             fit = True
             for d in range(caps.shape[0]):
@@ -43,6 +52,10 @@ def vector_fit_kernel(
         if chosen < 0:
             chosen = bins
             bins += 1
+            if count < _OPEN:
+                tightest = count
+                count += 1
+            open_bins[tightest] = chosen
         bin_of[unit] = chosen
         size[chosen] += sizes[unit]
         for d in range(caps.shape[0]):
@@ -50,7 +63,7 @@ def vector_fit_kernel(
     return bin_of
 
 
-def fill_bins(units: Units, capacity: int, packer: str, seed: int) -> Ragged:
+def pack_units(units: Units, capacity: int, packer: str, seed: int) -> Ragged:
     """Units in as few bins as the packer finds; with further limits, by the best fit."""
     if len(units.caps) and len(units):
         order = np.argsort(-units.size, kind="stable")
@@ -71,9 +84,15 @@ def bins_needed(units: Units, capacity: int) -> int:
     for d, cap in enumerate(units.caps):
         column = units.extra[:, d]
         lonely = column > cap
-        least = int(np.ceil(column[~lonely].sum() / cap - 1e-9)) + int(lonely.sum())
-        bound = max(bound, least)
+        rest = column[~lonely & (column > 0)]
+        whole = cap == np.floor(cap) and (rest == np.floor(rest)).all()
+        least = pack_bound(rest.astype(np.int64), int(cap)) if whole else _quotient(rest, cap)
+        bound = max(bound, int(lonely.sum()) + least)
     return max(bound, 1)
+
+
+def _quotient(column: FloatArray, cap: float) -> int:
+    return int(np.ceil(column.sum() / cap - 1e-9))
 
 
 def place_units(
@@ -87,26 +106,53 @@ def place_units(
     """
     multiple = recipe.topology.multiple
     packer = getattr(recipe.layout, "packer", "best_fit_decreasing")
-    least = rounded_up(-(-bins_needed(units, capacity) // ranks), multiple)
+    count = positions or rounded_up(-(-bins_needed(units, capacity) // ranks), multiple)
+    refined = recipe.balance == "refined"
+    found = form_waves(units, capacity, ranks, count) if refined else _NONE
     filled: Ragged | None = None
-    count = positions or least
-    while True:
-        packs = count * ranks
-        if recipe.balance == "refined":
-            found = form_waves(units, capacity, ranks, count)
-            if len(found):
-                break
-        if filled is None:
-            filled = fill_bins(units, capacity, packer, recipe.seed)
-            asked = recipe.steps.micro_batches
-            if asked and len(filled) > asked * ranks:  # the step was dealt by best fit
-                filled = fill_bins(units, capacity, "best_fit_decreasing", recipe.seed)
-        if len(filled) <= packs:
-            found = spread_bins(units, filled, capacity, recipe, ranks, count)
-            break
-        count += multiple
-    costs = sum_by(found, units.cost, count * ranks)
-    return deal_packs(costs, ranks, recipe.balance, recipe.clock)[found], count
+    if len(found) == 0 or _could_be_better(found, units, recipe, ranks, count):
+        filled = pack_units(units, capacity, packer, recipe.seed)
+        most = (recipe.steps.micro_batches or 0) * ranks
+        if most and len(filled) > most:  # the step was dealt by best fit
+            filled = pack_units(units, capacity, "best_fit_decreasing", recipe.seed)
+        if refined and len(filled) > count * ranks and len(units) <= _SEARCHED:
+            better = pack_units(units, capacity, "optimal", recipe.seed)
+            filled = better if len(better) < len(filled) else filled
+    if len(found) == 0:
+        assert filled is not None
+        enough = rounded_up(-(-len(filled) // ranks), multiple)
+        if enough > count:
+            count = enough
+            found = form_waves(units, capacity, ranks, count) if refined else _NONE
+    candidates = [found] if len(found) else []
+    if filled is not None and len(filled) <= count * ranks:
+        candidates.append(spread_bins(units, filled, capacity, recipe, ranks, count))
+    dealt = [_dealt(pack_of, units, recipe, ranks, count) for pack_of in candidates]
+    place, _ = min(dealt, key=lambda pair: pair[1])
+    return place, count
+
+
+def _could_be_better(found: IntArray, units: Units, recipe: Recipe, ranks: int, count: int) -> bool:
+    """Whether bins that are filled first are worth a look: few units, or only the sums count."""
+    if len(units) > _SEARCHED:
+        return False
+    return _dealt(found, units, recipe, ranks, count)[1] > float(units.cost.sum()) / ranks * _GOOD
+
+
+def _dealt(
+    pack_of: IntArray, units: Units, recipe: Recipe, ranks: int, count: int
+) -> tuple[IntArray, float]:
+    """(place of each unit, what the recipe's clock shows)."""
+    costs = sum_by(pack_of, units.cost, count * ranks)
+    place = deal_packs(costs, ranks, recipe.balance, recipe.clock)
+    placed = np.empty_like(costs)
+    placed[place] = costs
+    by_position = placed.reshape(count, ranks)
+    if recipe.clock == "micro_batch":
+        clock = by_position.max(axis=1).sum()
+    else:
+        clock = by_position.sum(axis=0).max()
+    return place[pack_of], float(clock)
 
 
 def form_waves(units: Units, capacity: int, ranks: int, positions: int) -> IntArray:
@@ -114,8 +160,8 @@ def form_waves(units: Units, capacity: int, ranks: int, positions: int) -> IntAr
     order = np.lexsort((-units.cost, -units.size))
     sizes = units.size[order]
     if int((sizes > capacity).sum()) > ranks * positions:
-        return np.empty(0, np.int64)
-    found, _ = best_waves(
+        return _NONE
+    found = best_waves(
         sizes,
         units.cost[order],
         units.extra[order],

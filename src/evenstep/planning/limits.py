@@ -29,6 +29,18 @@ def units_of(
     aligned = -(-segments.length // unit) * unit
     cost = recipe.cost.of_lengths(aligned)
     share = recipe.layout.rows if isinstance(recipe.layout, PackedStatic) else 1
+    limits = recipe.limits
+    for name, limit in (("segments", limits.segments), *limits.columns.items()):
+        if limit is not None and limit < share:
+            raise PlanError(
+                f"the limit {limit} on {name} is shared by {share} rows of a packed_static "
+                f"micro-batch, so a row could hold none. Raise it to {share} or more."
+            )
+    if limits.cost is not None and limits.cost <= recipe.cost.per_micro_batch:
+        raise PlanError(
+            f"limits.cost is {limits.cost} but an empty micro-batch costs "
+            f"{recipe.cost.per_micro_batch} already, so none could hold anything. Raise the limit."
+        )
     taken: list[FloatArray] = []
     caps: list[float] = []
     if recipe.limits.segments is not None:
@@ -111,7 +123,7 @@ def _refuse_group(
     members = segments.sample[units.of_segment == at]
     name = groups[members[0]] if groups is not None else "?"
     raise PlanError(
-        f"group {name} has {units.count[at]} segments and {units.size[at]} slots, {fault}; it "
+        f"group {name} has {units.count[at]} segments and {units.size[at]} slots, {fault}, so it "
         f"could never share a micro-batch (samples {', '.join(map(str, members[:4]))}...). Raise "
         f"the budget, or set groups='step'."
     )

@@ -50,7 +50,7 @@ def best_pair(
 
 
 @kernel
-def fill_bins(
+def fill_to_the_brim(
     lengths: IntArray, capacity: int, spare: int, enough: int, looks: int
 ) -> tuple[IntArray, IntArray, int, int]:
     """(lengths in the order in which they fill bins, the bin of each, bins, looks left).
@@ -154,7 +154,7 @@ def optimal_kernel(lengths: IntArray, capacity: int, bound: int, bins: int) -> I
     for enough in (0, -2, each, -1, 10, -4, 50, 5, 20, 2):
         if bins <= bound or looks == 0:
             break
-        filled, bin_of, used, looks = fill_bins(lengths, capacity, spare, enough, looks)
+        filled, bin_of, used, looks = fill_to_the_brim(lengths, capacity, spare, enough, looks)
         if used < bins:
             bins = used
             best = name_items(lengths, filled, bin_of)

@@ -63,6 +63,9 @@ def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragg
     >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
     [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
     """
+    total = int(lengths.sum())
+    if total <= capacity:
+        return Ragged(np.argsort(-lengths, kind="stable"), np.array([0, len(lengths)]))
     return best_fit(lengths, capacity)
 
 
@@ -147,8 +150,7 @@ def pack(
                 f"item {at} has length {items[at]} but a bin holds {capacity}; it could never be "
                 f"packed. Raise the capacity, or split or drop the item."
             )
-        # A bin never needs to hold more than everything.
-        packed = PACKERS[packer.lower()](items, min(capacity, int(items.sum())), seed)
+        packed = PACKERS[packer.lower()](items, capacity, seed)
     target = rounded_up(max(len(packed), min_bin_count), bin_count_multiple)
     if target > len(packed):
         if target > len(items):

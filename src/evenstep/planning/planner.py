@@ -12,10 +12,11 @@ from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.segments import Segments
+from evenstep.core.validate import MOST
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.assemble import StepLayout, assemble
 from evenstep.planning.cells import place_step
-from evenstep.planning.joint import fill_bins
+from evenstep.planning.joint import pack_units
 from evenstep.planning.limits import check_units, units_of
 from evenstep.planning.segment import cut_samples
 from evenstep.planning.steps import deal_steps
@@ -39,9 +40,9 @@ def make_plan(
     >>> [micro.segments.sample.tolist() for micro in plan[0, 0]]
     [[0, 3], [1, 2]]
     """
-    counts = _integers("length", lengths, least=1)
+    counts = _integers("length", lengths, 1, MOST)
     n = len(counts)
-    group_ids = None if groups is None else _column("groups", groups, n)
+    group_ids = None if groups is None else _column("group", groups, n, -(2**63), 2**63 - 1)
     limited = {name: _limited(name, columns, n) for name in recipe.limits.columns}
     multiple, asked = recipe.topology.multiple, recipe.steps.micro_batches
     if asked is not None and asked % multiple:
@@ -58,7 +59,7 @@ def make_plan(
     step_of[kept] = deal_steps(
         recipe.steps,
         kept,
-        tokens[kept],
+        (tokens if asked else counts)[kept],
         group_ids,
         lambda chosen: _fits_step(kept[chosen], segments, recipe, limited, group_ids),
         _most_tokens(recipe, tokens),
@@ -88,19 +89,25 @@ def _fits_step(
     """Whether these samples fill no more micro-batches than a step has, by best fit."""
     asked, ranks = recipe.steps.micro_batches, recipe.topology.dp
     assert asked is not None
-    member = np.zeros(int(segments.sample.max()) + 1, bool)
-    member[samples] = True
-    chosen = segments.take(np.flatnonzero(member[segments.sample]))
+    chosen = segments.take(_segments_of(np.sort(samples), segments))
     units = units_of(chosen, recipe, limited, groups)
     layout, capacity = recipe.layout, recipe.capacity
     if isinstance(layout, Padded) or recipe.equal_sizes:
         return place_step(chosen, units, recipe, None).per_rank <= asked
     if isinstance(layout, Fixed):
-        units, capacity = units.by_count(layout.max_tokens), layout.samples
+        units, capacity = units.by_count(capacity), layout.samples
     assert capacity is not None
-    bins = len(fill_bins(units, capacity, "best_fit_decreasing", 0))
+    bins = len(pack_units(units, capacity, "best_fit_decreasing", 0))
     rows = layout.rows if isinstance(layout, PackedStatic) else 1
     return bins <= asked * ranks * rows
+
+
+def _segments_of(samples: IntArray, segments: Segments) -> IntArray:
+    """The places of all segments of these samples; segments are in sample order."""
+    first = np.searchsorted(segments.sample, samples, "left")
+    count = np.searchsorted(segments.sample, samples, "right") - first
+    before = np.cumsum(count) - count
+    return np.repeat(first - before, count) + np.arange(int(count.sum()))
 
 
 def _most_tokens(recipe: Recipe, tokens: IntArray) -> int:
@@ -112,46 +119,36 @@ def _most_tokens(recipe: Recipe, tokens: IntArray) -> int:
     return asked * recipe.topology.dp * budget
 
 
-def _integers(name: str, values: ArrayLike, least: int | None) -> IntArray:
+def _integers(what: str, values: ArrayLike, least: int, most: int) -> IntArray:
     """A flat int64 copy of `values`, or an error that names the sample at fault."""
     try:
         array = np.asarray(values)
-    except ValueError:
+    except (ValueError, OverflowError):
         array = np.empty((0, 0))
-    if array.ndim != 1 or array.dtype.kind not in "iufO" or array.dtype.kind == "O":
-        if array.size == 0 and array.ndim == 1:
-            return np.empty(0, np.int64)
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise InputError(
-            f"{name}s have shape {array.shape} and type {array.dtype}; a plan needs one whole "
+            f"{what} has shape {array.shape} and type {array.dtype}; a plan needs one whole "
             f"number per sample. Pass a flat sequence of integers."
         )
+    whole = np.ones(len(array), bool)
     if array.dtype.kind == "f":
-        bad = np.flatnonzero(~np.isfinite(array) | (array != np.floor(array)))
-        if len(bad):
-            raise InputError(
-                f"sample {bad[0]} has {name} {array[bad[0]]}, which is not a whole number, so it "
-                f"cannot be planned. Give every sample an integer."
-            )
-    if least is not None:
-        bad = np.flatnonzero(array < least)
-        if len(bad):
-            raise InputError(
-                f"sample {bad[0]} has {name} {array[bad[0]]}, so it holds nothing to train on and "
-                f"cannot be planned. Remove samples without tokens."
-            )
-    if array.size and array.max() > 2**40:
+        whole = np.isfinite(array) & (array == np.floor(array))
+    bad = np.flatnonzero(~whole | (array < least) | (array > most))
+    if len(bad):
         raise InputError(
-            f"sample {int(array.argmax())} has {name} {array.max()}, more than any model can read; "
-            f"sums would overflow. Check the unit of the {name}s."
+            f"sample {bad[0]} has {what} {array[bad[0]]}, which cannot be planned. Give every "
+            f"sample a whole number between {least} and {most}, or leave it out."
         )
     return array.astype(np.int64)
 
 
-def _column(name: str, values: ArrayLike, n: int) -> IntArray:
-    column = _integers(name, values, least=None)
+def _column(name: str, values: ArrayLike, n: int, least: int, most: int) -> IntArray:
+    column = _integers(name, values, least, most)
     if len(column) != n:
         raise InputError(
-            f"{name} has {len(column)} entries for {n} samples, so they cannot be matched. "
+            f"{len(column)} entries of {name} for {n} samples cannot be matched. "
             f"Give one per sample."
         )
     return column
@@ -164,11 +161,4 @@ def _limited(name: str, columns: Mapping[str, ArrayLike] | None, n: int) -> IntA
             f"limits.columns names {name!r} but no such column was given (there is: {have}), so "
             f"the limit cannot be kept. Pass columns={{{name!r}: ...}}."
         )
-    column = _column(f"columns[{name!r}]", columns[name], n)
-    if (column < 0).any():
-        bad = int(np.argmin(column))
-        raise InputError(
-            f"sample {bad} has {name} {column[bad]}; less than nothing cannot be limited. "
-            f"Give 0 or more."
-        )
-    return column
+    return _column(name, columns[name], n, 0, MOST)

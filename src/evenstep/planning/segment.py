@@ -4,43 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.core.layout import Padded
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
-
-
-def longest_segment(recipe: Recipe) -> int | None:
-    """The longest segment that fits a row, or None if any does.
-
-    Budget 100 at alignment 16 holds a segment of 96.
-    """
-    capacity = recipe.capacity
-    if capacity is None:
-        return None
-    unit = recipe.topology.alignment
-    fits = capacity // unit * unit
-    limit = recipe.limits.cost
-    if limit is None:
-        return fits
-    # The cost of one segment grows with its length: bisect for the longest within the limit.
-    low, high = 0, fits // unit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if segment_cost(recipe, middle * unit) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return low * unit
-
-
-def segment_cost(recipe: Recipe, length: int) -> float:
-    """What a micro-batch of one segment of this (aligned) length costs."""
-    if isinstance(recipe.layout, Padded):
-        unit = recipe.width_unit
-        length = recipe.layout.pad_to or -(-length // unit) * unit
-    return float(recipe.cost.of_lengths(np.array([length]))[0]) + recipe.cost.per_micro_batch
 
 
 def cut_samples(lengths: IntArray, recipe: Recipe) -> tuple[Segments, IntArray]:
@@ -49,7 +16,7 @@ def cut_samples(lengths: IntArray, recipe: Recipe) -> tuple[Segments, IntArray]:
     Splitting cuts pieces of the longest length that fits, the last one shorter: a sample of 20 at
     8 becomes 8, 8 and 4.
     """
-    limit = longest_segment(recipe)
+    limit = recipe.longest_segment
     everything = np.arange(len(lengths))
     none = np.empty(0, np.int64)
     over = none if limit is None else np.flatnonzero(lengths > limit)

@@ -14,6 +14,7 @@ from evenstep.planning.first_fit import at_or_after, at_or_before
 from evenstep.planning.kernel import kernel
 from evenstep.planning.relieve import refine_waves
 
+_LOOK = 256  # units looked at in a row that a further limit keeps out
 _GOOD = 1.003  # waves this even are not worth another attempt
 
 
@@ -138,8 +139,10 @@ def fill_waves(
                     unit = at_or_after(after, first_light(sizes, costs, start, rate, due))
                     if unit == n:
                         unit = at_or_before(before, n) - 1
+                    looked = 0
                     while unit < n and not fits(extra, held, unit, pack, caps):
-                        unit = at_or_after(after, unit + 1)
+                        looked += 1
+                        unit = at_or_after(after, unit + 1) if looked < _LOOK else n
                     if unit == n:
                         break
                     place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
@@ -171,7 +174,8 @@ def fill_cheapest(
 ) -> None:
     """Fill one wave from `unit` on, largest first, each unit into the cheapest pack with room."""
     n = sizes.shape[0]
-    while unit < n:
+    refused = 0
+    while unit < n and refused < _LOOK:
         chosen, most = -1, 0
         for pack in range(first, first + ranks):
             room = capacity - size[pack]
@@ -183,9 +187,12 @@ def fill_cheapest(
             ):
                 chosen = pack
         if chosen >= 0:
+            refused = 0
             place(unit, chosen, sizes, costs, extra, size, cost, held, pack_of, after, before)
         elif most == 0:
             break
+        elif most >= sizes[unit]:
+            refused += 1  # there is room, but a further limit is in the way
         unit = at_or_after(after, max(unit + 1, first_fitting(sizes, most)))
 
 
@@ -210,10 +217,9 @@ def best_waves(
     capacity: int,
     ranks: int,
     positions: int,
-) -> tuple[IntArray, FloatArray]:
-    """(pack of each unit, cost of each pack) of the most even attempt; empty if none fits."""
+) -> IntArray:
+    """The pack of each unit in the most even attempt; empty if the units fit in none."""
     best_pack = np.empty(0, np.int64)
-    best_cost = np.empty(0)
     best = np.inf
     quarter, half = max(positions // 4, 1), max(positions // 2, 1)
     for levelled, brim in ((positions - quarter, 0.3), (positions - half, 1.0), (0, 1.0)):
@@ -227,7 +233,7 @@ def best_waves(
         )
         reached = lock_step(cost, ranks, positions)
         if reached < best:
-            best, best_pack, best_cost = reached, pack_of, cost
+            best, best_pack = reached, pack_of
         if best <= costs.sum() / ranks * _GOOD or brim == 1.0:
             break
-    return best_pack, best_cost
+    return best_pack
