@@ -73,7 +73,7 @@ clean: ## Remove .venv, builds and caches
 	@touch $@
 
 .venv/.dev: .venv/.created pyproject.toml constraints.txt
-	@echo "Installing evenstep[dev] into .venv (a minute or two)"
+	@echo "Installing evenstep[dev] into .venv (some minutes: torch)"
 	@$(INSTALL) -e ".[dev]"
 	@touch $@
 

@@ -1,0 +1,39 @@
+"""Helpers for tests, ours and yours. The strategies need Hypothesis, the leak detector torch.
+
+plans   assert_valid_plan, and random cases for `make_plan`
+leaks   find_leaks, assert_no_leaks: do packed segments see each other?
+
+>>> from evenstep import Packed, Recipe, make_plan
+>>> assert_valid_plan(make_plan([5, 3, 4], Recipe(layout=Packed(max_tokens=8))))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from evenstep.core.checks import CHECKS, violations
+from evenstep.testing.plans import Case, assert_valid_plan, cases
+
+if TYPE_CHECKING:
+    from evenstep.testing.leaks import Leak, LeakError, assert_no_leaks, find_leaks
+
+__all__ = [
+    "CHECKS",
+    "Case",
+    "Leak",
+    "LeakError",
+    "assert_no_leaks",
+    "assert_valid_plan",
+    "cases",
+    "find_leaks",
+    "violations",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: plans are tested without torch.
+    if name in ("Leak", "LeakError", "assert_no_leaks", "find_leaks"):
+        from evenstep.testing import leaks
+
+        return getattr(leaks, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,279 @@
+"""Leaks: does what stands in one segment reach another one, or padding reach any?
+
+Shown by perturbation, so any model will do. Every token of one segment is changed; nothing may
+move at the slots of the others, and neither may the gradient of their outputs. The same with all
+padding changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import EvenstepError, InputError
+from evenstep.tensors.batch import Batch
+
+Model: TypeAlias = Callable[[Batch], Tensor]
+
+PADDING = -1
+
+
+class LeakError(EvenstepError, AssertionError):
+    """Packed segments see each other, or padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """What moved although it should not have: pieces are numbered as in `Batch.segment_ids`."""
+
+    changed: int
+    """The piece whose tokens were changed, or `PADDING` for all padding at once."""
+    moved: tuple[int, ...]
+    """The pieces that moved; all others than the changed one for a gradient."""
+    what: Literal["outputs", "gradients"]
+    by: float
+    """The largest move, relative to the largest value."""
+    layer: str | None = None
+    """The first layer that moved while what went into it did not: its name in the model."""
+    layer_type: str | None = None
+
+    def __str__(self) -> str:
+        changed = "padding" if self.changed == PADDING else f"segment {self.changed}"
+        where = f", first in {self.layer} ({self.layer_type})" if self.layer_type else ""
+        pieces = ", ".join(map(str, self.moved))
+        return f"changing {changed} moved the {self.what} of {pieces} by {self.by:.1e}{where}"
+
+
+def find_leaks(
+    model: Model,
+    batch: Batch,
+    *,
+    module: nn.Module | None = None,
+    vocab: int | None = None,
+    gradients: bool = True,
+    tolerance: float = 1e-5,
+    seed: int = 0,
+) -> list[Leak]:
+    """Change one segment at a time and see what else moves; an empty list is proof of isolation.
+
+    `model` is any callable from a batch to one output per slot, (rows, width, ...). If it is not
+    an `nn.Module` itself, pass the `module` inside it to have gradients of its parameters checked
+    and the layer that leaks named. `vocab` is the number of token ids, the size of the last axis
+    by default. Moves up to `tolerance`, relative to the largest value, are rounding.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> leaky = lambda batch: batch.tokens.cumsum(1).double()[..., None]
+    >>> print(*find_leaks(leaky, batch, vocab=10), sep="")
+    changing segment 0 moved the outputs of 1 by 1.2e+00
+    """
+    if module is None and isinstance(model, nn.Module):
+        module = model
+    probe = _Probe(model, batch, module, vocab, tolerance, seed)
+    leaks = []
+    for piece in probe.pieces():
+        leak = probe.outputs(piece)
+        if leak is None and gradients and module is not None:
+            leak = probe.gradients(piece)
+        if leak is not None:
+            leaks.append(leak)
+    return leaks
+
+
+def assert_no_leaks(model: Model, batch: Batch, **options: Any) -> None:
+    """Raise a `LeakError` that says what leaks and where; options as for `find_leaks`."""
+    leaks = find_leaks(model, batch, **options)
+    if leaks:
+        raise LeakError(
+            f"{'; '.join(map(str, leaks))}. Training on such batches mixes samples up. Use an "
+            f"attention that takes the boundaries, or the padded layout."
+        )
+
+
+class _Probe:
+    """One model on one batch, and on that batch with a part of its tokens changed."""
+
+    def __init__(
+        self,
+        model: Model,
+        batch: Batch,
+        module: nn.Module | None,
+        vocab: int | None,
+        tolerance: float,
+        seed: int,
+    ) -> None:
+        self.model, self.batch, self.module, self.tolerance = model, batch, module, tolerance
+        self.real = batch.token_mask
+        self.random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            self.base = model(batch)
+            again = model(batch)
+        self.vocab = vocab or int(self.base.shape[-1])
+        self._check(again)
+        draw = torch.randn(self.base.shape, generator=self.random)
+        self.weights = draw.to(self.base.device, self.base.dtype)
+
+    def _check(self, again: Tensor) -> None:
+        base, batch = self.base, self.batch
+        if tuple(base.shape[:2]) != (batch.rows, batch.width):
+            raise InputError(
+                f"the model gives the shape {tuple(base.shape)} for {batch.rows} rows of "
+                f"{batch.width} slots, so outputs cannot be told apart. Return one per slot."
+            )
+        if self.vocab < 2:
+            raise InputError(
+                f"a vocabulary of {self.vocab} leaves no token to change to. Pass vocab=."
+            )
+        if not base[self.real].isfinite().all():
+            raise InputError(
+                "the model gives infinite or undefined outputs for real tokens, so nothing can be "
+                "told from them. Look for rows of a mask that see nothing."
+            )
+        if self._moved(again - base, self.real):
+            raise InputError(
+                "the model gives other outputs for the same batch, so a move proves nothing. "
+                "Switch randomness off, for example with model.eval()."
+            )
+
+    def pieces(self) -> Iterator[int]:
+        """What to change in turn."""
+        yield from self.batch.segment_ids[self.real].unique().tolist()
+        if not self.real.all():
+            yield PADDING
+
+    def outputs(self, piece: int) -> Leak | None:
+        """Change the piece, compare outputs elsewhere."""
+        others = self._others(piece)
+        changed = self._change(piece)
+        with torch.no_grad():
+            difference = self.model(changed) - self.base
+        if not self._moved(difference, others):
+            return None
+        size = difference.abs().flatten(2).amax(2)
+        scale = self.base[self.real].abs().max()
+        moved = self.batch.segment_ids[others & (size > self.tolerance * scale)].unique()
+        by = float(size[others].max() / scale)
+        return Leak(piece, tuple(moved.tolist()), "outputs", by, *self._locate(changed, others))
+
+    def gradients(self, piece: int) -> Leak | None:
+        """Change the piece, compare the parameters' gradients of the outputs elsewhere."""
+        others = self._others(piece)
+        base, changed = (self._gradient(b, others) for b in (self.batch, self._change(piece)))
+        scale = max((g.abs().max() for g in base), default=torch.tensor(0.0))
+        move = max(((a - b).abs().max() for a, b in zip(base, changed, strict=True)), default=scale)
+        if not scale or move <= self.tolerance * scale:
+            return None
+        moved = tuple(self.batch.segment_ids[others].unique().tolist())
+        return Leak(piece, moved, "gradients", float(move / scale))
+
+    def _gradient(self, batch: Batch, slots: Tensor) -> list[Tensor]:
+        assert self.module is not None
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            total = (self.model(batch) * self.weights)[slots].sum()
+        if not parameters or not total.requires_grad:
+            return []
+        found = torch.autograd.grad(total, parameters, allow_unused=True)
+        return [g.detach() for g in found if g is not None and g.numel()]
+
+    def _slots(self, piece: int) -> Tensor:
+        return ~self.real if piece == PADDING else self.real & (self.batch.segment_ids == piece)
+
+    def _others(self, piece: int) -> Tensor:
+        return self.real & ~self._slots(piece)
+
+    def _change(self, piece: int) -> Batch:
+        """Every token of the piece becomes another one."""
+        shift = torch.randint(1, self.vocab, self.batch.tokens.shape, generator=self.random)
+        other = (self.batch.tokens + shift.to(self.batch.device)) % self.vocab
+        return replace(self.batch, tokens=torch.where(self._slots(piece), other, self.batch.tokens))
+
+    def _moved(self, difference: Tensor, slots: Tensor) -> bool:
+        if not slots.any():
+            return False
+        scale = self.base[self.real].abs().max()
+        return not bool((difference[slots].abs() <= self.tolerance * scale).all())
+
+    # Where ---------------------------------------------------------------------------------------
+
+    def _locate(self, changed: Batch, others: Tensor) -> tuple[str, str] | tuple[None, None]:
+        """The first layer, in the order in which they finish, whose outputs moved at `others`
+        while nothing that it was given did."""
+        if self.module is None:
+            return None, None
+        runs = []
+        for batch in (self.batch, changed):
+            with torch.no_grad(), self._recorded(others) as layers:
+                self.model(batch)
+            runs.append(layers)
+        for before, after in zip(*runs, strict=False):
+            if self._differ(before.outputs, after.outputs) and not self._differ(
+                before.inputs, after.inputs
+            ):
+                return before.name, before.kind
+        return None, None
+
+    def _differ(self, before: list[Tensor], after: list[Tensor]) -> bool:
+        return any(
+            not bool(((b - a).abs() <= self.tolerance * a.abs().max()).all())
+            for a, b in zip(before, after, strict=False)
+            if a.numel() and a.shape == b.shape
+        )
+
+    @contextmanager
+    def _recorded(self, slots: Tensor) -> Iterator[list[_Layer]]:
+        """Every layer's inputs and outputs at some slots, in the order in which layers finish."""
+        layers: list[_Layer] = []
+
+        def hook(name: str) -> Callable[..., None]:
+            def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                given = [*self._at(args, slots), *self._at(kwargs, slots)]
+                layers.append(
+                    _Layer(name, type(module).__name__, given, [*self._at(output, slots)])
+                )
+
+            return record
+
+        assert self.module is not None
+        hooks = [
+            part.register_forward_hook(hook(name), with_kwargs=True)
+            for name, part in self.module.named_modules()
+        ]
+        try:
+            yield layers
+        finally:
+            for each in hooks:
+                each.remove()
+
+    def _at(self, value: Any, slots: Tensor) -> Iterator[Tensor]:
+        """All tensors in a value that have one entry per slot, at some slots."""
+        if isinstance(value, Tensor):
+            rows, width = slots.shape
+            if not value.is_floating_point():
+                return
+            if value.ndim > 2 and tuple(value.shape[:2]) == (rows, width):
+                yield value[slots].detach().clone()
+            elif value.ndim > 1 and value.shape[0] == rows * width:
+                yield value[slots.flatten()].detach().clone()
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                yield from self._at(each, slots)
+        elif isinstance(value, dict):
+            yield from self._at(list(value.values()), slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """What went into a layer and what came out, at the watched slots."""
+
+    name: str
+    kind: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]

@@ -1,0 +1,151 @@
+"""The leak detector finds what leaks, names it, and finds nothing where nothing does."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import InputError
+from evenstep.tensors.batch import Batch
+from evenstep.testing import LeakError, assert_no_leaks, find_leaks
+from evenstep.train.model import Decoder, DecoderShape
+from tests.tensors.batches import RECIPES, VOCAB, batch_of
+
+torch.set_num_threads(1)
+
+LENGTHS = [5, 1, 9, 2]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("backend", [None, "segments", "mask"])
+def test_our_decoder_does_not_leak(recipe: str, backend: str | None) -> None:
+    model = Decoder(DecoderShape(vocab=VOCAB), backend)
+    assert_no_leaks(model, batch_of(LENGTHS, recipe))
+
+
+class Plain(nn.Module):  # type: ignore[misc]
+    """Attention that was never told of boundaries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
+
+
+class Average(nn.Module):  # type: ignore[misc]
+    """Takes something of everything, padding included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class Shift(nn.Module):  # type: ignore[misc]
+    """A convolution over two tokens, in channels-first order as convolutions want it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2))[..., :-1].transpose(1, 2)
+
+
+class Stack(nn.Module):  # type: ignore[misc]
+    """Embedding, layers, head."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 16), *layers, nn.Linear(16, 16))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.head(self.layers(self.embed(batch.tokens)))
+
+
+@pytest.mark.parametrize("layer", [Plain, Average, Shift])
+def test_the_layer_that_leaks_is_named(layer: type[nn.Module]) -> None:
+    leaks = find_leaks(Stack(layer()), batch_of(LENGTHS, "packed with a tail"))
+    assert leaks
+    assert {(leak.layer, leak.layer_type) for leak in leaks} == {("layers.1", layer.__name__)}
+    assert {leak.what for leak in leaks} == {"outputs"}
+
+
+def test_what_moved_is_named() -> None:
+    # Pieces lie in the order in which they were packed; a causal leak reaches only later ones.
+    batch = batch_of(LENGTHS, "packed")
+    leaks = find_leaks(Stack(Plain()), batch)
+    assert [(leak.changed, leak.moved) for leak in leaks] == [
+        (0, (1, 2, 3)), (1, (2, 3)), (2, (3,)),
+    ]  # fmt: skip
+    assert "changing segment 1 moved the outputs of 2, 3 by " in str(leaks[1])
+    assert str(leaks[1]).endswith("first in layers.1 (Plain)")
+
+
+def test_padding_that_is_seen_is_a_leak() -> None:
+    batch = batch_of([4], "packed with a tail")
+    leaks = find_leaks(Stack(Average()), batch)
+    assert [leak.changed for leak in leaks] == [-1]
+    assert str(leaks[0]).startswith("changing padding moved the outputs of 0")
+    assert find_leaks(Stack(Plain()), batch) == []
+
+
+class Backwards(torch.autograd.Function):  # type: ignore[misc]
+    """Right on the way there; on the way back it hands everybody's gradient to everybody."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + grad.mean(1, keepdim=True) * ctx.saved_tensors[0]
+
+
+class Mixed(nn.Module):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return Backwards.apply(x)
+
+
+def test_a_leak_on_the_way_back_alone_is_found_by_the_gradients() -> None:
+    batch, model = batch_of(LENGTHS, "packed"), Stack(Mixed())
+    assert find_leaks(model, batch, gradients=False) == []
+    leaks = find_leaks(model, batch)
+    assert {leak.what for leak in leaks} == {"gradients"}
+
+
+def test_any_callable_will_do_without_names() -> None:
+    batch = batch_of(LENGTHS, "packed")
+    leaks = find_leaks(lambda b: b.tokens.cumsum(1).double()[..., None], batch, vocab=VOCAB)
+    assert leaks[0].layer is None
+    assert find_leaks(lambda b: b.tokens.double()[..., None], batch, vocab=VOCAB) == []
+
+
+def test_an_assertion_says_what_to_do() -> None:
+    with pytest.raises(LeakError, match=r"\(Plain\).*or the padded layout") as caught:
+        assert_no_leaks(Stack(Plain()), batch_of(LENGTHS, "packed"))
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_what_proves_nothing_is_refused() -> None:
+    batch = batch_of(LENGTHS, "packed")
+    with pytest.raises(InputError, match="other outputs for the same batch"):
+        find_leaks(lambda b: torch.rand(*b.tokens.shape, 3), batch)
+    with pytest.raises(InputError, match="undefined outputs"):
+        find_leaks(lambda b: b.tokens.double()[..., None] * torch.nan, batch, vocab=3)
+    with pytest.raises(InputError, match="Return one per slot"):
+        find_leaks(lambda b: b.tokens.double()[0], batch)
+    with pytest.raises(InputError, match="no token to change to"):
+        find_leaks(lambda b: b.tokens.double()[..., None], batch)
+
+
+def test_tests_of_plans_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import evenstep.testing as t; "
+        "t.assert_valid_plan; t.cases(); print(sorted(t.__all__) == t.__all__)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "True"
