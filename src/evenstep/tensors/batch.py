@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError
-from evenstep.tensors.extras import RaggedTensor
+from evenstep.tensors.extras import Alignment, RaggedTensor
 
 IGNORE_INDEX = -100
 
+# label: token-aligned, but moved to the slot that predicts the token, as labels are
+Aligned: TypeAlias = Alignment | Literal["label"]
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Batch:
     """Rows times width. Slots are numbered row by row; pieces tile them.
 
@@ -40,6 +43,7 @@ class Batch:
     starts: Tensor  # (pieces) int64
     max_seqlen: int
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
+    aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
 
     @property
     def rows(self) -> int:
@@ -75,14 +79,35 @@ class Batch:
         """
         if distance < 0:
             raise ConfigError(f"distance {distance} looks back; a label lies ahead. Use 0 or more.")
-        flat = self.targets.reshape(-1)
-        ahead = torch.full_like(flat, IGNORE_INDEX)
-        end = flat.numel() - distance
+        return self.ahead(self.targets, distance, IGNORE_INDEX)
+
+    def ahead(self, values: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
+        """Each slot's own value `distance` tokens later in its segment, `fill` where none follows.
+
+        segments [a b c] [d e] and distance 1 -> [b c .] [e .]
+        """
+        flat = values.reshape(-1, *values.shape[2:])
+        ahead = torch.full_like(flat, fill)
+        end = len(flat) - distance
         if end > 0:
             ahead[:end] = flat[distance:]
         left = self.seqlens[self.segment_ids.reshape(-1)] - self.position_ids.reshape(-1)
-        ahead.masked_fill_(left <= distance, IGNORE_INDEX)
-        return ahead.view_as(self.targets)
+        none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
+        return ahead.masked_fill_(none, fill).view_as(values)
+
+    def at_labels(self, *names: str) -> Batch:
+        """The same batch with these token-aligned extras where labels are: at the slot that
+        predicts their token. Losses do this by themselves; a batch that is to be cut for
+        parallel ranks needs it first, because afterwards the next token may be elsewhere."""
+        extras, aligned = dict(self.extras), dict(self.aligned)
+        for name in names:
+            if aligned.get(name) != "token":
+                raise ConfigError(
+                    f"the extra {name!r} is aligned to {aligned.get(name)!r}, so it has no values "
+                    f"to move. Token-aligned are {[n for n, a in aligned.items() if a == 'token']}."
+                )
+            extras[name], aligned[name] = self.ahead(extras[name]), "label"
+        return replace(self, extras=extras, aligned=aligned)
 
     @property
     def unshifted_labels(self) -> Tensor:

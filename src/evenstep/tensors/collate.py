@@ -80,6 +80,7 @@ class Collator:
             starts=torch.from_numpy(_by_piece(micro.segments.start, place, 0)),
             max_seqlen=int(place.slots.max(initial=0)),
             extras={name: columns.extra(name, extra) for name, extra in self.extras.items()},
+            aligned={name: extra.aligned for name, extra in self.extras.items()},
         )
         return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
 

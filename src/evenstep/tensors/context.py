@@ -1,0 +1,142 @@
+"""Context parallelism: every piece of a batch cut in zigzag, so that causal work is even.
+
+A piece is cut into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. A late chunk
+attends to much, an early one to little; each pair of them costs the same.
+
+    | 0 1 | 2 3 | 4 5 | p p |      size 2: rank 0 holds 0 1 p p, rank 1 holds 2 3 4 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import InputError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.shard import Shard, check_rank, cut, put
+
+
+def shard_context(batch: Batch, rank: int, size: int) -> Shard:
+    """What rank `rank` of `size` context-parallel ranks holds of `batch`.
+
+    Plans with `Topology(cp=size)` align every segment and width so that this works out. Extras
+    that a loss compares with predictions (old log-probs, advantages) go through
+    `batch.at_labels(...)` before the cut. `join_shards` is the inverse.
+
+    >>> from evenstep import Packed, Recipe, Topology, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2))
+    >>> batch = Collator()(make_plan([6], recipe)[0, 0][0], [{"input_ids": range(10, 16)}])
+    >>> [shard_context(batch, rank, 2).tokens.tolist() for rank in range(2)]
+    [[[10, 11, 0, 0]], [[12, 13, 14, 15]]]
+    """
+    check_rank(rank, size)
+    _check_pieces(batch.cu_seqlens, size, batch.sample_ids)
+    slot_ids = _slots(batch.cu_seqlens, rank, size)
+    return cut(batch, slot_ids.view(batch.rows, -1), rank, size)
+
+
+def join_context(parts: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
+    """Per-slot results of all context-parallel ranks -> those of the whole batch.
+
+    `parts[r]` is rank r's (rows, width / size, ...), and `cu_seqlens` the whole batch's, which
+    every shard knows. Gradients flow back to the parts.
+    """
+    shapes = {tuple(part.shape) for part in parts}
+    slots = int(cu_seqlens[-1])
+    if len(shapes) != 1 or sum(part.shape[:2].numel() for part in parts) != slots:
+        raise InputError(
+            f"{len(parts)} parts of the shapes {sorted(shapes)} do not make up the {slots} slots "
+            f"of the batch, so they cannot be joined. Pass one (rows, width / size, ...) part of "
+            f"each rank, in the order of the ranks."
+        )
+    _check_pieces(cu_seqlens, len(parts))
+    boundaries = cu_seqlens.to(parts[0].device)
+    return put(parts, [_slots(boundaries, rank, len(parts)) for rank in range(len(parts))])
+
+
+def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
+    """(slots / size) int64: the slots of rank `rank`, in order.
+
+    cu_seqlens [0, 8, 12], rank 0 of 2 -> [0, 1, 6, 7, 8, 11]
+    """
+    total, device = int(cu_seqlens[-1]), cu_seqlens.device
+    if size == 1:
+        return torch.arange(total, device=device)
+    begin, chunk = cu_seqlens[:-1].long(), cu_seqlens.diff().long() // (2 * size)
+    # (pieces, 2): where this rank's two chunks of each piece begin, in the batch and here
+    numbers = torch.tensor([rank, 2 * size - 1 - rank], device=device)
+    first = (begin[:, None] + chunk[:, None] * numbers).reshape(-1)
+    length = chunk.repeat_interleave(2)
+    shift = first - (length.cumsum(0) - length)
+    here = torch.arange(total // size, device=device)
+    return here + shift.repeat_interleave(length, output_size=total // size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextWork:
+    """(query, key) pairs of each context-parallel rank under a causal mask, padding included.
+
+    `zigzag` is what `shard_context` gives, `contiguous` what one run of slots per rank and piece
+    would. Imbalance is the slowest rank over the mean, 1.0 where all are even.
+    """
+
+    zigzag: Tensor  # (size) int64
+    contiguous: Tensor  # (size) int64
+
+    @property
+    def zigzag_imbalance(self) -> float:
+        """Largest over mean, as cut here."""
+        return _imbalance(self.zigzag)
+
+    @property
+    def contiguous_imbalance(self) -> float:
+        """Largest over mean, had pieces been cut into contiguous runs."""
+        return _imbalance(self.contiguous)
+
+
+def context_work(batch: Batch, size: int) -> ContextWork:
+    """The causal attention work that each of `size` context-parallel ranks has with `batch`.
+
+    One piece of 8 on 2 ranks: zigzag [18, 18], contiguous [10, 26].
+    """
+    _check_pieces(batch.cu_seqlens, size, batch.sample_ids)
+    slots, ranks = batch.cu_seqlens.diff().long()[:, None], torch.arange(size, device=batch.device)
+    run = slots // size
+    contiguous = _pairs(run * ranks, run).sum(0)
+    if size == 1:
+        return ContextWork(contiguous, contiguous)
+    chunk = slots // (2 * size)
+    late = 2 * size - 1 - ranks
+    zigzag = (_pairs(chunk * ranks, chunk) + _pairs(chunk * late, chunk)).sum(0)
+    return ContextWork(zigzag, contiguous)
+
+
+def _pairs(first: Tensor, count: Tensor) -> Tensor:
+    """Keys that `count` queries from position `first` on see: 2 from 3 on see 4 + 5 = 9."""
+    return count * first + count * (count + 1) // 2
+
+
+def _imbalance(work: Tensor) -> float:
+    return float(work.max() / work.double().mean())
+
+
+def _check_pieces(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None = None) -> None:
+    if size > 1 and bool((cu_seqlens.diff() % (2 * size)).any()):
+        _refuse_piece(cu_seqlens, size, sample_ids)
+
+
+def _refuse_piece(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None) -> NoReturn:
+    slots = cu_seqlens.diff()
+    at = int((slots % (2 * size)).ne(0).nonzero()[0])
+    sample = -1 if sample_ids is None else int(sample_ids[at])
+    whose = f"of sample {sample}" if sample >= 0 else f"number {at}"
+    raise InputError(
+        f"the piece {whose} takes {int(slots[at])} slots, not a multiple of {2 * size}, so {size} "
+        f"context-parallel ranks cannot hold two equal chunks of it each. Plan with "
+        f"Topology(cp={size})."
+    )

@@ -1,0 +1,112 @@
+"""Masks: which slots of a batch a slot may see, as the conventions of torch want it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from evenstep.errors import ConfigError
+from evenstep.tensors.batch import Batch
+
+BLOCK = 128
+"""Slots per side of a FlexAttention block."""
+
+
+def check_window(causal: bool, window: int | None) -> None:
+    """Refuse windows that mean nothing."""
+    if window is not None and window < 1:
+        raise ConfigError(
+            f"the window is {window} slots, so a token could not even see itself. "
+            f"Use 1 or more, or None for no window."
+        )
+    if window is not None and not causal:
+        raise ConfigError(
+            f"a window of {window} looks back, but causal=False asks to look both ways; the two "
+            f"contradict each other. Drop one of them."
+        )
+
+
+def visible(batch: Batch, causal: bool = True, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """The first and last slot of its row that each slot may see, (rows, width) each.
+
+    Both never decrease along a row, and a slot always sees itself; `block_mask` rests on that.
+    cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
+    """
+    check_window(causal, window)
+    row = torch.arange(batch.rows, device=batch.device)[:, None] * batch.width
+    slot = torch.arange(batch.width, device=batch.device).expand(batch.rows, -1)
+    first = batch.cu_seqlens[batch.segment_ids] - row
+    if window is not None:
+        first = torch.maximum(first, slot - (window - 1))
+    last = slot if causal else batch.cu_seqlens[batch.segment_ids + 1] - row - 1
+    return first, last
+
+
+def sdpa_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -> Tensor:
+    """The mask for `scaled_dot_product_attention`: (rows, 1, width, width) bool, True is seen.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> sdpa_mask(batch)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    first, last = visible(batch, causal, window)
+    slot = torch.arange(batch.width, device=batch.device)
+    return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
+
+
+def block_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -> BlockMask:
+    """The mask for `flex_attention`, exact, without ever forming width times width entries.
+
+    The slots that a block of queries sees are one run, from what its first query sees first to
+    what its last query sees last. A block of keys is worked on where it meets that run, and needs
+    no mask where all of it is seen by the block's first and last query alike.
+    """
+    first, last = visible(batch, causal, window)
+    count = -(-batch.width // BLOCK)
+    begin = torch.arange(count, device=batch.device) * BLOCK
+    end = torch.clamp(begin + BLOCK, max=batch.width) - 1
+    met = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)
+    whole = (first[:, end, None] <= begin) & (last[:, begin, None] >= begin + BLOCK - 1)
+    whole &= (begin + BLOCK <= batch.width)[:, None]
+    return BlockMask.from_kv_blocks(
+        *_listed(met & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(batch.segment_ids, causal, window),
+        seq_lengths=(batch.width, batch.width),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, queries, keys) bool -> how many key blocks each query block has, and which first."""
+    listed = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    counts = blocks.sum(dim=-1, dtype=torch.int32)
+    return counts.unsqueeze(1), listed.int().unsqueeze(1).contiguous()
+
+
+def _mask_mod(pieces: Tensor, causal: bool, window: int | None):  # type: ignore[no-untyped-def]
+    """What FlexAttention asks about single entries. It keeps the pieces, never the batch."""
+
+    def same(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return pieces[row, query] == pieces[row, key]
+
+    def before(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (pieces[row, query] == pieces[row, key]) & (key <= query)
+
+    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) & (query - key < window)
+        return (pieces[row, query] == pieces[row, key]) & seen
+
+    if not causal:
+        return same
+    return before if window is None else near
+
+
+def one_segment_per_row(batch: Batch) -> bool:
+    """Whether every segment begins a row: the padded layout, or one sequence by itself."""
+    begins = batch.cu_seqlens[:-1][batch.sample_ids >= 0]
+    return bool((begins % batch.width == 0).all())

@@ -1,0 +1,143 @@
+"""View: some slots of a batch laid flat, as a loss or metric sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.extras import RaggedTensor
+from evenstep.tensors.shard import Shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """One segment, or all slots of a batch or shard; a function of slots need not know which.
+
+    Of one segment: `tokens`, `labels` and the rest are its real tokens alone. Of all: every slot,
+    padding included, where labels are -100 and weights 0. `segment_ids` counts from 0 in either,
+    so that what is per sequence can be summed by `sum_by_segment` and spread by `[segment_ids]`.
+    """
+
+    source: Batch | Shard
+    slots: slice
+    piece: int | None
+
+    @classmethod
+    def of_all(cls, source: Batch | Shard) -> View:
+        """Every slot, row by row."""
+        return cls(source, slice(0, source.rows * source.width), None)
+
+    @classmethod
+    def of_segments(cls, batch: Batch) -> list[View]:
+        """One view per real segment, in the batch's order."""
+        # One transfer from the device for all of them.
+        begin, length = batch.cu_seqlens[:-1].tolist(), batch.seqlens.tolist()
+        real = (batch.sample_ids >= 0).nonzero().flatten().tolist()
+        return [cls(batch, slice(begin[p], begin[p] + length[p]), p) for p in real]
+
+    @property
+    def tokens(self) -> Tensor:
+        """(n) int64."""
+        return self.flat(self.source.tokens)
+
+    @property
+    def labels(self) -> Tensor:
+        """(n) int64, shifted: the token that follows, -100 where none is trained."""
+        return self.flat(self.source.labels)
+
+    @property
+    def loss_weights(self) -> Tensor:
+        """(n) float32."""
+        return self.flat(self.source.loss_weights)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(n) int64."""
+        return self.flat(self.source.position_ids)
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """(n) int64: the segment of each slot, from 0."""
+        ids = self.flat(self.source.segment_ids)
+        return ids if self.piece is None else torch.zeros_like(ids)
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """(n) int64: whose token each slot holds, -1 for padding."""
+        ids = self.flat(self.source.segment_ids)
+        real = self.flat(self.source.token_mask)
+        return torch.where(real, self.source.sample_ids[ids], -1)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """This view's part of a (rows, width, ...) tensor, as (n, ...)."""
+        return values.flatten(0, 1)[self.slots]
+
+    def extra(self, name: str) -> Tensor:
+        """(n, ...): an extra slot by slot; one that is per sequence is the same all along it."""
+        aligned, value = self._declared(name)
+        if aligned == "ragged":
+            raise ConfigError(
+                f"the extra {name!r} is ragged, so it has no entry per slot. Read it with "
+                f"`ragged`, or declare it token- or sequence-aligned."
+            )
+        if aligned in ("token", "label"):
+            return self.flat(value)
+        if len(value) == 0:
+            return value.new_zeros((self.tokens.numel(), *value.shape[1:]))
+        # pieces [a, tail, b] -> segments [0, 0, 1]; what a tail gets has no weight
+        segment = (self.source.sample_ids >= 0).cumsum(0).sub_(1).clamp_(min=0)
+        return value[segment[self.flat(self.source.segment_ids)]]
+
+    def ahead(self, name: str) -> Tensor:
+        """(n, ...): an extra where labels are, so that slot i holds the value of token i + 1.
+
+        Old log-probs and advantages are given per token; the log-prob of a label sits one slot
+        before its token. What is per sequence stays as it is.
+        """
+        aligned, value = self._declared(name)
+        if aligned != "token":
+            return self.extra(name)
+        if isinstance(self.source, Shard):
+            raise InputError(
+                f"the extra {name!r} is needed one token ahead, but the next token may lie on "
+                f"another rank's shard. Cut `batch.at_labels({name!r})` instead of `batch`."
+            )
+        if self.piece is None:
+            return self.flat(self.source.ahead(value))
+        mine = self.flat(value)
+        return torch.cat((mine[1:], torch.zeros_like(mine[:1])))
+
+    def ragged(self, name: str) -> RaggedTensor:
+        """A ragged extra of the segments in this view."""
+        aligned, value = self._declared(name)
+        if aligned != "ragged":
+            raise ConfigError(f"the extra {name!r} is {aligned}-aligned. Read it with `extra`.")
+        if self.piece is None:
+            return RaggedTensor(value.values, value.offsets)
+        segment = int((self.source.sample_ids[: self.piece] >= 0).sum())
+        begin, end = value.offsets[segment : segment + 2].tolist()
+        offsets = value.offsets.new_tensor([0, end - begin])
+        return RaggedTensor(value.values[begin:end], offsets)
+
+    def sum_by_segment(self, values: Tensor) -> Tensor:
+        """(n) values -> (segments) sums, tails included when the view is of all slots."""
+        if isinstance(self.source, Shard):
+            raise InputError(
+                "a sum over each sequence was asked of one rank's shard, which holds only parts of "
+                "them. Join the outputs of all ranks first, or use a function of single tokens."
+            )
+        count = 1 if self.piece is not None else len(self.source.seqlens)
+        return values.new_zeros(count).index_add(0, self.segment_ids, values)
+
+    def _declared(self, name: str) -> tuple[str, Any]:
+        if name not in self.source.extras or name not in self.source.aligned:
+            raise InputError(
+                f"the batch has no extra {name!r}, which this function needs. Declare it to the "
+                f"Collator; declared are {', '.join(sorted(self.source.aligned)) or 'none'}."
+            )
+        return self.source.aligned[name], self.source.extras[name]

@@ -1,0 +1,149 @@
+"""Decoder: a small language model that takes a `Batch` and keeps its segments apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from evenstep.errors import ConfigError
+from evenstep.tensors.attention import attention
+from evenstep.tensors.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderShape:
+    """The sizes of a `Decoder`. `window` limits how far back every layer sees."""
+
+    vocab: int
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 128
+    window: int | None = None
+    rope_base: float = 10_000.0
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.hidden} hidden units, {self.heads} heads and {self.kv_heads} key heads do "
+                f"not divide, so no head would have a size. Make hidden a multiple of twice the "
+                f"heads, and heads a multiple of kv_heads."
+            )
+
+    @property
+    def dim(self) -> int:
+        """The size of one head."""
+        return self.hidden // self.heads
+
+
+class Decoder(nn.Module):  # type: ignore[misc]
+    """Embedding, blocks of attention and SwiGLU, and a head: Batch -> logits.
+
+    Rotary positions, grouped-query attention, RMS norms before each part. Positions and
+    boundaries come from the batch, so its logits do not depend on the layout.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> Decoder(DecoderShape(vocab=10))(batch).shape
+    torch.Size([1, 3, 10])
+    """
+
+    def __init__(self, shape: DecoderShape, backend: str | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape, backend) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.apply(_initialise)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits, (rows, width, vocab)."""
+        x = self.embed(batch.tokens)
+        turn = rotation(batch.position_ids, self.shape)
+        for block in self.blocks:
+            x = block(x, turn, batch)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """One layer: attention, then SwiGLU, each added to what came in."""
+
+    def __init__(self, shape: DecoderShape, backend: str | None) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.attention = Attention(shape, backend)
+        self.ffn_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.ffn = SwiGLU(shape)
+
+    def forward(self, x: Tensor, turn: Tensor, batch: Batch) -> Tensor:
+        """(rows, width, hidden) -> the same."""
+        x = x + self.attention(self.attention_norm(x), turn, batch)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """Grouped-query attention within each segment."""
+
+    def __init__(self, shape: DecoderShape, backend: str | None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.backend = backend
+        keys = shape.kv_heads * shape.dim
+        self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.key = nn.Linear(shape.hidden, keys, bias=False)
+        self.value = nn.Linear(shape.hidden, keys, bias=False)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor, batch: Batch) -> Tensor:
+        """(rows, width, hidden) -> the same."""
+        q, k, v = (
+            # (rows, width, heads * dim) -> (rows, heads, width, dim)
+            part(x).unflatten(2, (-1, self.shape.dim)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = attention(
+            rotate(q, turn), rotate(k, turn), v, batch,
+            window=self.shape.window, backend=self.backend,
+        )  # fmt: skip
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):  # type: ignore[misc]
+    """The gated feed-forward part."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, width, hidden) -> the same."""
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+def rotation(positions: Tensor, shape: DecoderShape) -> Tensor:
+    """Cosines and sines of each position, (2, rows, 1, width, dim / 2), in single precision."""
+    steps = torch.arange(0, shape.dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None, :, None] * shape.rope_base ** (-steps / shape.dim)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Turn the pairs (i, i + dim / 2) of each head by their position's angles."""
+    (cos, sin), (a, b) = turn, x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def _initialise(module: Any) -> None:
+    if isinstance(module, (nn.Embedding, nn.Linear)):
+        nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Linear) else 1.0)

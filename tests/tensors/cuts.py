@@ -1,0 +1,135 @@
+"""Random plans with their samples and batches, for tests of cutting and restoring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+from evenstep import Fixed, Packed, PackedStatic, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.core.layout import Layout
+from evenstep.core.recipe import Overflow
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.extras import Extra
+
+torch.set_num_threads(1)
+
+VOCABULARY = 23
+CAPACITY = 32  # a multiple of every alignment drawn
+COLLATOR = Collator(
+    extras={
+        "old_log_probs": Extra(aligned="token"),
+        "advantages": Extra(aligned="token"),
+        "features": Extra(aligned="token"),
+        "reward": Extra(aligned="sequence"),
+        "patches": Extra(aligned="ragged", dtype=torch.int64),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A plan and the samples it was made for."""
+
+    plan: Plan
+    samples: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def batches(self) -> list[Batch]:
+        """Of all micro-batches, in execution order."""
+        cells = ((s, r) for s in range(self.plan.steps) for r in range(self.plan.ranks))
+        return [COLLATOR(micro, self.samples) for cell in cells for micro in self.plan[cell]]
+
+
+def layouts() -> SearchStrategy[Layout]:
+    return st.sampled_from(
+        [
+            Packed(max_tokens=CAPACITY),
+            Packed(max_tokens=CAPACITY, pad_to=CAPACITY),
+            Padded(max_tokens=4 * CAPACITY, pad_to=CAPACITY),
+            Padded(max_tokens=2 * CAPACITY),
+            PackedStatic(rows=2, width=CAPACITY),
+            Fixed(samples=3),
+        ]
+    )
+
+
+def works(
+    cp: tuple[int, ...] = (1, 2, 4),
+    overflow: tuple[Overflow, ...] = ("split", "split", "truncate", "drop"),
+) -> SearchStrategy[Work]:
+    """Lengths from 1 on, some over-long; few samples on many ranks, so that dummies are common."""
+
+    @st.composite
+    def work(draw: DrawFn) -> Work:
+        lengths = draw(
+            st.lists(st.sampled_from([1, 1, 2, 3, 7, 8, 15, 31, 40, 70]), min_size=1, max_size=12)
+        )
+        recipe = Recipe(
+            layout=draw(layouts()),
+            topology=Topology(
+                dp=draw(st.sampled_from([1, 2, 3])),
+                cp=draw(st.sampled_from(cp)),
+                tp=draw(st.sampled_from([1, 2])),
+            ),
+            steps=Steps(samples=draw(st.sampled_from([None, 1, 4]))),
+            overflow=draw(st.sampled_from(overflow)),
+        )
+        return make_work(lengths, recipe, seed=draw(st.integers(0, 99)))
+
+    return work()
+
+
+def make_work(lengths: list[int], recipe: Recipe, seed: int = 0) -> Work:
+    """Samples of these lengths with random values, and their plan."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        size = (length, 2)
+        samples.append(
+            {
+                "input_ids": rng.integers(1, VOCABULARY, length),
+                "loss_mask": rng.integers(0, 4, length) > 0,
+                "old_log_probs": -rng.random(length),
+                "advantages": rng.normal(size=length),
+                "features": rng.normal(size=size),
+                "reward": rng.normal(),
+                "patches": rng.integers(0, 9, rng.integers(0, 3)),
+            }
+        )
+    return Work(make_plan(lengths, recipe), samples)
+
+
+def handmade(pieces: list[int], real: list[int], tokens: list[int]) -> Batch:
+    """One row of pieces of so many slots, of which so many are real."""
+    slots, seqlens = torch.tensor(pieces), torch.tensor(real)
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), slots.cumsum(0)))
+    ids = torch.arange(len(pieces)).repeat_interleave(slots)
+    position = torch.arange(int(slots.sum())) - offsets[ids]
+    row = torch.tensor([tokens])
+    ahead = torch.cat((row[:, 1:], row[:, :1]), dim=1)
+    labels = torch.where(position + 1 < seqlens[ids], ahead, IGNORE_INDEX)
+    return Batch(
+        tokens=row,
+        targets=row,
+        labels=labels,
+        position_ids=position[None],
+        segment_ids=ids[None],
+        loss_weights=(labels != IGNORE_INDEX).float(),
+        cu_seqlens=offsets.to(torch.int32),
+        seqlens=seqlens,
+        sample_ids=torch.where(seqlens > 0, torch.arange(len(real)), -1),
+        starts=torch.zeros_like(seqlens),
+        max_seqlen=max(pieces),
+    )
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal in type, shape and every entry."""
+    return bool(first.dtype == second.dtype and torch.equal(first, second))

@@ -1,0 +1,255 @@
+"""Context parallelism: cut in zigzag, joined again, with even work and the same attention."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from evenstep import Packed, Padded, Recipe, Topology
+from evenstep.errors import InputError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.context import context_work, join_context, shard_context
+from evenstep.tensors.extras import RaggedTensor
+from evenstep.tensors.shard import Shard, join_shards
+from tests.tensors.cuts import VOCABULARY, Work, handmade, make_work, same, works
+
+PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
+PER_PIECE = ("cu_seqlens", "seqlens", "sample_ids", "starts")
+CP2 = Topology(cp=2)
+
+
+def shards_of(batch: Batch, size: int) -> list[Shard]:
+    return [shard_context(batch, rank, size) for rank in range(size)]
+
+
+def assert_same_batch(first: Batch, second: Batch) -> None:
+    for name in (*PER_SLOT, *PER_PIECE):
+        assert same(getattr(first, name), getattr(second, name)), name
+    assert first.max_seqlen == second.max_seqlen
+    assert first.aligned == second.aligned
+    for name, extra in first.extras.items():
+        other = second.extras[name]
+        if isinstance(extra, RaggedTensor):
+            assert same(extra.values, other.values)
+        else:
+            assert same(extra, other), name
+
+
+# Cases ------------------------------------------------------------------------------------------
+
+
+def test_two_rows_of_sixteen_padded_to_forty_are_dealt_as_nemo_deals_them() -> None:
+    # There the padding at the end belongs to the last sequence: cu_seqlens [0, 16, 40].
+    batch = handmade([16, 24], [16, 16], [*range(32), *[0] * 8])
+    first, second = (shard.tokens.flatten().tolist() for shard in shards_of(batch, 2))
+    assert first == [*range(4), *range(12, 16), *range(16, 22), *[0] * 6]
+    assert second == [*range(4, 12), *range(22, 32), 0, 0]
+
+
+def test_our_tail_is_a_piece_of_its_own_and_dealt_as_one() -> None:
+    work = make_work([16, 16], Recipe(layout=Packed(max_tokens=40, pad_to=40), topology=CP2))
+    shards = shards_of(work.batches[0], 2)
+    assert [shard.local_cu_seqlens.tolist() for shard in shards] == [[0, 8, 16, 20]] * 2
+    assert [shard.local_seqlens.tolist() for shard in shards] == [[8, 8, 0]] * 2
+    positions = [shard.position_ids.flatten().tolist() for shard in shards]
+    assert positions[0] == [0, 1, 2, 3, 12, 13, 14, 15] * 2 + [0, 1, 6, 7]
+    assert positions[1] == [*range(4, 12), *range(4, 12), 2, 3, 4, 5]
+
+
+def test_the_documents_picture_of_four_sequences() -> None:
+    # 0 0 0 0 0 p p p | 1 1 1 1 1 1 1 1 | 2 p p p | 3 3 3 p, with p = 9
+    tokens = [*[0] * 5, 9, 9, 9, *[1] * 8, 2, 9, 9, 9, 3, 3, 3, 9]
+    first, second = shards_of(handmade([8, 8, 4, 4], [5, 8, 1, 3], tokens), 2)
+    assert first.tokens.tolist() == [[0, 0, 9, 9, 1, 1, 1, 1, 2, 9, 3, 9]]
+    assert second.tokens.tolist() == [[0, 0, 0, 9, 1, 1, 1, 1, 9, 9, 3, 3]]
+    assert first.local_seqlens.tolist() == [2, 4, 1, 1]
+    assert second.local_seqlens.tolist() == [3, 4, 0, 2]
+    assert first.real_cu_seqlens.tolist() == [0, 5, 13, 14, 17]
+    assert first.cu_seqlens.tolist() == [0, 8, 16, 20, 24]
+
+
+def test_labels_at_the_edges_of_chunks_are_the_next_ranks_tokens() -> None:
+    first, second = shards_of(handmade([8], [7], [10, 11, 12, 13, 14, 15, 16, 0]), 2)
+    assert first.tokens.tolist() == [[10, 11, 16, 0]]
+    assert first.labels.tolist() == [[11, 12, -100, -100]]
+    assert second.labels.tolist() == [[13, 14, 15, 16]]
+    assert first.take(handmade([8], [7], [*range(7), 0]).labels_at(2)).tolist() == [
+        [2, 3, -100, -100]
+    ]
+
+
+def test_the_work_of_the_documents_example_is_even() -> None:
+    work = context_work(handmade([8], [6], [*range(6), 0, 0]), 2)
+    assert work.zigzag.tolist() == [18, 18]
+    assert work.contiguous.tolist() == [10, 26]
+    assert work.zigzag_imbalance == 1.0
+    assert work.contiguous_imbalance == pytest.approx(26 / 18)
+
+
+def test_a_piece_that_does_not_divide_is_an_error_that_names_its_sample() -> None:
+    batch = make_work([8, 6], Recipe(layout=Packed(max_tokens=16))).batches[0]
+    with pytest.raises(InputError, match=r"of sample 1 takes 6 slots, not a multiple of 4.*cp=2"):
+        shard_context(batch, 0, 2)
+    with pytest.raises(InputError, match="of sample 1 takes 6 slots"):
+        context_work(batch, 2)
+
+
+def test_faults_say_what_was_expected() -> None:
+    batch = make_work([8, 3], Recipe(layout=Packed(max_tokens=16), topology=CP2)).batches[0]
+    with pytest.raises(InputError, match="rank 2 of a group of 2"):
+        shard_context(batch, 2, 2)
+    shard = shard_context(batch, 0, 2)
+    with pytest.raises(InputError, match=r"ranks \[0\] were given but their group has 2"):
+        join_shards([shard])
+    with pytest.raises(InputError, match="do not make up the 12 slots"):
+        join_context([shard.tokens], batch.cu_seqlens)
+    undeclared = handmade([4], [4], [1, 2, 3, 4])
+    object.__setattr__(undeclared, "extras", {"odd": torch.zeros(1, 4)})
+    with pytest.raises(InputError, match="how the extra 'odd' is aligned"):
+        shard_context(undeclared, 0, 2)
+
+
+def test_a_shard_moves_as_a_whole() -> None:
+    work = make_work([8, 3], Recipe(layout=Packed(max_tokens=16), topology=CP2))
+    shard = shard_context(work.batches[0], 0, 2).to("cpu")
+    assert (shard.rows, shard.width, shard.device.type, shard.is_dummy) == (1, 6, "cpu", False)
+    assert same(shard.extras["features"], shard.take(work.batches[0].extras["features"]))
+
+
+# Whatever the lengths ---------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(works())
+def test_joining_the_shards_gives_the_batch_again(work: Work) -> None:
+    size = work.plan.recipe.topology.cp
+    for batch in work.batches:
+        before = batch.tokens.clone()
+        shards = shards_of(batch, size)
+        assert_same_batch(join_shards(shards[::-1]), batch)
+        assert same(batch.tokens, before)
+        results = torch.randn(batch.rows, batch.width, 3)
+        parts = [shard.take(results) for shard in shards]
+        assert same(join_context(parts, shards[0].cu_seqlens), results)
+
+
+@settings(max_examples=60)
+@given(works())
+def test_every_shard_knows_what_lies_in_it(work: Work) -> None:
+    size = work.plan.recipe.topology.cp
+    for batch in work.batches:
+        shards = shards_of(batch, size)
+        assert same(sum(shard.local_seqlens for shard in shards), batch.seqlens)
+        for shard in shards:
+            assert same(shard.local_cu_seqlens * size, batch.cu_seqlens)
+            assert same(shard.token_mask, shard.take(batch.token_mask))
+            # Real tokens come first in each piece of the shard.
+            place = torch.arange(shard.tokens.numel())
+            place -= shard.local_cu_seqlens.long()[shard.segment_ids.flatten()]
+            real = place < shard.local_seqlens[shard.segment_ids.flatten()]
+            assert same(real, shard.token_mask.flatten())
+
+
+@settings(max_examples=60)
+@given(works())
+def test_zigzag_work_is_even_and_what_positions_say(work: Work) -> None:
+    size = work.plan.recipe.topology.cp
+    for batch in work.batches:
+        found = context_work(batch, size)
+        counted = [int((shard.position_ids + 1).sum()) for shard in shards_of(batch, size)]
+        assert found.zigzag.tolist() == counted
+        assert found.zigzag_imbalance == 1.0
+        assert found.contiguous.sum() == found.zigzag.sum()
+        assert found.contiguous_imbalance >= 1.0
+
+
+@settings(max_examples=30)
+@given(works(cp=(2, 4)))
+def test_every_chunk_can_be_shared_by_tensor_parallel_ranks(work: Work) -> None:
+    topology = work.plan.recipe.topology
+    for batch in work.batches:
+        assert not (batch.cu_seqlens.diff() // (2 * topology.cp) % topology.tp).any()
+
+
+# Attention --------------------------------------------------------------------------------------
+
+
+class Toy:
+    """One attention layer over embeddings; `run` gives outputs, `gradients` what flows back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        shape = [(VOCABULARY, 8), (8, 8), (8, 8), (8, 8)]
+        self.weights = [torch.randn(s, dtype=dtype, requires_grad=True) for s in shape]
+
+    def project(self, tokens: Tensor, positions: Tensor) -> list[Tensor]:
+        embedding, *projections = self.weights
+        x = embedding[tokens] * torch.cos(0.1 * positions)[..., None]
+        return [x @ weight for weight in projections]
+
+    def gradients(self, out: Tensor, mask: Tensor) -> list[Tensor]:
+        torch.manual_seed(1)
+        loss = (out * torch.randn(out.shape) * mask[..., None]).sum()
+        return list(torch.autograd.grad(loss, self.weights))
+
+
+def one_by_one(toy: Toy, batch: Batch) -> Tensor:
+    """Causal attention within each piece, nothing sharded."""
+    q, k, v = (x.flatten(0, 1) for x in toy.project(batch.tokens, batch.position_ids))
+    bounds = batch.cu_seqlens.tolist()
+    pieces = [slice(a, b) for a, b in pairwise(bounds)]
+    attend: Callable[..., Tensor] = functional.scaled_dot_product_attention
+    out = torch.cat([attend(q[p][None], k[p][None], v[p][None], is_causal=True)[0] for p in pieces])
+    return out.view(batch.rows, batch.width, -1)
+
+
+def gathered(toy: Toy, batch: Batch, size: int) -> Tensor:
+    """Each rank's queries against all ranks' keys; positions and pieces tell who sees whom."""
+    shards = shards_of(batch, size)
+    parts = [toy.project(shard.tokens, shard.position_ids) for shard in shards]
+    k, v = (join_context([p[i] for p in parts], batch.cu_seqlens).flatten(0, 1) for i in (1, 2))
+    outs = []
+    for shard, (q, _, _) in zip(shards, parts, strict=True):
+        position, piece = (
+            shard.position_ids.flatten()[:, None],
+            shard.segment_ids.flatten()[:, None],
+        )
+        seen = (piece == batch.segment_ids.flatten()) & (position >= batch.position_ids.flatten())
+        out = functional.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=seen)
+        outs.append(out.view(shard.rows, shard.width, -1))
+    return join_context(outs, batch.cu_seqlens)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@settings(max_examples=25)
+@given(work=works(cp=(2, 4)))
+def test_attention_over_gathered_keys_is_the_same_as_without_shards(
+    dtype: torch.dtype, tolerance: float, work: Work
+) -> None:
+    toy = Toy(dtype)
+    for batch in work.batches[:3]:
+        plain, cut = one_by_one(toy, batch), gathered(toy, batch, work.plan.recipe.topology.cp)
+        mask = batch.token_mask
+        torch.testing.assert_close(cut[mask], plain[mask], rtol=tolerance, atol=tolerance)
+        # Relative to the largest gradient: those of queries and keys may cancel to almost nothing.
+        expected = toy.gradients(plain, mask)
+        scale = max(float(gradient.abs().max()) for gradient in expected)
+        for ours, theirs in zip(toy.gradients(cut, mask), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * scale)
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+@settings(max_examples=6)
+def test_padded_rows_are_cut_row_by_row(size: int, tp: int) -> None:
+    recipe = Recipe(layout=Padded(max_tokens=128), topology=Topology(cp=size, tp=tp))
+    batch = make_work([1, 9, 16], recipe).batches[0]
+    for shard in shards_of(batch, size):
+        assert shard.rows == batch.rows == 3
+        assert shard.width * size == batch.width
+        rows = torch.arange(3)[:, None].expand_as(shard.tokens)
+        assert same(shard.slot_ids // batch.width, rows)

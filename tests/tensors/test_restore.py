@@ -1,0 +1,240 @@
+"""Back again: what micro-batches gave, in the caller's order."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.core.recipe import Overflow
+from evenstep.errors import InputError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.context import shard_context
+from evenstep.tensors.restore import Key, restore_ragged, restore_sequences, restore_tokens
+from tests.tensors.cuts import Work, make_work, same, works
+
+SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]
+
+
+def values_of(batch: Batch) -> Tensor:
+    """A value per slot that says whose it is: 1000 * sample + place in the sample; padding -7."""
+    place = batch.starts[batch.segment_ids] + batch.position_ids
+    return torch.where(batch.token_mask, 1000 * batch.sample_ids[batch.segment_ids] + place, -7)
+
+
+def keys_of(plan: Plan) -> list[Key]:
+    cells = ((s, r) for s in range(plan.steps) for r in range(plan.ranks))
+    return [(s, r, at) for s, r in cells for at in range(len(plan[s, r]))]
+
+
+def ran_of(plan: Plan, keys: list[Key]) -> list[list[int]]:
+    """Per sample, the tokens that these micro-batches ran."""
+    ran: list[list[int]] = [[] for _ in plan.lengths]
+    for step, rank, at in keys:
+        segments = plan[step, rank][at].segments
+        for sample, start, length in zip(
+            segments.sample, segments.start, segments.length, strict=True
+        ):
+            ran[sample] += range(start, start + length)
+    return ran
+
+
+# Cases ------------------------------------------------------------------------------------------
+
+
+def test_log_probs_move_to_the_token_they_belong_to() -> None:
+    given_ = [torch.tensor([[0.0, -2.1, -2.2, 9.0]]), torch.tensor([[-3.1, 9.0]])]
+    restored = restore_tokens(SMALL, given_, width=4, pad=7.0, shifted=True)
+    torch.testing.assert_close(
+        restored,
+        torch.tensor([[0.0, 7.0, 7.0, 7.0], [0.0, -2.1, -2.2, 7.0], [0.0, -3.1, 7.0, 7.0]]),
+    )
+    ragged = restore_ragged(SMALL, given_, shifted=True)
+    assert ragged.offsets.tolist() == [0, 1, 4, 6]
+    torch.testing.assert_close(ragged.values, torch.tensor([0.0, 0.0, -2.1, -2.2, 0.0, -3.1]))
+
+
+def test_a_split_sample_is_whole_again() -> None:
+    plan = make_plan([10], Recipe(layout=Packed(max_tokens=4), overflow="split"))
+    results = [values_of(batch) for batch in make_work([10], plan.recipe).batches]
+    assert len(results) > 2
+    assert restore_tokens(plan, results).tolist() == [list(range(10))]
+    assert restore_tokens(plan, results, shifted=True).tolist()[0][:4] == [0, 0, 1, 2]
+    per_segment = [torch.tensor([float(m.segments.length[0])]) for m in plan[0, 0]]
+    lengths = torch.cat(per_segment)
+    for way, expected in (
+        ("sum", 10.0),
+        ("max", 4.0),
+        ("min", float(lengths.min())),
+        ("mean", float((lengths**2).sum()) / 10),
+    ):
+        found = restore_sequences(plan, per_segment, combine=way)  # type: ignore[arg-type]
+        assert found.tolist() == pytest.approx([expected])
+    with pytest.raises(InputError, match="sample 0 was split into 3 segments"):
+        restore_sequences(plan, per_segment)
+
+
+def test_dropped_and_truncated_tokens_are_pad() -> None:
+    cases: list[tuple[Overflow, list[int]]] = [
+        ("drop", [-1] * 6),
+        ("truncate", [1000, 1001, 1002, 1003, -1, -1]),
+    ]
+    for overflow, expected in cases:
+        recipe = Recipe(layout=Packed(max_tokens=4), overflow=overflow)
+        work = make_work([2, 6, 3], recipe)
+        restored = restore_tokens(work.plan, [values_of(b) for b in work.batches], pad=-1)
+        assert restored.tolist() == [[0, 1, *[-1] * 4], expected, [2000, 2001, 2002, *[-1] * 3]]
+
+
+def test_gradients_flow_back_to_real_tokens_alone() -> None:
+    recipe = Recipe(layout=Padded(max_tokens=8), topology=Topology(dp=2))
+    work = make_work([3, 1, 2], recipe)
+    results = [torch.randn(b.rows, b.width, requires_grad=True) for b in work.batches]
+    restore_tokens(work.plan, results).sum().backward()
+    for batch, result in zip(work.batches, results, strict=True):
+        assert same(result.grad, batch.token_mask.float())
+    results = [torch.randn(int((b.sample_ids >= 0).sum()), 2) for b in work.batches]
+    given_ = [result.requires_grad_() for result in results]
+    restore_sequences(work.plan, given_, combine="max").sum().backward()
+    assert all(bool((result.grad == 1).all()) for result in results)
+
+
+def test_types_are_kept() -> None:
+    for dtype in (torch.bfloat16, torch.int32, torch.bool, torch.float64):
+        given_ = [torch.ones(1, 4, dtype=dtype), torch.ones(1, 2, dtype=dtype)]
+        assert restore_tokens(SMALL, given_).dtype == dtype
+        per_segment = [torch.ones(2, dtype=dtype), torch.ones(1, dtype=dtype)]
+        assert restore_sequences(SMALL, per_segment).dtype == dtype
+    counts = [torch.tensor([1, 2]), torch.tensor([4])]
+    assert restore_sequences(SMALL, counts, combine="mean").tolist() == [1.0, 2.0, 4.0]
+
+
+FIT = torch.zeros(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([FIT], "1 results were given but the plan runs 2 micro-batches"),
+        ([FIT, FIT], r"micro-batch 1 of step 0 on rank 0 \(samples 2\) is \(1, 2\) .* \(1, 4\)"),
+        ([FIT, torch.zeros(1, 2, dtype=torch.int64)], r"samples 2\) has entries of torch.int64"),
+        ([FIT, torch.zeros(1, 2, 5)], r"samples 2\) has entries of torch.float32 \(5,\)"),
+        ([[FIT, FIT], FIT], r"samples 0, 1\) is \(1, 4\) but the parts .* \(1, 2\) part"),
+        ({(0, 1, 0): FIT}, r"\(step 0, rank 1, position 0\), which the plan of 1 steps on 1"),
+        ({(0, 0, 2): FIT}, r"\(step 0, rank 0, position 2\)"),
+        ({}, "no results were given"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused_by_name(results: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        restore_tokens(SMALL, results)
+
+
+def test_a_width_that_is_too_small_names_the_longest_sample() -> None:
+    with pytest.raises(InputError, match=r"sample 1 has 3 tokens but the width .* is 2"):
+        restore_tokens(SMALL, [FIT, FIT[:, :2]], width=2)
+
+
+def test_one_value_per_real_segment_is_asked_for() -> None:
+    with pytest.raises(InputError, match=r"\(samples 0, 1\) has 2 segments but its result is \(3,"):
+        restore_sequences(SMALL, [torch.zeros(3), torch.zeros(1)])
+
+
+def test_a_dummys_result_is_never_looked_at() -> None:
+    plan = make_plan([2], Recipe(layout=Packed(max_tokens=4), topology=Topology(dp=2)))
+    assert [micro.is_dummy for rank in range(2) for micro in plan[0, rank]] == [False, True]
+    anything = torch.full((3, 5), float("nan"))
+    assert restore_tokens(plan, [torch.ones(1, 2), anything]).tolist() == [[1.0, 1.0]]
+    assert restore_sequences(plan, [torch.ones(1), anything]).tolist() == [1.0]
+    alone = torch.ones(1, int(plan.widths[1]), dtype=torch.int64)
+    assert restore_tokens(plan, {(0, 1, 0): alone}, pad=-1).tolist() == [[-1, -1]]
+    assert restore_sequences(plan, {(0, 1, 0): alone[0, :0]}, pad=-1).tolist() == [-1]
+    assert restore_tokens(plan, {(0, 1, 0): alone}, shifted=True).tolist() == [[0, 0]]
+
+
+# Whatever the plan ------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(works(), st.integers(0, 3), st.booleans())
+def test_tokens_return_to_their_samples(work: Work, more: int, shifted: bool) -> None:
+    plan, size = work.plan, work.plan.recipe.topology.cp
+    if not plan.micro_batches:
+        return
+    batches = work.batches
+    results = [b.ahead(values_of(b), fill=-8) if shifted else values_of(b) for b in batches]
+    width = int(plan.lengths.max()) + more
+    restored = restore_tokens(plan, results, width=width, pad=-1, shifted=shifted)
+    expected = torch.full((len(plan.lengths), width), -1)
+    for sample, ran in enumerate(ran_of(plan, keys_of(plan))):
+        for token in ran:
+            expected[sample, token] = 1000 * sample + token
+    if shifted:
+        expected[plan.segments.sample.tolist(), plan.segments.start.tolist()] = 0
+    assert same(restored, expected)
+    ragged = restore_ragged(plan, results, pad=-1, shifted=shifted)
+    inside = torch.arange(width) < torch.from_numpy(plan.lengths.copy())[:, None]
+    assert same(ragged.values, expected[inside])
+    assert ragged.offsets.diff().tolist() == plan.lengths.tolist()
+    parts = [
+        [shard_context(batch, rank, size).take(result) for rank in range(size)]
+        for batch, result in zip(batches, results, strict=True)
+    ]
+    assert same(restore_tokens(plan, parts, width=width, pad=-1, shifted=shifted), expected)
+
+
+@settings(max_examples=60)
+@given(works(cp=(1, 2)), st.data())
+def test_some_micro_batches_restore_their_own_tokens(work: Work, data: st.DataObject) -> None:
+    plan, keys = work.plan, keys_of(work.plan)
+    if not keys:
+        return
+    by_key = dict(zip(keys, work.batches, strict=True))
+    rank = data.draw(st.integers(0, plan.ranks - 1))
+    mine = data.draw(st.permutations([key for key in keys if key[1] == rank]))
+    restored = restore_tokens(plan, {key: values_of(by_key[key]) for key in mine}, pad=-1)
+    for sample, ran in enumerate(ran_of(plan, mine)):
+        assert restored[sample, ran].tolist() == [1000 * sample + token for token in ran]
+        assert int((restored[sample] != -1).sum()) == len(ran)
+    of_segments = {key: by_key[key].sample_ids[by_key[key].sample_ids >= 0] for key in mine}
+    found = restore_sequences(plan, of_segments, pad=-1, combine="max")
+    assert found.tolist() == [
+        sample if ran else -1 for sample, ran in enumerate(ran_of(plan, mine))
+    ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@settings(max_examples=20)
+@given(works())
+def test_results_on_a_gpu_stay_there_and_agree(work: Work) -> None:
+    plan, size = work.plan, work.plan.recipe.topology.cp
+    if not plan.micro_batches:
+        return
+    batches = work.batches
+    moved = [batch.to("cuda") for batch in batches]
+    expected = restore_tokens(plan, [values_of(batch) for batch in batches], pad=-1)
+    whole = restore_tokens(plan, [values_of(batch) for batch in moved], pad=-1)
+    cut = [
+        [shard_context(batch, rank, size).take(values_of(batch)) for rank in range(size)]
+        for batch in moved
+    ]
+    for restored in (whole, restore_tokens(plan, cut, pad=-1)):
+        assert restored.device.type == "cuda"
+        assert same(restored.cpu(), expected)
+    ids = [batch.sample_ids[batch.sample_ids >= 0] for batch in moved]
+    assert restore_sequences(plan, ids, combine="min").device.type == "cuda"
+
+
+def test_entries_of_any_shape_come_back() -> None:
+    recipe = Recipe(
+        layout=Packed(max_tokens=16), topology=Topology(dp=3, cp=2), steps=Steps(samples=2)
+    )
+    work = make_work([5, 1, 8, 3, 7], recipe)
+    restored = restore_tokens(work.plan, [batch.extras["features"] for batch in work.batches])
+    for sample, row in zip(work.samples, restored, strict=True):
+        length = len(sample["input_ids"])
+        assert same(row[:length], torch.as_tensor(sample["features"]).float())
+        assert not row[length:].any()

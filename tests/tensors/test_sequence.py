@@ -1,0 +1,67 @@
+"""Sequence parallelism: contiguous runs of every row, boundary-safe, and joined again."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep import Packed, Recipe, make_plan
+from evenstep.errors import InputError
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.sequence import join_sequence, shard_sequence
+from evenstep.tensors.shard import join_shards
+from tests.tensors.cuts import Work, make_work, same, works
+
+
+def test_veomnis_two_ranks_get_what_its_collator_gives_them() -> None:
+    samples = [
+        {"input_ids": torch.tensor([11, 12, 13]), "labels": torch.tensor([2, 3, 4])},
+        {"input_ids": torch.tensor([21, 22]), "labels": torch.tensor([1, 2])},
+    ]
+    plan = make_plan([3, 2], Recipe(layout=Packed(max_tokens=8, pad_to=8)))
+    batch = Collator()(plan[0, 0][0], samples)
+    first, second = (shard_sequence(batch, rank, 2) for rank in range(2))
+    assert first.tokens.tolist() == [[11, 12, 13, 21]]
+    assert second.tokens.tolist() == [[22, 0, 0, 0]]
+    assert first.labels.tolist() == [[3, 4, -100, 2]]
+    assert second.labels.tolist() == [[-100] * 4]
+    assert first.position_ids.tolist() == [[0, 1, 2, 0]]
+    assert second.position_ids.tolist() == [[1, 0, 1, 2]]  # the tail counts up, as everywhere
+    for shard in (first, second):
+        assert shard.cu_seqlens.tolist() == [0, 3, 5, 8]
+        assert shard.seqlens.tolist() == [3, 2, 0]
+        assert shard.max_seqlen == 3
+    assert first.local_cu_seqlens.tolist() == [0, 3, 4, 4]
+    assert second.local_cu_seqlens.tolist() == [0, 0, 1, 4]
+    assert second.local_seqlens.tolist() == [0, 1, 0]
+    assert samples[0]["labels"].tolist() == [2, 3, 4]
+
+
+def test_a_width_that_ranks_cannot_share_is_an_error_that_names_a_better_one() -> None:
+    batch = make_work([7], Recipe(layout=Packed(max_tokens=8))).batches[0]
+    with pytest.raises(InputError, match=r"7 slots wide, which 2 .* evenly; 8 would do"):
+        shard_sequence(batch, 0, 2)
+    with pytest.raises(InputError, match="rank -1 of a group of 7"):
+        shard_sequence(batch, -1, 7)
+
+
+def test_parts_that_are_not_equal_shares_are_refused() -> None:
+    with pytest.raises(InputError, match=r"\(1, 3\), \(1, 4\).* not equal shares"):
+        join_sequence([torch.zeros(1, 4), torch.zeros(1, 3)])
+
+
+@settings(max_examples=60)
+@given(works(), st.sampled_from([1, 2, 4]))
+def test_joining_the_runs_gives_the_batch_again(work: Work, size: int) -> None:
+    for batch in work.batches:
+        if batch.width % size:
+            continue
+        shards = [shard_sequence(batch, rank, size) for rank in range(size)]
+        joined = join_shards(shards)
+        for name in ("tokens", "labels", "position_ids", "segment_ids", "loss_weights"):
+            assert same(getattr(joined, name), getattr(batch, name))
+            assert same(join_sequence([getattr(s, name) for s in shards]), getattr(batch, name))
+        assert same(joined.extras["features"], batch.extras["features"])
+        assert same(joined.extras["reward"], batch.extras["reward"])
+        assert same(sum(shard.local_seqlens for shard in shards), batch.seqlens)
+        assert same(sum(shard.local_cu_seqlens.diff() for shard in shards), batch.cu_seqlens.diff())

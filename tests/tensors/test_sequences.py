@@ -1,0 +1,371 @@
+"""A loss written for one sequence gives the same on packed ones, looped or all at once."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from evenstep import Packed, Recipe, Topology
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.context import shard_context
+from evenstep.tensors.losses import cross_entropy, label_log_probs, policy_gradient
+from evenstep.tensors.metrics import Metric, merge
+from evenstep.tensors.restore import restore_sequences, restore_tokens
+from evenstep.tensors.sequences import Outcome, PerSequence, Sums
+from evenstep.tensors.shard import Shard
+from evenstep.tensors.view import View
+from tests.tensors.cuts import VOCABULARY, Work, make_work, works
+
+PER_TOKEN = ("old_log_probs", "advantages")
+LOSSES: dict[str, PerSequence] = {
+    "cross entropy": cross_entropy(),
+    "clipped": policy_gradient(clip_low=0.1, clip_high=0.3),
+    "clipped by sequence": policy_gradient(ratio="sequence"),
+}
+
+
+class Model:
+    """Logits that depend on a token and its position alone, so that packing cannot matter."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.weight = torch.randn(VOCABULARY, VOCABULARY, requires_grad=True)
+
+    def __call__(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        return self.weight[tokens] * torch.cos(0.3 * position_ids)[..., None]
+
+    def of(self, batch: Batch | Shard) -> Tensor:
+        return self(batch.tokens, batch.position_ids)
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, self.weight, retain_graph=True)[0]
+
+
+def by_hand(name: str, model: Model, sample: dict[str, Any], start: int, length: int) -> Tensor:
+    """The loss of one segment in plain terms: token i is predicted from the logits of i - 1."""
+    tokens, mask, old, advantage = (
+        torch.as_tensor(sample[key][start : start + length])
+        for key in ("input_ids", "loss_mask", *PER_TOKEN)
+    )
+    log_probs = model(tokens, torch.arange(length)).log_softmax(-1)
+    chosen = [i for i in range(1, length) if mask[i]]
+    new = torch.stack([log_probs[i - 1, tokens[i]] for i in chosen] or [log_probs[:0].sum()])
+    if not chosen or name == "cross entropy":
+        return -new.sum() if chosen else new.sum()
+    ratio = (new - old[chosen].float()).exp()
+    low, high = 0.9, 1.3
+    if name == "clipped by sequence":
+        ratio, low, high = (new - old[chosen].float()).mean().exp(), 0.8, 1.2
+    gain = advantage[chosen].float()
+    return -torch.minimum(ratio * gain, ratio.clamp(low, high) * gain).sum()
+
+
+def close(first: Tensor, second: Tensor) -> None:
+    scale = float(second.detach().abs().max()) if second.numel() else 0.0
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5 * max(scale, 1.0))
+
+
+def assert_same_metrics(first: dict[str, Metric], second: dict[str, Metric]) -> None:
+    for name, metric in first.items():
+        other = second[name]
+        assert other.reduction == metric.reduction
+        torch.testing.assert_close(other.value, metric.value, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+# Whatever the plan ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=30)
+@given(work=works(cp=(1, 2)))
+def test_packed_looped_and_by_hand_agree_with_gradients(name: str, work: Work) -> None:
+    model, loss, plan = Model(), LOSSES[name], work.plan
+    if not plan.micro_batches:
+        return
+    at_once = [loss(model.of(batch), batch) for batch in work.batches]
+    looped = [loss.looped()(model.of(batch), batch) for batch in work.batches]
+    part = zip(plan.segments.sample, plan.segments.start, plan.segments.length, strict=True)
+    expected = [by_hand(name, model, work.samples[i], a, n) for i, a, n in part]
+    total = torch.stack(expected).sum()
+    for found in (at_once, looped):
+        close(torch.stack([sums.loss for sums in found]).sum(), total)
+        close(torch.cat([sums.by_sequence for sums in found]), torch.stack(expected))
+        ours = model.gradient(torch.stack([sums.loss for sums in found]).sum())
+        close(ours, model.gradient(total))
+    by_sample = torch.zeros(len(plan.lengths)).index_add(
+        0, torch.tensor(plan.segments.sample.tolist()), torch.stack(expected)
+    )
+    restored = restore_sequences(plan, [sums.by_sequence for sums in at_once], combine="sum")
+    close(restored, by_sample)
+    assert_same_metrics(
+        merge(sums.metrics for sums in looped), merge(sums.metrics for sums in at_once)
+    )
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "clipped"])
+@settings(max_examples=30)
+@given(work=works(cp=(2, 4)))
+def test_the_shards_of_a_batch_add_up_to_it(name: str, work: Work) -> None:
+    model, loss, size = Model(), LOSSES[name], work.plan.recipe.topology.cp
+    for batch in work.batches:
+        whole = loss(model.of(batch), batch)
+        ready = batch.at_labels(*PER_TOKEN)
+        shards = [shard_context(ready, rank, size) for rank in range(size)]
+        parts = [loss(model.of(shard), shard) for shard in shards]
+        total = torch.stack([part.loss for part in parts]).sum()
+        close(total, whole.loss)
+        close(model.gradient(total), model.gradient(whole.loss))
+        assert_same_metrics(merge(part.metrics for part in parts), whole.metrics)
+
+
+@settings(max_examples=30)
+@given(works(cp=(1, 2)))
+def test_log_probs_of_packed_batches_come_back_token_by_token(work: Work) -> None:
+    plan, model = work.plan, Model()
+    if not plan.micro_batches:
+        return
+    results = []
+    for batch in work.batches:
+        labels = batch.ahead(batch.tokens, fill=-100)
+        flat = label_log_probs(model.of(batch).flatten(0, 1), labels.flatten())
+        results.append(flat.view_as(labels))
+    restored = restore_tokens(plan, results, shifted=True)
+    for i, a, n in zip(
+        plan.segments.sample, plan.segments.start, plan.segments.length, strict=True
+    ):
+        tokens = torch.as_tensor(work.samples[i]["input_ids"][a : a + n])
+        log_probs = model(tokens, torch.arange(n)).log_softmax(-1)
+        expected = torch.cat((torch.zeros(1), log_probs[torch.arange(n - 1), tokens[1:]]))
+        close(restored[i, a : a + n], expected)
+
+
+# Functions --------------------------------------------------------------------------------------
+
+
+def pairwise(outputs: Tensor, sequence: View) -> Outcome:
+    """A function that needs the whole sequence: nothing of it could be vectorised."""
+    reward = sequence.extra("reward")[0]
+    spread = outputs.amax() - outputs.amin()
+    patches = len(sequence.ragged("patches").values)
+    return spread * reward, {
+        "longest": Metric.max(torch.tensor([len(sequence.tokens)])),
+        "shortest": Metric.min(torch.tensor([len(sequence.tokens)])),
+        "length": Metric.mean(torch.tensor(float(len(sequence.tokens))), 1),
+        "patches": Metric.sum(torch.tensor(patches)),
+    }
+
+
+@settings(max_examples=30)
+@given(works(cp=(1, 2), overflow=("drop", "truncate")))
+def test_any_function_runs_in_a_loop_and_sees_one_sequence(work: Work) -> None:
+    model, plan = Model(), work.plan
+    sums = [PerSequence(pairwise)(model.of(batch), batch) for batch in work.batches]
+    expected, ran = [], plan.segments
+    for i, n in zip(ran.sample, ran.length, strict=True):
+        tokens = torch.as_tensor(work.samples[i]["input_ids"][:n])
+        outputs = model(tokens, torch.arange(n))
+        expected.append((outputs.amax() - outputs.amin()) * float(work.samples[i]["reward"]))
+    if not expected:
+        return
+    close(torch.cat([each.by_sequence for each in sums]), torch.stack(expected))
+    found = merge(each.metrics for each in sums)
+    assert int(found["longest"].value) == ran.length.max()
+    assert int(found["shortest"].value) == ran.length.min()
+    assert float(found["length"].value) == pytest.approx(ran.length.mean())
+    patches = [len(work.samples[i]["patches"]) for i in ran.sample]
+    assert int(found["patches"].value) == sum(patches)
+
+
+def batch_of(*lengths: int, cp: int = 1) -> Batch:
+    recipe = Recipe(layout=Packed(max_tokens=16, pad_to=16), topology=Topology(cp=cp))
+    return make_work([*lengths], recipe).batches[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("way", ["at once", "looped"])
+def test_a_dummy_has_a_loss_of_zero_and_a_backward(name: str, way: str) -> None:
+    recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
+    batch = make_work([3], recipe).batches[1]
+    assert batch.is_dummy
+    model, loss = Model(), LOSSES[name] if way == "at once" else LOSSES[name].looped()
+    sums = loss(model.of(batch), batch)
+    assert sums.loss.item() == 0.0
+    assert len(sums.by_sequence) == 0
+    assert not model.gradient(sums.loss).any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_garbage_where_nothing_is_trained_changes_nothing(name: str) -> None:
+    batch, model = batch_of(5, 3), Model()
+    expected = LOSSES[name](model.of(batch), batch)
+    padding = ~batch.token_mask
+    untrained = padding | (batch.targets == -100) | (batch.position_ids == 0)
+    extras: dict[str, Any] = dict(batch.extras)
+    for extra in PER_TOKEN:
+        extras[extra] = extras[extra].masked_fill(untrained, float("nan"))
+    outputs = model.of(batch).masked_fill(padding[..., None], float("nan"))
+    found = LOSSES[name](outputs, replace(batch, extras=extras))
+    close(found.loss, expected.loss)
+    close(model.gradient(found.loss), model.gradient(expected.loss))
+    assert_same_metrics(found.metrics, expected.metrics)
+
+
+def test_advantages_may_be_one_per_sequence() -> None:
+    batch, model = batch_of(5, 1, 3), Model()
+    rewards = batch.extras["reward"]
+    one = replace(
+        batch,
+        extras={**batch.extras, "advantages": rewards},
+        aligned={**batch.aligned, "advantages": "sequence"},
+    )
+    spread = torch.cat((rewards, torch.zeros(1)))[batch.segment_ids]
+    each = replace(batch, extras={**batch.extras, "advantages": spread})
+    loss = policy_gradient()
+    for way in (loss, loss.looped()):
+        close(way(model.of(one), one).loss, loss(model.of(each), each).loss)
+
+
+def test_the_pull_towards_a_reference_is_zero_at_the_reference() -> None:
+    batch, model = batch_of(5, 3), Model()
+    loss, plain = policy_gradient(kl_weight=0.5), policy_gradient()
+    own = label_log_probs(model.of(batch).flatten(0, 1), batch.labels.flatten()).view(1, -1)
+    back = torch.cat((torch.zeros(1, 1), own.detach()[:, :-1]), dim=1)  # to the token's own slot
+    for far, expected in ((0.0, 0.0), (1.0, torch.e - 2)):
+        with_reference = replace(
+            batch,
+            extras={**batch.extras, "reference_log_probs": back + far},
+            aligned={**batch.aligned, "reference_log_probs": "token"},
+        )
+        for way in (loss, loss.looped()):
+            sums = way(model.of(batch), with_reference)
+            assert float(sums.metrics["kl"].value) == pytest.approx(expected, abs=1e-5)
+            trained = float(batch.loss_weights.sum())
+            more = sums.loss - plain(model.of(batch), batch).loss
+            assert more.item() == pytest.approx(0.5 * expected * trained, abs=1e-4)
+
+
+def test_the_least_and_greatest_ratio_are_those_of_trained_tokens() -> None:
+    batch, model = batch_of(5, 3), Model()
+    for old, above in ((-30.0, True), (30.0, False)):
+        extras = {**batch.extras, "old_log_probs": torch.full(batch.tokens.shape, old)}
+        metrics = policy_gradient()(model.of(batch), replace(batch, extras=extras)).metrics
+        assert bool(metrics["ratio_min"].value > 1) is above
+        assert bool(metrics["ratio_max"].value > 1) is above
+        assert float(metrics["clipped"].value) == 1.0
+
+
+def test_values_ahead_stay_in_their_segment() -> None:
+    batch = batch_of(3, 1, 2)
+    values = torch.arange(1, 17)[None]
+    assert batch.ahead(values).tolist() == [[2, 3, 0, 0, 6, 0, *[0] * 10]]
+    assert batch.ahead(values, 2, fill=-1).tolist() == [[3, *[-1] * 15]]
+    pairs = torch.stack((values, -values), dim=-1)
+    assert batch.ahead(pairs)[0, :2].tolist() == [[2, -2], [3, -3]]
+    moved = batch.at_labels("features")
+    assert moved.aligned["features"] == "label"
+    features: Any = batch.extras["features"]
+    assert torch.equal(moved.extras["features"], batch.ahead(features))
+    assert batch.aligned["features"] == "token"
+
+
+def test_weights_scale_every_token() -> None:
+    batch, model = batch_of(5, 3), Model()
+    halved = replace(batch, loss_weights=batch.loss_weights / 2)
+    for loss in LOSSES.values():
+        close(loss(model.of(halved), halved).loss, loss(model.of(batch), batch).loss / 2)
+
+
+def test_low_precision_logits_are_summed_in_float32() -> None:
+    batch, model = batch_of(5, 3), Model()
+    for loss in (cross_entropy(), cross_entropy().looped()):
+        assert loss(model.of(batch).bfloat16(), batch).loss.dtype == torch.float32
+
+
+# Metrics ----------------------------------------------------------------------------------------
+
+
+def test_a_mean_of_unequal_parts_is_the_mean_of_all() -> None:
+    parts = [
+        {"loss": Metric.mean(torch.tensor(6.0), 3)},
+        {"loss": Metric.mean(torch.tensor(4.0), 1)},
+    ]
+    assert float(merge(parts)["loss"].value) == 2.5
+
+
+def test_metrics_of_nothing_change_nothing() -> None:
+    none = torch.empty(0)
+    some = {"least": Metric.min(torch.tensor([3.0, 2.0])), "most": Metric.max(torch.tensor([-3.0]))}
+    empty = {"least": Metric.min(none), "most": Metric.max(none)}
+    merged = merge([empty, some, {}])
+    assert {name: float(metric.value) for name, metric in merged.items()} == {
+        "least": 2.0,
+        "most": -3.0,
+    }
+    assert merge([]) == {}
+
+
+def test_whole_numbers_have_a_least_and_a_most_too() -> None:
+    counts = torch.tensor([4, 2, 9])
+    assert (int(Metric.min(counts).value), int(Metric.max(counts).value)) == (2, 9)
+
+
+def test_a_metric_with_two_meanings_is_refused() -> None:
+    two = [{"x": Metric.sum(torch.ones(()))}, {"x": Metric.max(torch.ones(1))}]
+    with pytest.raises(InputError, match="'x' is a max here and a sum there"):
+        merge(two)
+
+
+# Faults -----------------------------------------------------------------------------------------
+
+
+def run(function: Callable[[], Sums | Tensor]) -> str:
+    with pytest.raises((InputError, ConfigError)) as caught:
+        function()
+    return str(caught.value)
+
+
+def test_faults_say_what_to_do() -> None:
+    batch, model = batch_of(5, 3, cp=2), Model()
+    outputs, everything = model.of(batch), View.of_all(batch)
+    assert "(1, 15, 23) were given for a batch of 1 rows and width 16" in run(
+        lambda: cross_entropy()(outputs[:, 1:], batch)
+    )
+    scalar = PerSequence(lambda out, view: out.sum(), vectorised=True)
+    assert "returned the shape () for 16 slots" in run(lambda: scalar(outputs, batch))
+    assert "no extra 'reference_log_probs'" in run(
+        lambda: policy_gradient(kl_weight=1.0)(outputs, batch)
+    )
+    assert "'patches' is ragged" in run(lambda: everything.extra("patches"))
+    with pytest.raises(ConfigError, match="'reward' is sequence-aligned"):
+        everything.ragged("reward")
+    with pytest.raises(ConfigError, match="ratio is 'row'"):
+        policy_gradient(ratio="row")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'reward' is aligned to 'sequence'"):
+        batch.at_labels("reward")
+
+
+def test_what_needs_whole_sequences_refuses_a_shard() -> None:
+    batch, model = batch_of(5, 3, cp=2), Model()
+    shard = shard_context(batch, 0, 2)
+    outputs = model.of(shard)
+    assert "at_labels('old_log_probs')" in run(lambda: policy_gradient()(outputs, shard))
+    assert "only parts of them" in run(lambda: cross_entropy().looped()(outputs, shard))
+    sums = cross_entropy()(outputs, shard)
+    assert "only parts of sequences" in run(lambda: sums.by_sequence)
+    ready = shard_context(batch.at_labels(*PER_TOKEN), 0, 2)
+    by_sequence = policy_gradient(ratio="sequence")
+    assert "holds only parts of them" in run(lambda: by_sequence(outputs, ready))
+
+
+def test_a_view_tells_whose_slots_it_shows() -> None:
+    batch = batch_of(3, 1)
+    assert View.of_all(batch).sample_ids.tolist()[:5] == [0, 0, 0, 1, -1]
+    second = View.of_segments(batch)[1]
+    assert second.sample_ids.tolist() == [1]
+    assert second.position_ids.tolist() == [0]
+    assert len(View.of_all(batch).ragged("patches").offsets) == 3
