@@ -1,0 +1,468 @@
+"""Measure attention on a GPU: is every backend right in half precision, and what does each cost?
+
+    python benchmarks/gpu_attention.py                        filed under benchmarks/results
+    python benchmarks/gpu_attention.py --device cpu --quick   a small version, not filed
+
+Every section runs the same samples packed, padded and one at a time. Kernels are compared with
+single precision, one sample at a time, on inputs that half precision holds exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+from benchmarks import tables
+from benchmarks.tables import Section, Table, Target
+from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Topology, make_plan
+from evenstep.core.layout import Layout
+from evenstep.tensors.attention import attention
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.masks import block_mask
+from evenstep.train.model import Decoder, DecoderShape
+
+ROOT = Path(__file__).resolve().parents[1]
+HALF = torch.bfloat16
+LIMIT = 2e-2
+"""Largest error of outputs and gradients, relative to the largest value (bfloat16 has 8 bits)."""
+FACTOR = 2.0
+"""How much larger an error may be than that of torch's own attention, one sample at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where to run, and how much."""
+
+    device: str
+    quick: bool
+
+    @property
+    def backends(self) -> list[str]:
+        """Those for packed batches that can be trained with here."""
+        return ["varlen", "flex"] if self.device == "cuda" else ["segments", "mask"]
+
+    def free(self) -> None:
+        """Forget compiled kernels and cached memory."""
+        torch._dynamo.reset()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def make_batch(lengths: list[int], recipe: Recipe, device: str) -> Iterator[Batch]:
+    """The micro-batches of one step on one rank."""
+    random = torch.Generator().manual_seed(0)
+    samples = [{"input_ids": torch.randint(0, 1000, (n,), generator=random)} for n in lengths]
+    for micro in make_plan(lengths, recipe)[0, 0]:
+        yield Collator()(micro, samples).to(device)
+
+
+def slots_of(batch: Batch, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """For every real token of the batch: its slot, and its number among all samples' tokens."""
+    begins = np.cumsum([0, *lengths])
+    slots, tokens = [], []
+    for piece, sample in enumerate(batch.sample_ids.tolist()):
+        if sample >= 0:
+            begin, size = int(batch.cu_seqlens[piece]), int(batch.seqlens[piece])
+            slots.append(torch.arange(begin, begin + size))
+            tokens.append(torch.arange(int(begins[sample]), int(begins[sample]) + size))
+    return torch.cat(slots).to(batch.device), torch.cat(tokens).to(batch.device)
+
+
+# Kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Samples and heads to attend with."""
+
+    name: str
+    lengths: list[int]
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 64
+    window: int | None = None
+    topology: Topology = field(default_factory=Topology)
+    static: bool = False
+
+    def inputs(self, device: str) -> list[Tensor]:
+        """q, k, v and the gradient of the output: (tokens, heads, dim), exact in half precision."""
+        random = torch.Generator().manual_seed(1)
+        total = sum(self.lengths)
+        return [
+            torch.randn(total, heads, self.dim, generator=random).to(HALF).float().to(device)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]
+
+
+def kernel_cases(place: Place) -> list[Case]:
+    lengths = [1, 700, 1, 129, 2048, 64, 333, 1, 5, 512]
+    if place.quick:
+        lengths = [1, 70, 1, 19, 64, 5]
+    return [
+        Case("one length for all", [lengths[1]] * 4),
+        Case("unequal lengths, some of 1", lengths, static=True),
+        Case("as many key heads as heads", lengths, kv_heads=8),
+        Case("7 heads to a key head", lengths, heads=14),
+        Case("heads of 128", lengths, dim=128),
+        Case("a window", lengths, window=10 if place.quick else 100, static=True),
+        Case("a window of 1", lengths, window=1),
+        Case("aligned to 8", lengths, topology=Topology(cp=4), static=True),
+        Case("single tokens", [1] * (20 if place.quick else 200)),
+    ]
+
+
+def run_case(
+    case: Case, recipe: Recipe, dtype: torch.dtype, backend: str, device: str
+) -> list[Tensor]:
+    """Outputs and gradients of q, k and v, for all tokens in the order of the samples."""
+    given = case.inputs(device)
+    found = [torch.zeros_like(x) for x in (given[3], *given[:3])]
+    for batch in make_batch(case.lengths, recipe, device):
+        slots, tokens = slots_of(batch, case.lengths)
+        laid = []
+        for values in given:
+            flat = values.new_zeros(batch.rows * batch.width, *values.shape[1:])
+            flat[slots] = values[tokens]
+            # (slots, heads, dim) -> (rows, heads, width, dim)
+            grid = flat.unflatten(0, (batch.rows, batch.width)).transpose(1, 2)
+            laid.append(grid.to(dtype).contiguous())
+        q, k, v = (x.requires_grad_() for x in laid[:3])
+        out = attention(q, k, v, batch, window=case.window, backend=backend)
+        gradients = torch.autograd.grad(out, (q, k, v), laid[3])
+        for into, values in zip(found, (out, *gradients), strict=True):
+            into[tokens] = values.detach().transpose(1, 2).flatten(0, 1)[slots].float()
+    return found
+
+
+def errors(found: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
+    """The largest error of outputs and of gradients, relative to the largest value of each.
+
+    A gradient that is zero but for rounding (q and k of single tokens) is compared with a tenth
+    of the largest one.
+    """
+    largest = [float(values.abs().max()) for values in expected]
+    off = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+    least = 0.1 * max(largest[1:])
+    return off[0] / largest[0], max(
+        error / max(size, least) for error, size in zip(off[1:], largest[1:], strict=True)
+    )
+
+
+def kernels(place: Place) -> Section:
+    """Outputs and gradients of each backend against single precision."""
+    section = Section("Outputs and gradients in bfloat16, against single precision")
+    section.notes.append(
+        "Largest error relative to the largest value, over real tokens. The reference is scaled "
+        "dot product attention in single precision, one sample at a time. Its bfloat16 version is "
+        "the yardstick."
+    )
+    table = Table("Errors", {"case": "", "run": "", "outputs": ".1e", "gradients": ".1e"})
+    worst: dict[str, float] = {}
+    factor: dict[str, float] = {}
+    failed: set[str] = set()
+    alone = Recipe(layout=Fixed(samples=1))
+    for case in kernel_cases(place):
+        expected = run_case(case, alone, torch.float32, "segments", place.device)
+        total = 8 * sum(-(-n // 8) for n in case.lengths)
+        packed = Recipe(layout=Packed(max_tokens=total + 64), topology=case.topology)
+        widest = max(case.lengths)
+        padded = Recipe(layout=Padded(max_tokens=widest * len(case.lengths)))
+        static = Recipe(
+            layout=PackedStatic(rows=2, width=8 * (total // 16 + widest)), topology=case.topology
+        )
+        plain = "causal" if case.window is None else "segments"
+        yardstick = errors(run_case(case, alone, HALF, "segments", place.device), expected)
+        table.add(case.name, "one at a time", *yardstick)
+        runs = [(f"padded, {plain}", padded, plain)]
+        for name in place.backends:
+            runs.append((f"packed, {name}", packed, name))
+            if case.static:
+                runs.append((f"packed static, {name}", static, name))
+        for name, recipe, backend in runs:
+            try:
+                found = errors(run_case(case, recipe, HALF, backend, place.device), expected)
+            except Exception as error:  # the other runs still tell something
+                section.notes.append(f"{case.name}, {name} failed: {error}".splitlines()[0])
+                failed.add(backend)
+                continue
+            table.add(case.name, name, *found)
+            worst[backend] = max(worst.get(backend, 0.0), *found)
+            ratio = max(a / max(b, 1e-3) for a, b in zip(found, yardstick, strict=True))
+            factor[backend] = max(factor.get(backend, 0.0), ratio)
+    place.free()
+    section.tables.append(table)
+    for name in place.backends:
+        promise = f"{name}: every case runs, no error above {LIMIT:.0e} or {FACTOR:.0f} × as large"
+        most, times = worst.get(name, np.inf), factor.get(name, np.inf)
+        met = name not in failed and most <= LIMIT and times <= FACTOR
+        section.targets.append(Target(promise, f"largest {most:.1e}, at most × {times:.2f}", met))
+    return section
+
+
+# The decoder ----------------------------------------------------------------------------------
+
+
+def learn(
+    model: Decoder, batches: Iterator[Batch], backend: str, dtype: torch.dtype
+) -> tuple[float, Tensor]:
+    """The loss per label over all micro-batches, and its gradient as one vector."""
+    work = list(batches)
+    labels = sum(int((batch.labels != -100).sum()) for batch in work)
+    named = Decoder(model.shape, backend).to(work[0].device, dtype)
+    named.load_state_dict(model.state_dict())
+    parameters = list(named.parameters())
+    loss, gradient = 0.0, torch.zeros(sum(p.numel() for p in parameters), device=work[0].device)
+    for batch in work:
+        logits = named(batch).float().flatten(0, 1)
+        part = nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum") / labels
+        # Summed in single precision: the number of micro-batches is no source of error.
+        gradient += torch.cat([g.float().flatten() for g in torch.autograd.grad(part, parameters)])
+        loss += float(part.detach())
+    return loss, gradient
+
+
+def decoder(place: Place) -> Section:
+    """Loss and gradient of a small model, packed against one at a time."""
+    random = np.random.default_rng(0)
+    count, mean = (12, 3.0) if place.quick else (48, 6.0)
+    lengths = [1, 1, *random.lognormal(mean, 1.0, count).astype(int).clip(1, 4096).tolist()]
+    if place.quick:
+        shape = DecoderShape(vocab=1000, hidden=64, heads=4, kv_heads=2, ffn=96)
+    else:
+        shape = DecoderShape(vocab=1000, hidden=1024, layers=6, heads=16, kv_heads=4, ffn=2816)
+    torch.manual_seed(0)
+    # Weights that bfloat16 holds exactly: what is left is the arithmetic.
+    model = Decoder(shape).to(HALF).float()
+    section = Section(f"A decoder of {shape.layers} layers, {shape.hidden} wide")
+    section.notes.append(
+        f"{len(lengths)} samples, {sum(lengths):,} tokens, the longest {max(lengths)}, two of 1. "
+        "Loss and gradient relative to single precision, one sample at a time; the gradient as "
+        "one vector. In single precision all layouts must agree to 1e-5."
+    )
+    table = Table("Differences", {"run": "", "precision": "", "loss": ".1e", "gradient": ".1e"})
+    budget = max(2 * max(lengths), 1024 if place.quick else 16384)
+    layouts: dict[str, Layout] = {
+        "one at a time": Fixed(samples=1),
+        "packed": Packed(max_tokens=budget),
+        "packed static": PackedStatic(rows=2, width=budget // 2),
+        "dynamic": Padded(max_tokens=budget),
+    }
+
+    def difference(layout: str, backend: str, dtype: torch.dtype) -> tuple[float, float]:
+        batches = make_batch(lengths, Recipe(layout=layouts[layout]), place.device)
+        loss, gradient = learn(model, batches, backend, dtype)
+        off = (gradient - expected[1]).norm() / expected[1].norm()
+        return abs(loss / expected[0] - 1), float(off)
+
+    recipe = Recipe(layout=layouts["one at a time"])
+    expected = learn(model, make_batch(lengths, recipe, place.device), "segments", torch.float32)
+    single = 0.0
+    for layout in ("packed", "packed static", "dynamic"):
+        found = difference(layout, "segments", torch.float32)
+        table.add(f"{layout}, segments", "float32", *found)
+        single = max(single, *found)
+    section.targets.append(
+        Target("float32: layouts agree to 1e-5", f"largest {single:.1e}", single <= 1e-5)
+    )
+    yardstick = difference("one at a time", "segments", HALF)
+    table.add("one at a time, segments", "bfloat16", *yardstick)
+    table.add("dynamic, causal", "bfloat16", *difference("dynamic", "causal", HALF))
+    for name in place.backends:
+        for layout in ("packed", "packed static"):
+            found = difference(layout, name, HALF)
+            table.add(f"{layout}, {name}", "bfloat16", *found)
+            section.targets.append(
+                Target(
+                    f"{layout}, {name}: gradient within {FACTOR:.0f} × of one at a time",
+                    f"{found[1]:.1e} against {yardstick[1]:.1e}",
+                    found[1] <= FACTOR * yardstick[1],
+                )
+            )
+        place.free()
+    section.tables.append(table)
+    return section
+
+
+# Time -----------------------------------------------------------------------------------------
+
+
+def best(call: Callable[[], Any], device: str, runs: int) -> float:
+    """Milliseconds of the best run after two to warm up."""
+    times = []
+    for number in range(runs + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if number >= 2:
+            times.append((time.perf_counter() - start) * 1e3)
+    return min(times)
+
+
+def speed(place: Place) -> Section:
+    """Forward and backward of one layer's attention on the same samples in each layout."""
+    budget = 512 if place.quick else 32768
+    heads, kv_heads, dim = (4, 2, 16) if place.quick else (32, 8, 128)
+    random = np.random.default_rng(0)
+    lengths: list[int] = []
+    while sum(lengths) < budget:
+        mean = 4.0 if place.quick else 6.5
+        lengths.append(min(round(random.lognormal(mean, 1.0)) + 1, budget // 4))
+    lengths[-1] -= sum(lengths) - budget
+    section = Section("Time of one layer's attention, forward and backward")
+    section.notes.append(
+        f"{len(lengths)} samples of log-normal lengths, {budget:,} tokens, the longest "
+        f"{max(lengths):,}; {heads} heads of {dim}, {kv_heads} key heads, bfloat16, causal. Best "
+        "of several runs, compiled before; × is against the first row."
+    )
+
+    def timed(recipe: Recipe, backend: str) -> tuple[float, int]:
+        batches = list(make_batch(lengths, recipe, place.device))
+        calls = []
+        for batch in batches:
+            q, k, v, gradient = (
+                torch.randn(batch.rows, n, batch.width, dim, device=place.device, dtype=HALF)
+                for n in (heads, kv_heads, kv_heads, heads)
+            )
+            leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+            calls.append((batch, leaves, gradient))
+
+        def step() -> None:
+            for batch, (q, k, v), gradient in calls:
+                out = attention(q, k, v, batch, backend=backend)
+                torch.autograd.grad(out, (q, k, v), gradient)
+
+        slots = sum(batch.rows * batch.width for batch in batches)
+        found = best(step, place.device, 2 if place.quick else 10)
+        return found, slots
+
+    packed = Recipe(layout=Packed(max_tokens=budget))
+    runs = [(f"packed, {name}", packed, name) for name in place.backends]
+    if "segments" not in place.backends:
+        runs.append(("packed, segment by segment", packed, "segments"))
+    widest = max(lengths)
+    runs.append(("dynamic, plain causal", Recipe(layout=Padded(max_tokens=budget)), "causal"))
+    runs.append(
+        (
+            "all padded, plain causal",
+            Recipe(layout=Padded(max_tokens=widest * len(lengths))),
+            "causal",
+        )
+    )
+    table = Table("Times", {"run": "", "slots": ",", "ms": ".2f", "×": ".2f"})
+    first = None
+    for name, recipe, backend in runs:
+        found, slots = timed(recipe, backend)
+        first = first or found
+        table.add(name, slots, found, found / first)
+        place.free()
+    section.tables.append(table)
+    section.tables.append(_mask_times(lengths, packed, place))
+    return section
+
+
+def _mask_times(lengths: list[int], packed: Recipe, place: Place) -> Table:
+    """Building the block mask from boundaries, and by trying every entry as torch does."""
+    batch = next(make_batch(lengths, packed, place.device))
+    runs = 2 if place.quick else 5
+    ours = best(lambda: block_mask(batch), place.device, runs)
+    rule, width = block_mask(batch).mask_mod, batch.width
+    theirs = best(
+        lambda: create_block_mask(rule, 1, None, width, width, device=place.device),
+        place.device,
+        runs,
+    )
+    table = Table("Building a block mask", {"how": "", "ms": ".2f", "×": ".2f"})
+    table.add("from boundaries (ours)", ours, 1.0)
+    table.add("create_block_mask (torch)", theirs, theirs / ours)
+    return table
+
+
+# Running and filing ---------------------------------------------------------------------------
+
+SECTIONS: dict[str, Callable[[Place], Section]] = {
+    "kernels": kernels,
+    "decoder": decoder,
+    "speed": speed,
+}
+
+
+def facts(place: Place) -> dict[str, str]:
+    """What the results depend on."""
+    on_gpu = place.device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
+        "CUDA": str(torch.version.cuda) if on_gpu else "none",
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+        "precision": "bfloat16 against float32 (TF32 off)",
+        "tolerance": f"{LIMIT:.0e} of the largest value, and {FACTOR:.0f} × the yardstick's error",
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Attention, measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
+    parser.add_argument("--quick", action="store_true", help="a small version, not filed")
+    parser.add_argument("--only", action="append", choices=list(SECTIONS))
+    parser.add_argument("--out", type=Path, help="where to file (benchmarks/results)")
+    options = parser.parse_args(arguments)
+    if options.out is None and not options.quick and not options.only:
+        options.out = ROOT / "benchmarks" / "results"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # Past its limit of recompilations FlexAttention would run unfused, with all scores at once.
+    for name in ("recompile_limit", "cache_size_limit"):
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, 64)
+            break
+    place = Place(options.device, options.quick)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    found = {}
+    for name in options.only or SECTIONS:
+        start = time.perf_counter()
+        found[name] = SECTIONS[name](place)
+        tables.show(found[name], console)
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s\n")
+    if options.out:
+        _file(options.out, place, found)
+    return 0
+
+
+def _file(folder: Path, place: Place, found: dict[str, Section]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = facts(place)
+    data = {"machine": about, "sections": {name: s.to_dict() for name, s in found.items()}}
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    (folder / "gpu_attention.json").write_text(text + "\n", encoding="utf-8")
+    parts = [
+        "# Attention on a GPU, measured",
+        "Written by `python benchmarks/gpu_attention.py`.",
+        tables.markdown_table(Table("Machine", {"": "", " ": ""}, [*about.items()])),
+        *(tables.markdown(section) for section in found.values()),
+    ]
+    (folder / "gpu_attention.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

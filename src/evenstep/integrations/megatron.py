@@ -1,0 +1,39 @@
+"""Megatron: the fields of `PackedSeqParams`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.tensors.batch import Batch
+
+
+def packed_seq_params(batch: Batch) -> dict[str, Any]:
+    """The fields for `PackedSeqParams(**packed_seq_params(batch))`; tokens are (1, slots).
+
+    `cu_seqlens_q` counts real tokens only, `cu_seqlens_q_padded` where each piece really begins.
+    The tail of a row is a piece without real tokens. A dummy counts its padding as real, so that
+    kernels have something to run on. Rows of a static layout are to be flattened into one.
+
+    Lengths 3 and 2 aligned to 4 in a row of 12 -> cu_seqlens_q [0, 3, 5, 5] and
+    cu_seqlens_q_padded [0, 4, 8, 12].
+    """
+    padded = batch.cu_seqlens
+    real = padded if batch.is_dummy else _offsets(batch.seqlens)
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": real,
+        "cu_seqlens_kv": real,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        "max_seqlen_q": batch.max_seqlen,
+        "max_seqlen_kv": batch.max_seqlen,
+    }
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
+    return offsets

@@ -1,0 +1,21 @@
+"""The benchmark of attention runs on a CPU too, small, and files what it found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_attention
+
+
+def test_a_quick_run_on_the_cpu_meets_its_targets_and_files_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--device", "cpu", "--quick", "--only", "decoder", "--only", "speed"]
+
+    assert gpu_attention.main([*arguments, "--out", str(tmp_path)]) == 0
+
+    assert "layouts agree" in capsys.readouterr().out
+    filed = json.loads((tmp_path / "gpu_attention.json").read_text())
+    assert all(target["met"] for target in filed["sections"]["decoder"]["targets"])
+    assert "float32" in (tmp_path / "gpu_attention.md").read_text()
