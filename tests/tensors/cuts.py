@@ -26,7 +26,7 @@ COLLATOR = Collator(
     extras={
         "old_log_probs": Extra(aligned="token"),
         "advantages": Extra(aligned="token"),
-        "features": Extra(aligned="token"),
+        "features": Extra(aligned="token", shape=(2,)),
         "reward": Extra(aligned="sequence"),
         "patches": Extra(aligned="ragged", dtype=torch.int64),
     }

@@ -9,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from evenstep import Packed, Recipe, Topology
 from evenstep.integrations.huggingface import hf_kwargs
+from evenstep.tensors.attention import attention
 from evenstep.tensors.batch import Batch
-from evenstep.train.model import Decoder, DecoderShape
+from evenstep.tensors.context import join_context, shard_context
+from evenstep.train.model import Decoder, DecoderShape, rotate, rotation
 from tests.integrations.models import llama, qwen
 from tests.tensors.batches import RECIPES, VOCAB, batches_of, by_sample, distance, samples_of
 
@@ -103,6 +106,47 @@ def test_every_backend_gives_the_decoder_the_same(backend: str) -> None:
     named = Decoder(model.shape, backend)
     named.load_state_dict(model.state_dict())
     check(run(named, named, batches_of(samples, RECIPES["packed"])), expected)
+
+
+def forward_in_parts(model: Decoder, batch: Batch, size: int) -> Tensor:
+    """The decoder on context-parallel ranks, all in this process: each holds its chunks alone,
+    and only queries, keys and values meet."""
+    shards = [shard_context(batch, rank, size) for rank in range(size)]
+    states = [model.embed(shard.tokens) for shard in shards]
+    for block in model.blocks:
+        own = block.attention
+        projected: list[list[Tensor]] = [[], [], []]
+        for x, shard in zip(states, shards, strict=True):
+            turn = rotation(shard.position_ids, model.shape)
+            for at, part in enumerate((own.query, own.key, own.value)):
+                heads = part(block.attention_norm(x)).unflatten(2, (-1, model.shape.dim))
+                if at < 2:
+                    heads = rotate(heads.transpose(1, 2), turn).transpose(1, 2)
+                projected[at].append(heads)
+        q, k, v = (join_context(parts, batch.cu_seqlens).transpose(1, 2) for parts in projected)
+        mixed = attention(q, k, v, batch, window=model.shape.window).transpose(1, 2).flatten(2)
+        states = [x + own.out(s.take(mixed)) for x, s in zip(states, shards, strict=True)]
+        states = [x + block.ffn(block.ffn_norm(x)) for x in states]
+    parts = [model.head(model.norm(x)) for x in states]
+    logits = join_context(parts, batch.cu_seqlens)
+    labels = join_context([shard.labels for shard in shards], batch.cu_seqlens)
+    assert (labels == batch.labels).all()
+    return logits
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@settings(max_examples=15)
+@given(LENGTHS, st.integers(0, 99))
+def test_our_decoder_gives_the_same_on_context_parallel_ranks(
+    size: int, lengths: list[int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = Decoder(DecoderShape(vocab=VOCAB, hidden=32, ffn=48))
+    samples = samples_of(lengths, seed)
+    expected = run(model, model, batches_of(samples, RECIPES["one by one"]))
+    recipe = Recipe(layout=Packed(max_tokens=64), topology=Topology(cp=size))
+    batches = batches_of(samples, recipe)
+    check(run(model, lambda batch: forward_in_parts(model, batch, size), batches), expected)
 
 
 @pytest.mark.parametrize("make", [llama, qwen])

@@ -251,8 +251,9 @@ def refined(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArra
     if equal_sizes:
         refine_kernel(costs, part_of, parts)
         return part_of
-    whole = np.concatenate((part_of, np.arange(parts)))
-    refine_kernel(_padded(costs, len(costs) + parts), whole, parts)
+    # Two items of no cost in each part let one or two others move alone.
+    whole = np.concatenate((part_of, np.arange(parts), np.arange(parts)))
+    refine_kernel(_padded(costs, len(whole)), whole, parts)
     return whole[: len(costs)]
 
 

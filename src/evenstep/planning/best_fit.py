@@ -20,13 +20,24 @@ Int32Array: TypeAlias = NDArray[np.int32]
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     """Items by bin. Lengths lie between 1 and capacity."""
     n = len(lengths)
-    # numpy's memory comes in huge pages, a kernel's own does not: a third of the time at a million.
-    order, bin_of, below, size = (np.empty(n, np.int32) for _ in range(4))
+    # One large array of numpy's comes in huge pages; a kernel's own, or four small ones, do not,
+    # and touching a million small pages for the first time costs a third of the whole.
+    order, bin_of, below, size = np.empty((4, n), np.int32)
     sort_decreasing(lengths, capacity, order, end := np.zeros(capacity + 1, np.int32))
     bins = place_items(order, end, capacity, bin_of, below, size)
     values, offsets = np.empty(n, np.int64), np.empty(bins + 1, np.int64)
     gather_items(order, bin_of, size, offsets, values)
     return Ragged(values, offsets)
+
+
+@kernel
+def extent(lengths: IntArray) -> tuple[int, int]:
+    """The shortest and the longest, in one pass."""
+    low, high = lengths[0], lengths[0]
+    for i in range(lengths.shape[0]):
+        low = min(low, lengths[i])
+        high = max(high, lengths[i])
+    return low, high
 
 
 @kernel
@@ -43,9 +54,10 @@ def sort_decreasing(lengths: IntArray, longest: int, order: Int32Array, end: Int
         end[length] = total
         total += here
     for i in range(lengths.shape[0]):
-        at = end[lengths[i]]
+        length = lengths[i]
+        at = end[length]
+        end[length] = at + 1
         order[at] = i
-        end[lengths[i]] = at + 1
 
 
 @kernel
@@ -105,14 +117,14 @@ def place_items(
                 else:
                     after = below[chosen]
                     size[chosen] += together
-                for i in range(position, position + together):
+                bin_of[position] = chosen
+                for i in range(position + 1, position + together):
                     bin_of[i] = chosen
                 position += together
                 rest = space - together * length
                 if rest > 0:
-                    if top[rest] < 0:
-                        low[rest >> 5] |= 1 << (rest & 31)
-                        high[rest >> 10] |= 1 << ((rest >> 5) & 31)
+                    low[rest >> 5] |= 1 << (rest & 31)
+                    high[rest >> 10] |= 1 << ((rest >> 5) & 31)
                     below[chosen] = top[rest]
                     top[rest] = chosen
                 chosen = after
@@ -140,6 +152,7 @@ def gather_items(
         size[b] = offsets[b]  # from here on, where the bin's next item goes
     offsets[bins] = total
     for i in range(order.shape[0]):
-        at = size[bin_of[i]]
-        size[bin_of[i]] = at + 1
+        chosen = bin_of[i]
+        at = size[chosen]
+        size[chosen] = at + 1
         values[at] = order[i]

@@ -13,7 +13,7 @@ from evenstep.planning.first_fit import at_or_before
 from evenstep.planning.kernel import kernel
 
 _LIMIT = 2000  # partners looked at for one gap
-_LOOKS = 400_000  # and for all gaps of all attempts: some milliseconds
+_LOOKS = 500_000  # and for all gaps of all attempts: some milliseconds
 
 
 @kernel

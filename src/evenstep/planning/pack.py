@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from evenstep.core.bounds import pack_bound, rounded_up
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.best_fit import best_fit
+from evenstep.planning.best_fit import best_fit, extent
 from evenstep.planning.first_fit import (
     first_fit_kernel,
     modified_first_fit_kernel,
@@ -17,6 +17,8 @@ from evenstep.planning.first_fit import (
 )
 from evenstep.planning.optimal import optimal_kernel
 from evenstep.planning.split import split_bins
+
+_LARGE = 2**22  # a table of that many spaces is worth avoiding
 
 Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
 
@@ -63,8 +65,7 @@ def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragg
     >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
     [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
     """
-    total = int(lengths.sum())
-    if total <= capacity:
+    if capacity > _LARGE and int(lengths.sum()) <= capacity:
         return Ragged(np.argsort(-lengths, kind="stable"), np.array([0, len(lengths)]))
     return best_fit(lengths, capacity)
 
@@ -139,12 +140,13 @@ def pack(
     if len(items) == 0:
         packed = Ragged.of([])
     else:
-        if int(items.min()) < 1:
+        shortest, longest = extent(items)
+        if shortest < 1:
             at = int(items.argmin())
             raise InputError(
                 f"item {at} has length {items[at]}; it holds nothing to pack. Remove it."
             )
-        if int(items.max()) > capacity:
+        if longest > capacity:
             at = int(items.argmax())
             raise InputError(
                 f"item {at} has length {items[at]} but a bin holds {capacity}; it could never be "

@@ -19,7 +19,7 @@ from evenstep.tensors.extras import Extra, RaggedTensor
 
 Sample: TypeAlias = Mapping[str, Any]
 
-_dtype = attrgetter("dtype")
+_dtype, _ndim = attrgetter("dtype"), attrgetter("ndim")
 
 
 class Columns:
@@ -60,21 +60,31 @@ class Columns:
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
         """A declared extra, laid out as it was declared."""
+        values = [_tensor(value) for value in self._column(name)]
+        self._check_entries(name, extra, values)
         if extra.aligned == "token":
-            values = self.slots(name, extra.dtype, extra.pad)
-            return values.view(self.micro.rows, self.micro.width, *values.shape[1:])
-        values_of = [_tensor(value).to(extra.dtype) for value in self._column(name)]
+            pieces = self._pieces(name, values, extra.dtype)
+            spread = self._spread(pieces, extra.dtype, extra.pad, extra.shape)
+            return spread.view(self.micro.rows, self.micro.width, *extra.shape)
+        nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
+        cast = [value.to(extra.dtype) for value in values]
         if extra.aligned == "sequence":
-            shapes = {value.shape for value in values_of}
-            if len(shapes) > 1:
-                raise InputError(
-                    f"the extra {name!r} has the shapes {sorted(map(tuple, shapes))} in one batch, "
-                    f"so they do not stack. Give all samples one shape, or declare it ragged."
-                )
-            return torch.stack(values_of) if values_of else torch.empty(0, dtype=extra.dtype)
-        counts = np.array([len(value) for value in values_of], np.int64)
-        joined = torch.cat(values_of) if values_of else torch.empty(0, dtype=extra.dtype)
+            return torch.stack(cast) if cast else nothing
+        counts = np.array([len(value) for value in cast], np.int64)
+        joined = torch.cat(cast) if cast else nothing
         return RaggedTensor(joined, torch.from_numpy(offsets_of(counts)))
+
+    def _check_entries(self, name: str, extra: Extra, values: list[Tensor]) -> None:
+        first = 0 if extra.aligned == "sequence" else 1  # dimension of one entry
+        if not extra.shape and not set(map(_ndim, values)) - {first}:
+            return
+        for at, value in enumerate(values):
+            if tuple(value.shape[first:]) != extra.shape:
+                raise InputError(
+                    f"sample {self._name(at)} has entries of the shape "
+                    f"{tuple(value.shape[first:])} in {name!r}, declared as {extra.shape}, so they "
+                    f"do not go together. Declare the shape that samples have."
+                )
 
     # Reading -----------------------------------------------------------------------------------
 
@@ -118,11 +128,12 @@ class Columns:
 
     # Laying out --------------------------------------------------------------------------------
 
-    def _spread(self, pieces: list[Tensor], dtype: torch.dtype, pad: float) -> Tensor:
+    def _spread(
+        self, pieces: list[Tensor], dtype: torch.dtype, pad: float, shape: tuple[int, ...] = ()
+    ) -> Tensor:
         """Parts of segments -> one entry per slot: each part, and the padding behind it."""
-        rest = pieces[0].shape[1:] if pieces else ()
         longest = max(self.padding, default=0)
-        source = torch.full((longest, *rest), pad, dtype=dtype)
+        source = torch.full((longest, *shape), pad, dtype=dtype)
         padding = {count: source[:count] for count in set(self.padding) if count}
         if not padding:
             return torch.cat(pieces)

@@ -25,6 +25,8 @@ class Extra:
     aligned: Alignment
     dtype: torch.dtype = torch.float32
     pad: float = 0.0
+    shape: tuple[int, ...] = ()
+    """Of one entry: () for a number, (8,) for a vector of eight."""
 
     def __post_init__(self) -> None:
         if self.aligned not in ("token", "sequence", "ragged"):
