@@ -28,8 +28,9 @@ def collating(bench: Bench) -> Section:
         "Collating",
         notes=[
             f"{SAMPLES} samples of {TOKENS:,} tokens in one micro-batch, one thread. The floor is "
-            "torch.cat of as many equally large tensors as the batch has per-slot columns (tokens, "
-            "labels, positions, segments, weights, and what was given), with nothing checked.",
+            "torch.cat of as many columns as the batch has per slot (tokens, labels, positions, "
+            "segments, weights, and what was given), each from tensors of its own, with nothing "
+            "checked.",
         ],
     )
     table = Table(
@@ -54,15 +55,12 @@ def collating(bench: Bench) -> Section:
         samples = [_sample(int(n), given) for n in lengths]
         micro = make_plan(lengths, recipe)[0, 0][0]
         collator = Collator(extras={key: EXTRAS[key] for key in EXTRAS if key in given})
-        whole = [sample["input_ids"] for sample in samples]
-        floats = [tokens.float() for tokens in whole]
-        integers = 4 + ("labels" in given)  # tokens, labels, positions, segments, targets
-        columns = integers + 1 + len(collator.extras)
-
+        columns = 5 + ("labels" in given) + len(collator.extras)
+        copies = [_copy(samples, at < columns - 1 - len(collator.extras)) for at in range(columns)]
         timed = interleave(
             {
                 "collate": partial(collator, micro, samples),
-                "cat": partial(_copies, whole, integers, floats, columns - integers),
+                "cat": partial(_cat, copies),
             },
             repeats=bench.pick(200, 10),
             burst=5,
@@ -96,10 +94,14 @@ def _kinds() -> list[tuple[str, Recipe, tuple[str, ...]]]:
     ]
 
 
-def _copies(
-    integers: list[torch.Tensor], count: int, floats: list[torch.Tensor], further: int
-) -> list[torch.Tensor]:
-    return [torch.cat(integers) for _ in range(count)] + [torch.cat(floats) for _ in range(further)]
+def _copy(samples: list[dict[str, Any]], whole: bool) -> list[torch.Tensor]:
+    """A column of its own, of whole numbers or not, as large as the tokens."""
+    dtype = torch.int64 if whole else torch.float32
+    return [sample["input_ids"].to(dtype, copy=True) for sample in samples]
+
+
+def _cat(columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.cat(column) for column in columns]
 
 
 def _sample(length: int, given: tuple[str, ...]) -> dict[str, Any]:

@@ -61,19 +61,20 @@ class Collator:
         if not keys.isdisjoint(_KNOWN[1:]):
             targets = columns.targets(keys)
         shape = (micro.rows, micro.width)
-        positions, pieces, labels = (np.empty(micro.slots, np.int64) for _ in range(3))
+        numbers = np.empty((3, micro.slots), np.int64)
         weights = np.empty(micro.slots, np.float32)
         number_slots(
             place.offsets, place.real, targets.numpy(), IGNORE_INDEX,
-            positions, pieces, labels, weights,
+            numbers[0], numbers[1], numbers[2], weights,
         )  # fmt: skip
+        positions, pieces, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
         batch = Batch(
             tokens=tokens.view(shape),
             targets=targets.view(shape),
-            labels=torch.from_numpy(labels.reshape(shape)),
-            position_ids=torch.from_numpy(positions.reshape(shape)),
-            segment_ids=torch.from_numpy(pieces.reshape(shape)),
-            loss_weights=torch.from_numpy(weights.reshape(shape)),
+            labels=labels,
+            position_ids=positions,
+            segment_ids=pieces,
+            loss_weights=torch.from_numpy(weights).view(shape),
             cu_seqlens=torch.from_numpy(place.offsets.astype(np.int32)),
             seqlens=torch.from_numpy(np.array(place.real)),
             sample_ids=torch.from_numpy(_by_piece(micro.segments.sample, place, -1)),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from itertools import repeat
-from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -18,8 +17,6 @@ from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.extras import Extra, RaggedTensor
 
 Sample: TypeAlias = Mapping[str, Any]
-
-_dtype, _ndim = attrgetter("dtype"), attrgetter("ndim")
 
 
 class Columns:
@@ -35,24 +32,27 @@ class Columns:
         self.place = micro.placement
         self.lengths = micro.segments.length
         self.padding: list[int] = (self.place.slots - self.place.real).tolist()  # of each piece
-        self.whole = bool((self.lengths == micro.sample_lengths).all())
+        self.longest_padding = max(self.padding, default=0)
+        self.expected: list[int] = micro.sample_lengths.tolist()
+        self.whole = self.lengths.tolist() == self.expected
 
     def slots(self, key: str, dtype: torch.dtype, pad: float) -> Tensor:
         """The token-aligned column `key`, one entry per slot, padding filled in."""
-        return self._spread(self._pieces(key, self._column(key), dtype), dtype, pad)
+        return self._spread(key, self._pieces(key, self._column(key), dtype), dtype, pad)
 
     def targets(self, keys: set[str]) -> Tensor:
         """What each slot should have been predicted as: labels less what is masked."""
         given = [s["labels"] if "labels" in s else s["input_ids"] for s in self.chosen]
         pieces = self._pieces("labels", given, torch.int64)
-        targets = self._spread(pieces, torch.int64, IGNORE_INDEX)
+        targets = self._spread("labels", pieces, torch.int64, IGNORE_INDEX)
         if "loss_mask" in keys:
             given = [
                 s["loss_mask"] if "loss_mask" in s else torch.ones(len(s["input_ids"]))
                 for s in self.chosen
             ]
             pieces = self._pieces("loss_mask", given, torch.float32)
-            targets.masked_fill_(self._spread(pieces, torch.float32, 0) == 0, IGNORE_INDEX)
+            mask = self._spread("loss_mask", pieces, torch.float32, 0)
+            targets.masked_fill_(mask == 0, IGNORE_INDEX)
         if "loss_masking_spans" in keys:
             for number, sample in enumerate(self.chosen):
                 self._mask_spans(targets, number, sample.get("loss_masking_spans", ()))
@@ -60,11 +60,12 @@ class Columns:
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
         """A declared extra, laid out as it was declared."""
-        values = [_tensor(value) for value in self._column(name)]
-        self._check_entries(name, extra, values)
+        values = _tensors(self._column(name))
+        if extra.aligned != "token" or extra.shape:
+            self._check_entries(name, extra, values)
         if extra.aligned == "token":
-            pieces = self._pieces(name, values, extra.dtype)
-            spread = self._spread(pieces, extra.dtype, extra.pad, extra.shape)
+            pieces = self._pieces(name, values, extra.dtype, extra.shape)
+            spread = self._spread(name, pieces, extra.dtype, extra.pad, extra.shape)
             return spread.view(self.micro.rows, self.micro.width, *extra.shape)
         nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
         cast = [value.to(extra.dtype) for value in values]
@@ -76,8 +77,6 @@ class Columns:
 
     def _check_entries(self, name: str, extra: Extra, values: list[Tensor]) -> None:
         first = 0 if extra.aligned == "sequence" else 1  # dimension of one entry
-        if not extra.shape and not set(map(_ndim, values)) - {first}:
-            return
         for at, value in enumerate(values):
             if tuple(value.shape[first:]) != extra.shape:
                 raise InputError(
@@ -99,17 +98,17 @@ class Columns:
                 f"its batch cannot be made. Give every sample one."
             ) from None
 
-    def _pieces(self, key: str, column: list[Any], dtype: torch.dtype) -> list[Tensor]:
+    def _pieces(
+        self, key: str, column: list[Any], dtype: torch.dtype, shape: tuple[int, ...] = ()
+    ) -> list[Tensor]:
         """The segments' parts of a token-aligned column, checked against the plan."""
-        if set(map(type, column)) - {Tensor}:
-            column = [_tensor(value) for value in column]
-        try:
-            found = list(map(Tensor.size, column, repeat(0)))
-        except IndexError:
-            found = []
-        if found != self.micro.sample_lengths.tolist():
+        column = _tensors(column)
+        found = [value.numel() for value in column]
+        size = math.prod(shape)
+        expected = self.expected if size == 1 else [size * length for length in self.expected]
+        if found != expected:
             self._refuse_lengths(key, column)
-        if set(map(_dtype, column)) - {dtype}:
+        if {value.dtype for value in column} - {dtype}:
             column = [self._cast(key, at, value, dtype) for at, value in enumerate(column)]
         if self.whole:
             return column
@@ -129,22 +128,31 @@ class Columns:
     # Laying out --------------------------------------------------------------------------------
 
     def _spread(
-        self, pieces: list[Tensor], dtype: torch.dtype, pad: float, shape: tuple[int, ...] = ()
+        self,
+        key: str,
+        pieces: list[Tensor],
+        dtype: torch.dtype,
+        pad: float,
+        shape: tuple[int, ...] = (),
     ) -> Tensor:
         """Parts of segments -> one entry per slot: each part, and the padding behind it."""
-        longest = max(self.padding, default=0)
-        source = torch.full((longest, *shape), pad, dtype=dtype)
-        padding = {count: source[:count] for count in set(self.padding) if count}
-        if not padding:
-            return torch.cat(pieces)
-        parts: list[Tensor] = []
-        following = iter(pieces)
-        for count, real in zip(self.padding, self.place.real.tolist(), strict=True):
-            if real:
-                parts.append(next(following))
-            if count:
-                parts.append(padding[count])
-        return torch.cat(parts)
+        parts = pieces
+        if self.longest_padding:
+            source = torch.full((self.longest_padding, *shape), pad, dtype=dtype)
+            padding = {count: source[:count] for count in set(self.padding) if count}
+            parts, following = [], iter(pieces)
+            for count, real in zip(self.padding, self.place.real.tolist(), strict=True):
+                if real:
+                    parts.append(next(following))
+                if count:
+                    parts.append(padding[count])
+        try:
+            spread = torch.cat(parts)
+        except RuntimeError:
+            self._refuse_lengths(key, pieces)
+        if spread.ndim != 1 + len(shape):
+            self._refuse_lengths(key, pieces)
+        return spread
 
     def _mask_spans(self, targets: Tensor, number: int, spans: Any) -> None:
         total = int(self.micro.sample_lengths[number])
@@ -163,15 +171,21 @@ class Columns:
         return int(self.micro.segments.sample[at])
 
     def _refuse_lengths(self, key: str, column: list[Tensor]) -> NoReturn:
-        expected = self.micro.sample_lengths.tolist()
-        at = next(n for n, v in enumerate(column) if v.ndim == 0 or v.shape[0] != expected[n])
-        found = column[at].shape[0] if column[at].ndim else "a single value"
+        at = next(
+            (n for n, v in enumerate(column) if v.ndim == 0 or v.shape[0] != self.expected[n]), 0
+        )
+        found = (
+            column[at].shape[0] if column[at].ndim == 1 else f"the shape {list(column[at].shape)}"
+        )
         raise InputError(
-            f"sample {self._name(at)} was planned with {expected[at]} tokens but its {key!r} has "
-            f"{found}; the batch would mix samples up. Plan with the lengths of these samples, and "
-            f"give token-aligned columns one entry per token."
+            f"sample {self._name(at)} was planned with {self.expected[at]} tokens but its {key!r} "
+            f"has {found}; the batch would mix samples up. Plan with the lengths of these samples, "
+            f"and give token-aligned columns one entry per token."
         )
 
 
-def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+def _tensors(column: list[Any]) -> list[Tensor]:
+    """Arrays and lists as tensors; tensors as they are."""
+    if not set(map(type, column)) - {Tensor}:
+        return column
+    return [v if isinstance(v, Tensor) else torch.as_tensor(v) for v in column]
