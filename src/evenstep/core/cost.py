@@ -70,7 +70,7 @@ class Cost:
 
         >>> cost = Cost.of_model(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8)
         >>> round(cost.per_token / cost.per_pair)  # tokens until attention doubles the work
-        26624
+        53248
         """
         sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads}
         for name, size in sizes.items():

@@ -232,7 +232,7 @@ def karmarkar_karp(costs: FloatArray, parts: int, equal_sizes: bool = False) -> 
     """Largest differencing: sets of partial deals are combined, heaviest with lightest.
 
     >>> karmarkar_karp(np.array([8.0, 7, 6, 5, 4]), 2).tolist()
-    [0, 1, 1, 0, 0]
+    [1, 0, 1, 0, 0]
     """
     size = -(-len(costs) // parts)
     padded = _padded(costs, size * parts) if equal_sizes else costs

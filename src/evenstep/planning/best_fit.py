@@ -1,8 +1,8 @@
 """Best-fit decreasing in near-linear time.
 
-Lengths are small integers, so nothing is compared twice: a counting sort orders the items, open
-bins wait in stacks by remaining space, and a two-level bitmap finds the smallest space that is
-large enough. Equal lengths are placed together: a bin that was the best fit for one stays the
+Lengths are small integers, so nothing is compared or even sorted: items are counted by length,
+open bins wait in stacks by remaining space, and a two-level bitmap finds the smallest space that
+is large enough. Equal lengths are placed together: a bin that was the best fit for one stays the
 best fit for the next, as long as it has room, and then its whole stack is.
 """
 
@@ -18,15 +18,15 @@ Int32Array: TypeAlias = NDArray[np.int32]
 
 
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:
-    """Items by bin. Lengths lie between 1 and capacity."""
+    """Items by bin, longest first. Lengths lie between 1 and capacity."""
     n = len(lengths)
-    # One large array of numpy's comes in huge pages; a kernel's own, or four small ones, do not,
+    # One large array of numpy's comes in huge pages; a kernel's own, or three small ones, do not,
     # and touching a million small pages for the first time costs a third of the whole.
-    order, bin_of, below, size = np.empty((4, n), np.int32)
-    sort_decreasing(lengths, capacity, order, end := np.zeros(capacity + 1, np.int32))
-    bins = place_items(order, end, capacity, bin_of, below, size)
+    bin_of, below, size = np.empty((3, n), np.int32)
+    end = count_ends(lengths, capacity)
+    bins = place_items(end, capacity, bin_of, below, size)
     values, offsets = np.empty(n, np.int64), np.empty(bins + 1, np.int64)
-    gather_items(order, bin_of, size, offsets, values)
+    gather_items(lengths, end, bin_of, size, offsets, values)
     return Ragged(values, offsets)
 
 
@@ -41,23 +41,19 @@ def extent(lengths: IntArray) -> tuple[int, int]:
 
 
 @kernel
-def sort_decreasing(lengths: IntArray, longest: int, order: Int32Array, end: Int32Array) -> None:
-    """Counting sort, longest first, equal lengths in order; `end` is where each length's run ends.
+def count_ends(lengths: IntArray, longest: int) -> Int32Array:
+    """Where each length's run would end if the items were sorted, longest first.
 
-    lengths [2, 5, 2] -> order [1, 0, 2]; end[5] = 1, end[2] = 3
+    lengths [2, 5, 2] -> end[5] = 1, end[4] = end[3] = 1, end[2] = 3
     """
+    end = np.zeros(longest + 1, np.int32)
     for i in range(lengths.shape[0]):
         end[lengths[i]] += 1
     total = 0
     for length in range(longest, -1, -1):
-        here = end[length]
+        total += end[length]
         end[length] = total
-        total += here
-    for i in range(lengths.shape[0]):
-        length = lengths[i]
-        at = end[length]
-        end[length] = at + 1
-        order[at] = i
+    return end
 
 
 @kernel
@@ -87,7 +83,6 @@ def smallest_space(low: IntArray, high: IntArray, length: int) -> int:
 
 @kernel
 def place_items(
-    order: Int32Array,
     end: Int32Array,
     capacity: int,
     bin_of: Int32Array,
@@ -141,9 +136,18 @@ def place_items(
 
 @kernel
 def gather_items(
-    order: Int32Array, bin_of: Int32Array, size: Int32Array, offsets: IntArray, values: IntArray
+    lengths: IntArray,
+    end: Int32Array,
+    bin_of: Int32Array,
+    size: Int32Array,
+    offsets: IntArray,
+    values: IntArray,
 ) -> None:
-    """Items by bin: `offsets` and `values` of a Ragged."""
+    """Items by bin: `offsets` and `values` of a Ragged.
+
+    Which item of a length goes where is free, so each takes the next place of its length and
+    nothing is ever sorted. `bin_of` is used up: it turns into where each place lies in `values`.
+    """
     total = 0
     bins = offsets.shape[0] - 1
     for b in range(bins):
@@ -151,8 +155,16 @@ def gather_items(
         total += size[b]
         size[b] = offsets[b]  # from here on, where the bin's next item goes
     offsets[bins] = total
-    for i in range(order.shape[0]):
-        chosen = bin_of[i]
-        at = size[chosen]
-        size[chosen] = at + 1
-        values[at] = order[i]
+    following = np.empty_like(end)  # the next place of each length
+    for length in range(end.shape[0] - 1):
+        following[length] = end[length + 1]
+    following[end.shape[0] - 1] = 0
+    for place in range(lengths.shape[0]):
+        chosen = bin_of[place]
+        bin_of[place] = size[chosen]
+        size[chosen] += 1
+    for i in range(lengths.shape[0]):
+        length = lengths[i]
+        place = following[length]
+        following[length] = place + 1
+        values[bin_of[place]] = i

@@ -72,7 +72,7 @@ def find_leaks(
     >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
     >>> leaky = lambda batch: batch.tokens.cumsum(1).double()[..., None]
     >>> print(*find_leaks(leaky, batch, vocab=10), sep="")
-    changing segment 0 moved the outputs of 1 by 1.2e+00
+    changing segment 0 moved the outputs of 1 by 5.0e-01
     """
     if module is None and isinstance(model, nn.Module):
         module = model
