@@ -71,7 +71,8 @@ def rows_that_fit(recipe: Recipe, widths: IntArray) -> IntArray:
     """How many padded rows of each width a micro-batch holds; one by itself always counts."""
     limits, cost = recipe.limits, recipe.cost
     assert isinstance(recipe.layout, Padded)
-    most = recipe.layout.max_tokens // widths
+    assert recipe.capacity is not None
+    most = np.where(widths > recipe.capacity, 1, recipe.layout.max_tokens // widths)
     if limits.cost is not None:
         each = cost.of_lengths(widths)
         most = np.minimum(most, ((limits.cost - cost.per_micro_batch) / each + 1e-9).astype(int))
