@@ -196,7 +196,7 @@ def _greedy(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray,
     place[order] = position * ranks + np.arange(len(units)) % ranks
     widths = np.full(count, recipe.width_unit, np.int64)
     widths[: len(ends)] = widest[ends - 1]
-    assert isinstance(recipe.layout, Padded)
+    assert recipe.capacity is not None
     # An over-long sample runs alone: it must not widen what runs beside it on other ranks.
-    widths[widths > recipe.layout.max_tokens] = 0
+    widths[widths > recipe.capacity] = 0
     return place, count, widths
