@@ -54,20 +54,12 @@ def first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int, first: i
 
 
 @kernel
-def at_or_before(link: IntArray, index: int) -> int:
-    """The nearest entry at or before `index` that was not taken yet; 0 means none.
+def nearest_free(link: IntArray, index: int) -> int:
+    """The nearest entry from `index` on that was not taken yet, in the direction that links point.
 
-    `link[i]` is i for a free entry and points back once it is taken; walks are shortened.
+    `link[i]` is i for a free entry; once taken it points to its neighbour, back or forth, and
+    walks are shortened on the way. The entry at that end of the array is never taken: it is none.
     """
-    while link[index] != index:
-        link[index] = link[link[index]]
-        index = link[index]
-    return index
-
-
-@kernel
-def at_or_after(link: IntArray, index: int) -> int:
-    """The nearest entry at or after `index` that was not taken yet; the last entry means none."""
     while link[index] != index:
         link[index] = link[link[index]]
         index = link[index]
@@ -110,7 +102,7 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
         after[b] = b + 1
         before[b + 1] = b
     for b in range(large):
-        at = at_or_after(after, first_at_most(lengths, order, large, medium, space[b]))
+        at = nearest_free(after, first_at_most(lengths, order, large, medium, space[b]))
         if at < medium:
             space[b] -= lengths[order[at]]
             bin_of[order[at]] = b
@@ -120,16 +112,16 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
     for b in range(large - 1, -1, -1):
         if paired[b]:
             continue
-        least = at_or_before(before, small) - 1
+        least = nearest_free(before, small) - 1
         if least < medium:
             break
-        second = at_or_before(before, least) - 1
+        second = nearest_free(before, least) - 1
         if second < medium or lengths[order[least]] + lengths[order[second]] > space[b]:
             continue
         room = space[b] - lengths[order[least]]
         after[least] = least + 1
         before[least + 1] = least
-        mate = at_or_after(after, first_at_most(lengths, order, medium, small, room))
+        mate = nearest_free(after, first_at_most(lengths, order, medium, small, room))
         after[mate] = mate + 1
         before[mate + 1] = mate
         bin_of[order[least]] = b
@@ -137,7 +129,7 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
         space[b] = room - lengths[order[mate]]
     for b in range(large):
         while True:
-            at = at_or_after(after, first_at_most(lengths, order, large, n, space[b]))
+            at = nearest_free(after, first_at_most(lengths, order, large, n, space[b]))
             if at >= n:
                 break
             space[b] -= lengths[order[at]]
@@ -146,11 +138,11 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
             before[at + 1] = at
     left = np.empty(n, np.int64)
     count = 0
-    at = at_or_after(after, 0)
+    at = nearest_free(after, 0)
     while at < n:
         left[count] = order[at]
         count += 1
-        at = at_or_after(after, at + 1)
+        at = nearest_free(after, at + 1)
     rest = first_fit_kernel(lengths, left[:count], capacity, large)
     for i in left[:count]:
         bin_of[i] = rest[i]

@@ -84,7 +84,6 @@ def check_units(
     recipe: Recipe,
     segments: Segments,
     groups: IntArray | None,
-    step: int | None,
 ) -> None:
     """Raise where a unit breaks a limit by itself, naming it and the remedy.
 

@@ -9,7 +9,7 @@ one dial: several settings are tried until the bins meet the bound.
 import numpy as np
 
 from evenstep.core.ragged import IntArray
-from evenstep.planning.first_fit import at_or_before
+from evenstep.planning.first_fit import nearest_free
 from evenstep.planning.kernel import kernel
 
 _LIMIT = 2000  # partners looked at for one gap
@@ -34,18 +34,18 @@ def best_pair(
     already spoken for.
     """
     waste, longer, shorter, looks = gap + 1, 0, 0, 0
-    b = at_or_before(link, gap // 2)
+    b = nearest_free(link, gap // 2)
     while b > 0 and looks < limit:
         looks += 1
         if b != held or count[b] > 1:
-            a = at_or_before(link, gap - b)
+            a = nearest_free(link, gap - b)
             while a > 0 and count[a] <= (1 if a == b else 0) + (1 if a == held else 0):
-                a = at_or_before(link, a - 1)
+                a = nearest_free(link, a - 1)
             if a >= b and gap - a - b < waste:
                 waste, longer, shorter = gap - a - b, a, b
                 if waste <= enough:
                     break
-        b = at_or_before(link, b - 1)
+        b = nearest_free(link, b - 1)
     return waste, longer, shorter, looks
 
 
@@ -78,7 +78,7 @@ def fill_to_the_brim(
         if enough < 0:
             allowed = max(0, spare * -enough * capacity // (2 * max(left, capacity)))
         while True:
-            one = at_or_before(link, gap)
+            one = nearest_free(link, gap)
             if one == 0:
                 break
             two, three = 0, 0
@@ -92,7 +92,7 @@ def fill_to_the_brim(
                         waste, one, two = found, a, b
                 if waste > allowed:
                     tried = 0
-                    c = at_or_before(link, gap // 3)
+                    c = nearest_free(link, gap // 3)
                     while c > 0 and tried < limit:
                         found, a, b, more = best_pair(count, link, gap - c, c, allowed, limit)
                         tried += more + 1
@@ -100,7 +100,7 @@ def fill_to_the_brim(
                             waste, one, two, three = found, a, b, c
                             if waste <= allowed:
                                 break
-                        c = at_or_before(link, c - 1)
+                        c = nearest_free(link, c - 1)
                     looks -= tried
             for length in (one, two, three):
                 if length > 0:

@@ -54,7 +54,7 @@ def make_plan(
     kept = np.delete(np.arange(n), dropped)
     tokens = np.bincount(segments.sample, weights=segments.length, minlength=n).astype(np.int64)
     units = units_of(segments, recipe, limited, None)
-    check_units(units, recipe, segments, None, None)
+    check_units(units, recipe, segments, None)
     step_of = np.full(n, -1, np.int64)
     step_of[kept] = deal_steps(
         recipe.steps,
@@ -71,7 +71,7 @@ def make_plan(
     for step in range(total):
         chosen = segments.take(np.sort(order[bounds[step] : bounds[step + 1]]))
         units = units_of(chosen, recipe, limited, group_ids)
-        check_units(units, recipe, chosen, group_ids, step)
+        check_units(units, recipe, chosen, group_ids)
         wanted = asked if step < total - 1 else None
         laid.append(place_step(chosen, units, recipe, wanted))
         if progress is not None:

@@ -10,7 +10,7 @@ runs out. Swaps inside each wave then lower its heaviest pack.
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.first_fit import at_or_after, at_or_before
+from evenstep.planning.first_fit import nearest_free
 from evenstep.planning.kernel import kernel
 from evenstep.planning.relieve import refine_waves
 
@@ -116,13 +116,13 @@ def fill_waves(
         mean = size_left / ((positions - p) * ranks)
         target = int(min(float(capacity), np.ceil(mean + brim * (capacity - mean))))
         level = (cost_left - rate * size_left) / max(size_left, 1) * target
-        unit = at_or_after(after, 0)
+        unit = nearest_free(after, 0)
         for pack in range(first, first + ranks):
             if unit == n:
                 break
             place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
             level = max(level, costs[unit] - rate * sizes[unit], costs[unit] - rate * target)
-            unit = at_or_after(after, unit + 1)
+            unit = nearest_free(after, unit + 1)
         if p >= levelled:
             fill_cheapest(
                 first, ranks, unit, sizes, costs, extra, caps, capacity,
@@ -132,17 +132,17 @@ def fill_waves(
             for pack in range(first, first + ranks):
                 while True:
                     room = target - size[pack]
-                    start = at_or_after(after, first_fitting(sizes, room))
+                    start = nearest_free(after, first_fitting(sizes, room))
                     if start == n:
                         break
                     due = (level - (cost[pack] - rate * size[pack])) / room
-                    unit = at_or_after(after, first_light(sizes, costs, start, rate, due))
+                    unit = nearest_free(after, first_light(sizes, costs, start, rate, due))
                     if unit == n:
-                        unit = at_or_before(before, n) - 1
+                        unit = nearest_free(before, n) - 1
                     looked = 0
                     while unit < n and not fits(extra, held, unit, pack, caps):
                         looked += 1
-                        unit = at_or_after(after, unit + 1) if looked < _LOOK else n
+                        unit = nearest_free(after, unit + 1) if looked < _LOOK else n
                     if unit == n:
                         break
                     place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
@@ -193,7 +193,7 @@ def fill_cheapest(
             break
         elif most >= sizes[unit]:
             refused += 1  # there is room, but a further limit is in the way
-        unit = at_or_after(after, max(unit + 1, first_fitting(sizes, most)))
+        unit = nearest_free(after, max(unit + 1, first_fitting(sizes, most)))
 
 
 @kernel

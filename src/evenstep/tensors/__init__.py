@@ -1,7 +1,8 @@
 """Plan -> **Batch** -> model -> results in the caller's order. Everything here is torch.
 
-collate   samples of one micro-batch -> Batch: tokens, labels, positions, boundaries, extras
-context   a Batch cut for context- or sequence-parallel ranks, and joined again
-attention q, k, v of a Batch -> output, with one meaning on every backend
-restore   per-token or per-sequence results of micro-batches -> the caller's order
+collate    samples of one micro-batch -> Batch: tokens, labels, positions, boundaries, extras
+attention  q, k, v of a Batch -> output, with one meaning on every backend; masks for others
+context    a Batch cut for context-parallel ranks (sequence: for sequence-parallel ones) -> Shard
+sequences  a function of one sequence on all of a batch; losses and metrics are such functions
+restore    per-token or per-sequence results of micro-batches -> the caller's order
 """
