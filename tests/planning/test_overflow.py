@@ -1,0 +1,49 @@
+"""Over-long samples: each policy on each layout, and none of them touches its neighbours."""
+
+import pytest
+
+from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Topology, make_plan
+from evenstep.core.layout import Layout
+from evenstep.errors import PlanError
+from evenstep.testing import assert_valid_plan
+
+LENGTHS = [1, 33, 33, 5, 70]
+
+
+@pytest.mark.parametrize("cut", ["optimal", "greedy"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_longer_than_the_width_run_alone_and_widen_no_other(cut: str, ranks: int) -> None:
+    """The budget would hold two of 33, but rows are padded to 32."""
+    layout = Padded(max_tokens=128, pad_to=32, cut=cut)  # type: ignore[arg-type]
+    recipe = Recipe(layout=layout, topology=Topology(dp=ranks), overflow="alone")
+    plan = make_plan(LENGTHS, recipe)
+    assert_valid_plan(plan)
+    micros = [micro for rank in range(ranks) for micro in plan[0, rank]]
+    wide = {tuple(m.segments.sample.tolist()): m.width for m in micros if m.width > 32}
+    assert wide == {(1,): 33, (2,): 33, (4,): 70}
+
+
+def test_a_group_with_an_over_long_member_is_refused() -> None:
+    recipe = Recipe(layout=Padded(max_tokens=128, pad_to=32), overflow="alone")
+    with pytest.raises(PlanError, match="group 1 has 2 segments"):
+        make_plan([33, 33], recipe, groups=[1, 1])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Packed(max_tokens=32),
+        Padded(max_tokens=32),
+        PackedStatic(rows=2, width=32),
+        Fixed(samples=2, max_tokens=64),
+    ],
+)
+@pytest.mark.parametrize(("overflow", "kept"), [("split", 142), ("truncate", None), ("drop", None)])
+def test_policies_are_counted(layout: Layout, overflow: str, kept: int | None) -> None:
+    plan = make_plan(LENGTHS, Recipe(layout=layout, overflow=overflow))  # type: ignore[arg-type]
+    assert_valid_plan(plan)
+    stats = plan.stats()
+    lost = stats["tokens_truncated"] + stats["tokens_dropped"]
+    assert stats["tokens"] + lost == 142
+    assert kept is None or stats["tokens"] == kept
+    assert stats[{"split": "split", "truncate": "truncated", "drop": "dropped"}[overflow]] > 0
