@@ -19,3 +19,11 @@ class PlanError(EvenstepError):
 
 class FileError(EvenstepError):
     """A file that is missing, damaged, truncated or not ours."""
+
+
+class SampleError(EvenstepError):
+    """A sample that could not be read; never taken for the end of the data."""
+
+
+class CursorError(EvenstepError, ValueError):
+    """A cursor that is damaged, or that belongs to other data, another seed or another recipe."""

@@ -84,6 +84,7 @@ def check_units(
     recipe: Recipe,
     segments: Segments,
     groups: IntArray | None,
+    names: IntArray,
 ) -> None:
     """Raise where a unit breaks a limit by itself, naming it and the remedy.
 
@@ -100,32 +101,39 @@ def check_units(
         over |= units.count > layout.samples
     grouped = over & (units.count > 1)
     if grouped.any():
-        _refuse_group(int(np.argmax(grouped)), units, segments, groups, "more than its budget")
-    names = _limit_names(recipe)
+        at = int(np.argmax(grouped))
+        _refuse_group(at, units, segments, groups, names, "more than its budget")
+    limits = _limit_names(recipe)
     for d, cap in enumerate(units.caps):
         beyond = units.extra[:, d] > cap * (1 + 1e-12)
         if (beyond & (units.count > 1)).any():
             at = int(np.argmax(beyond & (units.count > 1)))
-            _refuse_group(at, units, segments, groups, f"over limits.{names[d]}")
+            _refuse_group(at, units, segments, groups, names, f"over limits.{limits[d]}")
         if beyond.any() and not lenient:
             at = int(np.argmax(beyond))
             sample = segments.sample[np.flatnonzero(units.of_segment == at)[0]]
             raise PlanError(
-                f"sample {sample} takes {units.extra[at, d]:g} of limits.{names[d]} but a "
+                f"sample {names[sample]} takes {units.extra[at, d]:g} of limits.{limits[d]} but a "
                 f"micro-batch holds {cap:g}; it could never run. Raise the limit, remove the "
                 f"sample, or set overflow='alone'."
             )
 
 
 def _refuse_group(
-    at: int, units: Units, segments: Segments, groups: IntArray | None, fault: str
+    at: int,
+    units: Units,
+    segments: Segments,
+    groups: IntArray | None,
+    names: IntArray,
+    fault: str,
 ) -> None:
     members = segments.sample[units.of_segment == at]
     name = groups[members[0]] if groups is not None else "?"
+    some = ", ".join(map(str, names[members[:4]]))
     raise PlanError(
         f"group {name} has {units.count[at]} segments and {units.size[at]} slots, {fault}, so it "
-        f"could never share a micro-batch (samples {', '.join(map(str, members[:4]))}...). Raise "
-        f"the budget, or set groups='step'."
+        f"could never share a micro-batch (samples {some}...). Raise the budget, or set "
+        f"groups='step'."
     )
 
 

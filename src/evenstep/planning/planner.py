@@ -28,39 +28,44 @@ def make_plan(
     *,
     groups: ArrayLike | None = None,
     columns: Mapping[str, ArrayLike] | None = None,
+    names: IntArray | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan samples of these lengths. Pure: the same arguments give the same plan everywhere.
 
     `groups` gives each sample a group id; `columns` gives it the further numbers that
-    `recipe.limits.columns` limits. `progress(done, total)` is called after each step.
+    `recipe.limits.columns` limits. `names` is what error messages call the samples, where these
+    are a window of many. `progress(done, total)` is called after each step.
 
     >>> from evenstep.core.layout import Packed
     >>> plan = make_plan([5, 3, 4, 2], Recipe(layout=Packed(max_tokens=7)))
     >>> [micro.segments.sample.tolist() for micro in plan[0, 0]]
     [[0, 3], [1, 2]]
     """
-    counts = _integers("length", lengths, 1, MOST)
+    counts = _integers("length", lengths, 1, MOST, names)
     n = len(counts)
-    group_ids = None if groups is None else _column("group", groups, n, -(2**63), 2**63 - 1)
-    limited = {name: _limited(name, columns, n) for name in recipe.limits.columns}
+    called = np.arange(n) if names is None else names
+    group_ids = None
+    if groups is not None:
+        group_ids = _column("group", groups, -(2**63), 2**63 - 1, called)
+    limited = {name: _limited(name, columns, called) for name in recipe.limits.columns}
     multiple, asked = recipe.topology.multiple, recipe.steps.micro_batches
     if asked is not None and asked % multiple:
         raise ConfigError(
             f"steps.micro_batches is {asked} but this pipeline runs them in multiples of "
             f"{multiple}; no step could have that many. Use {-(-asked // multiple) * multiple}."
         )
-    segments, dropped = cut_samples(counts, recipe)
+    segments, dropped = cut_samples(counts, recipe, called)
     kept = np.delete(np.arange(n), dropped)
     tokens = np.bincount(segments.sample, weights=segments.length, minlength=n).astype(np.int64)
     units = units_of(segments, recipe, limited, None)
-    check_units(units, recipe, segments, None)
+    check_units(units, recipe, segments, None, called)
     step_of = np.full(n, -1, np.int64)
     step_of[kept] = deal_steps(
         recipe.steps,
-        kept,
+        called[kept],
         (tokens if asked else counts)[kept],
-        group_ids,
+        None if group_ids is None else group_ids[kept],
         lambda chosen: _fits_step(kept[chosen], segments, recipe, limited, group_ids),
         _most_tokens(recipe, tokens),
     )
@@ -71,7 +76,7 @@ def make_plan(
     for step in range(total):
         chosen = segments.take(np.sort(order[bounds[step] : bounds[step + 1]]))
         units = units_of(chosen, recipe, limited, group_ids)
-        check_units(units, recipe, chosen, group_ids)
+        check_units(units, recipe, chosen, group_ids, called)
         wanted = asked if step < total - 1 else None
         laid.append(place_step(chosen, units, recipe, wanted))
         if progress is not None:
@@ -119,7 +124,9 @@ def _most_tokens(recipe: Recipe, tokens: IntArray) -> int:
     return asked * recipe.topology.dp * budget
 
 
-def _integers(what: str, values: ArrayLike, least: int, most: int) -> IntArray:
+def _integers(
+    what: str, values: ArrayLike, least: int, most: int, names: IntArray | None
+) -> IntArray:
     """A flat int64 copy of `values`, or an error that names the sample at fault."""
     try:
         array = np.asarray(values)
@@ -137,28 +144,30 @@ def _integers(what: str, values: ArrayLike, least: int, most: int) -> IntArray:
         whole = np.isfinite(array) & (array == np.floor(array))
     bad = np.flatnonzero(~whole | (array < least) | (array > most))
     if len(bad):
+        at = int(bad[0])
         raise InputError(
-            f"sample {bad[0]} has {what} {array[bad[0]]}, which cannot be planned. Give every "
-            f"sample a whole number between {least} and {most}, or leave it out."
+            f"sample {at if names is None else names[at]} has {what} {array[at]}, which cannot be "
+            f"planned. Give every sample a whole number between {least} and {most}, or leave it "
+            f"out."
         )
     return array.astype(np.int64)
 
 
-def _column(name: str, values: ArrayLike, n: int, least: int, most: int) -> IntArray:
-    column = _integers(name, values, least, most)
-    if len(column) != n:
+def _column(name: str, values: ArrayLike, least: int, most: int, names: IntArray) -> IntArray:
+    column = _integers(name, values, least, most, None)
+    if len(column) != len(names):
         raise InputError(
-            f"{len(column)} entries of {name} for {n} samples cannot be matched. "
+            f"{len(column)} entries of {name} for {len(names)} samples cannot be matched. "
             f"Give one per sample."
         )
     return column
 
 
-def _limited(name: str, columns: Mapping[str, ArrayLike] | None, n: int) -> IntArray:
+def _limited(name: str, columns: Mapping[str, ArrayLike] | None, names: IntArray) -> IntArray:
     if columns is None or name not in columns:
         have = ", ".join(sorted(columns or {})) or "none"
         raise InputError(
             f"limits.columns names {name!r} but no such column was given (there is: {have}), so "
             f"the limit cannot be kept. Pass columns={{{name!r}: ...}}."
         )
-    return _column(name, columns[name], n, 0, MOST)
+    return _column(name, columns[name], 0, MOST, names)

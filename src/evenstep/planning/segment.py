@@ -10,11 +10,11 @@ from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 
 
-def cut_samples(lengths: IntArray, recipe: Recipe) -> tuple[Segments, IntArray]:
+def cut_samples(lengths: IntArray, recipe: Recipe, names: IntArray) -> tuple[Segments, IntArray]:
     """(segments in sample order, the samples that were dropped).
 
     Splitting cuts pieces of the longest length that fits, the last one shorter: a sample of 20 at
-    8 becomes 8, 8 and 4.
+    8 becomes 8, 8 and 4. `names` is what messages call the samples.
     """
     limit = recipe.longest_segment
     everything = np.arange(len(lengths))
@@ -25,9 +25,9 @@ def cut_samples(lengths: IntArray, recipe: Recipe) -> tuple[Segments, IntArray]:
     assert limit is not None
     if recipe.overflow == "error" or limit == 0:
         raise PlanError(
-            f"sample {over[0]} has {lengths[over[0]]} tokens but a micro-batch holds {limit}; it "
-            f"could never run{_and_more(len(over))}. Raise the budget or set overflow to split, "
-            f"truncate, alone or drop."
+            f"sample {names[over[0]]} has {lengths[over[0]]} tokens but a micro-batch holds "
+            f"{limit}; it could never run{_and_more(len(over))}. Raise the budget or set overflow "
+            f"to split, truncate, alone or drop."
         )
     if recipe.overflow == "drop":
         kept = np.delete(everything, over)

@@ -14,7 +14,7 @@ from evenstep.planning.first_fit import next_fit_kernel
 
 def deal_steps(
     steps: Steps,
-    samples: IntArray,
+    names: IntArray,
     tokens: IntArray,
     groups: IntArray | None,
     fits: Callable[[IntArray], bool],
@@ -23,18 +23,18 @@ def deal_steps(
     """The step of each of these samples: the next ones in order, groups never divided.
 
     A group takes its place where its first member stands. `fits` says whether samples, given by
-    their places in `samples`, fill no more than one step's micro-batches; `most` bounds how many
-    tokens do, so that the search knows where to stop.
+    their places, fill no more than one step's micro-batches; `most` bounds how many tokens do, so
+    that the search knows where to stop. `names` is what messages call the samples.
 
-    samples [0..4], 2 a step -> steps [0, 0, 1, 1, 2]
+    5 samples, 2 a step -> steps [0, 0, 1, 1, 2]
     """
-    n = len(samples)
+    n = len(names)
     if n == 0 or (steps.samples is None and steps.tokens is None and steps.micro_batches is None):
         return np.zeros(n, np.int64)
     if groups is None:
         unit, size, weight = np.arange(n), np.ones(n, np.int64), tokens
     else:
-        _, first, owner = np.unique(groups[samples], return_index=True, return_inverse=True)
+        _, first, owner = np.unique(groups, return_index=True, return_inverse=True)
         renumber = np.empty(len(first), np.int64)
         renumber[np.argsort(first)] = np.arange(len(first))
         unit = renumber[owner]
@@ -44,7 +44,7 @@ def deal_steps(
         if int(size.max()) > steps.samples:
             large = int(np.argmax(size))
             assert groups is not None
-            name = groups[samples[np.flatnonzero(unit == large)[0]]]
+            name = groups[np.flatnonzero(unit == large)[0]]
             raise PlanError(
                 f"group {name} has {size[large]} samples but a step holds {steps.samples}; it "
                 f"could never stay together. Raise steps.samples or use smaller groups."
@@ -63,8 +63,8 @@ def deal_steps(
         high = max(low, int(np.searchsorted(total, total[begin] + most, "right")) - 1)
         from_sample = ends[begin - 1] if begin else 0
         if not fits(by_unit[from_sample : ends[begin]]):
-            sample = samples[by_unit[from_sample]]
-            whose = f"sample {sample}" if groups is None else f"group {groups[sample]}"
+            at = by_unit[from_sample]
+            whose = f"sample {names[at]}" if groups is None else f"group {groups[at]}"
             raise PlanError(
                 f"{whose} has {weight[begin]} tokens, more than the {steps.micro_batches} "
                 f"micro-batches a rank of one step hold; no step could take it. Raise "

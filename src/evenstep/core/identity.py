@@ -1,0 +1,38 @@
+"""Sample numbers: which stored item a sample comes from, and which part of it it is.
+
+Most items are one sample, and then the sample's number is the item's. Further parts of the same
+item stand far above, so that one integer names any sample, in plans, batches and cursors.
+"""
+
+from __future__ import annotations
+
+MOST_ITEMS = 1 << 40
+"""Items are numbered below this; parts of one item, below 2**22."""
+
+
+def sample_number(item: int, part: int = 0) -> int:
+    """The number of a part of an item.
+
+    >>> sample_number(7), sample_number(7, 1) == 7 + MOST_ITEMS
+    (7, True)
+    """
+    return item + part * MOST_ITEMS
+
+
+def item_and_part(sample: int) -> tuple[int, int]:
+    """The inverse of `sample_number`.
+
+    >>> item_and_part(sample_number(7, 2))
+    (7, 2)
+    """
+    return sample % MOST_ITEMS, sample // MOST_ITEMS
+
+
+def sample_name(sample: int) -> str:
+    """What an error message calls a sample.
+
+    >>> sample_name(7), sample_name(sample_number(7, 2))
+    ('7', '7 (part 2)')
+    """
+    item, part = item_and_part(sample)
+    return f"{item} (part {part})" if part else str(item)

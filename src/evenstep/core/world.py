@@ -1,0 +1,63 @@
+"""World: which data-parallel rank this is, of how many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from evenstep.core.topology import Topology
+from evenstep.core.validate import MOST_RANKS, whole_number
+from evenstep.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One data-parallel rank of `size`. Passed, never looked up: eight ranks need no processes.
+
+    >>> [World(rank, 2).rank for rank in range(2)]
+    [0, 1]
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("world.size", self.size, most=MOST_RANKS)
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(
+                f"world.rank is {self.rank} of {self.size} ranks, so it has no share of the work. "
+                f"Ranks count from 0 to {self.size - 1}."
+            )
+
+    @classmethod
+    def detect(
+        cls, topology: Topology | None = None, environment: Mapping[str, str] | None = None
+    ) -> World:
+        """The world that a launcher (`torchrun`, Ray, `accelerate`) put into the environment.
+
+        With a topology, the data-parallel rank within it, in the order in which Megatron lays
+        ranks out: tensor-parallel neighbours first, then context, data, and pipeline stages.
+
+        >>> World.detect(Topology(dp=2, tp=2), {"RANK": "3", "WORLD_SIZE": "4"})
+        World(rank=1, size=2)
+        """
+        found = os.environ if environment is None else environment
+        try:
+            rank, size = int(found.get("RANK", "0")), int(found.get("WORLD_SIZE", "1"))
+        except ValueError:
+            raise ConfigError(
+                f"RANK is {found.get('RANK')!r} and WORLD_SIZE {found.get('WORLD_SIZE')!r}, which "
+                f"are no numbers, so this rank's share is unknown. Start with torchrun, or pass a "
+                f"World."
+            ) from None
+        if topology is None:
+            return cls(rank, size)
+        processes = topology.dp * topology.cp * topology.tp * topology.pp
+        if size != processes:
+            raise ConfigError(
+                f"{size} processes run but the topology describes {processes} "
+                f"(dp {topology.dp} x cp {topology.cp} x tp {topology.tp} x pp {topology.pp}), so "
+                f"ranks cannot be matched. Start {processes} processes or correct the topology."
+            )
+        return cls(rank // (topology.tp * topology.cp) % topology.dp, topology.dp)
