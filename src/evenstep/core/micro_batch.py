@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from evenstep.core.placement import Placement, place
 from evenstep.core.ragged import IntArray
@@ -22,6 +25,13 @@ class MicroBatch:
     sample_lengths: IntArray
     """The whole length of each segment's sample, to notice samples that are not the plan's."""
     alignment: int = 1
+    sample_ends: IntArray = None  # type: ignore[assignment]  # sample_lengths where not given
+    """Where each segment's sample ends in this plan: its length, or what truncation leaves of it.
+    A segment that ends earlier was split off, and its sample goes on elsewhere in the step."""
+
+    def __post_init__(self) -> None:
+        if self.sample_ends is None:
+            object.__setattr__(self, "sample_ends", self.sample_lengths)
 
     @property
     def rows(self) -> int:
@@ -47,3 +57,20 @@ class MicroBatch:
     def is_dummy(self) -> bool:
         """Whether no segment is in it."""
         return len(self.segments) == 0
+
+    def without(self, samples: Sequence[int]) -> MicroBatch:
+        """The same rows and width without these samples: what they took is padding."""
+        keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
+        kept_before = np.concatenate(([0], np.cumsum(keep)))
+        return replace(
+            self,
+            segments=self.segments.take(np.flatnonzero(keep)),
+            row_offsets=kept_before[self.row_offsets],
+            sample_lengths=self.sample_lengths[keep],
+        )
+
+    def renumbered(self, numbers: IntArray) -> MicroBatch:
+        """The same with sample i called `numbers[i]`: from a window's count to the source's."""
+        segments = self.segments
+        named = Segments(numbers[segments.sample], segments.start, segments.length)
+        return replace(self, segments=named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -18,13 +19,12 @@ def deal_steps(
     tokens: IntArray,
     groups: IntArray | None,
     fits: Callable[[IntArray], bool],
-    most: int,
 ) -> IntArray:
     """The step of each of these samples: the next ones in order, groups never divided.
 
     A group takes its place where its first member stands. `fits` says whether samples, given by
-    their places, fill no more than one step's micro-batches; `most` bounds how many tokens do, so
-    that the search knows where to stop. `names` is what messages call the samples.
+    their places, fill no more than one step's micro-batches. `names` is what messages call the
+    samples.
 
     5 samples, 2 a step -> steps [0, 0, 1, 1, 2]
     """
@@ -53,29 +53,80 @@ def deal_steps(
     if steps.tokens is not None:
         return next_fit_kernel(weight, steps.tokens)[unit]
     by_unit = np.argsort(unit, kind="stable")
-    ends = np.cumsum(size)
-    total = np.concatenate(([0], np.cumsum(weight)))
+    ends = np.concatenate(([0], np.cumsum(size)))
     step_of_unit = np.empty(len(size), np.int64)
     begin, step = 0, 0
     while begin < len(size):
-        # More tokens than `most` never fit; between one unit and that, search by halves.
-        low = begin + 1
-        high = max(low, int(np.searchsorted(total, total[begin] + most, "right")) - 1)
-        from_sample = ends[begin - 1] if begin else 0
-        if not fits(by_unit[from_sample : ends[begin]]):
-            at = by_unit[from_sample]
+        here = by_unit[ends[begin] :]
+        count = most_units(ends[begin:] - ends[begin], partial(_fits_first, fits, here))
+        assert count is not None
+        if count == 0:
+            at = here[0]
             whose = f"sample {names[at]}" if groups is None else f"group {groups[at]}"
-            raise PlanError(
-                f"{whose} has {weight[begin]} tokens, more than the {steps.micro_batches} "
-                f"micro-batches a rank of one step hold; no step could take it. Raise "
-                f"steps.micro_batches or the budget."
-            )
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(by_unit[from_sample : ends[middle - 1]]):
-                low = middle
-            else:
-                high = middle - 1
-        step_of_unit[begin:low] = step
-        begin, step = low, step + 1
+            raise too_large(whose, int(weight[begin]), steps)
+        step_of_unit[begin : begin + count] = step
+        begin, step = begin + count, step + 1
     return step_of_unit[unit]
+
+
+def _fits_first(fits: Callable[[IntArray], bool], samples: IntArray, count: int) -> bool:
+    return fits(samples[:count])
+
+
+def too_large(whose: str, tokens: int, steps: Steps) -> PlanError:
+    """The error for what does not fit into a step of so many micro-batches by itself."""
+    return PlanError(
+        f"{whose} has {tokens} tokens, more than the {steps.micro_batches} micro-batches a rank of "
+        f"one step hold; no step could take it. Raise steps.micro_batches or the budget."
+    )
+
+
+def most_units(
+    offsets: IntArray, fits: Callable[[int], bool], *, complete: bool = True
+) -> int | None:
+    """How many leading units fit a step, where unit u holds samples `offsets[u]` onwards.
+
+    Doubles until too many, then halves: what it finds depends on the samples it looks at, never
+    on how many more there are. None where it would look at more than there are, and these are
+    not `complete`.
+    """
+    count = len(offsets) - 1
+    low, high = 0, 1
+    while True:
+        if high > count:
+            if not complete:
+                return None
+            high = count
+            if low == count or fits(int(offsets[count])):
+                return count
+            break
+        if not fits(int(offsets[high])):
+            break
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(int(offsets[middle])):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def first_step(amounts: IntArray, limit: int, *, complete: bool) -> int | None:
+    """How many leading units the first step takes, when their amounts may add up to `limit`.
+
+    A unit beyond the limit by itself is taken alone. Units of amount 0, which were dropped, go
+    with what follows them. None where more units are needed to tell.
+
+    >>> first_step(np.array([3, 2, 4]), 5, complete=False)
+    2
+    """
+    total = np.cumsum(amounts)
+    real = np.flatnonzero(amounts)
+    if len(real) == 0:
+        return 0 if complete else None
+    count = int(np.searchsorted(total, limit, "right"))
+    if count == len(amounts) and not complete and total[-1] < limit:
+        return None
+    taken = real[real < max(count, real[0] + 1)]
+    return int(taken[-1]) + 1

@@ -1,0 +1,93 @@
+"""Cursor: where a stream is. Small, plain data; it travels with every step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evenstep.errors import CursorError
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """The place behind `step` steps of a stream, and what that stream was.
+
+    `belongs` says in words what the place is a place in: data, order, steps. `place` is what the
+    stream needs to go on, as plain JSON. Neither names a rank or a worker unless the stream's
+    order depends on them.
+
+    >>> cursor = Cursor(belongs={"seed": "0"}, step=3, place={"epoch": 0, "position": 24})
+    >>> Cursor.from_dict(json.loads(json.dumps(cursor.to_dict()))) == cursor
+    True
+    """
+
+    belongs: Mapping[str, str]
+    step: int
+    place: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A `state_dict`: plain data that JSON and any checkpoint can hold."""
+        body = {"step": self.step, "belongs": dict(self.belongs), "place": dict(self.place)}
+        return {"evenstep_cursor": _VERSION, **body, "digest": _digest(body)}
+
+    @classmethod
+    def from_dict(cls, state: object) -> Cursor:
+        """The cursor of a `state_dict`; a damaged or foreign one is a `CursorError`."""
+        if not isinstance(state, Mapping) or "evenstep_cursor" not in state:
+            raise CursorError(
+                f"this state ({_glimpse(state)}) is not an Evenstep cursor, so it marks no place. "
+                f"Pass what state_dict() or step.cursor.to_dict() gave."
+            )
+        if state["evenstep_cursor"] != _VERSION:
+            raise CursorError(
+                f"the cursor has version {state['evenstep_cursor']} but this release reads version "
+                f"{_VERSION}, so its place has no sure meaning. Resume with the release that "
+                f"wrote it."
+            )
+        body = {name: state.get(name) for name in ("step", "belongs", "place")}
+        try:
+            intact = state.get("digest") == _digest(body)
+        except (TypeError, ValueError):
+            intact = False
+        step, belongs, place = body["step"], body["belongs"], body["place"]
+        shaped = isinstance(belongs, Mapping) and isinstance(place, Mapping)
+        if not (intact and shaped and isinstance(step, int)):
+            raise CursorError(
+                "the cursor is damaged (its digest does not match), so resuming from it would "
+                "repeat or lose samples. Use an earlier checkpoint."
+            )
+        assert isinstance(belongs, Mapping)
+        assert isinstance(place, Mapping)
+        assert isinstance(step, int)
+        return cls(belongs=dict(belongs), step=step, place=dict(place))
+
+    def check(self, belongs: Mapping[str, str]) -> None:
+        """Refuse to resume a stream that is not the one the cursor was taken from."""
+        differing = [
+            f"{name} was {self.belongs.get(name, 'not given')!s} and is "
+            f"{belongs.get(name, 'not given')!s}"
+            for name in sorted({*self.belongs, *belongs})
+            if self.belongs.get(name) != belongs.get(name)
+        ]
+        if differing:
+            raise CursorError(
+                f"the cursor belongs to another stream: {'; '.join(differing)}. Resuming would "
+                f"repeat or lose samples. Restore the stream as it was, or begin anew without the "
+                f"cursor."
+            )
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _glimpse(state: object) -> str:
+    if isinstance(state, Mapping):
+        return f"keys {', '.join(map(repr, list(state)[:4]))}" if state else "empty"
+    return type(state).__name__

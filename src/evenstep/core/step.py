@@ -1,0 +1,70 @@
+"""Step: one optimizer update's work on one rank, and the place behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from evenstep.core.cursor import Cursor
+from evenstep.core.micro_batch import MicroBatch
+
+
+class Samples(Protocol):
+    """Samples by number: a dict, or a look-up that reads from a source."""
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Step:
+    """The micro-batches of one rank in one step, and the cursor that holds **after** it.
+
+    Nothing is read until it is asked for: `read(k)` gets the samples of micro-batch k alone, so
+    the first forward waits for one micro-batch. Because the cursor travels with the step,
+    saving it is right however far a loader has run ahead.
+    """
+
+    number: int
+    """Steps before this one, over all epochs."""
+    epoch: int
+    micro_batches: tuple[MicroBatch, ...]
+    samples: Samples
+    """Sample number -> sample; a look-up may read it from its source."""
+    cursor: Cursor
+    totals: Mapping[str, float] = field(default_factory=dict)
+    """What is known of the whole step on all ranks before anything is read: `samples`, `tokens`,
+    and where the stream knows them `loss_tokens`, `sequences` (with a label) and `groups`."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Samples that went missing on the way here, by reason: skipped, dropped, truncated."""
+    batches: tuple[Any, ...] | None = None
+    """The micro-batches as tensors, where a loader has collated them already."""
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def read(self, k: int) -> tuple[MicroBatch, dict[int, Any]]:
+        """Micro-batch k and its samples. One without those that could not be read and may be
+        skipped: a source that skips gives None for them."""
+        micro = self.micro_batches[k]
+        found = {number: self.samples[number] for number in micro.segments.sample.tolist()}
+        missing = [number for number, sample in found.items() if sample is None]
+        return (micro.without(missing) if missing else micro), found
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, dict[int, Any]]]:
+        return (self.read(k) for k in range(len(self)))
+
+    def loaded(self) -> Step:
+        """The same step with every sample read, to be handed to another process."""
+        read = [self.read(k) for k in range(len(self))]
+        samples = {number: sample for _, found in read for number, sample in found.items()}
+        skipped = sum(sample is None for sample in samples.values())
+        lost = {**self.lost, "skipped": self.lost.get("skipped", 0) + skipped}
+        micro_batches = tuple(micro for micro, _ in read)
+        return replace(self, micro_batches=micro_batches, samples=samples, lost=lost)
+
+    def collated(self, collate: Callable[[MicroBatch, Mapping[int, Any]], Any]) -> Step:
+        """The same step with its micro-batches made into tensors and its samples let go."""
+        step = self.loaded()
+        batches = tuple(collate(micro, found) for micro, found in step)
+        return replace(step, batches=batches, samples={})

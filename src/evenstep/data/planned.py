@@ -1,0 +1,305 @@
+"""PlannedStream: known lengths -> steps, the same on every rank without a word between them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenstep.core.cursor import Cursor
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import Plan
+from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import Recipe
+from evenstep.core.step import Step
+from evenstep.core.validate import whole_number
+from evenstep.core.world import World
+from evenstep.data.estimate import Estimate
+from evenstep.data.lengths import column_digest
+from evenstep.data.order import EpochOrder
+from evenstep.data.place import Place
+from evenstep.data.reading import OnError, Reader
+from evenstep.data.remainder import Remainder
+from evenstep.data.source import MeasuredSource
+from evenstep.data.units import Units
+from evenstep.errors import ConfigError, InputError
+from evenstep.planning.planner import plan_step, step_size
+
+_LOOKS = 4096  # lengths that an estimate is made from
+
+
+class PlannedStream:
+    """Endless or finite steps over samples whose lengths are known.
+
+    Each epoch is one seeded order of all samples; a step takes the next ones of it, as
+    `recipe.steps` says, so which samples a step holds depends on neither ranks nor layout.
+    Every rank plans the step by itself and takes its own part. No more than the coming step's
+    lengths is held, so a billion samples need no more memory than a thousand.
+
+    The place in the stream is an epoch and a position, so it resumes at once, anywhere, on any
+    number of ranks and workers. Iterating always begins at the place that `set_epoch`,
+    `skip_batches` or `load_state_dict` chose; `state_dict` is the place behind the step that was
+    given out last.
+
+    groups       per sample, ids of what must stay in one step (or micro-batch, as the recipe says)
+    columns      per sample, what `recipe.limits.columns` limits
+    loss_tokens  per sample, how many labels are trained: the loss's denominator is then known
+                 before anything is read
+    on_error     `skip` leaves samples that cannot be read out of their micro-batch, and counts
+
+    >>> from evenstep import Packed, Steps
+    >>> from evenstep.data.lengths import Lengths
+    >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
+    >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
+    >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]
+    [[0, 1], [2, 3]]
+    """
+
+    def __init__(
+        self,
+        source: MeasuredSource,
+        recipe: Recipe,
+        *,
+        world: World | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        groups: NDArray[np.integer] | None = None,
+        columns: Mapping[str, NDArray[np.integer]] | None = None,
+        loss_tokens: NDArray[np.integer] | None = None,
+        max_num_steps: int | None = None,
+        infinite_loop: bool = False,
+        on_error: OnError = "raise",
+    ) -> None:
+        self.source, self.recipe = source, recipe
+        self.world = World() if world is None else world
+        self.seed, self.shuffle = seed, shuffle
+        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
+        whole_number("seed", seed, least=0, most=2**64)
+        if max_num_steps is not None:
+            whole_number("max_num_steps", max_num_steps, least=0)
+        if self.world.size != recipe.topology.dp:
+            raise ConfigError(
+                f"the recipe plans for {recipe.topology.dp} data-parallel ranks but the world has "
+                f"{self.world.size}, so some work would be done twice or never. Set topology.dp "
+                f"to {self.world.size}."
+            )
+        self._columns = dict(columns or {})
+        self._loss_tokens = loss_tokens
+        for name, column in {**self._columns, "groups": groups, "loss_tokens": loss_tokens}.items():
+            if column is not None and len(column) != len(source):
+                raise InputError(
+                    f"{len(column)} entries of {name} for {len(source)} samples cannot be matched. "
+                    f"Give one per sample."
+                )
+        self._units = Units.of(len(source), groups)
+        self._reader = Reader(source, on_error)
+        self._start = self._now = Place()
+
+    # Iterating ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        self._now = self._start
+        for step, place in self.walk():
+            self._now = place
+            yield step
+
+    def walk(self, turn: int = 0, turns: int = 1) -> Iterator[tuple[Step, Place]]:
+        """The steps from the chosen place on, and the place behind each. With `turns`, every so
+        many, from number `turn` on: workers share steps so. Steps of others are not planned."""
+        for before, after, last in self._bounds(self._start):
+            if (before.step - self._start.step) % turns == turn:
+                yield self._step(before, after, last), after
+
+    def _bounds(self, place: Place) -> Iterator[tuple[Place, Place, bool]]:
+        """(the place before, the place behind, whether it is its epoch's last) of every step."""
+        fruitful = place.position > 0
+        while self.max_num_steps is None or place.step < self.max_num_steps:
+            found = self._next(place)
+            if found is not None:
+                after = Place(place.epoch, place.position + found[0], place.step + 1)
+                yield place, after, found[1]
+                place, fruitful = after, True
+            elif not self.infinite_loop:
+                return
+            elif fruitful:
+                place, fruitful = Place(place.epoch + 1, 0, place.step), False
+            else:
+                raise InputError(
+                    f"epoch {place.epoch} holds no sample that could run, and no other epoch will, "
+                    f"so the stream would never go on. Give it samples, or another overflow than "
+                    f"'drop'."
+                )
+
+    def _next(self, place: Place) -> tuple[int, bool] | None:
+        """(units of the coming step, whether they are the epoch's last), or None at its end.
+
+        Looks at no more units than it takes to tell.
+        """
+        rest = len(self._units) - place.position
+        fixed = self.recipe.steps.samples
+        if fixed is not None and self._units.groups is None and self.recipe.overflow != "drop":
+            return (min(fixed, rest), fixed >= rest) if rest else None
+        window = min(rest, fixed or 64)
+        while True:
+            samples, ends = self._samples(place, window)
+            lengths, complete = self.source.lengths_of(samples), window == rest
+            size = step_size(lengths, self.recipe, complete=complete, **self._about(samples))
+            if size is not None:
+                units = int(np.searchsorted(ends, size)) + 1
+                return (units, complete and units == window) if size else None
+            window = min(rest, 2 * window)
+
+    def _samples(self, place: Place, units: int) -> tuple[IntArray, IntArray]:
+        """(the samples of the next units, how many there are up to the end of each unit)."""
+        count = len(self._units)
+        order = EpochOrder(count=count, seed=self.seed, epoch=place.epoch, shuffle=self.shuffle)
+        return self._units.members(order.samples(place.position + np.arange(units)))
+
+    def _about(self, samples: IntArray) -> dict[str, Any]:
+        return {
+            "groups": self._units.groups_of(samples),
+            "columns": {name: column[samples] for name, column in self._columns.items()},
+            "names": samples,
+        }
+
+    def _step(self, place: Place, after: Place, last: bool) -> Step:
+        samples, _ = self._samples(place, after.position - place.position)
+        plan, micro_batches = self._planned(samples, place, last)
+        over = plan.recipe.longest_segment
+        beyond = 0 if over is None else int((plan.lengths > over).sum())
+        overflow = {"drop": "dropped", "truncate": "truncated"}.get(self.recipe.overflow)
+        return Step(
+            number=place.step,
+            epoch=place.epoch,
+            micro_batches=tuple(micro_batches),
+            samples=self._reader,
+            cursor=self.cursor(after),
+            totals={} if place.inside else self._totals(samples, plan),
+            lost={overflow: beyond} if overflow and beyond else {},
+        )
+
+    def _planned(
+        self, samples: IntArray, place: Place, last: bool
+    ) -> tuple[Plan, list[MicroBatch]]:
+        """The plan of a step, and what this rank has yet to do of it."""
+        lengths, about = self.source.lengths_of(samples), self._about(samples)
+        ranks, rank = self.world.size, self.world.rank
+        first = place.inside[0][0] if place.inside else ranks
+        topology = replace(self.recipe.topology, dp=first)
+        recipe = replace(self.recipe, topology=topology)
+        plan = plan_step(lengths, recipe, last=last, **about)
+        if not place.inside:
+            return plan, [micro.renumbered(samples) for micro in plan[0, rank]]
+        rest = Remainder.of(plan, samples, about)
+        return plan, rest.micro_batches(place.inside, rank, ranks)
+
+    def _totals(self, samples: IntArray, plan: Plan) -> dict[str, float]:
+        """What the whole step holds; labels where they are known and none was cut off."""
+        run = plan.step_of >= 0
+        totals: dict[str, float] = {
+            "samples": int(run.sum()),
+            "tokens": int(plan.segments.length.sum()),
+        }
+        if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
+            labels = self._loss_tokens[samples[run]]
+            totals["loss_tokens"] = int(labels.sum())
+            totals["sequences"] = int((labels > 0).sum())
+            if plan.groups is not None:
+                totals["groups"] = len(np.unique(plan.groups[run][labels > 0]))
+        return totals
+
+    # Place -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor behind the last step that iterating gave out, as plain data."""
+        return self.cursor(self._now).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin behind the step that this state was taken after, on any number of ranks."""
+        cursor = Cursor.from_dict(state)
+        cursor.check(self._belongs(inside="inside" in cursor.place))
+        place = Place.from_dict(cursor.place, cursor.step)
+        if not 0 <= place.position <= len(self._units):
+            raise InputError(
+                f"the cursor stands at {place.position} of {len(self._units)}, so nothing is left "
+                f"to run. Use an earlier checkpoint."
+            )
+        self._start = self._now = place
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin at the first step of `epoch`. Steps are counted on."""
+        whole_number("epoch", epoch, least=0)
+        self._start = self._now = Place(epoch, 0, self._now.step)
+
+    def skip_batches(self, steps: int) -> None:
+        """Begin so many steps later. Nothing is read or planned."""
+        whole_number("steps to skip", steps, least=0)
+        for _, after, _ in islice(self._bounds(self._start), steps):
+            self._start = self._now = after
+
+    def cursor(self, place: Place) -> Cursor:
+        """The cursor of a place."""
+        return Cursor(
+            belongs=self._belongs(inside=bool(place.inside)),
+            step=place.step,
+            place=place.to_dict(),
+        )
+
+    def _belongs(self, inside: bool) -> dict[str, str]:
+        """What a cursor is a place in. Ranks, layout and balance may change: they have no say in
+        which samples a step holds. Within a step they do."""
+        belongs = {
+            "stream": "planned",
+            "data": f"{len(self.source)} samples, {self.source.fingerprint}",
+            "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
+        }
+        if self._units.groups is not None:
+            belongs["groups"] = column_digest(self._units.groups)
+        if inside:
+            recipe = self.recipe.to_dict()
+            recipe["topology"] = {**recipe["topology"], "dp": None}
+            text = json.dumps(recipe, sort_keys=True).encode()
+            belongs["recipe"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+        return belongs
+
+    # Length ------------------------------------------------------------------------------------
+
+    @property
+    def steps_per_epoch(self) -> Estimate:
+        """How many steps an epoch has. Exact where steps are counted in samples."""
+        steps, n = self.recipe.steps, len(self.source)
+        if steps.samples is not None:
+            exact = self._units.groups is None and self.recipe.overflow != "drop"
+            return Estimate(-(-n // steps.samples), exact)
+        looks = np.unique(np.linspace(0, max(n - 1, 0), min(n, _LOOKS)).astype(np.int64))
+        tokens = float(self.source.lengths_of(looks).mean()) * n if n else 0.0
+        if steps.tokens is not None:
+            return Estimate(-(-int(tokens) // steps.tokens), False)
+        if steps.micro_batches is None:
+            return Estimate(int(n > 0), True)
+        per_step = steps.micro_batches * self.world.size
+        if self.recipe.layout.max_tokens is None:
+            samples = getattr(self.recipe.layout, "samples", 1)
+            return Estimate(-(-n // (samples * per_step)), False)
+        return Estimate(-(-int(tokens) // (self.recipe.layout.max_tokens * per_step)), False)
+
+    def __len__(self) -> int:
+        """The steps of one pass: those left to `max_num_steps`, or of an epoch, which may be an
+        estimate (see `steps_per_epoch`)."""
+        left = None
+        if self.max_num_steps is not None:
+            left = max(self.max_num_steps - self._start.step, 0)
+        if self.infinite_loop:
+            if left is None:
+                raise TypeError(
+                    "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
+                )
+            return left
+        steps = self.steps_per_epoch.steps
+        return steps if left is None else min(steps, left)

@@ -1,0 +1,331 @@
+"""Planned streams: every sample once, the same on every rank, resumed from anywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep.core.layout import Layout
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.world import World
+from evenstep.data.lengths import Lengths
+from evenstep.data.planned import PlannedStream
+from evenstep.errors import ConfigError, CursorError, InputError, SampleError
+
+LAYOUTS: tuple[Layout, ...] = (
+    Packed(max_tokens=40),
+    Padded(max_tokens=40, round_to=2),
+    PackedStatic(rows=2, width=20),
+    Fixed(samples=3, max_tokens=60),
+)
+STEPS = (Steps(samples=6), Steps(tokens=70), Steps(micro_batches=2), Steps())
+
+
+def micro_key(micro: MicroBatch) -> Any:
+    parts = (micro.segments.sample, micro.segments.start, micro.segments.length, micro.row_offsets)
+    return (*(tuple(part.tolist()) for part in parts), micro.width)
+
+
+def run(stream: PlannedStream) -> list[Any]:
+    return [[micro_key(micro) for micro in step.micro_batches] for step in stream]
+
+
+def seen(streams: list[PlannedStream]) -> list[tuple[int, int, int]]:
+    """Every segment that any rank runs, as (sample, start, length), sorted."""
+    found: list[tuple[int, int, int]] = []
+    for stream in streams:
+        for step in stream:
+            for micro in step.micro_batches:
+                s = micro.segments
+                found += zip(s.sample.tolist(), s.start.tolist(), s.length.tolist(), strict=True)
+    return sorted(found)
+
+
+@st.composite
+def settings_of(draw: DrawFn) -> dict[str, Any]:
+    lengths = draw(st.lists(st.integers(1, 20), min_size=0, max_size=40))
+    layout = draw(st.sampled_from(LAYOUTS))
+    steps = draw(st.sampled_from(STEPS))
+    recipe = Recipe(layout=layout, steps=steps, topology=Topology(dp=draw(st.integers(1, 4))))
+    groups = None
+    if draw(st.booleans()) and not isinstance(layout, Fixed):
+        groups = np.arange(len(lengths)) // draw(st.integers(1, 3))
+        np.random.default_rng(draw(st.integers(0, 9))).shuffle(groups)
+        recipe = replace(recipe, groups="step")
+    return {
+        "source": Lengths(np.array(lengths, np.int64)),
+        "recipe": recipe,
+        "seed": draw(st.integers(0, 3)),
+        "shuffle": draw(st.booleans()),
+        "groups": groups,
+    }
+
+
+def ranks_of(settings: dict[str, Any], size: int | None = None) -> list[PlannedStream]:
+    recipe = settings["recipe"]
+    size = recipe.topology.dp if size is None else size
+    recipe = replace(recipe, topology=replace(recipe.topology, dp=size))
+    return [
+        PlannedStream(**{**settings, "recipe": recipe}, world=World(rank, size))
+        for rank in range(size)
+    ]
+
+
+@given(settings_of())
+@settings(deadline=None, max_examples=60)
+def test_every_sample_runs_exactly_once_over_all_ranks(given: dict[str, Any]) -> None:
+    streams = ranks_of(given)
+    lengths = given["source"].lengths_of(np.arange(len(given["source"])))
+    assert seen(streams) == [(i, 0, n) for i, n in enumerate(lengths.tolist())]
+    counts = [[len(step) for step in stream] for stream in streams]
+    assert all(each == counts[0] for each in counts)
+
+
+@given(settings_of(), st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_resuming_after_any_step_gives_the_very_same_rest(
+    given: dict[str, Any], turns: int
+) -> None:
+    whole = ranks_of(given)[-1]
+    expected = run(whole)
+    cursors = [json.loads(json.dumps(step.cursor.to_dict())) for step in whole]
+    for done, state in enumerate(cursors, 1):
+        resumed = ranks_of(given)[-1]
+        resumed.load_state_dict(state)
+        assert run(resumed) == expected[done:]
+        assert resumed.state_dict()["step"] == len(expected)
+        by_turn = [[step for step, _ in resumed.walk(turn, turns)] for turn in range(turns)]
+        dealt = {step.number: step for steps in by_turn for step in steps}
+        again = [[micro_key(m) for m in dealt[n].micro_batches] for n in sorted(dealt)]
+        assert again == expected[done:]
+
+
+@given(settings_of(), st.integers(1, 4), st.data())
+@settings(deadline=None, max_examples=60)
+def test_another_number_of_ranks_runs_just_what_is_left(
+    given: dict[str, Any], size: int, data: st.DataObject
+) -> None:
+    before = ranks_of(given)
+    steps = [list(stream) for stream in before]
+    if not steps[0]:
+        return
+    done = data.draw(st.integers(0, len(steps[0]) - 1))
+    state = steps[0][done].cursor.to_dict()
+    first = [
+        sample
+        for each in steps
+        for step in each[: done + 1]
+        for micro in step.micro_batches
+        for sample in micro.segments.sample.tolist()
+    ]
+    after = ranks_of(given, size)
+    for stream in after:
+        stream.load_state_dict(state)
+    rest = [sample for sample, _, _ in seen(after)]
+    assert sorted(first + rest) == list(range(len(given["source"])))
+
+
+def stream_of(lengths: list[int], **changes: Any) -> PlannedStream:
+    recipe = changes.pop("recipe", Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=4)))
+    return PlannedStream(Lengths(np.array(lengths, np.int64)), recipe, **changes)
+
+
+def test_epochs_differ_and_an_endless_stream_goes_through_them() -> None:
+    stream = stream_of([3] * 10, infinite_loop=True, max_num_steps=9)
+    steps = list(stream)
+    assert [step.epoch for step in steps] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [step.number for step in steps] == list(range(9))
+    orders = [
+        [i for step in steps[k : k + 3] for m in step.micro_batches for i in m.segments.sample]
+        for k in (0, 3, 6)
+    ]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert len(stream) == 9
+
+
+def test_the_epochs_of_an_endless_stream_are_those_of_set_epoch() -> None:
+    endless = run(stream_of([3] * 10, infinite_loop=True, max_num_steps=9))
+    finite = stream_of([3] * 10)
+    by_epoch = []
+    for epoch in range(3):
+        finite.set_epoch(epoch)
+        by_epoch += run(finite)
+    assert by_epoch == endless
+
+
+@pytest.mark.parametrize("infinite", [False, True])
+def test_skipping_steps_is_the_same_as_running_them(infinite: bool) -> None:
+    changes: dict[str, Any] = {"infinite_loop": infinite, "max_num_steps": 12}
+    expected = run(stream_of(list(range(1, 15)), **changes))
+    for skip in range(len(expected) + 1):
+        stream = stream_of(list(range(1, 15)), **changes)
+        stream.skip_batches(skip)
+        assert run(stream) == expected[skip:]
+
+
+@pytest.mark.parametrize("overflow", ["drop", "truncate", "split"])
+@pytest.mark.parametrize("steps", [Steps(samples=3), Steps(tokens=20), Steps(micro_batches=2)])
+def test_over_long_samples_follow_the_policy_in_any_window(overflow: Any, steps: Steps) -> None:
+    lengths = [30, 5, 18, 3, 40, 40, 2, 9, 17, 33, 1]
+    recipe = Recipe(layout=Packed(max_tokens=16), steps=steps, overflow=overflow)
+    if overflow == "split" and steps.micro_batches:
+        recipe = replace(recipe, steps=Steps(micro_batches=4))
+    stream = stream_of(lengths, recipe=recipe, shuffle=False)
+    steps_run = list(stream)
+    tokens = sum(m.tokens for step in steps_run for m in step.micro_batches)
+    expected = {"drop": 20, "truncate": 20 + 6 * 16, "split": sum(lengths)}[overflow]
+    assert tokens == expected
+    if overflow == "drop":
+        # What is dropped behind the last step that runs is not part of any step.
+        assert sum(step.lost.get("dropped", 0) for step in steps_run) == 6
+    if overflow == "truncate":
+        assert sum(step.lost["truncated"] for step in steps_run if step.lost) == 6
+    for step in steps_run:
+        resumed = stream_of(lengths, recipe=recipe, shuffle=False)
+        resumed.load_state_dict(step.cursor.to_dict())
+        assert run(resumed) == run(stream)[step.number + 1 :]
+
+
+def test_labels_that_are_known_are_totalled_over_all_ranks() -> None:
+    lengths = np.array([5, 3, 4, 2, 6, 1])
+    labels = np.array([4, 0, 3, 1, 5, 0])
+    recipe = Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=3), topology=Topology(dp=2))
+    streams = [
+        PlannedStream(
+            Lengths(lengths), recipe, world=World(rank, 2), shuffle=False, loss_tokens=labels,
+            groups=np.array([0, 0, 0, 1, 1, 2]),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for stream in streams:
+        totals = [dict(step.totals) for step in stream]
+        assert totals[0] == {
+            "samples": 3, "tokens": 12, "loss_tokens": 7, "sequences": 2, "groups": 1
+        }  # fmt: skip
+        assert totals[1]["groups"] == 1
+
+
+def test_a_cursor_of_something_else_is_refused_with_the_reason() -> None:
+    stream = stream_of([3] * 10)
+    state = next(iter(stream)).cursor.to_dict()
+    for other, reason in [
+        (stream_of([3] * 11), "data was 10 samples"),
+        (stream_of([3] * 9 + [4]), "data was"),
+        (stream_of([3] * 10, seed=1), "shuffled by seed 0 and is shuffled by seed 1"),
+        (stream_of([3] * 10, shuffle=False), "as stored"),
+        (stream_of([3] * 10, groups=np.zeros(10, np.int64)), "groups was not given"),
+    ]:
+        with pytest.raises(CursorError, match=reason):
+            other.load_state_dict(state)
+
+
+def test_a_damaged_cursor_is_refused() -> None:
+    stream = stream_of([3] * 10)
+    state = next(iter(stream)).cursor.to_dict()
+    broken: Any
+    for broken in (
+        {**state, "step": 7},
+        {**state, "place": {"epoch": 0, "position": 5}},
+        {**state, "digest": "00"},
+        {**state, "evenstep_cursor": 2},
+        {key: value for key, value in state.items() if key != "belongs"},
+        {},
+        [],
+        {"epoch": 1},
+    ):
+        with pytest.raises(CursorError):
+            stream.load_state_dict(broken)
+    stream.load_state_dict(state)
+
+
+def test_a_cursor_is_small_and_plain() -> None:
+    state = next(iter(stream_of([3] * 1000))).cursor.to_dict()
+    assert len(json.dumps(state)) < 300
+
+
+def test_layout_and_balance_may_change_at_a_step_boundary() -> None:
+    first = next(iter(stream_of([3] * 10)))
+    padded = Recipe(layout=Padded(max_tokens=8), steps=Steps(samples=2))
+    stream = stream_of([3] * 10, recipe=padded)
+    stream.load_state_dict(first.cursor.to_dict())
+    done = {i for micro in first.micro_batches for i in micro.segments.sample.tolist()}
+    assert sorted({i for i, _, _ in seen([stream])} | done) == list(range(10))
+
+
+def test_ranks_that_do_not_match_the_recipe_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"topology\.dp to 2"):
+        stream_of([3], world=World(0, 2))
+
+
+def test_columns_of_another_height_are_refused() -> None:
+    with pytest.raises(InputError, match="2 entries of loss_tokens for 3 samples"):
+        stream_of([1, 2, 3], loss_tokens=np.array([1, 2]))
+
+
+def test_an_over_long_sample_is_named_by_its_own_number() -> None:
+    lengths = np.full(1000, 3)
+    lengths[777] = 99
+    stream = PlannedStream(
+        Lengths(lengths), Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=10))
+    )
+    with pytest.raises(Exception, match="sample 777 has 99 tokens"):
+        list(stream)
+
+
+def test_an_endless_stream_without_samples_says_so() -> None:
+    with pytest.raises(InputError, match="holds no sample that could run"):
+        list(stream_of([], infinite_loop=True))
+    with pytest.raises(TypeError, match="no length"):
+        len(stream_of([1], infinite_loop=True))
+
+
+def test_the_length_says_whether_it_is_exact() -> None:
+    assert str(stream_of([3] * 10).steps_per_epoch) == "3"
+    about = stream_of(
+        [3] * 100, recipe=Recipe(layout=Packed(max_tokens=16), steps=Steps(tokens=30))
+    )
+    assert str(about.steps_per_epoch) == "about 10"
+    assert len(about) == 10
+
+
+class Faulty:
+    """Samples 3 and 5 raise, one of them what ends iteration."""
+
+    fingerprint = "faulty"
+
+    def __len__(self) -> int:
+        return 8
+
+    def lengths_of(self, items: Any) -> Any:
+        return np.full(len(items), 2, np.int64)
+
+    def __getitem__(self, item: int) -> Any:
+        if item == 3:
+            raise StopIteration
+        if item == 5:
+            raise OSError("disk on fire")
+        return {"input_ids": [item, item]}
+
+
+def test_a_sample_that_cannot_be_read_is_named_or_skipped_and_counted() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=8))
+    stream = PlannedStream(Faulty(), recipe, shuffle=False)
+    with pytest.raises(SampleError, match="sample 3 cannot be read"):
+        next(iter(stream)).loaded()
+    stream = PlannedStream(Faulty(), recipe, shuffle=False, on_error="skip")
+    step = next(iter(stream)).loaded()
+    run_now = [i for micro in step.micro_batches for i in micro.segments.sample.tolist()]
+    assert sorted(run_now) == [0, 1, 2, 4, 6, 7]
+    assert step.lost == {"skipped": 2}
+    for micro, samples in step:
+        assert set(micro.segments.sample.tolist()) <= samples.keys()
+        assert micro.rows == 1
