@@ -74,9 +74,10 @@ class Remainder:
                 for column in ("sample", "start", "length")
             )
         )
-        whole = np.concatenate([micro.sample_lengths for micro in micros])
         order = np.lexsort((pieces.start, pieces.sample))
-        pieces, whole = pieces.take(order), whole[order]
+        whole = np.concatenate([micro.sample_lengths for micro in micros])[order]
+        ends = np.concatenate([micro.sample_ends for micro in micros])[order]
+        pieces = pieces.take(order)
         known = [self.about[number] for number in pieces.sample.tolist()]
         groups = None
         if known and known[0]["group"] is not None:
@@ -88,12 +89,12 @@ class Remainder:
             pieces.length, recipe, groups=groups, columns=columns, names=pieces.sample, last=True
         )
         by_rank = [
-            [_named(micro, pieces, whole) for micro in plan[0, rank]] for rank in range(ranks)
+            [_named(micro, pieces, whole, ends) for micro in plan[0, rank]] for rank in range(ranks)
         ]
         return replace(self, recipe=recipe, by_rank=by_rank)
 
 
-def _named(micro: MicroBatch, pieces: Segments, whole: IntArray) -> MicroBatch:
+def _named(micro: MicroBatch, pieces: Segments, whole: IntArray, ends: IntArray) -> MicroBatch:
     """A micro-batch of pieces -> of the samples' own segments."""
     at = micro.segments.sample
-    return replace(micro, segments=pieces.take(at), sample_lengths=whole[at])
+    return replace(micro, segments=pieces.take(at), sample_lengths=whole[at], sample_ends=ends[at])

@@ -8,14 +8,15 @@ holds is decoded into one sample, or a list of several. A sample is usually a ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 from evenstep.core.identity import sample_name, sample_number
 from evenstep.core.ragged import IntArray
-from evenstep.errors import SampleError
+from evenstep.errors import FileError, SampleError
 
 Sample: TypeAlias = Any
 """Usually a mapping with `input_ids`; anything with a length will do."""
+Source: TypeAlias = "SampleSource | SequentialSource"
 
 
 @runtime_checkable
@@ -29,7 +30,7 @@ class SampleSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, item: int, /) -> Sample | list[Sample]: ...
+    def __getitem__(self, item: int, /) -> Sample: ...
 
 
 @runtime_checkable
@@ -52,20 +53,26 @@ class SequentialSource(Protocol):
     def open(self, start: int, epoch: int) -> Iterator[Any]:
         """The raw items from number `start` on."""
 
-    def decode(self, item: Any) -> Sample | list[Sample]:
+    def decode(self, item: Any) -> Sample:
         """The sample, or a list of samples, of one raw item."""
 
 
-def read_samples(
-    source: SampleSource | SequentialSource, number: int, raw: Any = None
-) -> list[tuple[int, Sample]]:
+def has_random_access(source: Source) -> TypeGuard[SampleSource]:
+    """Whether items can be read by number."""
+    return hasattr(source, "__getitem__")
+
+
+def read_samples(source: Source, number: int, raw: Any = None) -> list[tuple[int, Sample]]:
     """(sample number, sample) for each sample of one item; whatever goes wrong names the item.
 
-    `raw` is the item itself where the source is sequential.
+    `raw` is the item itself where the source is sequential. A lost file is no sample's fault.
     """
     try:
-        found = source[number] if isinstance(source, SampleSource) else source.decode(raw)
-    except SampleError:
+        if has_random_access(source):
+            found = source[number]
+        else:
+            found = cast("SequentialSource", source).decode(raw)
+    except (SampleError, FileError):
         raise
     except Exception as error:
         # StopIteration among them: a fault inside a sample is not the end of the data.

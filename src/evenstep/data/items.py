@@ -1,0 +1,92 @@
+"""Items: any source, read by epoch and position, forwards and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from evenstep.core.identity import item_and_part
+from evenstep.data.order import EpochOrder
+from evenstep.data.source import (
+    Sample,
+    SequentialSource,
+    Source,
+    has_random_access,
+    read_samples,
+)
+from evenstep.errors import SampleError
+
+_AHEAD = 256  # positions whose samples are looked up at once
+
+
+class Items:
+    """The samples at a position of an epoch. A source with random access is read in the epoch's
+    order; one without is read as it comes, and opened again where we must go back.
+    """
+
+    def __init__(self, source: Source, seed: int, shuffle: bool) -> None:
+        self.source, self.seed, self.shuffle = source, seed, shuffle
+        self.count = len(source) if has_random_access(source) else None
+        self._found: dict[int, int] = {}
+        self._found_for = (-1, -1)
+        self.failed = False
+        """Whether iterating itself raised; such an iterator is over, and nothing can be skipped."""
+        self._open: Iterator[Any] | None = None
+        self._at = (-1, -1)  # epoch, position of the next raw item
+
+    def read(self, epoch: int, position: int, stride: int) -> list[tuple[int, Sample]] | None:
+        """(sample number, sample) of what lies there; None behind the end of the epoch. The next
+        call is likely to be for `position + stride`."""
+        if self.count is not None:
+            if position >= self.count:
+                return None
+            return read_samples(self.source, self._item(epoch, position, stride))
+        found, raw = self._raw(epoch, position)
+        return read_samples(self.source, position, raw) if found else None
+
+    def again(self, epoch: int, number: int) -> Sample:
+        """A sample that was read before."""
+        item, part = item_and_part(number)
+        if self.count is not None:
+            samples = read_samples(self.source, item)
+        else:
+            found, raw = self._raw(epoch, item)
+            samples = read_samples(self.source, item, raw) if found else []
+        if part >= len(samples):
+            raise SampleError(
+                f"item {item} holds {len(samples)} samples but part {part} of it was read before, "
+                f"so the data has changed and cannot be resumed. Restore the data, or begin anew."
+            )
+        return samples[part][1]
+
+    def _item(self, epoch: int, position: int, stride: int) -> int:
+        assert self.count is not None
+        if self._found_for != (epoch, stride) or position not in self._found:
+            positions = np.arange(position, min(self.count, position + _AHEAD * stride), stride)
+            order = EpochOrder(count=self.count, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+            items = order.samples(positions)
+            self._found = dict(zip(positions.tolist(), items.tolist(), strict=True))
+            self._found_for = (epoch, stride)
+        return self._found[position]
+
+    def _raw(self, epoch: int, position: int) -> tuple[bool, Any]:
+        """(whether there is one, the raw item) at a position of a source without random access."""
+        assert isinstance(self.source, SequentialSource)
+        if self._open is None or self._at[0] != epoch or self._at[1] > position:
+            self._open = self.source.open(position, epoch)
+            self._at = (epoch, position)
+        while True:
+            try:
+                raw = next(self._open)
+            except StopIteration:
+                self._open = None
+                return False, None
+            except BaseException:
+                self.failed = True
+                raise
+            here = self._at[1]
+            self._at = (epoch, here + 1)
+            if here == position:
+                return True, raw

@@ -1,0 +1,140 @@
+"""Jsonl: a file of one JSON value per line, read in any order by where lines start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evenstep.core.ragged import IntArray
+from evenstep.data.source import Sample
+from evenstep.data.text import RowDecoder, Transform, as_tokenize
+from evenstep.errors import FileError, InputError
+
+_BLOCK = 1 << 24
+_END = 1 << 16
+_NEWLINE = 10
+
+
+class Jsonl:
+    """The lines of a file; blank ones are not items.
+
+    A line becomes `transform(row)`, one sample or a list of several; without a transform, the
+    tokens of its `field`. The file is scanned once for its line ends, when it is first used; what
+    was found travels to other processes, the open file does not.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "a.jsonl"
+    ...     _ = path.write_text('{"text": "ab"}\\n\\n{"text": "c"}\\n')
+    ...     source = Jsonl(path)
+    ...     len(source), source[1]["input_ids"].tolist()
+    (2, [99])
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        field: str = "text",
+        tokenizer: Any = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._decoder = RowDecoder(field, as_tokenize(tokenizer), transform)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_data"}
+
+    def __len__(self) -> int:
+        return len(self._index.starts) - 1
+
+    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
+        if not 0 <= item < len(self):
+            raise IndexError(f"item {item} of {len(self)}")
+        starts = self._index.starts
+        line = self._data[int(starts[item]) : int(starts[item + 1])]  # blank lines behind it too
+        where = f"{self.path}, line {self._index.line(item)}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"{where}: not JSON ({error}), so it is no sample. Write one value per line."
+            ) from None
+        return self._decoder.decode(row, where)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Judged by size, number of lines, field, and the first and last 64 KiB."""
+        data = self._data
+        text = f"jsonl {len(data)} {len(self)} {self._decoder.field!r} "
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
+        digest.update(data[:_END])
+        digest.update(data[max(0, len(data) - _END) :])
+        return digest.hexdigest()
+
+    @cached_property
+    def _index(self) -> _Index:
+        return _scanned(self._data)
+
+    @cached_property
+    def _data(self) -> mmap.mmap | bytes:
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                # An empty file cannot be mapped.
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise FileError(
+                f"{self.path} cannot be read ({error.strerror or error}), so there are no samples. "
+                f"Check the path."
+            ) from None
+        index: _Index | None = vars(self).get("_index")  # made here or in another process
+        if index is not None and index.starts[-1] != size:
+            raise FileError(
+                f"{self.path} has {size} bytes but had {index.starts[-1]} when it was indexed, so "
+                f"its lines are elsewhere. Leave the file alone while it is in use."
+            )
+        return data
+
+
+class _Index(NamedTuple):
+    """Where each item's line starts and, last, the file ends; for each blank line, how many items
+    come before it."""
+
+    starts: IntArray
+    blanks: IntArray
+
+    def line(self, item: int) -> int:
+        """The number of an item's line, from 1: lines [a, blank, b] -> items [1, 3]."""
+        return item + 1 + int(np.searchsorted(self.blanks, item, "right"))
+
+
+def _scanned(data: mmap.mmap | bytes) -> _Index:
+    """Find the lines, block by block.
+
+    >>> _scanned(b"1\\n \\n2")
+    _Index(starts=array([0, 4, 5]), blanks=array([1]))
+    """
+    view = np.frombuffer(data, np.uint8)
+    starts, blank = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
+    for at in range(0, len(view), _BLOCK):
+        found = np.flatnonzero(view[at : at + _BLOCK] == _NEWLINE) + at + 1
+        found = np.append(0, found) if at == 0 else found
+        found = found[found < len(view)]
+        first = view[found]
+        empty = first == _NEWLINE
+        for number in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
+            end = data.find(b"\n", found[number])
+            empty[number] = data[found[number] : end if end >= 0 else len(data)].isspace()
+        starts.append(found)
+        blank.append(empty)
+    empty = np.concatenate(blank)
+    items = np.concatenate([*starts, [len(view)]])[np.append(~empty, True)].astype(np.int64)
+    return _Index(items, np.cumsum(~empty)[empty])

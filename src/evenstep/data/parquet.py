@@ -1,0 +1,155 @@
+"""ParquetText: rows of Parquet files, read in any order by row group."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.data.source import Sample
+from evenstep.data.text import RowDecoder, Transform, as_tokenize
+from evenstep.errors import ConfigError, FileError, InputError
+
+_GROUPS_KEPT = 4
+
+
+class ParquetText:
+    """The rows of one or several Parquet files, end to end; needs pyarrow.
+
+    A row becomes `transform(row)`, one sample or a list of several; without a transform, the
+    tokens of its `field`, and then no other column is read. Footers are read when the source is
+    first used. Parquet is decoded by row group, and the last few groups are kept: reading in order
+    is fast, reading in a shuffled order decodes a group for almost every row. For that, write the
+    tokens to a `TokenFile` once.
+
+        ParquetText(["a.parquet", "b.parquet"], field="content", tokenizer=tokenizer)
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        field: str = "text",
+        tokenizer: Any = None,
+        transform: Transform | None = None,
+    ) -> None:
+        several = [paths] if isinstance(paths, str | os.PathLike) else paths
+        self.paths = [Path(path) for path in several]
+        if not self.paths:
+            raise ConfigError("no Parquet file is named, so there are no rows. Name at least one.")
+        self._decoder = RowDecoder(field, as_tokenize(tokenizer), transform)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._decoded: OrderedDict[int, Any] = OrderedDict()  # group -> table, newest last
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self.paths, "_decoder": self._decoder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
+
+    def __len__(self) -> int:
+        return int(self._index.offsets[-1])
+
+    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
+        if not 0 <= item < len(self):
+            raise IndexError(f"item {item} of {len(self)}")
+        index = self._index
+        group = int(np.searchsorted(index.offsets, item, "right")) - 1  # empty groups are passed
+        row = self._table(group).slice(item - int(index.offsets[group]), 1).to_pylist()[0]
+        file = int(index.file[group])
+        number = item - int(index.offsets[index.first[file]])
+        return self._decoder.decode(row, f"{self.paths[file]}, row {number}")
+
+    @property
+    def fingerprint(self) -> str:
+        """Judged by the field, and by the size and the footer (counts, schema) of every file."""
+        return self._index.digest
+
+    @cached_property
+    def _index(self) -> _Index:
+        digest = hashlib.blake2b(f"parquet {self._decoder.field!r}".encode(), digest_size=16)
+        counts: list[int] = []
+        files: list[int] = []
+        first: list[int] = []
+        for number, path in enumerate(self.paths):
+            metadata, about = self._footer(path)
+            digest.update(about)
+            first.append(len(counts))
+            counts += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+            files += [number] * metadata.num_row_groups
+        offsets = offsets_of(np.array(counts, np.int64))
+        return _Index(offsets, np.array(files, np.int64), first, digest.hexdigest())
+
+    def _footer(self, path: Path) -> tuple[Any, bytes]:
+        """What pyarrow says about a file, and the bytes that it said it by."""
+        with _reading(path) as parquet:
+            metadata = parquet.read_metadata(path)
+            with path.open("rb") as file:
+                size = file.seek(-8, os.SEEK_END) + 8  # ... footer | its size, 4 bytes | PAR1
+                length = int.from_bytes(file.read(4), "little")
+                file.seek(size - 8 - length)
+                about = f" {size} {metadata.num_rows} ".encode() + file.read(length)
+            names = metadata.schema.to_arrow_schema().names
+        if self._decoder.transform is None and self._decoder.field not in names:
+            raise InputError(
+                f"{path} has no column {self._decoder.field!r} but {', '.join(names[:20])}, so "
+                f"there is no text. Name another field, or pass a transform."
+            )
+        return metadata, about
+
+    def _table(self, group: int) -> Any:
+        """A decoded row group; one thread decodes at a time, and the others find it decoded."""
+        with self._lock:
+            if group not in self._decoded:
+                file = int(self._index.file[group])
+                columns = None if self._decoder.transform is not None else [self._decoder.field]
+                number = group - self._index.first[file]
+                path = self.paths[file]
+                with _reading(path) as parquet, parquet.ParquetFile(path) as opened:
+                    self._decoded[group] = opened.read_row_group(number, columns=columns)
+                while len(self._decoded) > _GROUPS_KEPT:
+                    self._decoded.popitem(last=False)
+            self._decoded.move_to_end(group)
+            return self._decoded[group]
+
+
+class _Index(NamedTuple):
+    """Row groups of all files: where their rows start, whose they are; each file's first group."""
+
+    offsets: IntArray
+    file: IntArray
+    first: list[int]
+    digest: str
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Gives pyarrow.parquet; what it cannot read becomes a FileError."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise FileError(
+            f"{path} is Parquet and pyarrow is not installed, so it cannot be read. "
+            f"Install it with: pip install 'evenstep[parquet]'."
+        ) from None
+    try:
+        yield parquet
+    except (OSError, ArrowException) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise FileError(
+            f"{path} is not readable Parquet ({reason}), so it holds no samples. Check the path, "
+            f"or write it again."
+        ) from None

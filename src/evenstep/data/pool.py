@@ -1,0 +1,235 @@
+"""Pool: samples that were read but not yet put into a micro-batch, and how it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from evenstep.core.layout import Fixed, PackedStatic, Padded
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import Recipe
+from evenstep.core.segments import Segments
+from evenstep.core.validate import MOST, one_of, whole_number
+from evenstep.data.source import Sample
+from evenstep.errors import ConfigError
+from evenstep.planning.select import Room, select
+
+PackedStrategy: TypeAlias = Literal["subset_sum", "greedy"]
+PaddedStrategy: TypeAlias = Literal["fullest", "prefer_closest", "prefer_first"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """How large the pool is, and how a micro-batch is chosen from it.
+
+    It is filled until it holds `samples` samples and `tokens` tokens; then one micro-batch is
+    taken, always with the oldest sample in it, so nothing waits for more than as many
+    micro-batches as the pool holds samples.
+
+    strategy        packed rows: `subset_sum` fills the rest as full as it can be, `greedy` takes
+                    what fits in order. Padded rows: `fullest` chooses the width and rows that
+                    hold most tokens; `prefer_closest` and `prefer_first` are cosmos-rl's.
+    trained_tokens  at most so many trained tokens to a micro-batch, beside the layout's budget,
+                    which caps what is physically there
+    warmup_steps    the budget grows from `warmup_tokens` to its own over so many steps
+    """
+
+    samples: int = 64
+    tokens: int = 0
+    strategy: PackedStrategy | PaddedStrategy | None = None
+    trained_tokens: int | None = None
+    warmup_steps: int = 0
+    warmup_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("pool.samples", self.samples)
+        whole_number("pool.tokens", self.tokens, least=0)
+        whole_number("pool.warmup_steps", self.warmup_steps, least=0)
+        if self.trained_tokens is not None:
+            whole_number("pool.trained_tokens", self.trained_tokens)
+        if (self.warmup_steps > 0) != (self.warmup_tokens is not None):
+            raise ConfigError(
+                "pool.warmup_steps and pool.warmup_tokens go together: over how many steps the "
+                "budget grows, and from where. One alone has no effect. Set both or neither."
+            )
+        if self.warmup_tokens is not None:
+            whole_number("pool.warmup_tokens", self.warmup_tokens)
+
+    def budget(self, full: int, step: int) -> int:
+        """The budget of a step: 200 growing to 1000 over 4 steps gives 200, 400, 600, 800, 1000.
+
+        >>> [Pool(warmup_steps=4, warmup_tokens=200).budget(1000, step) for step in (0, 3, 4)]
+        [200, 800, 1000]
+        """
+        if self.warmup_tokens is None or step >= self.warmup_steps or self.warmup_tokens >= full:
+            return full
+        return self.warmup_tokens + (full - self.warmup_tokens) * step // self.warmup_steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A piece of a sample in the pool: the whole sample, unless it was cut for being over-long."""
+
+    epoch: int
+    number: int
+    start: int
+    length: int
+    whole: int
+    end: int
+    trained: int
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """Forms micro-batches of a recipe from pool entries. Decides by lengths alone."""
+
+    recipe: Recipe
+    pool: Pool
+
+    def __post_init__(self) -> None:
+        recipe, layout = self.recipe, self.recipe.layout
+        if isinstance(layout, Padded):
+            one_of("pool.strategy", self.strategy, PaddedStrategy)
+        else:
+            one_of("pool.strategy", self.strategy, PackedStrategy)
+        limits, steps = recipe.limits, recipe.steps
+        if limits.cost is not None or limits.columns:
+            raise ConfigError(
+                "limits on cost and columns are kept by plans, and a pool would ignore them. "
+                "Use a PlannedStream, or limits.segments and pool.trained_tokens."
+            )
+        if steps.samples is not None or steps.tokens is not None:
+            raise ConfigError(
+                "a pool counts steps in micro-batches, because it cannot know how many samples or "
+                "tokens the other ranks have. Set steps.micro_batches, or use a PlannedStream."
+            )
+        if (self.micro_batches % recipe.topology.multiple) != 0:
+            raise ConfigError(
+                f"steps.micro_batches is {self.micro_batches} but this pipeline runs them in "
+                f"multiples of {recipe.topology.multiple}. Use a multiple."
+            )
+        static = isinstance(layout, PackedStatic) or layout.pad_to is not None
+        if recipe.topology.equal_widths and not (static and not isinstance(layout, Padded)):
+            raise ConfigError(
+                "this pipeline needs micro-batches of one shape, which a pool cannot promise. Set "
+                "layout.pad_to or use packed_static, or set topology.variable_seq_lengths."
+            )
+
+    @property
+    def strategy(self) -> str:
+        """The strategy, or the layout's own."""
+        padded = isinstance(self.recipe.layout, Padded)
+        return self.pool.strategy or ("fullest" if padded else "subset_sum")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches a step."""
+        return self.recipe.steps.micro_batches or 1
+
+    def cut(self, length: int) -> list[tuple[int, int]] | None:
+        """(start, length) of each piece of a sample, [] if it is dropped, None if it is refused."""
+        limit, overflow = self.recipe.longest_segment, self.recipe.overflow
+        if limit is None or length <= limit or overflow == "alone":
+            return [(0, length)]
+        if overflow == "drop":
+            return []
+        if overflow == "truncate" and limit:
+            return [(0, limit)]
+        if overflow == "split" and limit:
+            return [(start, min(limit, length - start)) for start in range(0, length, limit)]
+        return None
+
+    def take(self, waiting: list[Entry], step: int) -> tuple[MicroBatch, list[Entry]]:
+        """The next micro-batch and its entries, which leave `waiting`, in the order they lie."""
+        layout, recipe = self.recipe.layout, self.recipe
+        rows: list[list[Entry]] = []
+        count = layout.rows if isinstance(layout, PackedStatic) else 1
+        while len(rows) < count and waiting:
+            rows.append(self._row(waiting, step))
+        taken = [entry for row in rows for entry in row]
+        if isinstance(layout, Padded):
+            rows = [[entry] for entry in taken]
+        return micro_batch(rows, recipe), taken
+
+    def _row(self, waiting: list[Entry], step: int) -> list[Entry]:
+        chosen = select(
+            self.strategy,
+            np.array([entry.length for entry in waiting], np.int64)
+            if isinstance(self.recipe.layout, Padded)
+            else self._aligned(np.array([entry.length for entry in waiting], np.int64)),
+            self._room(step),
+            None
+            if self.pool.trained_tokens is None
+            else np.array([entry.trained for entry in waiting], np.int64),
+        ).tolist()
+        row = [waiting[at] for at in chosen]
+        for at in sorted(chosen, reverse=True):
+            del waiting[at]
+        return row
+
+    def _aligned(self, lengths: IntArray) -> IntArray:
+        unit = self.recipe.topology.alignment
+        return lengths if unit == 1 else -(-lengths // unit) * unit
+
+    def _room(self, step: int) -> Room:
+        layout, unit = self.recipe.layout, self.recipe.width_unit
+        most = self.recipe.limits.segments
+        capacity = self.recipe.capacity
+        if isinstance(layout, Fixed):
+            most = layout.samples if most is None else min(most, layout.samples)
+        if isinstance(layout, PackedStatic):
+            most = None if most is None else max(1, most // layout.rows)
+        if isinstance(layout, Padded):
+            budget = self.pool.budget(layout.max_tokens, step)
+            return Room(
+                capacity=budget, unit=layout.pad_to or unit,
+                counted=self.pool.trained_tokens, most=most,
+            )  # fmt: skip
+        capacity = MOST if capacity is None else capacity
+        budget = max(unit, self.pool.budget(capacity, step) // unit * unit)
+        return Room(capacity=budget, counted=self.pool.trained_tokens, most=most)
+
+
+def micro_batch(rows: list[list[Entry]], recipe: Recipe) -> MicroBatch:
+    """Entries, row by row, as a micro-batch; without any, a dummy."""
+    layout, unit, align = recipe.layout, recipe.width_unit, recipe.topology.alignment
+    count = layout.rows if isinstance(layout, PackedStatic) else max(1, len(rows))
+    rows = rows + [[]] * (count - len(rows))
+    entries = [entry for row in rows for entry in row]
+    used = max(sum(-(-entry.length // align) * align for entry in row) for row in rows)
+    width = max(-(-used // unit), 1) * unit
+    if isinstance(layout, PackedStatic):
+        width = layout.width
+    elif layout.pad_to is not None:
+        width = max(width, layout.pad_to)
+    lengths = np.cumsum([0, *(len(row) for row in rows)])
+    columns = np.array(
+        [(e.number, e.start, e.length, e.whole, e.end) for e in entries], np.int64
+    ).reshape(-1, 5)
+    sample, start, length, whole, end = columns.T
+    return MicroBatch(
+        Segments(sample, start, length), lengths, width, whole, align, sample_ends=end
+    )
+
+
+def trained_tokens_of(sample: Any, start: int, end: int) -> int:
+    """How many of a sample's tokens from `start` to `end` are trained, by its labels or mask; all
+    of them where it has neither.
+
+    >>> trained_tokens_of({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, 0, 3)
+    2
+    """
+    if isinstance(sample, Mapping):
+        if "labels" in sample:
+            return int((np.asarray(sample["labels"])[start:end] != -100).sum())
+        if "loss_mask" in sample:
+            return int((np.asarray(sample["loss_mask"])[start:end] != 0).sum())
+    return end - start
+
+
+Measure: TypeAlias = Callable[[Sample], int]

@@ -1,0 +1,283 @@
+"""PooledStream: samples of unknown length -> full micro-batches, from a pool on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from evenstep.core.cursor import Cursor
+from evenstep.core.recipe import Recipe
+from evenstep.core.step import Step
+from evenstep.core.validate import one_of, whole_number
+from evenstep.core.world import World
+from evenstep.data.agenda import ShardState
+from evenstep.data.estimate import Estimate
+from evenstep.data.items import Items
+from evenstep.data.pool import Former, Measure, Pool
+from evenstep.data.reading import OnError
+from evenstep.data.shard import Shard, fresh, redealt
+from evenstep.data.source import Source, has_random_access, length_of
+from evenstep.errors import ConfigError, CursorError
+
+
+class PooledStream:
+    """Endless or finite steps over samples whose lengths are known only once they are read.
+
+    Every rank, and every worker of it, is a shard that reads its share of the epoch's order into
+    a pool and takes micro-batches from it, `recipe.steps.micro_batches` to a step. Ranks do not
+    speak with each other; all of them take the same number of steps, and their micro-batches are
+    full, so they are even.
+
+    The place is, for every shard, how much it has read and what waits in its pool: it resumes by
+    reading the pool alone. On the same number of ranks and workers it goes on in the very same
+    way; on any other, what is left of the epoch is dealt anew, each sample exactly once, from the
+    cursors of all shards (`merge_cursors`).
+
+    In a finite stream shards end at different times, so ranks must agree on the end: see
+    `until_all_end`.
+
+    >>> from evenstep import Packed
+    >>> from evenstep.data.memory import InMemory
+    >>> source = InMemory([{"input_ids": [0] * n} for n in (5, 3, 4, 2)])
+    >>> stream = PooledStream(source, Recipe(layout=Packed(max_tokens=7)), shuffle=False)
+    >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]
+    [[0, 3], [1, 2]]
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        *,
+        pool: Pool | None = None,
+        world: World | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_num_steps: int | None = None,
+        infinite_loop: bool = False,
+        on_error: OnError = "raise",
+        length_of: Measure = length_of,
+    ) -> None:
+        self.source, self.recipe = source, recipe
+        self.world = World() if world is None else world
+        self.pool = Pool() if pool is None else pool
+        self.seed, self.shuffle = seed, shuffle
+        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
+        self.on_error, self.length_of = on_error, length_of
+        whole_number("seed", seed, least=0, most=2**64)
+        one_of("on_error", on_error, OnError)
+        if max_num_steps is not None:
+            whole_number("max_num_steps", max_num_steps, least=0)
+        if self.world.size != recipe.topology.dp:
+            raise ConfigError(
+                f"the recipe is for {recipe.topology.dp} data-parallel ranks but the world has "
+                f"{self.world.size}. Set topology.dp to {self.world.size}."
+            )
+        self._former = Former(recipe, self.pool)
+        self._epoch = 0
+        self._skip = 0
+        self._begin: Cursor | None = None
+        self._now: Cursor | None = None
+        self._done = 0
+
+    # Iterating ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        self._now = self._begin
+        for step in self.walk():
+            self._now = step.cursor
+            yield step
+
+    def walk(self, worker: int = 0, workers: int = 1) -> Iterator[Step]:
+        """The steps of one of this rank's workers; its first is the rank's number `worker`."""
+        state, turn = self._resume(worker, workers)
+        shard = Shard(
+            state,
+            Items(self.source, self.seed, self.shuffle),
+            self._former,
+            self.length_of,
+            endless=self.infinite_loop,
+            skip=self.on_error == "skip",
+        )
+        number = self._first + worker
+        lost = dict(state.lost)
+        while self.max_num_steps is None or number < self.max_num_steps:
+            epoch = shard.epoch
+            found = shard.step(number)
+            if found is None:
+                return
+            now = shard.state
+            missing = {reason: n - lost.get(reason, 0) for reason, n in now.lost.items()}
+            if number >= self._first + self._skip:
+                yield Step(
+                    number=number,
+                    epoch=epoch,
+                    micro_batches=tuple(found[0]),
+                    samples=found[1],
+                    cursor=self._cursor(number + 1, workers, (turn + 1) % workers, [now]),
+                    lost={reason: n for reason, n in missing.items() if n},
+                )
+            number, lost = number + workers, dict(now.lost)
+
+    @property
+    def _first(self) -> int:
+        return self._done if self._begin is None else self._begin.step
+
+    # Place -------------------------------------------------------------------------------------
+
+    def start(self, workers: int = 1) -> Cursor:
+        """The cursor of this rank before its first step, for so many workers."""
+        resumed = [self._resume(worker, workers) for worker in range(workers)]
+        states = [state for state, _ in resumed]
+        return self._cursor(self._first, workers, resumed[0][1], states)
+
+    def _resume(self, worker: int, workers: int) -> tuple[ShardState, int]:
+        """(the state that worker number `worker` begins with, whose turn that is)."""
+        rank, ranks = self.world.rank, self.world.size
+        count = Items(self.source, self.seed, self.shuffle).count
+        mine, shards = rank * workers + worker, ranks * workers
+        if self._begin is None:
+            return fresh(mine, shards, self._epoch, count), worker
+        place = self._begin.place
+        held = _states(place)
+        if (place["ranks"], place["workers"]) == (ranks, workers):
+            turn = (int(place["turns"].get(str(rank), 0)) + worker) % workers
+            if rank * workers + turn in held:
+                return held[rank * workers + turn], turn
+        then = place["ranks"] * place["workers"]
+        missing = sorted(set(range(then)) - held.keys())
+        if missing:
+            raise CursorError(
+                f"the cursor holds {len(held)} of the {then} shards of {place['ranks']} ranks x "
+                f"{place['workers']} workers, and this is {ranks} x {workers}; the samples of "
+                f"shard {missing[0]} would be lost. Merge the cursors of all ranks and workers "
+                f"with merge_cursors."
+            )
+        return redealt(list(held.values()), mine, shards, count), worker
+
+    def _cursor(self, step: int, workers: int, turn: int, states: Sequence[ShardState]) -> Cursor:
+        place = {
+            "ranks": self.world.size,
+            "workers": workers,
+            "turns": {str(self.world.rank): turn},
+            "shards": {str(state.shard): state.to_dict() for state in states},
+        }
+        return Cursor(belongs=self._belongs, step=step, place=place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor behind the last step that iterating gave out, as plain data."""
+        return (self.start() if self._now is None else self._now).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin behind the step that this state was taken after."""
+        cursor = Cursor.from_dict(state)
+        cursor.check(self._belongs)
+        _states(cursor.place)
+        self._begin = self._now = cursor
+        self._skip = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin at the first sample of `epoch`. Steps are counted on."""
+        whole_number("epoch", epoch, least=0)
+        self._done = self._first if self._now is None else self._now.step
+        self._begin = self._now = None
+        self._epoch, self._skip = epoch, 0
+
+    def skip_batches(self, steps: int) -> None:
+        """Begin so many steps later. Their samples are read, because only they tell where that
+        is; to resume, load a cursor instead."""
+        whole_number("steps to skip", steps, least=0)
+        self._skip = steps
+
+    @property
+    def _belongs(self) -> dict[str, str]:
+        recipe = self.recipe.to_dict()
+        shape = {name: recipe[name] for name in ("layout", "overflow", "steps", "limits")}
+        topology = {**recipe["topology"], "dp": None}
+        pool = asdict(self.pool) | {"strategy": self._former.strategy}
+        count = f"{len(self.source)} items, " if has_random_access(self.source) else ""
+        return {
+            "stream": "pooled",
+            "data": f"{count}{self.source.fingerprint}",
+            "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
+            "layout": _digest({**shape, "topology": topology}),
+            "pool": _digest(pool),
+        }
+
+    # Length ------------------------------------------------------------------------------------
+
+    @property
+    def steps_per_epoch(self) -> Estimate:
+        """At most how many steps an epoch has: lengths are unknown, so by samples alone."""
+        if not has_random_access(self.source):
+            raise TypeError("a source without a known end has no length. Set max_num_steps.")
+        each = self.world.size * self._former.micro_batches
+        return Estimate(-(-len(self.source) // each), False)
+
+    def __len__(self) -> int:
+        """The steps of one pass: those left to `max_num_steps`, or as many as an epoch can have
+        at most, which is an estimate from above."""
+        left = None
+        if self.max_num_steps is not None:
+            left = max(self.max_num_steps - self._first, 0)
+        if self.infinite_loop or (left is not None and not has_random_access(self.source)):
+            if left is None:
+                raise TypeError(
+                    "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
+                )
+            return left
+        steps = self.steps_per_epoch.steps
+        return steps if left is None else min(steps, left)
+
+
+def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
+    """The cursors of several shards of a `PooledStream`, taken after the same step on every rank,
+    as one. With those of all ranks and workers it resumes on any number of either.
+
+    Of several cursors of one shard the last counts.
+    """
+    found = [c if isinstance(c, Cursor) else Cursor.from_dict(c) for c in cursors]
+    if not found:
+        raise CursorError("no cursor was given to merge, so there is no place. Pass those of all.")
+    first = found[0]
+    shape = (first.place.get("ranks"), first.place.get("workers"))
+    turns: dict[str, int] = {}
+    shards: dict[str, Any] = {}
+    for cursor in sorted(found, key=lambda cursor: cursor.step):
+        cursor.check(first.belongs)
+        _states(cursor.place)
+        if (cursor.place["ranks"], cursor.place["workers"]) != shape:
+            raise CursorError(
+                f"cursors of {shape[0]} ranks x {shape[1]} workers and of "
+                f"{cursor.place['ranks']} x {cursor.place['workers']} have no common place. Merge "
+                f"those of one run."
+            )
+        turns |= cursor.place["turns"]
+        shards |= cursor.place["shards"]
+    place = {"ranks": shape[0], "workers": shape[1], "turns": turns, "shards": shards}
+    return Cursor(belongs=first.belongs, step=max(c.step for c in found), place=place)
+
+
+def _states(place: Mapping[str, Any]) -> dict[int, ShardState]:
+    """The shards of a cursor's place, by number."""
+    try:
+        shards = int(place["ranks"]) * int(place["workers"])
+        given = {int(name): data for name, data in place["shards"].items()}
+        if not (shards > 0 and isinstance(place["turns"], Mapping)):
+            raise ValueError(f"{shards} shards")
+        if not all(0 <= number < shards for number in given):
+            raise ValueError(f"shards {sorted(given)} of {shards}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CursorError(
+            f"the cursor's place cannot be read ({error!r}), so it marks none. Use an earlier "
+            f"checkpoint."
+        ) from None
+    return {number: ShardState.from_dict(data, number, shards) for number, data in given.items()}
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()

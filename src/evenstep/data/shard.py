@@ -1,0 +1,202 @@
+"""Shard: one reader's pool. Reads its share, forms micro-batches, knows where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from evenstep.core.identity import item_and_part, sample_name
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.data.agenda import Chapter, ShardState, merged
+from evenstep.data.items import Items
+from evenstep.data.pool import Entry, Former, Measure, micro_batch, trained_tokens_of
+from evenstep.data.source import Sample, unreadable
+from evenstep.errors import InputError, SampleError
+
+
+class Shard:
+    """Reads its share of the agenda into a pool and takes micro-batches from it.
+
+    Everything it does follows from `state`: another shard made from the same state goes on in
+    the very same way.
+    """
+
+    def __init__(
+        self,
+        state: ShardState,
+        items: Items,
+        former: Former,
+        length_of: Measure,
+        *,
+        endless: bool,
+        skip: bool,
+    ) -> None:
+        self._items, self._former, self._length_of = items, former, length_of
+        self._endless, self._skip = endless, skip
+        self._chapters = list(state.chapters)
+        self._shard, self._shards, self._read = state.shard, state.shards, state.read
+        self._fruitful = state.read > 0 or bool(state.waiting)
+        self._ended = False
+        self._lost = dict(state.lost)
+        self._waiting = self._restored(state)
+
+    @property
+    def state(self) -> ShardState:
+        """Where the shard is now."""
+        return ShardState(
+            shard=self._shard,
+            shards=self._shards,
+            chapters=tuple(self._chapters),
+            read=self._read,
+            waiting=tuple((entry.epoch, entry.number, entry.start) for entry in self._waiting),
+            lost=dict(self._lost),
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the oldest sample that waits, or of the next to be read."""
+        return self._waiting[0].epoch if self._waiting else self._chapters[0].epoch
+
+    def step(self, number: int) -> tuple[list[MicroBatch], dict[int, Sample]] | None:
+        """The micro-batches of a step and their samples; None when nothing is left."""
+        micro_batches: list[MicroBatch] = []
+        samples: dict[int, Sample] = {}
+        while len(micro_batches) < self._former.micro_batches:
+            self._fill()
+            if not self._waiting:
+                break
+            micro, taken = self._former.take(self._waiting, number)
+            micro_batches.append(micro)
+            samples.update((entry.number, entry.sample) for entry in taken)
+        if not micro_batches:
+            return None
+        missing = self._former.micro_batches - len(micro_batches)
+        return micro_batches + [micro_batch([], self._former.recipe)] * missing, samples
+
+    def _fill(self) -> None:
+        pool = self._former.pool
+        tokens = sum(entry.length for entry in self._waiting) if pool.tokens else 0
+        while len(self._waiting) < pool.samples or tokens < pool.tokens:
+            found = self._next()
+            if found is None:
+                return
+            self._waiting += found
+            tokens += sum(entry.length for entry in found)
+
+    def _next(self) -> list[Entry] | None:
+        """The entries of the next element of the agenda; None at its end."""
+        while not self._ended:
+            chapter = self._chapters[0]
+            index = self._shard + self._shards * self._read
+            element = chapter[index]
+            entries: list[Entry] | None
+            if element is None:
+                entries = None
+            elif isinstance(element, int):
+                entries = self._at(chapter, index, element)
+            else:
+                entries = self._piece(chapter.epoch, *element)
+            if entries is not None:
+                self._read += 1
+                self._fruitful = True
+                return entries
+            self._turn_over(chapter)
+        return None
+
+    def _turn_over(self, chapter: Chapter) -> None:
+        """Go on to the next chapter, or to a new epoch where there is no end."""
+        if len(self._chapters) == 1 and not self._endless:
+            self._ended = True
+            return
+        if len(self._chapters) == 1:
+            if not self._fruitful:
+                raise InputError(
+                    f"shard {self._shard} of {self._shards} found no sample in epoch "
+                    f"{chapter.epoch}, and it never will: there are fewer items than ranks x "
+                    f"workers. Use fewer workers, or more data."
+                )
+            self._chapters.append(Chapter.whole(chapter.epoch + 1, self._items.count))
+            self._fruitful = False
+        del self._chapters[0]
+        self._read = 0
+
+    def _at(self, chapter: Chapter, index: int, position: int) -> list[Entry] | None:
+        """The entries of the item at a position; None behind the end of the data."""
+        stride = chapter.stride(index, self._shards)
+        try:
+            samples = self._items.read(chapter.epoch, position, stride)
+            if samples is None:
+                return None
+            return [
+                entry
+                for number, sample in samples
+                for entry in self._entries(chapter.epoch, number, sample)
+            ]
+        except SampleError:
+            if not self._skip or self._items.failed:
+                raise
+            self._lose("skipped")
+            return []
+
+    def _piece(self, epoch: int, number: int, start: int) -> list[Entry]:
+        """The entries of a piece that was read before, on this shard or another."""
+        before = dict(self._lost)
+        entries = self._entries(epoch, number, self._items.again(epoch, number))
+        self._lost = before  # counted when it was first read
+        return [entry for entry in entries if entry.start == start]
+
+    def _restored(self, state: ShardState) -> list[Entry]:
+        """The pool as it was. Read in order of items, which is cheap for any source."""
+        found = {
+            piece: self._piece(*piece)
+            for piece in sorted(set(state.waiting), key=lambda p: (p[0], item_and_part(p[1])))
+        }
+        return [entry for piece in state.waiting for entry in found[piece]]
+
+    def _entries(self, epoch: int, number: int, sample: Sample) -> list[Entry]:
+        """The pieces of a sample, by what is done with over-long ones."""
+        try:
+            length = int(self._length_of(sample))
+        except Exception as error:
+            raise unreadable(number, error) from error
+        if length < 1:
+            raise SampleError(
+                f"sample {sample_name(number)} has length {length}, so there is nothing to run. "
+                f"Remove it, or leave such samples out with on_error='skip'."
+            )
+        pieces = self._former.cut(length)
+        if pieces is None:
+            raise SampleError(
+                f"sample {sample_name(number)} has {length} tokens but a micro-batch holds "
+                f"{self._former.recipe.longest_segment}; it could never run. Raise the budget or "
+                f"set overflow to split, truncate, alone or drop."
+            )
+        if not pieces:
+            self._lose("dropped")
+        end = pieces[-1][0] + pieces[-1][1] if pieces else 0
+        if end < length and pieces:
+            self._lose("truncated")
+        trained = [part for _, part in pieces]
+        if self._former.pool.trained_tokens is not None:
+            trained = [trained_tokens_of(sample, start, start + part) for start, part in pieces]
+        return [
+            Entry(epoch, number, start, part, length, end, count, sample)
+            for (start, part), count in zip(pieces, trained, strict=True)
+        ]
+
+    def _lose(self, reason: str) -> None:
+        self._lost[reason] = self._lost.get(reason, 0) + 1
+
+
+def fresh(shard: int, shards: int, epoch: int, count: int | None) -> ShardState:
+    """The state of a shard that has read nothing yet."""
+    return ShardState(shard=shard, shards=shards, chapters=(Chapter.whole(epoch, count),))
+
+
+def redealt(states: list[ShardState], shard: int, shards: int, count: int | None) -> ShardState:
+    """The state of a new shard, when what `states` had left is shared anew by `shards`."""
+    lost = {
+        reason: sum(state.lost.get(reason, 0) for state in states)
+        for reason in sorted({reason for state in states for reason in state.lost})
+    }
+    state = ShardState(shard=shard, shards=shards, chapters=merged(states, count))
+    return replace(state, lost=lost) if shard == 0 else state

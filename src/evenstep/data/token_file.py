@@ -1,0 +1,205 @@
+"""TokenFile: the tokens of any number of samples, in one file that is mapped instead of read.
+
+    header, 4096 bytes | input_ids | further columns | offsets
+    header = magic, 16 bytes | sha256 of the rest, 32 bytes | JSON, filled up with spaces
+
+Columns are flat little-endian arrays, each starting at a multiple of 64 bytes. Sample i holds
+entries `offsets[i]` up to `offsets[i + 1]` of every column. No pickle, no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from evenstep.core.ragged import IntArray
+from evenstep.errors import FileError
+
+MAGIC = b"EVENSTEP TOKS 1\n"
+HEADER_SIZE = 4096
+TOKENS, OFFSETS = "input_ids", "offsets"
+_TEXT = len(MAGIC) + 32
+_ALIGNMENT = 64
+_BLOCK = 1 << 24
+
+
+class TokenFile:
+    """Samples of a file that a `TokenFileWriter` made; every item is one sample.
+
+    `file[i]` is a mapping of `input_ids` and the file's further columns, all read-only views into
+    the mapped file. It is opened when first used, in every process by itself, and 100 million
+    samples open as fast as one.
+
+    >>> import tempfile
+    >>> from evenstep.data.token_writer import write_token_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = write_token_file(f"{folder}/a.tokens", [[5, 6, 7], [8]], dtype=np.uint16)
+    ...     len(file), file.lengths_of(np.array([1, 0])).tolist(), file[0]
+    (2, [1, 3], {'input_ids': array([5, 6, 7], dtype=uint16)})
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
+        return type(self), (self.path,)
+
+    def __len__(self) -> int:
+        return self._opened.header.samples
+
+    def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
+        opened = self._opened
+        if not 0 <= item < opened.header.samples:
+            raise IndexError(f"item {item} of {len(self)}")
+        start, end = int(opened.offsets[item]), int(opened.offsets[item + 1])
+        if not 0 <= start < end <= opened.header.tokens:
+            raise damaged(self.path, f"sample {item} spans tokens {start} to {end}")
+        return {name: column[start:end] for name, column in opened.columns.items()}
+
+    def lengths_of(self, items: IntArray) -> IntArray:
+        """The lengths of these items; no others are read."""
+        if len(items) and (np.min(items) < 0 or np.max(items) >= len(self)):
+            raise IndexError(f"items {np.min(items)} to {np.max(items)} of {len(self)}")
+        offsets, at = self._opened.offsets, np.asarray(items, np.int64)
+        lengths: IntArray = (offsets[at + 1] - offsets[at]).astype(np.int64)
+        if len(at) and lengths.min() < 1:
+            raise damaged(self.path, f"sample {at[lengths.argmin()]} has {lengths.min()} tokens")
+        return lengths
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all samples, taken while they were written; nothing is read for it."""
+        return self._opened.header.fingerprint
+
+    def verify(self) -> None:
+        """Read all of the file, and raise a FileError unless it is what was written.
+
+        Opening compares sizes and the header only.
+        """
+        opened = self._opened
+        for name, section in [*opened.columns.items(), (OFFSETS, opened.offsets)]:
+            digest, data = hasher(), section.view(np.uint8)
+            for at in range(0, len(data), _BLOCK):
+                digest.update(data[at : at + _BLOCK].tobytes())
+            if digest.hexdigest() != opened.header.digests[name]:
+                raise damaged(self.path, f"its {name} are not those that were written")
+
+    @cached_property
+    def _opened(self) -> _Opened:
+        try:
+            with self.path.open("rb") as file:
+                block = file.read(HEADER_SIZE)
+                size = os.fstat(file.fileno()).st_size
+                header = Header.decode(self.path, block)
+                places, expected = header.places()
+                if size != expected:
+                    raise damaged(self.path, f"it has {size} bytes instead of {expected}")
+                data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except OSError as error:
+            raise FileError(
+                f"{self.path} cannot be read ({error.strerror or error}), so there are no samples. "
+                f"Check the path."
+            ) from None
+        sections = {name: data[a:b].view(dtype) for name, (a, b, dtype) in places.items()}
+        offsets = sections.pop(OFFSETS)
+        if (offsets[0], offsets[-1]) != (0, header.tokens):
+            raise damaged(self.path, f"its samples span {offsets[0]} to {offsets[-1]}")
+        return _Opened(header, sections, offsets)
+
+
+class _Opened(NamedTuple):
+    header: Header
+    columns: dict[str, NDArray[Any]]
+    offsets: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What stands where in a token file, and the digest of each section."""
+
+    columns: dict[str, np.dtype[Any]]
+    samples: int
+    tokens: int
+    digests: dict[str, str]
+
+    def places(self) -> tuple[dict[str, tuple[int, int, np.dtype[Any]]], int]:
+        """Start, end and type of each section, and the size of the file.
+
+        >>> places, size = Header({"input_ids": np.dtype("<u2")}, 2, 5, {}).places()
+        >>> places["input_ids"], places["offsets"], size
+        ((4096, 4106, dtype('uint16')), (4160, 4184, dtype('int64')), 4184)
+        """
+        counts = [(name, dtype, self.tokens) for name, dtype in self.columns.items()]
+        places, end = {}, HEADER_SIZE
+        for name, dtype, count in [*counts, (OFFSETS, np.dtype("<i8"), self.samples + 1)]:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + count * dtype.itemsize
+            places[name] = (start, end, dtype)
+        return places, end
+
+    def encode(self) -> bytes:
+        """The header's bytes; too many of them where columns have very long names."""
+        values = {
+            "columns": [[name, dtype.str] for name, dtype in self.columns.items()],
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "digests": self.digests,
+        }
+        text = json.dumps(values).encode().ljust(HEADER_SIZE - _TEXT)
+        return MAGIC + hashlib.sha256(text).digest() + text
+
+    @classmethod
+    def decode(cls, path: Path, block: bytes) -> Header:
+        """The inverse of `encode`; a block that nobody wrote so is never parsed."""
+        if not block.startswith(MAGIC):
+            raise FileError(
+                f"{path} is not an Evenstep token file of version 1, so it cannot be read. Make "
+                f"one with write_token_file."
+            )
+        digest, text = block[len(MAGIC) : _TEXT], block[_TEXT:]
+        if len(block) != HEADER_SIZE or hashlib.sha256(text).digest() != digest:
+            raise damaged(path, "its header does not match its digest")
+        try:
+            values = json.loads(text)
+            columns = {str(name): column_type(dtype) for name, dtype in values["columns"]}
+            samples, tokens = int(values["samples"]), int(values["tokens"])
+            if TOKENS not in columns or OFFSETS in columns or min(samples, tokens) < 0:
+                raise ValueError("no tokens")
+            return cls(columns, samples, tokens, dict(values["digests"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(path, f"its header makes no sense ({error})") from None
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal samples in equal order."""
+        return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
+
+
+def column_type(dtype: DTypeLike) -> np.dtype[Any]:
+    """The type in which a column is stored; a ValueError where it holds no plain numbers."""
+    found = np.dtype(dtype).newbyteorder("<")
+    if found.kind not in "biuf" or found.itemsize > 8:
+        raise ValueError(f"{found} is no plain number")
+    return found
+
+
+def hasher() -> hashlib.blake2b:
+    """What digests of sections are taken with."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def damaged(path: Path, fault: str) -> FileError:
+    """The error for a file that is no longer what was written."""
+    return FileError(
+        f"{path} is damaged or cut short ({fault}), so its samples cannot be trusted. Copy or "
+        f"write it again."
+    )

@@ -1,0 +1,100 @@
+"""The agenda: whatever the shards read, the rest is dealt anew without loss or repetition."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep.data.agenda import Chapter, ShardState, merged
+
+Element = tuple[int, int] | int
+
+
+def elements(chapter: Chapter, shard: int = 0, shards: int = 1) -> list[Element]:
+    found: list[Element] = []
+    index = shard
+    while (element := chapter[index]) is not None:
+        found.append(element)
+        index += shards
+    return found
+
+
+chapters = st.builds(
+    Chapter,
+    st.just(0),
+    st.lists(st.tuples(st.integers(100, 200), st.just(0)), max_size=5, unique=True).map(tuple),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 7)), max_size=4).map(
+        tuple
+    ),
+)
+
+
+@given(chapters, st.integers(1, 5))
+def test_shards_share_a_chapter_without_overlap(chapter: Chapter, shards: int) -> None:
+    whole = elements(chapter)
+    dealt = [elements(chapter, shard, shards) for shard in range(shards)]
+    interleaved = [dealt[i % shards][i // shards] for i in range(len(whole))]
+    assert interleaved == whole
+    assert Chapter.from_list(json.loads(json.dumps(chapter.to_list()))) == chapter
+
+
+@given(chapters, st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=5))
+@settings(max_examples=300)
+def test_the_rest_is_what_no_shard_has_read(chapter: Chapter, read: list[int | None]) -> None:
+    shards = len(read)
+    expected: list[Element] = []
+    for shard, count in enumerate(read):
+        mine = elements(chapter, shard, shards)
+        expected += mine[len(mine) if count is None else count :]
+    rest = elements(chapter.rest(read))
+    assert sorted(map(str, rest)) == sorted(map(str, expected))
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_any_number_of_changes_of_shards_reads_every_position_once(
+    count: int, sizes: list[int], data: st.DataObject
+) -> None:
+    agenda: tuple[Chapter, ...] = (Chapter.whole(0, count),)
+    seen: list[int] = []
+    for shards in sizes:
+        states = []
+        for shard in range(shards):
+            mine = [e for chapter in agenda for e in elements(chapter, shard, shards)]
+            read = data.draw(st.integers(0, len(mine)))
+            held = data.draw(st.integers(0, read))  # of these, the last few wait in the pool
+            numbers = [e if isinstance(e, int) else e[0] for e in mine[:read]]
+            seen += numbers[: read - held]
+            states.append(
+                ShardState(
+                    shard=shard, shards=shards, chapters=agenda, read=read,
+                    waiting=tuple((0, n, 0) for n in numbers[read - held :]),
+                )
+            )  # fmt: skip
+            state = states[-1]
+            copy = ShardState.from_dict(json.loads(json.dumps(state.to_dict())), shard, shards)
+            assert copy == state
+        agenda = merged(states, count)
+        assert len(agenda) == 1
+    rest = [e if isinstance(e, int) else e[0] for e in elements(agenda[0])]
+    assert sorted(seen + rest) == list(range(count))
+
+
+def test_shards_in_different_epochs_leave_parts_of_both() -> None:
+    ahead = ShardState(shard=0, shards=2, chapters=(Chapter.whole(1, 6),), read=1)
+    behind = ShardState(
+        shard=1, shards=2, chapters=(Chapter.whole(0, 6),), read=1, waiting=((0, 1, 0),)
+    )
+    first, second = merged([behind, ahead], 6)
+    assert (first.epoch, elements(first)) == (0, [(1, 0), 3, 5])
+    assert (second.epoch, sorted(map(str, elements(second)))) == (1, ["1", "2", "3", "4", "5"])
+
+
+def test_an_epoch_without_a_known_end_leaves_a_tail_without_one() -> None:
+    states = [
+        ShardState(shard=s, shards=2, chapters=(Chapter.whole(0, None),), read=read)
+        for s, read in enumerate((3, 1))
+    ]
+    (chapter,) = merged(states, None)
+    assert chapter.spans == ((3, 2, 2), (6, 1, None))

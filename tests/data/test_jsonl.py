@@ -1,0 +1,153 @@
+"""Lines of a JSONL file are items in any order, blank lines are none, and faults name the line."""
+
+import json
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep.data import jsonl
+from evenstep.data.jsonl import Jsonl
+from evenstep.data.source import MeasuredSource, SampleSource, read_samples
+from evenstep.errors import FileError, InputError, SampleError
+
+
+def identity(row: Any) -> Any:
+    return row
+
+
+def tokens(source: Any, item: int) -> list[int]:
+    found: list[int] = source[item]["input_ids"].tolist()
+    return found
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@given(
+    st.lists(st.sampled_from(["", " ", "\r", "\t \r", "1", ' {"a": 2}', "[3]\r", "4 "])),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_items_are_the_lines_that_are_not_blank(lines: list[str], ended: bool, block: int) -> None:
+    data = "\n".join(lines) + ("\n" if ended and lines else "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_BLOCK", block)
+        index = jsonl._scanned(data.encode())
+    kept = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    starts = index.starts.tolist()
+    found = [data[a:b] for a, b in pairwise(starts)]
+    assert [json.loads(text) for text in found] == [json.loads(line) for _, line in kept]
+    assert [index.line(item) for item in range(len(kept))] == [number for number, _ in kept]
+
+
+def test_a_line_becomes_the_tokens_of_its_text(tmp_path: Path) -> None:
+    source = Jsonl(write(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "é"}))
+    assert isinstance(source, SampleSource)
+    assert not isinstance(source, MeasuredSource)
+    assert [tokens(source, item) for item in (1, 0)] == [[195, 169], [97, 98]]
+
+
+def test_field_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"body": "ab"})
+    assert tokens(Jsonl(path, field="body", tokenizer=len_of), 0) == [2]
+
+
+def len_of(text: str) -> list[int]:
+    return [len(text)]
+
+
+def test_a_transform_may_make_several_samples_of_a_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"turns": [[1], [2, 3]]})
+    source = Jsonl(path, transform=lambda row: [{"input_ids": turn} for turn in row["turns"]])
+    assert [sample["input_ids"] for _, sample in read_samples(source, 0)] == [[1], [2, 3]]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}')
+    assert [tokens(Jsonl(path), item) for item in (0, 1)] == [[97], [98]]
+
+
+@pytest.mark.parametrize("text", ["", "\n", " \n\n\t"])
+def test_a_file_without_lines_has_no_items(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    assert len(Jsonl(path)) == 0
+    assert Jsonl(path).fingerprint
+    assert len(pickle.loads(pickle.dumps(Jsonl(path)))) == 0
+
+
+@pytest.mark.parametrize("item", [-1, 2])
+def test_an_item_outside_is_refused(tmp_path: Path, item: int) -> None:
+    with pytest.raises(IndexError):
+        Jsonl(write(tmp_path / "a.jsonl", 1, 2), transform=identity)[item]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b"{'text': 1}", "not JSON"),
+        (b'{"text": "a"', "not JSON"),
+        (b'{"text": "\xff"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "a list has no fields"),
+        (b'{"t": "a"}', "there is no field 'text' but 't'"),
+    ],
+)
+def test_a_bad_line_names_itself_and_spares_the_others(
+    tmp_path: Path, line: bytes, fault: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+    source = Jsonl(path)
+    with pytest.raises(InputError, match=f"a.jsonl, line 3: {fault}"):
+        source[1]
+    with pytest.raises(SampleError, match=r"sample 1 cannot be read .*line 3"):
+        read_samples(source, 1)
+    assert tokens(source, 2) == [98]
+
+
+def test_a_missing_file_is_named_when_it_is_used(tmp_path: Path) -> None:
+    source = Jsonl(tmp_path / "absent.jsonl")
+    with pytest.raises(FileError, match=r"absent.jsonl cannot be read \(No such file"):
+        len(source)
+    with pytest.raises(FileError, match="cannot be read"):
+        len(Jsonl(tmp_path))
+
+
+def test_the_fingerprint_follows_contents_and_field_but_not_the_name(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b"}]
+    one = Jsonl(write(tmp_path / "a.jsonl", *rows))
+    assert one.fingerprint == Jsonl(write(tmp_path / "b.jsonl", *rows)).fingerprint
+    others = [
+        Jsonl(write(tmp_path / "c.jsonl", *rows[::-1])),
+        Jsonl(write(tmp_path / "d.jsonl", *rows, *rows)),
+        Jsonl(one.path, field="body"),
+    ]
+    assert len({source.fingerprint for source in [one, *others]}) == 4
+
+
+def test_the_index_travels_to_other_processes_but_the_open_file_does_not(tmp_path: Path) -> None:
+    source = Jsonl(write(tmp_path / "a.jsonl", *range(100)), transform=identity)
+    assert len(source) == 100
+    assert "_data" in vars(source)
+    copy = pickle.loads(pickle.dumps(source))
+    assert set(vars(copy)) == {"path", "_decoder", "_index"}
+    assert [copy[item] for item in range(100)] == list(range(100))
+    assert copy.fingerprint == source.fingerprint
+
+
+def test_a_file_that_changed_since_it_was_indexed_is_refused(tmp_path: Path) -> None:
+    source = Jsonl(write(tmp_path / "a.jsonl", 1, 2), transform=identity)
+    assert len(source) == 2
+    copy = pickle.loads(pickle.dumps(source))
+    write(tmp_path / "a.jsonl", 1, 2, 3)
+    with pytest.raises(FileError, match="has 6 bytes but had 4 when it was indexed"):
+        copy[0]

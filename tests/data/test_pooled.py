@@ -1,0 +1,418 @@
+"""Pooled streams: full micro-batches, bounded delay, exact and elastic resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from evenstep import Fixed, Limits, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep.core.layout import Layout
+from evenstep.core.step import Step
+from evenstep.core.world import World
+from evenstep.data.iterated import Iterated
+from evenstep.data.memory import InMemory
+from evenstep.data.pool import Pool
+from evenstep.data.pooled import PooledStream, merge_cursors
+from evenstep.errors import ConfigError, CursorError, InputError, SampleError
+
+LAYOUTS: tuple[Layout, ...] = (
+    Packed(max_tokens=40),
+    Packed(max_tokens=40, pad_to=40),
+    Padded(max_tokens=40, round_to=2),
+    PackedStatic(rows=2, width=20),
+    Fixed(samples=3, max_tokens=60),
+)
+
+
+def samples_of(lengths: list[int]) -> list[dict[str, Any]]:
+    return [{"input_ids": np.full(n, i)} for i, n in enumerate(lengths)]
+
+
+def key(step: Step) -> Any:
+    return [
+        (
+            micro.segments.sample.tolist(),
+            micro.segments.start.tolist(),
+            micro.segments.length.tolist(),
+            micro.row_offsets.tolist(),
+            micro.width,
+        )
+        for micro in step.micro_batches
+    ]
+
+
+def numbers(steps: list[Step]) -> list[int]:
+    return [n for step in steps for m in step.micro_batches for n in m.segments.sample.tolist()]
+
+
+def in_turn(stream: PooledStream, workers: int) -> Iterator[Step]:
+    """What a loader with so many workers gives out: one step of each worker in turn."""
+    walks = [stream.walk(worker, workers) for worker in range(workers)]
+    alive = list(range(workers))
+    while alive:
+        for worker in list(alive):
+            step = next(walks[worker], None)
+            if step is None:
+                alive.remove(worker)
+            else:
+                yield step
+
+
+def roundtrip(cursor: Any) -> Any:
+    return json.loads(json.dumps(cursor.to_dict()))
+
+
+@st.composite
+def settings_of(draw: DrawFn) -> dict[str, Any]:
+    lengths = draw(st.lists(st.integers(1, 20), min_size=0, max_size=40))
+    layout = draw(st.sampled_from(LAYOUTS))
+    recipe = Recipe(layout=layout, steps=Steps(micro_batches=draw(st.integers(1, 3))))
+    sequential = draw(st.booleans())
+    data = samples_of(lengths)
+    return {
+        "source": Iterated(data, fingerprint="fixed") if sequential else InMemory(data),
+        "recipe": recipe,
+        "pool": Pool(samples=draw(st.sampled_from([1, 3, 8])), tokens=draw(st.integers(0, 30))),
+        "seed": draw(st.integers(0, 3)),
+        "shuffle": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def ranks_of(settings: dict[str, Any], size: int) -> list[PooledStream]:
+    recipe = replace(settings["recipe"], topology=Topology(dp=size))
+    return [
+        PooledStream(**{**settings, "recipe": recipe}, world=World(rank, size))
+        for rank in range(size)
+    ]
+
+
+def count_of(settings: dict[str, Any]) -> int:
+    source = settings["source"]
+    return len(list(source.open(0, 0))) if isinstance(source, Iterated) else len(source)
+
+
+@given(settings_of(), st.integers(1, 3), st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_every_sample_runs_once_per_epoch_and_no_budget_is_exceeded(
+    given: dict[str, Any], size: int, workers: int
+) -> None:
+    steps = [step for stream in ranks_of(given, size) for step in in_turn(stream, workers)]
+    assert sorted(numbers(steps)) == list(range(count_of(given)))
+    budget = given["recipe"].layout.max_tokens
+    for step in steps:
+        assert len(step) == given["recipe"].steps.micro_batches
+        for micro, samples in step:
+            assert micro.slots <= budget
+            for number, length in zip(
+                micro.segments.sample.tolist(), micro.segments.length.tolist(), strict=True
+            ):
+                assert samples[number]["input_ids"].tolist() == [number] * length
+
+
+@given(settings_of(), st.integers(1, 3), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_resuming_after_any_step_gives_the_very_same_rest(
+    given: dict[str, Any], workers: int, endless: bool
+) -> None:
+    if endless and count_of(given) < 2 * workers:
+        return
+    changes = {**given, "infinite_loop": endless, "max_num_steps": 25 if endless else None}
+    stream = ranks_of(changes, 2)[1]
+    expected, latest = [], {0: stream.start(workers)}
+    places = []
+    for step in in_turn(stream, workers):
+        expected.append(key(step))
+        latest[step.number % workers + 1] = step.cursor
+        places.append(roundtrip(merge_cursors(list(latest.values()))))
+    for done, place in enumerate(places, 1):
+        resumed = ranks_of(changes, 2)[1]
+        resumed.load_state_dict(place)
+        again = list(in_turn(resumed, workers))
+        assert [key(step) for step in again] == expected[done:]
+        if again:
+            assert again[0].number == done
+
+
+@given(
+    settings_of(),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=2, max_size=4),
+    st.data(),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_change_of_ranks_and_workers_runs_every_sample_once(
+    given: dict[str, Any], shapes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    place: Any = None
+    seen: list[int] = []
+    for at, (size, workers) in enumerate(shapes):
+        last = at == len(shapes) - 1
+        stop = None if last else data.draw(st.integers(0, 3))
+        cursors = []
+        for stream in ranks_of(given, size):
+            if place is not None:
+                stream.load_state_dict(place)
+            cursors.append(stream.start(workers))
+            for taken, step in enumerate(in_turn(stream, workers)):
+                if taken == stop:
+                    break
+                seen += numbers([step])
+                cursors.append(step.cursor)
+        place = roundtrip(merge_cursors(cursors))
+    assert sorted(seen) == list(range(count_of(given)))
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=60), st.sampled_from(["subset_sum", "greedy"])
+)
+@settings(deadline=None, max_examples=60)
+def test_no_sample_waits_longer_than_the_pool_is_large(lengths: list[int], strategy: Any) -> None:
+    pool = Pool(samples=5, strategy=strategy)
+    recipe = Recipe(layout=Packed(max_tokens=40))
+    stream = PooledStream(InMemory(samples_of(lengths)), recipe, pool=pool, shuffle=False)
+    read = 0
+    for emitted, step in enumerate(stream):
+        (state,) = step.cursor.place["shards"].values()
+        assert len(state["waiting"]) <= pool.samples
+        taken = numbers([step])
+        # A sample is read when fewer than 5 wait, and the oldest always goes.
+        for number in taken:
+            assert emitted <= number  # each micro-batch takes one sample or more
+        read += len(taken)
+    assert read == len(lengths)
+
+
+def test_the_documents_examples_are_replayed() -> None:
+    lengths, drawn = [7, 6, 8, 5, 1, 3, 8, 6], [4, 1, 5, 2, 0, 3, 7, 6]
+    source = InMemory([{"input_ids": [0] * lengths[i]} for i in drawn])
+
+    def replay(layout: Layout, pool: Pool, accumulate: int = 1) -> list[list[list[int]]]:
+        recipe = Recipe(layout=layout, steps=Steps(micro_batches=accumulate))
+        stream = PooledStream(source, recipe, pool=pool, shuffle=False)
+        return [
+            [[drawn[n] for n in m.segments.sample] for m in step.micro_batches] for step in stream
+        ]
+
+    padded, packed = Padded(max_tokens=16), Packed(max_tokens=16)
+    closest = replay(padded, Pool(samples=8, strategy="prefer_closest"))
+    assert closest == [[[4, 5, 3]], [[1, 7]], [[2, 6]], [[0]]]
+    first = replay(padded, Pool(samples=8, strategy="prefer_first"))
+    assert first == [[[4, 5, 3]], [[1, 7]], [[2, 0]], [[6]]]
+    greedy = replay(packed, Pool(samples=8, strategy="greedy"))
+    assert greedy == [[[4, 1, 5, 3]], [[2, 0]], [[7, 6]]]
+    two = replay(packed, Pool(samples=3, strategy="greedy"), accumulate=2)
+    assert two == [[[4, 1, 5], [2, 0]], [[3, 7], [6]]]
+
+
+def test_a_ready_threshold_of_samples_and_tokens_is_kept() -> None:
+    source = InMemory([{"input_ids": [0] * (i + 1)} for i in range(16)])
+    pool = Pool(samples=10, tokens=32, strategy="greedy")
+    stream = PooledStream(source, Recipe(layout=Packed(max_tokens=32)), pool=pool, shuffle=False)
+    batches = [(m.segments.length.tolist()) for step in stream for m in step.micro_batches]
+    assert batches[:5] == [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11, 12], [13, 14], [15, 16]]
+
+
+def test_the_budget_warms_up() -> None:
+    source = InMemory(samples_of([4] * 200))
+    pool = Pool(samples=32, warmup_steps=4, warmup_tokens=8)
+    stream = PooledStream(source, Recipe(layout=Packed(max_tokens=40)), pool=pool, max_num_steps=6)
+    assert [step.micro_batches[0].tokens for step in stream] == [8, 16, 24, 32, 40, 40]
+    with pytest.raises(ConfigError, match="go together"):
+        Pool(warmup_steps=3)
+
+
+def test_only_trained_tokens_count_and_the_rest_is_capped() -> None:
+    data = [{"input_ids": [1] * 10, "labels": [-100] * 8 + [1] * 2} for _ in range(40)]
+    recipe = Recipe(layout=Packed(max_tokens=60))
+    for trained, expected in ((8, 4), (100, 6)):
+        stream = PooledStream(InMemory(data), recipe, pool=Pool(trained_tokens=trained))
+        counts = [len(m.segments) for step in stream for m in step.micro_batches]
+        assert counts[:-1] == [expected] * (len(counts) - 1)
+
+
+def test_one_item_may_give_several_samples() -> None:
+    data = [[{"input_ids": [i] * n} for n in (2, 3, 1)] for i in range(9)]
+    stream = PooledStream(InMemory(data), Recipe(layout=Packed(max_tokens=7)), pool=Pool(samples=4))
+    steps = list(stream)
+    found = numbers(steps)
+    assert len(found) == len(set(found)) == 27
+    for done, step in enumerate(steps, 1):
+        resumed = PooledStream(
+            InMemory(data), Recipe(layout=Packed(max_tokens=7)), pool=Pool(samples=4)
+        )
+        resumed.load_state_dict(roundtrip(step.cursor))
+        assert [key(s) for s in resumed] == [key(s) for s in steps[done:]]
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop", "alone", "error"])
+def test_over_long_samples_follow_the_policy(overflow: Any) -> None:
+    lengths = [5, 23, 7, 41, 3, 3]
+    recipe = Recipe(layout=Packed(max_tokens=10), overflow=overflow)
+    stream = PooledStream(InMemory(samples_of(lengths)), recipe, shuffle=False)
+    if overflow == "error":
+        with pytest.raises(SampleError, match="sample 1 has 23 tokens but a micro-batch holds 10"):
+            list(stream)
+        return
+    steps = list(stream)
+    tokens = sum(m.tokens for step in steps for m in step.micro_batches)
+    expected = {"split": 82, "truncate": 38, "drop": 18, "alone": 82}
+    assert tokens == expected[overflow]
+    lost: dict[str, int] = {}
+    for step in steps:
+        for reason, count in step.lost.items():
+            lost[reason] = lost.get(reason, 0) + count
+    assert lost == {"drop": {"dropped": 2}, "truncate": {"truncated": 2}}.get(overflow, {})
+    for done, step in enumerate(steps, 1):
+        resumed = PooledStream(InMemory(samples_of(lengths)), recipe, shuffle=False)
+        resumed.load_state_dict(roundtrip(step.cursor))
+        assert [key(s) for s in resumed] == [key(s) for s in steps[done:]]
+
+
+class Faulty:
+    """Sample 3 ends iteration, 5 is a fault of the disk, 6 is empty."""
+
+    fingerprint = "faulty"
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, item: int) -> Any:
+        if item == 3:
+            raise StopIteration
+        if item == 5:
+            raise OSError("disk on fire")
+        return {"input_ids": [] if item == 6 else [item, item]}
+
+
+def test_a_fault_inside_a_sample_is_raised_by_name_or_skipped_and_counted() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=4))
+    with pytest.raises(SampleError, match="sample 3 cannot be read"):
+        list(PooledStream(Faulty(), recipe, shuffle=False))
+    steps = list(PooledStream(Faulty(), recipe, shuffle=False, on_error="skip"))
+    assert sorted(numbers(steps)) == [0, 1, 2, 4, 7]
+    assert sum(step.lost.get("skipped", 0) for step in steps) == 3
+
+
+def test_an_iterable_that_raises_is_never_taken_for_finished() -> None:
+    def broken() -> Iterator[Any]:
+        yield {"input_ids": [1]}
+        yield {"input_ids": [2]}
+        raise KeyError("lost")
+
+    recipe = Recipe(layout=Packed(max_tokens=4))
+    for stream in (
+        PooledStream(Iterated(broken), recipe),
+        PooledStream(Iterated(broken), recipe, on_error="skip"),
+    ):
+        with pytest.raises(SampleError, match=r"item 2|sample 2"):
+            list(stream)
+
+
+def test_epochs_advance_by_themselves_each_in_another_order() -> None:
+    stream = PooledStream(
+        InMemory(samples_of([5] * 12)),
+        Recipe(layout=Packed(max_tokens=10)),
+        pool=Pool(samples=2),
+        infinite_loop=True,
+        max_num_steps=18,
+    )
+    steps = list(stream)
+    assert len(steps) == 18 == len(stream)
+    found = numbers(steps)
+    orders = [tuple(found[k : k + 12]) for k in (0, 12, 24)]
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert len(set(orders)) == 3
+
+
+def test_set_epoch_and_skip_batches_choose_where_to_begin() -> None:
+    def make() -> PooledStream:
+        return PooledStream(InMemory(samples_of([3] * 20)), Recipe(layout=Packed(max_tokens=9)))
+
+    first, second = make(), make()
+    second.set_epoch(1)
+    assert numbers(list(first)) != numbers(list(second))
+    expected = [key(step) for step in make()]
+    skipped = make()
+    skipped.skip_batches(3)
+    steps = list(skipped)
+    assert [key(step) for step in steps] == expected[3:]
+    assert steps[0].number == 3
+
+
+def test_a_cursor_of_something_else_is_refused_with_the_reason() -> None:
+    data, recipe = samples_of([3] * 20), Recipe(layout=Packed(max_tokens=9))
+    state = next(iter(PooledStream(InMemory(data), recipe))).cursor.to_dict()
+    others = {
+        "data was": PooledStream(InMemory(data[:-1]), recipe),
+        "seed 0 and is shuffled by seed 1": PooledStream(InMemory(data), recipe, seed=1),
+        "layout was": PooledStream(InMemory(data), Recipe(layout=Packed(max_tokens=10))),
+        "pool was": PooledStream(InMemory(data), recipe, pool=Pool(samples=3)),
+    }
+    for reason, stream in others.items():
+        with pytest.raises(CursorError, match=reason):
+            stream.load_state_dict(state)
+    with pytest.raises(CursorError, match="damaged"):
+        PooledStream(InMemory(data), recipe).load_state_dict({**state, "step": 9})
+
+
+def test_a_cursor_of_one_rank_does_not_resume_on_another_number_of_ranks() -> None:
+    given = {
+        "source": InMemory(samples_of([3] * 20)),
+        "recipe": Recipe(layout=Packed(max_tokens=9)),
+    }
+    steps = [next(iter(stream)) for stream in ranks_of(given, 2)]
+    alone = ranks_of(given, 1)[0]
+    alone.load_state_dict(steps[0].cursor.to_dict())
+    with pytest.raises(CursorError, match="merge_cursors"):
+        list(alone)
+    alone.load_state_dict(merge_cursors([step.cursor for step in steps]).to_dict())
+    assert sorted(numbers(steps) + numbers(list(alone))) == list(range(20))
+
+
+def test_an_endless_shard_without_samples_says_so() -> None:
+    given = {
+        "source": InMemory(samples_of([3])),
+        "recipe": Recipe(layout=Packed(max_tokens=9)),
+        "infinite_loop": True,
+    }
+    with pytest.raises(InputError, match="shard 1 of 2 found no sample"):
+        next(iter(ranks_of(given, 2)[1]))
+
+
+def test_what_a_pool_cannot_promise_is_refused() -> None:
+    source = InMemory(samples_of([3]))
+    packed = Packed(max_tokens=9)
+    for recipe, match in [
+        (Recipe(layout=packed, steps=Steps(samples=4)), "counts steps in micro-batches"),
+        (Recipe(layout=packed, limits=Limits(columns={"images": 3})), "limits on cost and columns"),
+        (Recipe(layout=packed, topology=Topology(pp=2)), "one shape"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            PooledStream(source, recipe)
+    with pytest.raises(ConfigError, match="prefer_closest"):
+        PooledStream(source, Recipe(layout=packed), pool=Pool(strategy="prefer_closest"))
+
+
+def test_the_length_is_said_to_be_an_estimate() -> None:
+    stream = PooledStream(InMemory(samples_of([3] * 20)), Recipe(layout=Packed(max_tokens=9)))
+    assert str(stream.steps_per_epoch) == "about 20"
+    assert len(stream) == 20 >= len(list(stream))
+    with pytest.raises(TypeError, match="no length"):
+        len(PooledStream(Iterated([1]), Recipe(layout=Packed(max_tokens=9))))
+
+
+def test_the_state_is_bounded_by_the_pool_however_long_the_run() -> None:
+    stream = PooledStream(
+        InMemory(samples_of([1 + i % 7 for i in range(3000)])),
+        Recipe(layout=Packed(max_tokens=16)),
+        pool=Pool(samples=16),
+    )
+    sizes = [len(json.dumps(step.cursor.to_dict())) for step in stream]
+    assert max(sizes) < 900
