@@ -174,7 +174,7 @@ def test_any_change_of_ranks_and_workers_runs_every_sample_once(
 )
 @settings(deadline=None, max_examples=60)
 def test_no_sample_waits_longer_than_the_pool_is_large(lengths: list[int], strategy: Any) -> None:
-    pool = Pool(samples=5, strategy=strategy)
+    pool = Pool(samples=5, tokens=0, strategy=strategy)
     recipe = Recipe(layout=Packed(max_tokens=40))
     stream = PooledStream(InMemory(samples_of(lengths)), recipe, pool=pool, shuffle=False)
     read = 0
@@ -319,7 +319,7 @@ def test_epochs_advance_by_themselves_each_in_another_order() -> None:
     stream = PooledStream(
         InMemory(samples_of([5] * 12)),
         Recipe(layout=Packed(max_tokens=10)),
-        pool=Pool(samples=2),
+        pool=Pool(samples=2, tokens=0),
         infinite_loop=True,
         max_num_steps=18,
     )
@@ -374,6 +374,18 @@ def test_a_cursor_of_one_rank_does_not_resume_on_another_number_of_ranks() -> No
         list(alone)
     alone.load_state_dict(merge_cursors([step.cursor for step in steps]).to_dict())
     assert sorted(numbers(steps) + numbers(list(alone))) == list(range(20))
+
+
+def test_a_pool_holds_two_budgets_unless_told_otherwise() -> None:
+    def waiting(pool: Pool) -> int:
+        recipe = Recipe(layout=Packed(max_tokens=100))
+        stream = PooledStream(InMemory(samples_of([2] * 500)), recipe, pool=pool)
+        (state,) = next(iter(stream)).cursor.place["shards"].values()
+        return len(state["waiting"])
+
+    assert waiting(Pool(samples=4)) == 50  # 100 samples of 2 tokens, less one budget
+    assert waiting(Pool(samples=4, tokens=150)) == 25
+    assert waiting(Pool(samples=4, strategy="greedy")) == 0
 
 
 def test_an_endless_shard_without_samples_says_so() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -101,20 +101,32 @@ class PlannedStream:
         self._reader = Reader(source, on_error)
         self._start = self._now = Place()
 
+    @property
+    def ends_together(self) -> bool:
+        """Every rank knows every other's plan, and all have a part in each step."""
+        return True
+
     # Iterating ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
         self._now = self._start
-        for step, place in self.walk():
-            self._now = place
+        for step in self.walk():
+            self._now = Place.from_dict(step.cursor.place, step.cursor.step)
             yield step
 
-    def walk(self, turn: int = 0, turns: int = 1) -> Iterator[tuple[Step, Place]]:
-        """The steps from the chosen place on, and the place behind each. With `turns`, every so
-        many, from number `turn` on: workers share steps so. Steps of others are not planned."""
+    def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
+        """The steps of one of several workers, who take them in turn. Its first is number `turn`
+        from the chosen place on, `worker` if not given. Those of others are not even planned."""
+        turn = worker if turn is None else turn
         for before, after, last in self._bounds(self._start):
-            if (before.step - self._start.step) % turns == turn:
-                yield self._step(before, after, last), after
+            if (before.step - self._start.step) % workers == turn:
+                yield self._step(before, after, last, self.world.rank)
+
+    def walk_all(self) -> Iterator[list[Step]]:
+        """Each step as all ranks see it, for whoever deals micro-batches to ranks by itself."""
+        for before, after, last in self._bounds(self._start):
+            ranks = range(self.world.size)
+            yield [self._step(before, after, last, rank) for rank in ranks]
 
     def _bounds(self, place: Place) -> Iterator[tuple[Place, Place, bool]]:
         """(the place before, the place behind, whether it is its epoch's last) of every step."""
@@ -168,9 +180,9 @@ class PlannedStream:
             "names": samples,
         }
 
-    def _step(self, place: Place, after: Place, last: bool) -> Step:
+    def _step(self, place: Place, after: Place, last: bool, rank: int) -> Step:
         samples, _ = self._samples(place, after.position - place.position)
-        plan, micro_batches = self._planned(samples, place, last)
+        plan, micro_batches = self._planned(samples, place, last, rank)
         over = plan.recipe.longest_segment
         beyond = 0 if over is None else int((plan.lengths > over).sum())
         overflow = {"drop": "dropped", "truncate": "truncated"}.get(self.recipe.overflow)
@@ -185,11 +197,11 @@ class PlannedStream:
         )
 
     def _planned(
-        self, samples: IntArray, place: Place, last: bool
+        self, samples: IntArray, place: Place, last: bool, rank: int
     ) -> tuple[Plan, list[MicroBatch]]:
-        """The plan of a step, and what this rank has yet to do of it."""
+        """The plan of a step, and what a rank has yet to do of it."""
         lengths, about = self.source.lengths_of(samples), self._about(samples)
-        ranks, rank = self.world.size, self.world.rank
+        ranks = self.world.size
         first = place.inside[0][0] if place.inside else ranks
         topology = replace(self.recipe.topology, dp=first)
         recipe = replace(self.recipe, topology=topology)
@@ -232,10 +244,19 @@ class PlannedStream:
             )
         self._start = self._now = place
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin at the first step of `epoch`. Steps are counted on."""
+    def set_epoch(self, epoch: int, done: int | None = None) -> None:
+        """Begin at the first step of `epoch`, after `done` steps: those given out so far."""
         whole_number("epoch", epoch, least=0)
-        self._start = self._now = Place(epoch, 0, self._now.step)
+        self._start = self._now = Place(epoch, 0, self._now.step if done is None else done)
+
+    def start(self, workers: int = 1) -> Cursor:
+        """The cursor before the first step; the number of workers makes no difference to it."""
+        return self.cursor(self._start)
+
+    @staticmethod
+    def join(cursors: Sequence[Cursor]) -> Cursor:
+        """The last of several cursors: any of them knows the whole place."""
+        return max(cursors, key=lambda cursor: cursor.step)
 
     def skip_batches(self, steps: int) -> None:
         """Begin so many steps later. Nothing is read or planned."""

@@ -28,7 +28,8 @@ class Pool:
 
     It is filled until it holds `samples` samples and `tokens` tokens; then one micro-batch is
     taken, always with the oldest sample in it, so nothing waits for more than as many
-    micro-batches as the pool holds samples.
+    micro-batches as the pool holds samples. `tokens` is two budgets unless given: a pool that
+    holds less than one cannot fill it. The documents' strategies count samples alone.
 
     strategy        packed rows: `subset_sum` fills the rest as full as it can be, `greedy` takes
                     what fits in order. Padded rows: `fullest` chooses the width and rows that
@@ -39,7 +40,7 @@ class Pool:
     """
 
     samples: int = 64
-    tokens: int = 0
+    tokens: int | None = None
     strategy: PackedStrategy | PaddedStrategy | None = None
     trained_tokens: int | None = None
     warmup_steps: int = 0
@@ -47,7 +48,8 @@ class Pool:
 
     def __post_init__(self) -> None:
         whole_number("pool.samples", self.samples)
-        whole_number("pool.tokens", self.tokens, least=0)
+        if self.tokens is not None:
+            whole_number("pool.tokens", self.tokens, least=0)
         whole_number("pool.warmup_steps", self.warmup_steps, least=0)
         if self.trained_tokens is not None:
             whole_number("pool.trained_tokens", self.trained_tokens)
@@ -125,6 +127,14 @@ class Former:
         """The strategy, or the layout's own."""
         padded = isinstance(self.recipe.layout, Padded)
         return self.pool.strategy or ("fullest" if padded else "subset_sum")
+
+    @property
+    def enough(self) -> int:
+        """How many tokens the pool holds at least before a micro-batch is taken."""
+        if self.pool.tokens is not None:
+            return self.pool.tokens
+        own = self.strategy in ("subset_sum", "fullest")
+        return 2 * (self.recipe.layout.max_tokens or 0) if own else 0
 
     @property
     def micro_batches(self) -> int:

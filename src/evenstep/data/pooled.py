@@ -83,6 +83,11 @@ class PooledStream:
         self._now: Cursor | None = None
         self._done = 0
 
+    @property
+    def ends_together(self) -> bool:
+        """Nobody knows the lengths that other ranks read, so one rank has to end the first."""
+        return self.world.size == 1
+
     # Iterating ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
@@ -91,9 +96,10 @@ class PooledStream:
             self._now = step.cursor
             yield step
 
-    def walk(self, worker: int = 0, workers: int = 1) -> Iterator[Step]:
-        """The steps of one of this rank's workers; its first is the rank's number `worker`."""
-        state, turn = self._resume(worker, workers)
+    def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
+        """The steps of one of this rank's workers, who take turns. Its first is number `turn` from
+        the chosen place on: `worker`, unless the cursor is the worker's own."""
+        state, shard_turn = self._resume(worker, workers, own=turn is not None)
         shard = Shard(
             state,
             Items(self.source, self.seed, self.shuffle),
@@ -102,7 +108,7 @@ class PooledStream:
             endless=self.infinite_loop,
             skip=self.on_error == "skip",
         )
-        number = self._first + worker
+        number = self._first + (worker if turn is None else turn)
         lost = dict(state.lost)
         while self.max_num_steps is None or number < self.max_num_steps:
             epoch = shard.epoch
@@ -117,7 +123,7 @@ class PooledStream:
                     epoch=epoch,
                     micro_batches=tuple(found[0]),
                     samples=found[1],
-                    cursor=self._cursor(number + 1, workers, (turn + 1) % workers, [now]),
+                    cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, [now]),
                     lost={reason: n for reason, n in missing.items() if n},
                 )
             number, lost = number + workers, dict(now.lost)
@@ -134,8 +140,10 @@ class PooledStream:
         states = [state for state, _ in resumed]
         return self._cursor(self._first, workers, resumed[0][1], states)
 
-    def _resume(self, worker: int, workers: int) -> tuple[ShardState, int]:
-        """(the state that worker number `worker` begins with, whose turn that is)."""
+    def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ShardState, int]:
+        """(the state that worker number `worker` begins with, whose turn that is). A loader
+        begins with worker 0, who therefore takes the place of the one whose turn it is, unless
+        each worker is given its `own` state."""
         rank, ranks = self.world.rank, self.world.size
         count = Items(self.source, self.seed, self.shuffle).count
         mine, shards = rank * workers + worker, ranks * workers
@@ -144,7 +152,8 @@ class PooledStream:
         place = self._begin.place
         held = _states(place)
         if (place["ranks"], place["workers"]) == (ranks, workers):
-            turn = (int(place["turns"].get(str(rank), 0)) + worker) % workers
+            turn = (0 if own else int(place["turns"].get(str(rank), 0))) + worker
+            turn %= workers
             if rank * workers + turn in held:
                 return held[rank * workers + turn], turn
         then = place["ranks"] * place["workers"]
@@ -179,10 +188,11 @@ class PooledStream:
         self._begin = self._now = cursor
         self._skip = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin at the first sample of `epoch`. Steps are counted on."""
+    def set_epoch(self, epoch: int, done: int | None = None) -> None:
+        """Begin at the first sample of `epoch`, after `done` steps: those given out so far."""
         whole_number("epoch", epoch, least=0)
-        self._done = self._first if self._now is None else self._now.step
+        so_far = self._first if self._now is None else self._now.step
+        self._done = so_far if done is None else done
         self._begin = self._now = None
         self._epoch, self._skip = epoch, 0
 
@@ -191,6 +201,11 @@ class PooledStream:
         is; to resume, load a cursor instead."""
         whole_number("steps to skip", steps, least=0)
         self._skip = steps
+
+    @staticmethod
+    def join(cursors: Sequence[Cursor]) -> Cursor:
+        """The cursors of several workers as one."""
+        return merge_cursors(cursors)
 
     @property
     def _belongs(self) -> dict[str, str]:

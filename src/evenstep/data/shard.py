@@ -73,13 +73,14 @@ class Shard:
         return micro_batches + [micro_batch([], self._former.recipe)] * missing, samples
 
     def _fill(self) -> None:
-        pool = self._former.pool
-        tokens = sum(entry.length for entry in self._waiting) if pool.tokens else 0
-        while len(self._waiting) < pool.samples or tokens < pool.tokens:
+        waiting, samples = self._waiting, self._former.pool.samples
+        enough = self._former.enough
+        tokens = sum(entry.length for entry in waiting)
+        while len(waiting) < samples or tokens < enough:
             found = self._next()
             if found is None:
                 return
-            self._waiting += found
+            waiting += found
             tokens += sum(entry.length for entry in found)
 
     def _next(self) -> list[Entry] | None:

@@ -1,0 +1,194 @@
+"""Streams in torch's `DataLoader`: as a dataset, and as a loader that knows where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from evenstep.core.cursor import Cursor
+from evenstep.core.step import Step
+from evenstep.data.stream import Stream, until_all_end
+from evenstep.errors import ConfigError, CursorError
+
+Collate = Callable[[Any, Mapping[int, Any]], Any]
+
+
+class StreamDataset(IterableDataset):  # type: ignore[misc]
+    """A stream as a torch dataset: `DataLoader(StreamDataset(stream), batch_size=None, ...)`.
+
+    Each item is a `Step` with its samples read, or with `collate` its micro-batches made into
+    tensors, in the worker. Workers share the work of their rank. Each step carries a cursor: of a
+    planned stream it is the whole place; of a pooled one it is the worker's part of it, and
+    `StreamLoader` puts the parts together.
+
+    `state_dict` and `load_state_dict` are for torchdata's `StatefulDataLoader`, which keeps one
+    state for each worker. `set_epoch` reaches workers that persist.
+    """
+
+    def __init__(self, stream: Stream, collate: Collate | None = None) -> None:
+        super().__init__()
+        self.stream, self.collate = stream, collate
+        # Shared with the workers: the epoch that was set last, and steps done before it.
+        self._epoch = torch.tensor([-1, 0]).share_memory_()
+        self._applied: list[int] = [-1, 0]
+        self._now: Cursor | None = None
+        self._turn: int | None = None  # of the state that was loaded into this worker
+
+    def __iter__(self) -> Iterator[Step]:
+        worker, workers = _worker()
+        epoch = self._epoch.tolist()
+        if epoch != self._applied:
+            self._applied, self._turn = epoch, None
+            self.stream.set_epoch(*epoch)
+        self._now = None
+        for step in self.stream.walk(worker, workers, self._turn):
+            ready = step.loaded() if self.collate is None else step.collated(self.collate)
+            self._now = step.cursor
+            yield ready
+        self._turn = None
+
+    def __len__(self) -> int:
+        """The stream's length, which may be an estimate."""
+        return len(self.stream)
+
+    def set_epoch(self, epoch: int, done: int | None = None) -> None:
+        """Begin the next iteration at the beginning of `epoch`, in all workers."""
+        self.stream.set_epoch(epoch, done)
+        self._applied = [epoch, self.stream.start().step]
+        self._turn = None
+        self._epoch.copy_(torch.tensor(self._applied))
+
+    def skip_batches(self, steps: int) -> None:
+        """Begin so many steps later."""
+        self.stream.skip_batches(steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's place, behind the step that it gave out last."""
+        worker, workers = _worker()
+        if self._now is None:
+            turn = worker if self._turn is None else self._turn
+            return {
+                "cursor": self.stream.start(workers).to_dict(),
+                "turn": turn,
+                "workers": workers,
+            }
+        return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin behind the step that the state was taken after: a cursor, or in a worker what
+        its own `state_dict` gave."""
+        if "cursor" not in state:
+            self.stream.load_state_dict(state)
+            self._turn = None
+            return
+        _, workers = _worker()
+        if state.get("workers") != workers:
+            raise CursorError(
+                f"the state was taken by one of {state.get('workers')} workers and now there are "
+                f"{workers}, so its turns do not match. Keep the number of workers, or load a "
+                f"step's cursor, which fits any number."
+            )
+        self.stream.load_state_dict(state["cursor"])
+        self._turn = int(state["turn"])
+
+
+class StreamLoader:
+    """Steps of this rank from workers that run ahead, with the cursor that holds after each.
+
+    Wraps torch's `DataLoader`; `options` go to it (`prefetch_factor`, `persistent_workers`,
+    `multiprocessing_context`, ...). `state_dict` is the place behind the step that the caller got
+    last, whatever the workers have prepared since.
+
+    anyone  for a finite stream on several ranks, `anyone(mine)` says whether any rank has another
+            step (see `until_all_end`); by default asked through torch.distributed
+
+    >>> from evenstep import Packed, Recipe, Steps
+    >>> from evenstep.data.memory import InMemory
+    >>> from evenstep.data.planned import PlannedStream
+    >>> source = InMemory([{"input_ids": [7] * n} for n in (5, 3, 4, 2)])
+    >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
+    >>> loader = StreamLoader(PlannedStream(source, recipe, shuffle=False))
+    >>> [sorted(step.samples) for step in loader], loader.state_dict()["step"]
+    ([[0, 1], [2, 3]], 2)
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        anyone: Callable[[bool], bool] | None = None,
+        **options: Any,
+    ) -> None:
+        self.stream, self.num_workers = stream, num_workers
+        self._dataset = StreamDataset(stream, collate)
+        self._options = options
+        self._anyone = anyone
+        self._loader: Any = None
+        self._now: Cursor | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._loader is None:
+            options = {"batch_size": None, "num_workers": self.num_workers, **self._options}
+            self._loader = DataLoader(self._dataset, **options)
+        # The start of every worker: one that has not given out anything yet has a place too.
+        self._now = start = self.stream.start(max(1, self.num_workers))
+        steps = iter(self._loader)
+        if not (self.stream.infinite_loop or self.stream.ends_together):
+            steps = until_all_end(steps, self._anyone or _anyone, self.stream.recipe)
+        for number, step in enumerate(steps, start.step):
+            if number == self.stream.max_num_steps:
+                return
+            joined = self.stream.join([self._now, step.cursor]) if step.cursor.place else self._now
+            self._now = replace(joined, step=number + 1)
+            yield replace(step, number=number, cursor=self._now)
+
+    def __len__(self) -> int:
+        """The stream's length, which may be an estimate."""
+        return len(self.stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor behind the step that was given out last."""
+        now = self.stream.start(max(1, self.num_workers)) if self._now is None else self._now
+        return now.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin behind the step that the state was taken after."""
+        self.stream.load_state_dict(state)
+        self._loader, self._now = None, None  # workers that persist would not hear of it
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next iteration at the beginning of `epoch`."""
+        done = None if self._now is None else self._now.step
+        self._dataset.set_epoch(epoch, done)
+        self._now = None
+
+    def skip_batches(self, steps: int) -> None:
+        """Begin so many steps later."""
+        self._dataset.skip_batches(steps)
+        self._loader, self._now = None, None
+
+
+def _worker() -> tuple[int, int]:
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+def _anyone(mine: bool) -> bool:
+    """Whether any rank of the default process group says yes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ConfigError(
+            "ranks of a finite pooled stream end at different times and must agree on the end, but "
+            "there is no process group to ask. Initialise torch.distributed, pass `anyone`, or set "
+            "infinite_loop=True with max_num_steps."
+        )
+    flag = torch.tensor([int(mine)])
+    if torch.distributed.get_backend() == "nccl":
+        flag = flag.cuda()
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag.item())

@@ -1,0 +1,249 @@
+"""Which samples of a pool form the next micro-batch.
+
+A pool holds samples in the order of their arrival; place 0 is the oldest. Every strategy takes
+the oldest, so a sample waits for no more micro-batches than there were samples before it. Taking
+the oldest alone is always allowed, however long it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from evenstep.core.ragged import IntArray
+from evenstep.errors import ConfigError
+from evenstep.planning.kernel import kernel
+from evenstep.planning.knapsack import fill_under_weight, search
+from evenstep.planning.subset_sum import fill_to_the_brim
+
+_ANY = 2**62  # a limit that nothing reaches
+_UNCOUNTED = np.empty(0, np.int64)
+_OLDEST = np.zeros(1, np.int64)
+
+# sizes, counted (empty if nothing is), capacity, unit, most counted, most samples -> places
+Strategy: TypeAlias = Callable[[IntArray, IntArray, int, int, int, int], IntArray]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What one micro-batch may hold."""
+
+    capacity: int
+    """Slots. Packed: the sum of aligned sizes; padded: rows times width."""
+
+    unit: int = 1
+    """Padded: widths are rounded up to a multiple of this."""
+
+    counted: int | None = None
+    """The most of a second column, for example trained tokens; None: not counted."""
+
+    most: int | None = None
+    """The most samples; None: any number."""
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "unit", "counted", "most"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"{name} of a micro-batch is {value}, so it could hold nothing. Use 1 or more."
+                )
+
+
+@kernel
+def greedy(
+    sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
+) -> IntArray:
+    """In order, whatever still fits.
+
+    >>> greedy(np.array([7, 6, 3]), np.array([0, 0, 0]), 10, 1, 9, 9).tolist()
+    [0, 2]
+    """
+    n = sizes.shape[0]
+    chosen = np.zeros(n, np.int64)
+    count, used = 1, sizes[0]
+    counts = counted.shape[0] > 0
+    spent = counted[0] if counts else 0
+    i = 1
+    while i < n and count < most and used < capacity:
+        more = counted[i] if counts else 0
+        if used + sizes[i] <= capacity and spent + more <= limit:
+            chosen[count] = i
+            count += 1
+            used += sizes[i]
+            spent += more
+        i += 1
+    return chosen[:count]
+
+
+def subset_sum(
+    sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
+) -> IntArray:
+    """As much as possible beside the oldest: of the counted column if there is one, else of size.
+
+    Exact where size alone is limited, or, up to some size, where a counted column is as well. What
+    `most` forbids, and anything larger, is left to a search that is bounded and no worse than
+    greedy. Of equally full choices the older samples are taken.
+
+    >>> subset_sum(np.array([7, 2, 3]), np.empty(0, np.int64), 10, 1, 9, 9).tolist()
+    [0, 2]
+    """
+    # Kernels of other files are called from here: numba's cache does not see them change.
+    rest, space = sizes[1:], capacity - int(sizes[0])
+    values, brim = (counted[1:], limit - int(counted[0])) if len(counted) else (rest, space)
+    if space <= 0 or brim < 0 or most <= 1:
+        return np.zeros(1, np.int64)
+    filled = fill_to_the_brim(values, brim)
+    fits = values is rest or int(rest[filled].sum()) <= space
+    if not fits:
+        filled = fill_under_weight(values, rest, brim, space)
+        fits = len(filled) > 0
+    if not fits or len(filled) >= most:
+        filled = search(values, rest, brim, space, most - 1)
+    return np.concatenate((_OLDEST, filled + 1))
+
+
+@kernel
+def closest(
+    sizes: IntArray,
+    counted: IntArray,
+    capacity: int,
+    unit: int,
+    limit: int,
+    most: int,
+    near: bool,
+) -> IntArray:
+    """Add, while it fits, what makes the fewest slots; of equals the `near` one, or the first."""
+    n = sizes.shape[0]
+    chosen = np.zeros(n, np.int64)
+    counts = counted.shape[0] > 0
+    spent = counted[0] if counts else 0
+    waiting = np.arange(1, n)
+    left = n - 1
+    longest = sizes[0]
+    count = 1
+    while count < most and left > 0:
+        best, fewest, distance = -1, capacity + 1, 0
+        for at in range(left):
+            i = waiting[at]
+            width = (max(longest, sizes[i]) + unit - 1) // unit * unit
+            slots = width * (count + 1)
+            away = abs(sizes[i] - longest) if near else 0
+            if slots < fewest or (slots == fewest and away < distance and best >= 0):
+                if counts and spent + counted[i] > limit:
+                    continue
+                best, fewest, distance = at, slots, away
+        if best < 0:
+            break
+        i = waiting[best]
+        waiting[best : left - 1] = waiting[best + 1 : left].copy()
+        left -= 1
+        chosen[count] = i
+        count += 1
+        longest = max(longest, sizes[i])
+        if counts:
+            spent += counted[i]
+    return chosen[:count]
+
+
+@kernel
+def prefer_closest(
+    sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
+) -> IntArray:
+    """Grow by the fewest slots; of equals, by the length closest to the longest so far."""
+    return closest(sizes, counted, capacity, unit, limit, most, True)
+
+
+@kernel
+def prefer_first(
+    sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
+) -> IntArray:
+    """Grow by the fewest slots; of equals, by the first in the pool."""
+    return closest(sizes, counted, capacity, unit, limit, most, False)
+
+
+@kernel
+def fullest(
+    sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
+) -> IntArray:
+    """The rows that hold the most tokens, over all widths; of equals, those with fewer slots.
+
+    Whatever the width, the longest rows below it are the fullest. Where a counted column stops
+    one of them, the next shorter that it lets pass is taken, which need not be the best.
+    """
+    n = sizes.shape[0]
+    counts = counted.shape[0] > 0
+    best = np.zeros(1, np.int64)
+    best_tokens, best_slots, youngest = sizes[0], -(-sizes[0] // unit) * unit, 0
+    order = np.argsort(-sizes[1:], kind="mergesort") + 1  # longest first, of equals the oldest
+    rows = np.zeros(n, np.int64)
+    for start in range(n - 1):
+        longest = max(sizes[0], sizes[order[start]])
+        width = (longest + unit - 1) // unit * unit
+        if (
+            start > 0
+            and width == (max(sizes[0], sizes[order[start - 1]]) + unit - 1) // unit * unit
+        ):
+            continue
+        fit = min(most, capacity // max(width, 1))
+        count, tokens = 1, sizes[0]
+        spent = counted[0] if counts else 0
+        for at in range(start, n - 1):
+            if count >= fit:
+                break
+            i = order[at]
+            if counts:
+                if spent + counted[i] > limit:
+                    continue
+                spent += counted[i]
+            rows[count] = i
+            count += 1
+            tokens += sizes[i]
+        if count < 2 or tokens < best_tokens:
+            continue
+        longest = max(sizes[0], sizes[rows[1]])  # less than the width if its rows did not pass
+        slots = (longest + unit - 1) // unit * unit * count
+        last = rows[:count].max()
+        if tokens > best_tokens or (slots, last) < (best_slots, youngest):
+            best_tokens, best_slots, youngest = tokens, slots, last
+            best = rows[:count].copy()
+    return best
+
+
+PACKED: dict[str, Strategy] = {"subset_sum": subset_sum, "greedy": greedy}
+PADDED: dict[str, Strategy] = {
+    "fullest": fullest,
+    "prefer_closest": prefer_closest,
+    "prefer_first": prefer_first,
+}
+STRATEGIES: dict[str, Strategy] = {**PACKED, **PADDED}
+
+
+def select(strategy: str, sizes: IntArray, room: Room, counted: IntArray | None = None) -> IntArray:
+    """Places in the pool of the next micro-batch: the oldest, then the others as they were chosen.
+
+    >>> select("greedy", np.array([5, 6, 3, 5]), Room(capacity=10)).tolist()
+    [0, 2]
+    >>> select("subset_sum", np.array([5, 6, 3, 5]), Room(capacity=10)).tolist()
+    [0, 3]
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(
+            f"strategy {strategy!r} is unknown, so no micro-batch was formed. Choose one of "
+            f"{', '.join(STRATEGIES)}."
+        )
+    assert len(sizes), "a pool holds at least one sample"
+    if room.counted is None:
+        column, limit = _UNCOUNTED, _ANY
+    else:
+        assert counted is not None, "what is limited is counted"
+        assert len(counted) == len(sizes), "every sample is counted"
+        column, limit = np.ascontiguousarray(counted, np.int64), room.counted
+    return STRATEGIES[strategy](
+        np.ascontiguousarray(sizes, np.int64),
+        column,
+        room.capacity,
+        room.unit,
+        limit,
+        room.most or _ANY,
+    )

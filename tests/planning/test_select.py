@@ -1,0 +1,334 @@
+"""Choosing from a pool: replays of the documents, and every strategy against plain Python."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep.core.ragged import IntArray
+from evenstep.errors import ConfigError
+from evenstep.planning.knapsack import fill_under_weight, search
+from evenstep.planning.select import PADDED, STRATEGIES, Room, select
+from evenstep.planning.subset_sum import fill_to_the_brim, from_records, from_stages
+
+LENGTHS = np.array([7, 6, 8, 5, 1, 3, 8, 6])
+DRAWN = [4, 1, 5, 2, 0, 3, 7, 6]
+
+pools = st.lists(st.integers(1, 30), min_size=1, max_size=9)
+names = st.sampled_from(sorted(STRATEGIES))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[IntArray, Room, IntArray]:
+    """A pool, what a micro-batch may hold, and a column that may be counted."""
+    sizes = draw(pools)
+    counted = [draw(st.integers(0, size)) for size in sizes]
+    room = Room(
+        capacity=draw(st.integers(1, 90)),
+        unit=draw(st.sampled_from([1, 1, 4, 7])),
+        counted=draw(st.none() | st.integers(1, 60)),
+        most=draw(st.none() | st.integers(1, 6)),
+    )
+    return np.array(sizes), room, np.array(counted)
+
+
+def slots_of(strategy: str, sizes: IntArray, chosen: list[int], unit: int) -> int:
+    if strategy not in PADDED:
+        return int(sizes[chosen].sum())
+    return -(-int(sizes[chosen].max()) // unit) * unit * len(chosen)
+
+
+def fits(strategy: str, sizes: IntArray, counted: IntArray, room: Room, chosen: list[int]) -> bool:
+    return (
+        slots_of(strategy, sizes, chosen, room.unit) <= room.capacity
+        and (room.counted is None or int(counted[chosen].sum()) <= room.counted)
+        and (room.most is None or len(chosen) <= room.most)
+    )
+
+
+def choices(strategy: str, sizes: IntArray, counted: IntArray, room: Room) -> Iterator[list[int]]:
+    """Every set with the oldest that fits, and the oldest alone."""
+    yield [0]
+    for count in range(1, len(sizes)):
+        for others in combinations(range(1, len(sizes)), count):
+            if fits(strategy, sizes, counted, room, [0, *others]):
+                yield [0, *others]
+
+
+def replay(
+    strategy: str, lengths: IntArray, drawn: list[int], room: Room, pool: int
+) -> list[list[int]]:
+    """Refill, choose, remove, until nothing is left."""
+    waiting: list[int] = []
+    coming = list(drawn)
+    batches = []
+    while waiting or coming:
+        while coming and len(waiting) < pool:
+            waiting.append(coming.pop(0))
+        places = select(strategy, lengths[waiting], room).tolist()
+        batches.append([waiting[place] for place in places])
+        waiting = [sample for place, sample in enumerate(waiting) if place not in places]
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("strategy", "pool", "told"),
+    [
+        ("prefer_closest", 8, [[4, 5, 3], [1, 7], [2, 6], [0]]),
+        ("prefer_first", 8, [[4, 5, 3], [1, 7], [2, 0], [6]]),
+        ("greedy", 8, [[4, 1, 5, 3], [2, 0], [7, 6]]),
+        ("greedy", 3, [[4, 1, 5], [2, 0], [3, 7], [6]]),
+    ],
+)
+def test_the_replays_of_cosmos_rl_come_out_as_there(
+    strategy: str, pool: int, told: list[list[int]]
+) -> None:
+    assert replay(strategy, LENGTHS, DRAWN, Room(capacity=16), pool) == told
+
+
+def test_the_replay_of_veomni_comes_out_as_there() -> None:
+    lengths = np.arange(1, 41)
+    batches = replay("greedy", lengths, list(range(40)), Room(capacity=32), 10)
+    told = [range(1, 8), range(8, 11), range(11, 13), range(13, 15), range(15, 17)]
+    assert [lengths[batch].tolist() for batch in batches[:5]] == [list(each) for each in told]
+
+
+def test_subset_sum_and_fullest_need_no_more_micro_batches_in_the_replay() -> None:
+    # 44 tokens need three micro-batches of 16 packed, and took four padded.
+    assert len(replay("subset_sum", LENGTHS, DRAWN, Room(capacity=16), 8)) == 3
+    assert len(replay("fullest", LENGTHS, DRAWN, Room(capacity=16), 8)) <= 4
+
+
+@settings(max_examples=400)
+@given(cases(), names)
+def test_the_oldest_comes_first_nothing_comes_twice_and_every_limit_holds(
+    case: tuple[IntArray, Room, IntArray], strategy: str
+) -> None:
+    sizes, room, counted = case
+    chosen = select(strategy, sizes, room, counted).tolist()
+    assert chosen[0] == 0
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= set(range(len(sizes)))
+    assert chosen == [0] or fits(strategy, sizes, counted, room, chosen)
+
+
+@given(pools, st.integers(1, 30), names)
+def test_an_oldest_sample_at_or_over_the_capacity_goes_alone(
+    sizes: list[int], capacity: int, strategy: str
+) -> None:
+    sizes[0] = max(sizes[0], capacity)
+    assert select(strategy, np.array(sizes), Room(capacity=capacity)).tolist() == [0]
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_greedy_takes_in_order_whatever_still_fits(
+    case: tuple[IntArray, Room, IntArray],
+) -> None:
+    sizes, room, counted = case
+    taken = [0]
+    for place in range(1, len(sizes)):
+        if fits("greedy", sizes, counted, room, [*taken, place]):
+            taken.append(place)
+    assert select("greedy", sizes, room, counted).tolist() == taken
+
+
+@settings(max_examples=400)
+@given(cases())
+def test_subset_sum_holds_the_most_that_any_choice_holds(
+    case: tuple[IntArray, Room, IntArray],
+) -> None:
+    sizes, room, counted = case
+    held = sizes if room.counted is None else counted
+    chosen = select("subset_sum", sizes, room, counted)
+    every = choices("subset_sum", sizes, counted, room)
+    assert held[chosen].sum() == max(held[each].sum() for each in every)
+
+
+@given(pools, st.integers(1, 90))
+def test_of_equal_sums_subset_sum_takes_the_one_whose_youngest_is_oldest(
+    lengths: list[int], capacity: int
+) -> None:
+    sizes, room = np.array(lengths), Room(capacity=capacity)
+    every = list(choices("subset_sum", sizes, sizes, room))
+    most = max(sizes[each].sum() for each in every)
+    best = min((each for each in every if sizes[each].sum() == most), key=lambda each: each[::-1])
+    assert select("subset_sum", sizes, room).tolist() == best
+
+
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 200), st.integers(1, 3000), st.sampled_from([1, 6]))
+def test_a_brim_is_met_as_by_a_table_of_first_makers(
+    data: st.DataObject, longest: int, space: int, unit: int
+) -> None:
+    units = st.integers(1, longest).map(lambda length: length * unit)
+    sizes = np.array(data.draw(st.lists(units, min_size=1, max_size=90)))
+    places = np.flatnonzero(sizes <= space)
+    expected = places.tolist()
+    if sizes[places].sum() > space:
+        expected = places[first_made(sizes[places].tolist(), space)].tolist()
+        everything = int(sizes.sum())
+        for made in (
+            from_stages(sizes[places], space, everything),
+            from_records(sizes[places], space),
+        ):
+            assert places[made].tolist() == expected
+    assert fill_to_the_brim(sizes, space).tolist() == expected
+
+
+def first_made(sizes: list[int], space: int) -> list[int]:
+    """The fullest set by the item that first makes each sum."""
+    made_by = {0: -1}
+    for item, size in enumerate(sizes):
+        for before in sorted(made_by):
+            if before + size <= space:
+                made_by.setdefault(before + size, item)
+    reached, taken = max(made_by), []
+    while reached:
+        taken.append(made_by[reached])
+        reached -= sizes[taken[-1]]
+    return taken[::-1]
+
+
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 60), st.integers(1, 600), st.integers(1, 900))
+def test_the_most_value_under_a_weight_is_that_of_the_plain_table(
+    data: st.DataObject, largest: int, most_value: int, most_weight: int
+) -> None:
+    pairs = st.tuples(st.integers(1, largest), st.integers(1, 90))
+    items = data.draw(st.lists(pairs, min_size=1, max_size=50))
+    least = {0: 0}
+    for value, weight in items:
+        for before, held in list(least.items()):
+            after, total = before + value, held + weight
+            if after <= most_value and total <= most_weight:
+                least[after] = min(total, least.get(after, total))
+    values, weights = np.array(items).T.copy()
+    taken = fill_under_weight(values, weights, most_value, most_weight)
+    assert sorted(set(taken.tolist())) == taken.tolist()
+    assert values[taken].sum() == max(least)
+    assert weights[taken].sum() <= most_weight
+
+
+def test_a_search_that_ends_early_holds_no_less_than_taking_in_order() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        sizes = rng.integers(100, 2000, 120) * 2
+        counted = rng.integers(1, sizes)
+        room = Room(capacity=40_001, counted=20_000, most=18)
+        ours = select("subset_sum", sizes, room, counted)
+        assert fits("subset_sum", sizes, counted, room, ours.tolist())
+        assert counted[ours].sum() >= counted[select("greedy", sizes, room, counted)].sum()
+        # Even sizes never meet an odd brim, so that the search runs into its bound.
+        taken = search(sizes, sizes, 40_001, 40_001, 60)
+        assert 39_000 <= sizes[taken].sum() <= 40_000
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=120),
+    st.integers(1, 4000),
+    st.none() | st.integers(1, 40),
+)
+def test_subset_sum_never_holds_less_than_greedy(
+    lengths: list[int], capacity: int, most: int | None
+) -> None:
+    sizes, room = np.array(lengths), Room(capacity=capacity, most=most)
+    ours = sizes[select("subset_sum", sizes, room)].sum()
+    assert ours >= sizes[select("greedy", sizes, room)].sum()
+
+
+@pytest.mark.parametrize("unit", [1, 16, 48])
+@pytest.mark.parametrize("capacity", [8192, 131_072, 1_048_576])
+def test_large_pools_are_filled_to_the_brim(capacity: int, unit: int) -> None:
+    sizes = np.random.default_rng(unit).integers(1, capacity // (8 * unit), 64) * unit
+    chosen = select("subset_sum", sizes, Room(capacity=capacity))
+    assert sizes[chosen].sum() == capacity - capacity % unit
+
+
+@settings(max_examples=300)
+@given(cases(), st.sampled_from(["prefer_closest", "prefer_first"]))
+def test_growing_by_the_fewest_slots_is_that_of_the_document(
+    case: tuple[IntArray, Room, IntArray], strategy: str
+) -> None:
+    sizes, room, counted = case
+    chosen, waiting = [0], list(range(1, len(sizes)))
+    while True:
+        fitting = [
+            place for place in waiting if fits(strategy, sizes, counted, room, [*chosen, place])
+        ]
+        if not fitting:
+            break
+        longest = max(int(sizes[place]) for place in chosen)
+
+        def score(
+            place: int, chosen: list[int] = chosen, longest: int = longest
+        ) -> tuple[int, int, int]:
+            slots = slots_of(strategy, sizes, [*chosen, place], room.unit)
+            away = abs(int(sizes[place]) - longest)
+            return slots, away if strategy == "prefer_closest" else 0, place
+
+        chosen = [*chosen, min(fitting, key=score)]
+        waiting.remove(chosen[-1])
+    assert select(strategy, sizes, room, counted).tolist() == chosen
+
+
+@settings(max_examples=400)
+@given(cases())
+def test_fullest_holds_the_most_tokens_then_the_fewest_slots_then_the_oldest(
+    case: tuple[IntArray, Room, IntArray],
+) -> None:
+    sizes, room, _ = case
+    room = Room(capacity=room.capacity, unit=room.unit, most=room.most)
+
+    def rank(chosen: list[int]) -> tuple[int, int, int]:
+        slots = slots_of("fullest", sizes, chosen, room.unit)
+        return -int(sizes[chosen].sum()), slots, max(chosen)
+
+    chosen = select("fullest", sizes, room).tolist()
+    assert rank(chosen) == min(map(rank, choices("fullest", sizes, sizes, room)))
+
+
+def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'best' is unknown.*subset_sum, greedy, fullest"):
+        select("best", np.array([1]), Room(capacity=4))
+
+
+@pytest.mark.parametrize("limit", ["capacity", "unit", "counted", "most"])
+def test_a_micro_batch_that_could_hold_nothing_is_refused(limit: str) -> None:
+    with pytest.raises(ConfigError, match=f"{limit} of a micro-batch is 0"):
+        Room(**{"capacity": 4, limit: 0})
+
+
+def test_kernels_choose_the_same_without_their_compiler() -> None:
+    program = (
+        "import numpy as np\n"
+        "from evenstep.planning.select import STRATEGIES, Room, select\n"
+        "from evenstep.planning.subset_sum import from_records\n"
+        "rng = np.random.default_rng(0)\n"
+        "for capacity in (40, 300, 2000):\n"
+        "    for limits in ({}, {'most': 6}, {'counted': 60}, {'counted': 60, 'most': 5}):\n"
+        "        sizes = rng.integers(1, 60, 40)\n"
+        "        counted = rng.integers(0, sizes)\n"
+        "        for name in STRATEGIES:\n"
+        "            room = Room(capacity=capacity, unit=4, **limits)\n"
+        "            print(select(name, sizes, room, counted).tolist())\n"
+        "        print(from_records(sizes, capacity).tolist())\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            env={**os.environ, "NUMBA_DISABLE_JIT": flag},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for flag in ("0", "1")
+    ]
+    assert len(outputs[0].splitlines()) == 72
+    assert outputs[0] == outputs[1]
