@@ -209,7 +209,7 @@ def test_labels_that_are_known_are_totalled_over_all_ranks() -> None:
     for stream in streams:
         totals = [dict(step.totals) for step in stream]
         assert totals[0] == {
-            "samples": 3, "tokens": 12, "loss_tokens": 7, "sequences": 2, "groups": 1
+            "samples": 3, "tokens": 12, "empty": 1, "loss_tokens": 7, "sequences": 2, "groups": 1
         }  # fmt: skip
         assert totals[1]["groups"] == 1
 

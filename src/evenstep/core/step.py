@@ -34,7 +34,8 @@ class Step:
     cursor: Cursor
     totals: Mapping[str, float] = field(default_factory=dict)
     """What is known of the whole step on all ranks before anything is read: `samples`, `tokens`,
-    and where the stream knows them `loss_tokens`, `sequences` (with a label) and `groups`."""
+    `empty` micro-batches, and where the stream knows them `loss_tokens`, `sequences` (with a
+    label) and `groups`."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Samples that went missing on the way here, by reason: skipped, dropped, truncated."""
     batches: tuple[Any, ...] | None = None

@@ -217,6 +217,7 @@ class PlannedStream:
         totals: dict[str, float] = {
             "samples": int(run.sum()),
             "tokens": int(plan.segments.length.sum()),
+            "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
         }
         if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
             labels = self._loss_tokens[samples[run]]
@@ -309,6 +310,17 @@ class PlannedStream:
             samples = getattr(self.recipe.layout, "samples", 1)
             return Estimate(-(-n // (samples * per_step)), False)
         return Estimate(-(-int(tokens) // (self.recipe.layout.max_tokens * per_step)), False)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """About how many micro-batches a rank has in a step, as the first one has."""
+        if self.recipe.steps.micro_batches is not None:
+            return self.recipe.steps.micro_batches
+        found = self._next(Place(self._start.epoch))
+        if found is None:
+            return 0
+        before, after = Place(self._start.epoch), Place(self._start.epoch, found[0])
+        return len(self._step(before, after, found[1], self.world.rank))
 
     def __len__(self) -> int:
         """The steps of one pass: those left to `max_num_steps`, or of an epoch, which may be an

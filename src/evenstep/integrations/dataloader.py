@@ -69,14 +69,13 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """This worker's place, behind the step that it gave out last."""
         worker, workers = _worker()
-        if self._now is None:
-            turn = worker if self._turn is None else self._turn
-            return {
-                "cursor": self.stream.start(workers).to_dict(),
-                "turn": turn,
-                "workers": workers,
-            }
-        return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
+        if self._now is not None:
+            return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
+        if self._turn is not None:  # the worker's own state was loaded, and that is where it is
+            cursor, turn = self.stream.state_dict(), self._turn
+        else:
+            cursor, turn = self.stream.start(workers).to_dict(), worker
+        return {"cursor": cursor, "turn": turn, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin behind the step that the state was taken after: a cursor, or in a worker what

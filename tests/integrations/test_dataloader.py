@@ -1,0 +1,520 @@
+"""Streams in torch's loaders: every sample once, exact places, and faults that are not silence."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from evenstep import Packed, Recipe, Steps, Topology
+from evenstep.core.step import Step
+from evenstep.core.world import World
+from evenstep.data.iterated import Iterated
+from evenstep.data.memory import InMemory
+from evenstep.data.planned import PlannedStream
+from evenstep.data.pool import Pool
+from evenstep.data.pooled import PooledStream, merge_cursors
+from evenstep.data.stream import Stream
+from evenstep.errors import ConfigError, CursorError, SampleError
+from evenstep.integrations.dataloader import StreamDataset, StreamLoader
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+
+pytestmark = [
+    # More workers than this machine has cores, on purpose.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+]
+
+KINDS = ("planned", "pooled")
+COUNT = 60
+LENGTHS = (1 + np.random.default_rng(0).integers(0, 12, COUNT)).tolist()
+SOURCE = InMemory([{"input_ids": np.full(n, i)} for i, n in enumerate(LENGTHS)])
+PACKED = Packed(max_tokens=24)
+RECIPES = {
+    "planned": Recipe(layout=PACKED, steps=Steps(samples=7)),
+    "pooled": Recipe(layout=PACKED, steps=Steps(micro_batches=2)),
+}
+
+
+def stream_of(kind: str, source: Any = SOURCE, rank: int = 0, ranks: int = 1, **more: Any) -> Any:
+    recipe = replace(RECIPES[kind], topology=Topology(dp=ranks))
+    made = PlannedStream if kind == "planned" else PooledStream
+    if kind == "pooled":
+        more = {"pool": Pool(samples=6, tokens=30), **more}
+    return made(source, recipe, world=World(rank, ranks), **more)
+
+
+def content(step: Step) -> Any:
+    """Everything a trainer would see of a step."""
+    return [
+        (
+            *(part.tolist() for part in (micro.segments.sample, micro.segments.start)),
+            *(part.tolist() for part in (micro.segments.length, micro.row_offsets)),
+            micro.width,
+            {number: sample["input_ids"].tolist() for number, sample in samples.items()},
+        )
+        for micro, samples in step
+    ]
+
+
+def numbers(steps: list[Step]) -> list[int]:
+    return [n for step in steps for m in step.micro_batches for n in m.segments.sample.tolist()]
+
+
+def plain(stream: Stream, workers: int = 0, **options: Any) -> Any:
+    return DataLoader(StreamDataset(stream), batch_size=None, num_workers=workers, **options)
+
+
+def stateful(stream: Stream, workers: int = 0, **options: Any) -> Any:
+    options = {"batch_size": None, "num_workers": workers, **options}
+    return StatefulDataLoader(StreamDataset(stream), **options)
+
+
+def ours(stream: Stream, workers: int = 0, **options: Any) -> StreamLoader:
+    return StreamLoader(stream, num_workers=workers, **options)
+
+
+LOADERS = {"plain": plain, "ours": ours, "stateful": stateful}
+
+
+# Every sample once --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loader", sorted(LOADERS))
+def test_every_sample_comes_once_an_epoch(loader: str, kind: str, workers: int) -> None:
+    steps = list(LOADERS[loader](stream_of(kind), workers))
+    assert sorted(numbers(steps)) == list(range(COUNT))
+    for step in steps:
+        for micro, samples in step:
+            for number, length in zip(
+                micro.segments.sample.tolist(), micro.segments.length.tolist(), strict=True
+            ):
+                assert samples[number]["input_ids"].tolist() == [number] * length
+
+
+@pytest.mark.parametrize("loader", sorted(LOADERS))
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 4), (2, 1), (3, 2), (4, 3)])
+def test_a_planned_stream_gives_the_same_steps_whatever_the_workers(
+    loader: str, workers: int, ahead: int
+) -> None:
+    expected = [(step.number, content(step)) for step in stream_of("planned")]
+    found = LOADERS[loader](stream_of("planned"), workers, prefetch_factor=ahead)
+    assert [(step.number, content(step)) for step in found] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_far_workers_run_ahead_changes_nothing(kind: str) -> None:
+    found = [
+        [(step.number, content(step), step.cursor) for step in ours(stream_of(kind), 3, **ahead)]
+        for ahead in ({"prefetch_factor": 1}, {"prefetch_factor": 4})
+    ]
+    assert found[0] == found[1]
+
+
+def test_two_ranks_share_an_epoch() -> None:
+    for kind in KINDS:
+        loaders = [plain(stream_of(kind, rank=rank, ranks=2), 2) for rank in range(2)]
+        assert sorted(numbers([s for loader in loaders for s in loader])) == list(range(COUNT))
+
+
+def test_a_source_without_random_access_is_shared_by_workers() -> None:
+    source = Iterated([SOURCE[i] for i in range(COUNT)], fingerprint="fixed")
+    assert sorted(numbers(list(ours(stream_of("pooled", source), 4)))) == list(range(COUNT))
+
+
+# Places -------------------------------------------------------------------------------------
+
+
+def resumed_everywhere(make: Any, of: Any = None) -> list[Any]:
+    """Run `make()`, restore it behind every step and before the first, compare; its contents."""
+    of = content if of is None else of
+    loader = make()
+    states, expected = [json.dumps(loader.state_dict())], []
+    for step in loader:
+        expected.append(of(step))
+        states.append(json.dumps(loader.state_dict()))
+    for done, state in enumerate(states):
+        again = make()
+        again.load_state_dict(json.loads(state))
+        assert [of(step) for step in again] == expected[done:], f"resumed after {done} steps"
+    return expected
+
+
+def numbered(step: Step) -> Any:
+    return step.number, step.epoch, content(step), step.cursor
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(0, None), (1, 3), (2, 2), (4, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_loader_resumes_exactly_after_any_step(
+    kind: str, workers: int, ahead: int | None
+) -> None:
+    def make() -> StreamLoader:
+        return ours(stream_of(kind), workers, prefetch_factor=ahead)
+
+    expected = resumed_everywhere(make, numbered)
+    assert [number for number, *_ in expected] == list(range(len(expected)))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchdatas_loader_resumes_exactly_by_its_own_state(kind: str, workers: int) -> None:
+    resumed_everywhere(lambda: stateful(stream_of(kind), workers))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_endless_stream_resumes_exactly_across_epochs(kind: str) -> None:
+    def make() -> StreamLoader:
+        return ours(stream_of(kind, SHORT, infinite_loop=True, max_num_steps=9), 2)
+
+    expected = resumed_everywhere(make, numbered)
+    assert len(expected) == 9
+    assert expected[-1][1] >= 2
+
+
+SHORT = InMemory([{"input_ids": np.full(5, i)} for i in range(14)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchdatas_loader_resumes_exactly_when_it_was_resumed_before(kind: str) -> None:
+    expected = [content(step) for step in stateful(stream_of(kind), 2)]
+    found, state = [], None
+    while len(found) < len(expected):  # two steps, then a new process
+        loader = stateful(stream_of(kind), 2)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        for taken, step in enumerate(loader, 1):
+            found.append(content(step))
+            if taken == 2:
+                break
+        state = loader.state_dict()
+    assert found == expected
+
+
+class Uneven:
+    """Every second sample fills a micro-batch, the others are tiny; so workers end unevenly."""
+
+    fingerprint = "uneven"
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, item: int) -> Any:
+        return {"input_ids": np.full(1 if item % 3 else 24, item)}
+
+
+@pytest.mark.parametrize("limit", [None, 14])
+def test_resuming_is_exact_when_some_workers_have_ended(limit: int | None) -> None:
+    def make() -> StreamLoader:
+        stream = stream_of("pooled", Uneven(), shuffle=False, max_num_steps=limit)
+        return ours(stream, 3)
+
+    expected = resumed_everywhere(make, numbered)
+    assert [number for number, *_ in expected] == list(range(len(expected)))
+    assert len(expected) == (limit or len(expected))
+
+
+@pytest.mark.parametrize("after", [(1, 1), (3, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_ranks_and_workers_gets_just_what_is_left(
+    kind: str, after: tuple[int, int]
+) -> None:
+    # 2 ranks x 2 workers stop after any step, merge their cursors, and go on as `after`.
+    loaders = [agreeing(kind, rank, 2, 2) for rank in range(2)]
+    runs = [list(loader) for loader in loaders]
+    places = [loader.stream.start(2) for loader in loaders]
+    for done in range(0, len(runs[0]), 2):
+        cursors = [run[done - 1].cursor for run in runs] if done else places
+        place = cursors[0] if kind == "planned" else merge_cursors(cursors)
+        state = json.loads(json.dumps(place.to_dict()))
+        ranks, workers = after
+        seen = [step for run in runs for step in run[:done]]
+        first: list[Step] = []
+        for rank in range(ranks):
+            loader = agreeing(kind, rank, ranks, workers)
+            loader.load_state_dict(state)
+            first += list(loader)
+        assert {step.number for step in first} <= set(range(done, done + len(first)))
+        assert sorted(numbers(seen + first)) == list(range(COUNT))
+
+
+def agreeing(kind: str, rank: int, ranks: int, workers: int) -> StreamLoader:
+    """A loader of one of several ranks that end where each one ends: nobody is asked."""
+    return ours(stream_of(kind, rank=rank, ranks=ranks), workers, anyone=lambda mine: mine)
+
+
+def test_a_workers_state_is_refused_by_another_number_of_workers() -> None:
+    loader = stateful(stream_of("pooled"), 2)
+    next(iter(loader))
+    dataset = StreamDataset(stream_of("pooled"))
+    workers = loader.state_dict()["_snapshot"]["_worker_snapshots"]
+    with pytest.raises(CursorError, match="one of 2 workers and now there are 1"):
+        dataset.load_state_dict(workers["worker_0"]["dataset_state"])
+
+
+# Epochs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loader", sorted(LOADERS))
+def test_set_epoch_reaches_the_workers(loader: str, kind: str, persistent: bool) -> None:
+    made = LOADERS[loader](stream_of(kind), 2, persistent_workers=persistent)
+    target = made if loader == "ours" else made.dataset
+    epochs = []
+    for epoch in (0, 1, 0):
+        target.set_epoch(epoch)
+        steps = list(made)
+        assert sorted(numbers(steps)) == list(range(COUNT))
+        assert {step.epoch for step in steps} == {epoch}
+        epochs.append([content(step) for step in steps])
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_our_loader_counts_steps_over_epochs() -> None:
+    loader = ours(stream_of("planned"), 2, persistent_workers=True)
+    steps = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        steps += list(loader)
+    assert [step.number for step in steps] == list(range(27))
+    assert loader.state_dict()["step"] == 27
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_epoch_of_persisting_workers_resumes_exactly(kind: str) -> None:
+    def make() -> Any:
+        return stateful(stream_of(kind), 2, persistent_workers=True)
+
+    loader = make()
+    assert len(list(loader))
+    loader.dataset.set_epoch(1)
+    states, expected = [], []
+    for step in loader:
+        expected.append(content(step))
+        states.append(json.dumps(loader.state_dict()))
+    for done, state in enumerate(states, 1):
+        again = make()
+        again.load_state_dict(json.loads(state))
+        assert [content(step) for step in again] == expected[done:]
+
+
+def test_the_length_is_that_of_the_stream() -> None:
+    for loader in LOADERS.values():
+        made = loader(stream_of("planned"), 2)
+        assert len(made) == len(list(made)) == 9
+        assert len(loader(stream_of("planned", max_num_steps=4), 2)) == 4
+        with pytest.raises(TypeError, match="no length"):
+            len(loader(stream_of("planned", infinite_loop=True)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipping_steps_skips_just_them(kind: str) -> None:
+    expected = [content(step) for step in ours(stream_of(kind), 2)]
+    loader = ours(stream_of(kind), 2)
+    loader.skip_batches(4)
+    steps = list(loader)
+    assert [content(step) for step in steps] == expected[4:]
+    assert steps[0].number == 4
+
+
+# Processes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_may_be_spawned(kind: str) -> None:
+    expected = [content(step) for step in ours(stream_of(kind), 1)]
+    loader = ours(
+        stream_of(kind), 1, multiprocessing_context="spawn", persistent_workers=True
+    )  # fmt: skip
+    assert [content(step) for step in loader] == expected
+    loader.set_epoch(1)
+    again = list(loader)
+    assert {step.epoch for step in again} == {1}
+    assert sorted(numbers(again)) == list(range(COUNT))
+
+
+def test_collating_in_workers_gives_batches() -> None:
+    source = InMemory([{"input_ids": torch.full((n,), i)} for i, n in enumerate(LENGTHS)])
+    for kind in KINDS:
+        steps = list(ours(stream_of(kind, source), 2, collate=Collator()))
+        for step in steps:
+            assert step.batches is not None
+            assert len(step.batches) == len(step)
+            assert all(isinstance(batch, Batch) for batch in step.batches)
+            assert not step.samples
+        found = [batch.tokens[batch.token_mask] for step in steps for batch in step.batches or ()]
+        assert torch.bincount(torch.cat(found)).tolist() == LENGTHS
+
+
+class Broken:
+    """Sample 31 fails in the way that is asked for."""
+
+    fingerprint = "broken"
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, item: int) -> Any:
+        if item == 31:
+            if self.way == "exit":
+                os._exit(3)
+            if self.way == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.way == "stop":
+                raise StopIteration
+            raise KeyError("tokens")
+        return SOURCE[item]
+
+    def lengths_of(self, items: Any) -> Any:
+        return SOURCE.lengths_of(items)
+
+
+@pytest.mark.parametrize("way", ["exit", "kill"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_dies_is_not_the_end_of_the_data(kind: str, way: str) -> None:
+    loader = ours(stream_of(kind, Broken(way), shuffle=False), 2)
+    with pytest.raises(RuntimeError, match=r"worker.*(exited unexpectedly|killed by signal)"):
+        list(loader)
+
+
+@pytest.mark.parametrize("way", ["stop", "raise"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_of_a_sample_in_a_worker_names_the_sample(kind: str, way: str) -> None:
+    loader = ours(stream_of(kind, Broken(way)), 2)
+    with pytest.raises(SampleError, match="sample 31 cannot be read"):
+        list(loader)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_that_may_be_skipped_is_counted_and_the_rest_comes(kind: str) -> None:
+    steps = list(ours(stream_of(kind, Broken("raise"), on_error="skip"), 2))
+    assert sorted(numbers(steps)) == [n for n in range(COUNT) if n != 31]
+    assert sum(step.lost.get("skipped", 0) for step in steps) == 1
+
+
+def test_an_interrupted_loop_leaves_no_workers_behind() -> None:
+    before = set(multiprocessing.active_children())
+
+    def interrupted() -> None:
+        stream = stream_of("pooled", infinite_loop=True)
+        for step in ours(stream, 2, persistent_workers=True):
+            if step.number == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_an_interrupted_process_takes_its_workers_with_it() -> None:
+    code = """
+        import multiprocessing, time
+        from tests.integrations.test_dataloader import ours, stream_of
+
+        for step in ours(stream_of("planned", infinite_loop=True), 2):
+            if step.number == 3:
+                print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+            time.sleep(0.01)
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert child.stdout is not None
+    workers = [int(pid) for pid in child.stdout.readline().split()]
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=60)
+    assert len(workers) == 2
+    assert "KeyboardInterrupt" in error
+    wait_for_end_of(workers)
+
+
+def wait_for_end_of(processes: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{alive} still run"
+        time.sleep(0.02)
+
+
+# Ends ---------------------------------------------------------------------------------------
+
+
+def test_ranks_that_end_apart_need_somebody_to_ask() -> None:
+    with pytest.raises(ConfigError, match="no process group"):
+        next(iter(ours(stream_of("pooled", ranks=2))))
+
+
+def test_processes_of_uneven_ranks_end_together(tmp_path: Path) -> None:
+    # Rank 0 reads samples 0, 2, ... of 24 tokens, rank 1 those of one: 30 micro-batches and 2.
+    code = """
+        import sys
+        import numpy as np
+        import torch
+        from evenstep.data.memory import InMemory
+        from tests.integrations.test_dataloader import numbers, ours, stream_of
+
+        rank, path = int(sys.argv[1]), sys.argv[2]
+        store = torch.distributed.FileStore(path, 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        source = InMemory([{"input_ids": np.full(1 if i % 2 else 24, i)} for i in range(60)])
+        stream = stream_of("pooled", source, rank=rank, ranks=2, shuffle=False)
+        steps = list(ours(stream, 2))
+        assert all(len(step) == 2 for step in steps)
+        assert [step.number for step in steps] == list(range(len(steps)))
+        print(len(steps), *numbers(steps))
+        torch.distributed.destroy_process_group()
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]
+    counts, seen = [], list[int]()
+    for process in processes:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        count, *found = map(int, out.split())
+        counts.append(count)
+        seen += found
+    assert counts[0] == counts[1] >= 15
+    assert sorted(seen) == list(range(60))
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_left() -> Iterator[None]:
+    before = set(multiprocessing.active_children())
+    yield
+    deadline = time.monotonic() + 10
+    while set(multiprocessing.active_children()) - before:
+        assert time.monotonic() < deadline, "workers are still there"
+        time.sleep(0.02)

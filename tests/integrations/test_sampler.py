@@ -1,0 +1,219 @@
+"""Batch samplers: a planned stream in loaders that are not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from evenstep import Packed, Padded, Recipe, Steps, Topology
+from evenstep.core.world import World
+from evenstep.data.lengths import Lengths
+from evenstep.data.planned import PlannedStream
+from evenstep.errors import ConfigError, CursorError, PlanError
+from evenstep.integrations.sampler import PlannedBatchSampler
+
+LENGTHS = np.random.default_rng(0).integers(1, 20, 96)
+
+
+class Rows(Dataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {"id": item, "input_ids": [item] * int(LENGTHS[item])}
+
+
+def stream_of(rank: int = 0, size: int = 1, **changes: Any) -> PlannedStream:
+    recipe = changes.pop("recipe", Recipe(layout=Packed(max_tokens=40), steps=Steps(samples=24)))
+    recipe = replace(recipe, topology=Topology(dp=size))
+    lengths = changes.pop("lengths", LENGTHS)
+    return PlannedStream(Lengths(lengths), recipe, world=World(rank, size), **changes)
+
+
+def whole(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return samples
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_loader_gets_the_micro_batches_of_its_rank(workers: int) -> None:
+    seen: list[int] = []
+    for rank in range(2):
+        sampler = PlannedBatchSampler(stream_of(rank, 2))
+        loader = DataLoader(Rows(), batch_sampler=sampler, collate_fn=whole, num_workers=workers)
+        for batch in loader:
+            assert sum(len(sample["input_ids"]) for sample in batch) <= 40
+            seen += [sample["id"] for sample in batch]
+    assert sorted(seen) == list(range(96))
+
+
+def test_dealing_the_batches_of_one_rank_again_is_prevented() -> None:
+    with pytest.raises(ConfigError, match="for_accelerate"):
+        _ = PlannedBatchSampler(stream_of(1, 2)).batch_size
+    assert PlannedBatchSampler(stream_of()).batch_size is None
+
+
+def run_accelerate(rank: int, folder: str, port: int) -> None:
+    """One of two real processes that train with accelerate."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    stream = stream_of(accelerator.process_index, accelerator.num_processes)
+    refused = False
+    try:
+        accelerator.prepare(DataLoader(Rows(), batch_sampler=PlannedBatchSampler(stream)))
+    except ConfigError:
+        refused = True
+    sampler = PlannedBatchSampler.for_accelerate(stream)
+    loader = accelerator.prepare(DataLoader(Rows(), batch_sampler=sampler, collate_fn=whole))
+    batches = [[sample["id"] for sample in batch] for batch in loader]
+    result = {
+        "refused": refused,
+        "batches": batches,
+        "wrapped": type(loader.batch_sampler).__name__,
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+def test_real_accelerate_deals_every_sample_once_to_the_rank_it_was_planned_for(
+    tmp_path: Path,
+) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(run_accelerate, (str(tmp_path), port), nprocs=2)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank, result in enumerate(results):
+        assert result["refused"]
+        assert result["wrapped"] == "BatchSamplerShard"
+        assert result["batches"] == list(PlannedBatchSampler(stream_of(rank, 2)))
+    seen = [i for result in results for batch in result["batches"] for i in batch]
+    assert sorted(seen) == list(range(96))
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.data())
+@settings(deadline=None, max_examples=40)
+def test_resuming_within_a_step_is_exact_and_elastic(
+    size: int, later: int, padded: bool, data: st.DataObject
+) -> None:
+    layout = Padded(max_tokens=40) if padded else Packed(max_tokens=40)
+    recipe = Recipe(layout=layout, steps=Steps(samples=24))
+
+    def samplers(count: int) -> list[PlannedBatchSampler]:
+        return [PlannedBatchSampler(stream_of(r, count, recipe=recipe)) for r in range(count)]
+
+    whole_run = [list(sampler) for sampler in samplers(size)]
+    stop = data.draw(st.integers(0, len(whole_run[0])))
+    seen: list[int] = []
+    state: Any = None
+    for sampler in samplers(size):
+        for count, batch in enumerate(sampler):
+            if count == stop:
+                break
+            seen += batch
+            state = json.loads(json.dumps(sampler.state_dict()))
+    if state is None:
+        return
+    for resumed, expected in zip(samplers(size), whole_run, strict=True):
+        resumed.load_state_dict(state)
+        assert list(resumed) == expected[stop:]
+    # Another number of ranks, twice: the second stop may be within the same step again.
+    again = data.draw(st.integers(0, 2))
+    for sampler in (second := samplers(later)):
+        sampler.load_state_dict(state)
+    taken = []
+    for sampler in second:
+        for count, batch in enumerate(sampler):
+            if count == again:
+                break
+            taken.append(batch)
+            next_state = sampler.state_dict()
+    if not taken:
+        next_state = state
+    rest: list[int] = []
+    for sampler in samplers(size):
+        sampler.load_state_dict(next_state)
+        rest += [i for batch in sampler for i in batch]
+    assert sorted(seen + [i for batch in taken for i in batch] + rest) == list(range(96))
+
+
+def test_within_a_step_another_layout_is_refused() -> None:
+    sampler = PlannedBatchSampler(stream_of(0, 2))
+    next(iter(sampler))
+    state = sampler.state_dict()
+    other = Recipe(layout=Packed(max_tokens=80), steps=Steps(samples=24))
+    with pytest.raises(CursorError, match="recipe was"):
+        PlannedBatchSampler(stream_of(0, 2, recipe=other)).load_state_dict(state)
+
+
+def test_a_step_with_less_work_than_ranks_is_refused_or_left_out() -> None:
+    lengths = np.full(26, 5)
+    with pytest.raises(PlanError, match="drop_last=True"):
+        [list(PlannedBatchSampler(stream_of(r, 4, lengths=lengths))) for r in range(4)]
+    seen = []
+    for rank in range(4):
+        sampler = PlannedBatchSampler(stream_of(rank, 4, lengths=lengths), drop_last=True)
+        seen += [i for batch in sampler for i in batch]
+        assert sampler.dropped == 2
+    assert len(seen) == len(set(seen)) == 24
+
+
+def test_what_a_sampler_cannot_name_is_refused() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=8), overflow="split")
+    with pytest.raises(ConfigError, match="only name whole samples"):
+        PlannedBatchSampler(stream_of(recipe=recipe))
+
+
+def test_epochs_and_lengths() -> None:
+    sampler = PlannedBatchSampler(stream_of())
+    first = list(sampler)
+    assert abs(len(sampler) - len(first)) <= 4
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert second != first
+    assert sorted(i for b in second for i in b) == list(range(96))
+
+
+def test_the_hugging_face_trainer_trains_on_planned_micro_batches(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    seen: list[int] = []
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        seen.extend(sample["id"] for sample in samples)
+        ids = torch.tensor([i for sample in samples for i in sample["input_ids"]])
+        positions = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
+        return {"input_ids": ids[None], "labels": ids[None], "position_ids": positions[None]}
+
+    class Planned(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            sampler = PlannedBatchSampler.for_accelerate(stream_of())
+            loader = DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
+            return self.accelerator.prepare(loader)
+
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=1, use_cpu=True, report_to=[],
+        save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    Planned(LlamaForCausalLM(config), arguments, train_dataset=Rows()).train()
+    assert sorted(seen) == list(range(96))
