@@ -126,6 +126,7 @@ def handmade(pieces: list[int], real: list[int], tokens: list[int]) -> Batch:
         seqlens=seqlens,
         sample_ids=torch.where(seqlens > 0, torch.arange(len(real)), -1),
         starts=torch.zeros_like(seqlens),
+        trained=(seqlens - 1).clamp(min=0),
         max_seqlen=max(pieces),
     )
 

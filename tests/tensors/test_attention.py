@@ -134,6 +134,7 @@ def test_tails_dummies_and_segments_without_tokens_are_pieces_like_any_other() -
         seqlens=torch.tensor([2, 0, 2]),
         sample_ids=torch.tensor([0, 1, 2]),
         starts=torch.zeros(3, dtype=torch.int64),
+        trained=torch.zeros(3, dtype=torch.int64),
         max_seqlen=2,
     )
     dummy = batch_of([3] * 5, Recipe(layout=Padded(max_tokens=8)))

@@ -173,6 +173,7 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
             number = int(batch.sample_ids[piece])
             assert (number < 0) == (count == 0)
             if number < 0:
+                assert int(batch.trained[piece]) == 0
                 assert set(labels) == {IGNORE_INDEX}
                 continue
             start = int(batch.starts[piece])
@@ -180,8 +181,13 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
             assert (tokens[part] == own).all()
             seen[number] += own.tolist()
             shift = 7 if labelled else 0
-            padding = [IGNORE_INDEX] * (end - begin - count + 1)
-            assert labels == (own[1:] + shift).tolist() + padding
+            last = int(plan.ends(np.array([number]))[0])
+            following = samples[number]["input_ids"][start + 1 : min(start + count + 1, last)]
+            padding = [IGNORE_INDEX] * (end - begin - len(following))
+            assert labels == (following + shift).tolist() + padding
+            assert int(batch.trained[piece]) == last - 1
+            if batch.beyond is not None:
+                assert int(batch.beyond.counts[piece]) == int(start + count < last)
             advantages = batch.extras["advantages"]
             assert isinstance(advantages, torch.Tensor)
             torch.testing.assert_close(advantages.reshape(-1)[part], own.float() / 10)
@@ -189,6 +195,7 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
             assert isinstance(reward, torch.Tensor)
             assert reward[real] == number
             real += 1
+        assert (batch.labels_at(1) == batch.labels).all()
         weights = batch.loss_weights.reshape(-1)
         assert (weights == (batch.labels.reshape(-1) != IGNORE_INDEX)).all()
     for i, tokens_seen in seen.items():

@@ -19,7 +19,7 @@ from evenstep.tensors.shard import Shard, join_shards
 from tests.tensors.cuts import VOCABULARY, Work, handmade, make_work, same, works
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-PER_PIECE = ("cu_seqlens", "seqlens", "sample_ids", "starts")
+PER_PIECE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "trained")
 CP2 = Topology(cp=2)
 
 
@@ -32,6 +32,7 @@ def assert_same_batch(first: Batch, second: Batch) -> None:
         assert same(getattr(first, name), getattr(second, name)), name
     assert first.max_seqlen == second.max_seqlen
     assert first.aligned == second.aligned
+    assert first.beyond is second.beyond
     for name, extra in first.extras.items():
         other = second.extras[name]
         if isinstance(extra, RaggedTensor):

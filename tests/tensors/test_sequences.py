@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from evenstep import Packed, Recipe, Topology
+from evenstep import Packed, Plan, Recipe, Topology
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.context import shard_context
@@ -46,14 +46,17 @@ class Model:
         return torch.autograd.grad(loss, self.weight, retain_graph=True)[0]
 
 
-def by_hand(name: str, model: Model, sample: dict[str, Any], start: int, length: int) -> Tensor:
-    """The loss of one segment in plain terms: token i is predicted from the logits of i - 1."""
+def by_hand(
+    name: str, model: Model, sample: dict[str, Any], start: int, length: int, ahead: int
+) -> Tensor:
+    """The loss of one segment in plain terms: token i is predicted from the logits of i - 1, also
+    where token i is the first behind a cut (`ahead` is 1 where the sample goes on)."""
     tokens, mask, old, advantage = (
-        torch.as_tensor(sample[key][start : start + length])
+        torch.as_tensor(sample[key][start : start + length + ahead])
         for key in ("input_ids", "loss_mask", *PER_TOKEN)
     )
-    log_probs = model(tokens, torch.arange(length)).log_softmax(-1)
-    chosen = [i for i in range(1, length) if mask[i]]
+    log_probs = model(tokens[:length], torch.arange(length)).log_softmax(-1)
+    chosen = [i for i in range(1, length + ahead) if mask[i]]
     new = torch.stack([log_probs[i - 1, tokens[i]] for i in chosen] or [log_probs[:0].sum()])
     if not chosen or name == "cross entropy":
         return -new.sum() if chosen else new.sum()
@@ -63,6 +66,13 @@ def by_hand(name: str, model: Model, sample: dict[str, Any], start: int, length:
         ratio, low, high = (new - old[chosen].float()).mean().exp(), 0.8, 1.2
     gain = advantage[chosen].float()
     return -torch.minimum(ratio * gain, ratio.clamp(low, high) * gain).sum()
+
+
+def parts_of(plan: Plan) -> tuple[Any, Any, Any, Any]:
+    """Sample, start and length of every segment, and whether the sample goes on behind it."""
+    segments = plan.segments
+    more = segments.start + segments.length < plan.ends(segments.sample)
+    return segments.sample, segments.start, segments.length, more.astype(int)
 
 
 def close(first: Tensor, second: Tensor) -> None:
@@ -89,8 +99,8 @@ def test_packed_looped_and_by_hand_agree_with_gradients(name: str, work: Work) -
         return
     at_once = [loss(model.of(batch), batch) for batch in work.batches]
     looped = [loss.looped()(model.of(batch), batch) for batch in work.batches]
-    part = zip(plan.segments.sample, plan.segments.start, plan.segments.length, strict=True)
-    expected = [by_hand(name, model, work.samples[i], a, n) for i, a, n in part]
+    part = zip(*parts_of(plan), strict=True)
+    expected = [by_hand(name, model, work.samples[i], a, n, more) for i, a, n, more in part]
     total = torch.stack(expected).sum()
     for found in (at_once, looped):
         close(torch.stack([sums.loss for sums in found]).sum(), total)
@@ -131,17 +141,16 @@ def test_log_probs_of_packed_batches_come_back_token_by_token(work: Work) -> Non
         return
     results = []
     for batch in work.batches:
-        labels = batch.ahead(batch.tokens, fill=-100)
+        labels = batch.ahead("tokens", fill=-100)
         flat = label_log_probs(model.of(batch).flatten(0, 1), labels.flatten())
         results.append(flat.view_as(labels))
     restored = restore_tokens(plan, results, shifted=True)
-    for i, a, n in zip(
-        plan.segments.sample, plan.segments.start, plan.segments.length, strict=True
-    ):
-        tokens = torch.as_tensor(work.samples[i]["input_ids"][a : a + n])
-        log_probs = model(tokens, torch.arange(n)).log_softmax(-1)
-        expected = torch.cat((torch.zeros(1), log_probs[torch.arange(n - 1), tokens[1:]]))
-        close(restored[i, a : a + n], expected)
+    for i, a, n, more in zip(*parts_of(plan), strict=True):
+        tokens = torch.as_tensor(work.samples[i]["input_ids"][a : a + n + more])
+        log_probs = model(tokens[:n], torch.arange(n)).log_softmax(-1)
+        expected = log_probs[torch.arange(n - 1 + more), tokens[1:]]
+        close(restored[i, a + 1 : a + n + more], expected)
+    assert not restored[:, 0].any()
 
 
 # Functions --------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class MicroBatch:
     A segment that ends earlier was split off, and its sample goes on elsewhere in the step."""
 
     def __post_init__(self) -> None:
-        if self.sample_ends is None:
+        given: object = self.sample_ends
+        if given is None:
             object.__setattr__(self, "sample_ends", self.sample_lengths)
 
     @property
@@ -67,6 +68,7 @@ class MicroBatch:
             segments=self.segments.take(np.flatnonzero(keep)),
             row_offsets=kept_before[self.row_offsets],
             sample_lengths=self.sample_lengths[keep],
+            sample_ends=self.sample_ends[keep],
         )
 
     def renumbered(self, numbers: IntArray) -> MicroBatch:

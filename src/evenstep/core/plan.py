@@ -91,7 +91,17 @@ class Plan:
             int(self.widths[micro]),
             self.lengths[segments.sample],
             self.recipe.topology.alignment,
+            self.ends(segments.sample),
         )
+
+    def ends(self, samples: IntArray) -> IntArray:
+        """Where each of `samples` ends in this plan: its length, or what truncation leaves of it.
+
+        A segment that ends earlier than its sample was split off.
+        """
+        lengths = self.lengths[samples]
+        limit = self.recipe.longest_segment if self.recipe.overflow == "truncate" else None
+        return lengths if limit is None else np.minimum(lengths, limit)
 
     # Columns per micro-batch -------------------------------------------------------------------
 

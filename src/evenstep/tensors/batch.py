@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.beyond import Beyond
 from evenstep.tensors.extras import Alignment, RaggedTensor
 
 IGNORE_INDEX = -100
@@ -28,7 +29,9 @@ class Batch:
     and `starts` from which token of the sample on.
 
     `labels` are shifted already: the label of a slot is the token that follows it in its own
-    segment, -100 where nothing follows or nothing is trained. `loss_weights` is 0 there.
+    sample, -100 where nothing follows or nothing is trained. `loss_weights` is 0 there. Where a
+    sample was split, the last slot of a piece predicts the first token of the next piece, wherever
+    that runs; `beyond` knows it, and is None where nothing of this batch was split.
     """
 
     tokens: Tensor  # (rows, width) int64
@@ -41,7 +44,9 @@ class Batch:
     seqlens: Tensor  # (pieces) int64
     sample_ids: Tensor  # (pieces) int64
     starts: Tensor  # (pieces) int64
+    trained: Tensor  # (pieces) int64: labels that the piece's whole sample trains, 0 for a tail
     max_seqlen: int
+    beyond: Beyond | None = None
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
     aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
 
@@ -74,26 +79,61 @@ class Batch:
     def labels_at(self, distance: int = 1) -> Tensor:
         """Labels for predicting `distance` tokens ahead (multi-token prediction).
 
-        The last `distance` slots of each segment predict nothing. `labels_at(1)` is `labels`;
-        `labels_at(0)` is the targets themselves, unshifted, padding ignored.
+        The last `distance` slots of each sample predict nothing. `labels_at(1)` is `labels`;
+        `labels_at(0)` is the targets themselves, unshifted, padding ignored. Where samples were
+        split, `Collator(lookahead=...)` says how far labels reach past the cut.
         """
         if distance < 0:
             raise ConfigError(f"distance {distance} looks back; a label lies ahead. Use 0 or more.")
-        return self.ahead(self.targets, distance, IGNORE_INDEX)
+        return self.ahead("targets", distance, IGNORE_INDEX)
 
-    def ahead(self, values: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
-        """Each slot's own value `distance` tokens later in its segment, `fill` where none follows.
+    def ahead(self, values: Tensor | str, distance: int = 1, fill: float = 0) -> Tensor:
+        """Each slot's own value `distance` tokens later in its sample, `fill` where none follows.
 
         segments [a b c] [d e] and distance 1 -> [b c .] [e .]
+
+        `values` is "tokens", "targets" or a token-aligned extra, by name; or any (rows, width, ...)
+        tensor. Of a tensor nobody knows what lies beyond a cut, so there a split sample's piece
+        ends as any segment does.
         """
-        flat = values.reshape(-1, *values.shape[2:])
+        given = self.column(values, distance) if isinstance(values, str) else values
+        flat = given.reshape(-1, *given.shape[2:])
         ahead = torch.full_like(flat, fill)
         end = len(flat) - distance
         if end > 0:
             ahead[:end] = flat[distance:]
-        left = self.seqlens[self.segment_ids.reshape(-1)] - self.position_ids.reshape(-1)
+        pieces, positions = self.segment_ids.reshape(-1), self.position_ids.reshape(-1)
+        left = self.seqlens[pieces] - positions  # tokens from here to the end of the piece
         none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
-        return ahead.masked_fill_(none, fill).view_as(values)
+        ahead = ahead.masked_fill_(none, fill)
+        if self.beyond is not None and isinstance(values, str):
+            index = torch.where(left > 0, distance - left, -1)  # padding looks at nothing
+            ahead = self.beyond.put(ahead, values, pieces, index)
+        return ahead.view_as(given)
+
+    def column(self, name: str, distance: int = 1) -> Tensor:
+        """The tokens, targets or token-aligned extra of that name, (rows, width, ...), refused if
+        a label `distance` ahead would need what is not known beyond a cut."""
+        named = {"tokens": self.tokens, "targets": self.targets}
+        named |= {key: self.extras[key] for key, way in self.aligned.items() if way == "token"}
+        if name not in named:
+            raise ConfigError(
+                f"the extra {name!r} is aligned to {self.aligned.get(name)!r}, so it has no values "
+                f"to move. Token-aligned are {sorted(named)}."
+            )
+        if self.beyond is not None and name not in self.beyond.values:
+            raise InputError(
+                f"a sample of this batch was split and {name!r} was added after collating, so its "
+                f"value beyond the cut is not known. Let the Collator lay it out, or move it to "
+                f"its labels yourself and align it to 'label'."
+            )
+        if self.beyond is not None and distance > self.beyond.lookahead:
+            raise ConfigError(
+                f"a sample of this batch was split, and {distance} tokens ahead lies beyond the "
+                f"{self.beyond.lookahead} that are known past the cut; labels would be lost. Set "
+                f"Collator(lookahead={distance})."
+            )
+        return named[name]
 
     def at_labels(self, *names: str) -> Batch:
         """The same batch with these token-aligned extras where labels are: at the slot that
@@ -101,18 +141,17 @@ class Batch:
         parallel ranks needs it first, because afterwards the next token may be elsewhere."""
         extras, aligned = dict(self.extras), dict(self.aligned)
         for name in names:
-            if aligned.get(name) != "token":
-                raise ConfigError(
-                    f"the extra {name!r} is aligned to {aligned.get(name)!r}, so it has no values "
-                    f"to move. Token-aligned are {[n for n, a in aligned.items() if a == 'token']}."
-                )
-            extras[name], aligned[name] = self.ahead(extras[name]), "label"
+            extras[name], aligned[name] = self.ahead(name), "label"
         return replace(self, extras=extras, aligned=aligned)
 
     @property
     def unshifted_labels(self) -> Tensor:
         """Labels for models that shift by themselves (Hugging Face): the first label of each
-        segment is ignored, so that no segment's end predicts the next one's beginning."""
+        segment is ignored, so that no segment's end predicts the next one's beginning.
+
+        Such a model cannot see past a cut, so of a split sample the first label of every later
+        piece is lost, and `trained` counts more than the model trains. `labels` lose none.
+        """
         return self.labels_at(0).masked_fill(self.position_ids == 0, IGNORE_INDEX)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -127,7 +166,7 @@ class Batch:
         moved = {
             name: change(value)
             for name, value in ((f.name, getattr(self, f.name)) for f in fields(self))
-            if isinstance(value, Tensor)
+            if isinstance(value, (Tensor, Beyond))
         }
         extras = {name: change(value) for name, value in self.extras.items()}
         return replace(self, **moved, extras=extras)

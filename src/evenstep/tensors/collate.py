@@ -8,12 +8,15 @@ from typing import NoReturn, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.placement import Placement
 from evenstep.core.ragged import IntArray
+from evenstep.core.validate import whole_number
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.beyond import Beyond
 from evenstep.tensors.columns import Columns, Sample
 from evenstep.tensors.extras import Extra
 from evenstep.tensors.numbering import number_slots
@@ -34,7 +37,8 @@ class Collator:
     loss_mask           per token, 0 where nothing is trained
     loss_masking_spans  (begin, end) pairs of tokens that are not trained
 
-    and every declared extra. Unknown keys are an error.
+    and every declared extra. Unknown keys are an error. Labels reach past the cuts of a split
+    sample, `lookahead` tokens far: 1 is enough unless more are predicted at once.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> samples = [{"input_ids": torch.tensor([11, 12, 13])}, {"input_ids": torch.tensor([21, 22])}]
@@ -47,6 +51,10 @@ class Collator:
     extras: Mapping[str, Extra] = field(default_factory=dict)
     pad_token: int = 0
     pin_memory: bool = False
+    lookahead: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("lookahead", self.lookahead)
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
         """The batch of `micro`; `samples[i]` is sample i of the plan, whole."""
@@ -63,10 +71,12 @@ class Collator:
         shape = (micro.rows, micro.width)
         numbers = np.empty((3, micro.slots), np.int64)
         weights = np.empty(micro.slots, np.float32)
+        trained = np.empty(len(place.real), np.int64)
         number_slots(
             place.offsets, place.real, targets.numpy(), IGNORE_INDEX,
-            numbers[0], numbers[1], numbers[2], weights,
+            numbers[0], numbers[1], numbers[2], weights, trained,
         )  # fmt: skip
+        beyond = self._past_cuts(columns, numbers[2], weights, trained)
         positions, pieces, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
         batch = Batch(
             tokens=tokens.view(shape),
@@ -79,11 +89,41 @@ class Collator:
             seqlens=torch.from_numpy(np.array(place.real)),
             sample_ids=torch.from_numpy(_by_piece(micro.segments.sample, place, -1)),
             starts=torch.from_numpy(_by_piece(micro.segments.start, place, 0)),
+            trained=torch.from_numpy(trained),
+            beyond=beyond,
             max_seqlen=int(place.slots.max(initial=0)),
             extras={name: columns.extra(name, extra) for name, extra in self.extras.items()},
             aligned={name: extra.aligned for name, extra in self.extras.items()},
         )
         return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
+
+    def _past_cuts(
+        self,
+        columns: Columns,
+        labels: IntArray,
+        weights: NDArray[np.float32],
+        trained: IntArray,
+    ) -> Beyond | None:
+        """Complete what depends on the other pieces of split samples; None if none was cut here."""
+        micro, place = columns.micro, columns.place
+        if columns.whole:
+            return None
+        end = micro.segments.start + micro.segments.length
+        partial = (micro.segments.start > 0) | (end < micro.sample_ends)
+        if not partial.any():
+            return None
+        pieces = np.flatnonzero(place.segment >= 0)
+        after: dict[int, torch.Tensor] = {}  # per piece that was cut, its sample's later targets
+        for at in np.flatnonzero(partial).tolist():
+            piece, last = int(pieces[at]), int(micro.sample_ends[at])
+            targets = columns.sample_targets(at)[:last]
+            trained[piece] = int((targets[1:] != IGNORE_INDEX).sum())
+            if end[at] < last:
+                after[piece] = targets[end[at] : end[at] + self.lookahead]
+                slot = place.offsets[piece] + place.real[piece] - 1
+                labels[slot] = int(after[piece][0])
+                weights[slot] = float(labels[slot] != IGNORE_INDEX)
+        return columns.beyond(after, self.lookahead, self.extras) if after else None
 
     def _refuse_keys(self, micro: MicroBatch, chosen: list[Sample]) -> NoReturn:
         known = {*_KNOWN, *self.extras}

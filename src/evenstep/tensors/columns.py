@@ -14,6 +14,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import offsets_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX
+from evenstep.tensors.beyond import Beyond
 from evenstep.tensors.extras import Extra, RaggedTensor
 
 Sample: TypeAlias = Mapping[str, Any]
@@ -57,6 +58,44 @@ class Columns:
             for number, sample in enumerate(self.chosen):
                 self._mask_spans(targets, number, sample.get("loss_masking_spans", ()))
         return targets
+
+    def sample_targets(self, number: int) -> Tensor:
+        """What the tokens of a whole sample should have been predicted as, this segment or not."""
+        sample = self.chosen[number]
+        given = sample["labels"] if "labels" in sample else sample["input_ids"]
+        targets = _tensors([given])[0].to(torch.int64, copy=True)
+        if "loss_mask" in sample:
+            targets.masked_fill_(_tensors([sample["loss_mask"]])[0] == 0, IGNORE_INDEX)
+        for begin, end in sample.get("loss_masking_spans", ()):
+            targets[int(begin) : int(end)] = IGNORE_INDEX
+        return targets
+
+    def beyond(
+        self, targets: Mapping[int, Tensor], lookahead: int, extras: Mapping[str, Extra]
+    ) -> Beyond:
+        """What follows the pieces that were cut, whose later `targets` are given."""
+        count = len(self.place.real)
+        counts = torch.zeros(count, dtype=torch.int64)
+        declared = {name: extra for name, extra in extras.items() if extra.aligned == "token"}
+        values = {
+            "tokens": torch.zeros((count, lookahead), dtype=torch.int64),
+            "targets": torch.full((count, lookahead), IGNORE_INDEX),
+            **{
+                name: torch.full((count, lookahead, *extra.shape), extra.pad, dtype=extra.dtype)
+                for name, extra in declared.items()
+            },
+        }
+        for piece, following in targets.items():
+            known = len(following)
+            counts[piece] = known
+            values["targets"][piece, :known] = following
+            at = int(self.place.segment[piece])
+            first = int(self.micro.segments.start[at] + self.lengths[at])
+            for name in ("tokens", *declared):
+                column = self.chosen[at]["input_ids" if name == "tokens" else name]
+                part = _tensors([column])[0][first : first + known]
+                values[name][piece, :known] = part.to(values[name].dtype)
+        return Beyond(counts, values)
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
         """A declared extra, laid out as it was declared."""
@@ -188,4 +227,5 @@ def _tensors(column: list[Any]) -> list[Tensor]:
     """Arrays and lists as tensors; tensors as they are."""
     if not set(map(type, column)) - {Tensor}:
         return column
-    return [v if isinstance(v, Tensor) else torch.as_tensor(v) for v in column]
+    # Through numpy, because torch would round Python's numbers to single precision.
+    return [v if isinstance(v, Tensor) else torch.as_tensor(np.asarray(v)) for v in column]

@@ -16,12 +16,16 @@ from evenstep.tensors.view import View
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """(n, vocabulary) logits and (n) labels -> (n) log-probs in float32, 0 where none is trained.
+    """(n, vocabulary) logits and (n) labels -> (n) log-probs, 0 where none is trained; in float32
+    at least.
 
     Slot i holds the log-prob of token i + 1; `restore_tokens(..., shifted=True)` moves it there.
     """
     return -functional.cross_entropy(
-        logits.float(), labels, reduction="none", ignore_index=IGNORE_INDEX
+        logits.to(torch.promote_types(logits.dtype, torch.float32)),
+        labels,
+        reduction="none",
+        ignore_index=IGNORE_INDEX,
     )
 
 
@@ -50,7 +54,8 @@ def policy_gradient(
     """The clipped policy-gradient loss of PPO and GRPO, weighted and summed.
 
     -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) per token, with r the new probability
-    over the old one: of the token, or the geometric mean over its sequence. Extras:
+    over the old one: of the token, or the geometric mean over its sequence (over each piece of a
+    split one, as the others may run elsewhere). Extras:
     `old_log_probs` per token; `advantages` per token or per sequence; and, where `kl_weight` is
     not 0, `reference_log_probs` per token, towards which the estimate exp(d) - d - 1 pulls.
     Values per token are the caller's: position i holds token i's.

@@ -52,6 +52,12 @@ class Metric:
         """The greatest of `values`; minus infinity where there are none."""
         return cls("max", _extreme(values, "max"))
 
+    def emptied(self) -> Metric:
+        """The same metric of nothing: merging it with its like changes nothing."""
+        nothing = {"min": float("inf"), "max": float("-inf")}.get(self.reduction, 0.0)
+        count = None if self.count is None else torch.zeros_like(self.count)
+        return Metric(self.reduction, torch.full_like(self.total, nothing), count)
+
     @property
     def value(self) -> Tensor:
         """The number itself; a mean over nothing is not a number."""

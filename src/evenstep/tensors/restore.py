@@ -42,9 +42,10 @@ def restore_tokens(
     """Per-token results, (rows, width, ...) each -> (samples, width, ...) in sample order.
 
     `width` is that of the caller's padded input, the longest sample by default. `shifted` says
-    that results were computed from shifted labels and sit one slot early, as log-probs do: then
-    position i holds token i's value, and the first token of a segment, which nothing predicts,
-    holds 0.
+    that results were computed from `labels` and sit one slot early, as log-probs do: then position
+    i holds token i's value, and the first token of a sample, which nothing predicts, holds 0. The
+    first token of a later piece of a split sample was predicted by the piece before it, and holds
+    0 if that is not among the results.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> plan = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))
@@ -130,6 +131,7 @@ class _Found:
     sample: IntArray
     start: IntArray
     length: IntArray
+    continues: IntArray  # 1 where the sample was cut after this segment
 
     @classmethod
     def of(cls, plan: Plan, results: Results) -> _Found:
@@ -149,7 +151,8 @@ class _Found:
         first = base[micro] + (row - plan.micro_offsets[micro]) * plan.widths[micro] + inside
         kept = base[micro] >= 0
         part = plan.segments.take(kept.nonzero()[0])
-        return cls(values, first[kept], part.sample, part.start, part.length)
+        continues = (part.start + part.length < plan.ends(part.sample)).astype(np.int64)
+        return cls(values, first[kept], part.sample, part.start, part.length, continues)
 
 
 def _scatter(found: _Found, firsts: IntArray, total: int, pad: float, shifted: bool) -> Tensor:
@@ -161,7 +164,7 @@ def _scatter(found: _Found, firsts: IntArray, total: int, pad: float, shifted: b
     if shifted:
         # log-probs [of b, of c, none] of tokens [a, b, c] -> [0, of b, of c]
         flat.index_fill_(0, torch.from_numpy(begin).to(device), 0)
-        length, begin = length - 1, begin + 1
+        length, begin = length - 1 + found.continues, begin + 1
     source = torch.from_numpy(_runs(found.first, length)).to(device)
     target = torch.from_numpy(_runs(begin, length)).to(device)
     return flat.index_copy_(0, target, values.index_select(0, source))

@@ -52,7 +52,8 @@ class PerSequence:
     that they were packed. `vectorised` declares that it may see all slots at once: that it returns
     values per slot, of which each depends on its own slot (or, through `sum_by_segment`, on its
     own segment), and 0 where the weight is 0; and that its metrics leave out slots of weight 0.
-    Both ways agree.
+    Both ways agree. A dummy has no sequence: its loss is 0 and its metrics are empty, but they have
+    the same names as on every rank, so a function must bear a sequence that trains nothing.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -110,8 +111,18 @@ class PerSequence:
             value, found = _parts(self.function(flat[view.slots], view))
             losses.append(value.sum())
             metrics.append(found)
+        if not metrics:
+            metrics.append(self._empty_metrics(flat, batch))
         by_sequence = torch.stack(losses)[1:]
         return Sums(by_sequence.sum(), merge(metrics), by_sequence)
+
+    def _empty_metrics(self, flat: Tensor, batch: Batch) -> dict[str, Metric]:
+        """The metrics of a dummy, all of nothing: ranks that reduce them need the same names.
+        What they are called is learnt from the padding, whose values are thrown away."""
+        view = View(batch, slice(0, int(batch.cu_seqlens[1])), 0)
+        with torch.no_grad():
+            _, found = _parts(self.function(flat[view.slots], view))
+        return {name: metric.emptied() for name, metric in found.items()}
 
 
 def _parts(outcome: Outcome) -> tuple[Tensor, dict[str, Metric]]:

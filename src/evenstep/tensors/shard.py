@@ -11,10 +11,11 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Aligned, Batch
+from evenstep.tensors.beyond import Beyond
 from evenstep.tensors.extras import RaggedTensor
 
 _PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-_WHOLE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "max_seqlen")
+_WHOLE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "trained", "max_seqlen", "beyond")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,9 +40,11 @@ class Shard:
     seqlens: Tensor  # (pieces) int64
     sample_ids: Tensor  # (pieces) int64
     starts: Tensor  # (pieces) int64
+    trained: Tensor  # (pieces) int64
     max_seqlen: int
     rank: int
     size: int
+    beyond: Beyond | None = None  # the whole batch's; labels were shifted already
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
     aligned: Mapping[str, Aligned] = field(default_factory=dict)
 
@@ -106,7 +109,8 @@ class Shard:
 
     def _map(self, change: Callable[[Any], Any]) -> Shard:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        moved = {name: change(value) for name, value in values if isinstance(value, Tensor)}
+        kinds = (Tensor, Beyond)
+        moved = {name: change(value) for name, value in values if isinstance(value, kinds)}
         extras = {name: change(value) for name, value in self.extras.items()}
         return replace(self, **moved, extras=extras)
 

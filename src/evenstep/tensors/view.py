@@ -99,8 +99,7 @@ class View:
         Old log-probs and advantages are given per token; the log-prob of a label sits one slot
         before its token. What is per sequence stays as it is.
         """
-        aligned, value = self._declared(name)
-        if aligned != "token":
+        if self._declared(name)[0] != "token":
             return self.extra(name)
         if isinstance(self.source, Shard):
             raise InputError(
@@ -108,9 +107,11 @@ class View:
                 f"another rank's shard. Cut `batch.at_labels({name!r})` instead of `batch`."
             )
         if self.piece is None:
-            return self.flat(self.source.ahead(value))
-        mine = self.flat(value)
-        return torch.cat((mine[1:], torch.zeros_like(mine[:1])))
+            return self.flat(self.source.ahead(name))
+        mine = self.flat(self.source.column(name))
+        beyond = self.source.beyond
+        last = torch.zeros_like(mine[:1]) if beyond is None else beyond.next(name, self.piece)
+        return torch.cat((mine[1:], last))
 
     def ragged(self, name: str) -> RaggedTensor:
         """A ragged extra of the segments in this view."""
@@ -119,6 +120,8 @@ class View:
             raise ConfigError(f"the extra {name!r} is {aligned}-aligned. Read it with `extra`.")
         if self.piece is None:
             return RaggedTensor(value.values, value.offsets)
+        if self.source.sample_ids[self.piece] < 0:  # padding has no entries
+            return RaggedTensor(value.values[:0], value.offsets.new_zeros(2))
         segment = int((self.source.sample_ids[: self.piece] >= 0).sum())
         begin, end = value.offsets[segment : segment + 2].tolist()
         offsets = value.offsets.new_tensor([0, end - begin])

@@ -2,6 +2,7 @@
 
 plans   assert_valid_plan, and random cases for `make_plan`
 leaks   find_leaks, assert_no_leaks: do packed segments see each other?
+ranks   run_ranks: a function on several ranks at once, in threads
 
 >>> from evenstep import Packed, Recipe, make_plan
 >>> assert_valid_plan(make_plan([5, 3, 4], Recipe(layout=Packed(max_tokens=8))))
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenstep.core.checks import CHECKS, violations
 from evenstep.testing.plans import Case, assert_valid_plan, cases
+from evenstep.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from evenstep.testing.leaks import Leak, LeakError, assert_no_leaks, find_leaks
@@ -26,6 +28,7 @@ __all__ = [
     "assert_valid_plan",
     "cases",
     "find_leaks",
+    "run_ranks",
     "violations",
 ]
 

@@ -140,7 +140,8 @@ def rotation(positions: Tensor, shape: DecoderShape) -> Tensor:
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn the pairs (i, i + dim / 2) of each head by their position's angles."""
-    (cos, sin), (a, b) = turn, x.float().chunk(2, dim=-1)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    (cos, sin), (a, b) = turn, wide.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 

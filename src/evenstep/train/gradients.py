@@ -1,0 +1,73 @@
+"""Gradients at the end of a step: rescaled in place, or summed up from several accumulators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigError
+
+
+def rescale(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply all gradients by `factor`, in place and many at a time; 0 leaves exact zeros."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return
+    if factor == 0.0:
+        torch._foreach_zero_(gradients)
+    else:
+        torch._foreach_mul_(gradients, factor)
+
+
+class SeparateGradients:
+    """One gradient for each denominator, until all denominators are known.
+
+    Each costs a backward of its own and the memory of a gradient. For plain parameters: where a
+    framework reduces or shards gradients during backward (DDP, FSDP) it would not see these.
+
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> separate = SeparateGradients([x])
+    >>> separate.backward({"tokens": 2 * x, "groups": x * x})
+    >>> separate.combine({"tokens": 0.5, "groups": 10.0})
+    >>> float(x.grad)
+    61.0
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._sums: dict[str, list[Tensor | None]] = {}
+        if any(hasattr(p, "device_mesh") for p in self.parameters):
+            raise ConfigError(
+                "the parameters are sharded (DTensor), and their framework reduces gradients "
+                "during backward, past separate accumulators. Give all losses one normalization, "
+                "or use mode='known'."
+            )
+
+    def backward(self, objectives: Mapping[str, Tensor]) -> None:
+        """Add the gradient of each objective to its own accumulator."""
+        left = len(objectives)
+        for name, objective in objectives.items():
+            left -= 1
+            found = torch.autograd.grad(
+                objective, self.parameters, retain_graph=left > 0, allow_unused=True
+            )
+            held = self._sums.get(name, [None] * len(self.parameters))
+            # Out of place: two parameters may have been given one and the same gradient tensor.
+            self._sums[name] = [
+                old if new is None else new if old is None else old + new
+                for old, new in zip(held, found, strict=True)
+            ]
+
+    def combine(self, factors: Mapping[str, float]) -> None:
+        """Add the sum of factor times gradient to each parameter's `grad`, and forget them."""
+        for name, held in self._sums.items():
+            both = [(p, g) for p, g in zip(self.parameters, held, strict=True) if g is not None]
+            if not both:
+                continue
+            scaled = torch._foreach_mul([gradient for _, gradient in both], factors[name])
+            for (parameter, _), gradient in zip(both, scaled, strict=True):
+                known = parameter.grad
+                parameter.grad = gradient if known is None else known + gradient
+        self._sums.clear()

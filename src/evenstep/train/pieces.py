@@ -1,0 +1,62 @@
+"""What normalizations ask of the pieces of a whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import InputError
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.shard import Shard
+
+
+def whole(batch: Any) -> Batch:
+    """The batch itself; a shard is refused."""
+    if isinstance(batch, Shard):
+        raise InputError(
+            "a normalization was given one rank's shard, which holds only parts of sequences, so "
+            "it would count some twice or not at all. Weigh the whole batch first, and cut "
+            "`weighted(batch, normalization)`."
+        )
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def first_pieces(batch: Batch) -> Tensor:
+    """(pieces) bool: where a sample begins; over the micro-batches of a step, each does once."""
+    return (whole(batch).starts == 0) & (batch.sample_ids >= 0)
+
+
+def spread(batch: Batch, per_piece: Tensor) -> Tensor:
+    """(rows, width) float64: each trained slot's own weight times its piece's."""
+    own = whole(batch).loss_weights
+    return torch.where(own != 0, own * per_piece[batch.segment_ids], 0.0)
+
+
+def by_piece(batch: Batch, name: str) -> Tensor:
+    """(pieces) float64: a sequence-aligned extra, 0 for tails."""
+    value: Any = batch.extras.get(name)
+    if whole(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
+        raise InputError(
+            f"the batch has no extra {name!r} with one number per sequence, by which its tokens "
+            f"are weighed. Declare it to the Collator: Extra(aligned='sequence')."
+        )
+    real = batch.sample_ids >= 0
+    per_piece = torch.zeros(len(real), dtype=torch.float64, device=batch.device)
+    return per_piece.masked_scatter_(real, value.double())
+
+
+def refuse_parts(batch: Batch) -> None:
+    """A split sample whose other pieces run elsewhere cannot be counted here."""
+    trained = (batch.labels != IGNORE_INDEX).reshape(-1).long()
+    here = torch.zeros_like(batch.trained).index_add_(0, batch.segment_ids.reshape(-1), trained)
+    number = torch.unique(batch.sample_ids, return_inverse=True)[1]
+    short = torch.zeros_like(here).index_add_(0, number, here)[number] != batch.trained
+    if bool((short & (batch.sample_ids >= 0)).any()):
+        sample = int(batch.sample_ids[short & (batch.sample_ids >= 0)][0])
+        raise InputError(
+            f"sample {sample} was split and part of it runs in another micro-batch, so its group "
+            f"cannot be counted here. Give the sequence-aligned extra 'group_tokens'."
+        )

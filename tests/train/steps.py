@@ -1,0 +1,269 @@
+"""Random steps, run on fake ranks as a trainer would, and by definition, one piece at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+from evenstep import Fixed, Packed, PackedStatic, Padded, Plan, Recipe, Topology, make_plan
+from evenstep.core.layout import Layout
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.extras import Extra
+from evenstep.tensors.losses import cross_entropy
+from evenstep.testing.ranks import run_ranks
+from evenstep.train.bundle import Bundle
+from evenstep.train.collectives import Collective
+from evenstep.train.gradients import SeparateGradients
+from evenstep.train.loss import (
+    Constant,
+    Custom,
+    FixedLength,
+    GroupMean,
+    Normalization,
+    SampleWeights,
+    SequenceMean,
+    TokenMean,
+    weighted,
+)
+from evenstep.train.model import Decoder, DecoderShape
+from evenstep.train.normalizer import Normalized, Normalizer
+
+torch.set_num_threads(1)
+
+VOCABULARY, LIMIT = 11, 8
+SHAPE = DecoderShape(vocab=VOCABULARY, hidden=8, layers=1, heads=2, kv_heads=1, ffn=8)
+COLLATOR = Collator(
+    extras={
+        "group": Extra(aligned="sequence", dtype=torch.int64),
+        "group_tokens": Extra(aligned="sequence"),
+        "weight": Extra(aligned="sequence", dtype=torch.float64),
+    }
+)
+
+
+def by_label(batch: Batch) -> Tensor:
+    return batch.labels.double() + 1
+
+
+NORMALIZATIONS: dict[str, Normalization] = {
+    "token mean": TokenMean(),
+    "sequence mean": SequenceMean(),
+    "group mean": GroupMean(),
+    "constant": Constant(7.0),
+    "fixed length": FixedLength(5.0),
+    "sample weights": SampleWeights(),
+    "custom": Custom("by_label", by_label),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A plan of one step, and its samples."""
+
+    plan: Plan
+    samples: list[dict[str, Any]] = field(repr=False)
+
+    def batches(self, rank: int) -> list[Batch]:
+        return [COLLATOR(micro, self.samples) for micro in self.plan[0, rank]]
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """What a plan could tell before the step, counted by definition."""
+        masks = [sample["loss_mask"][1:] for sample in self.samples]
+        counts = [int(mask.sum()) for mask in masks]
+        groups = {s["group"] for s, n in zip(self.samples, counts, strict=True) if n}
+        trained = [s["input_ids"][1:][s["loss_mask"][1:]] for s in self.samples]
+        weights = [float(s["weight"]) * n for s, n in zip(self.samples, counts, strict=True)]
+        return {
+            "loss_tokens": sum(counts),
+            "sequences": sum(n > 0 for n in counts),
+            "groups": len(groups),
+            "samples": len(self.samples),
+            "sample_weights(weight)": sum(weights),
+            "by_label": float(sum((tokens + 1).sum() for tokens in trained)),
+        }
+
+
+def make_work(
+    lengths: list[int], recipe: Recipe, seed: int = 0, groups: int = 3, masked: float = 0.3
+) -> Work:
+    rng = np.random.default_rng(seed)
+    samples: list[dict[str, Any]] = []
+    for length in lengths:
+        kept = rng.random() > masked  # some samples train nothing at all
+        samples.append(
+            {
+                "input_ids": rng.integers(0, VOCABULARY, length),
+                "loss_mask": (rng.random(length) > masked) & kept,
+                "group": int(rng.integers(0, groups)),
+                "weight": float(rng.random()),
+            }
+        )
+    for sample in samples:
+        mates = (other for other in samples if other["group"] == sample["group"])
+        sample["group_tokens"] = sum(int(mate["loss_mask"][1:].sum()) for mate in mates)
+    return Work(make_plan(lengths, recipe), samples)
+
+
+LAYOUTS: list[Layout] = [
+    Packed(max_tokens=LIMIT),
+    Packed(max_tokens=LIMIT, pad_to=LIMIT),
+    Padded(max_tokens=2 * LIMIT, pad_to=LIMIT),
+    PackedStatic(rows=2, width=LIMIT),
+    Fixed(samples=2, max_tokens=LIMIT),
+]
+
+
+def works() -> SearchStrategy[Work]:
+    """One step of a few samples, some over-long, on 1 to 4 ranks; dummies are common."""
+
+    @st.composite
+    def work(draw: DrawFn) -> Work:
+        split = draw(st.booleans())
+        recipe = Recipe(
+            layout=draw(st.sampled_from(LAYOUTS)),
+            topology=Topology(dp=draw(st.integers(1, 4))),
+            overflow="split" if split else "error",
+        )
+        longest = 2 * LIMIT + 3 if split else LIMIT
+        lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
+        return make_work(lengths, recipe, seed=draw(st.integers(0, 999)))
+
+    return work()
+
+
+def model_of(seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    model = Decoder(SHAPE)
+    model.double()
+    return model
+
+
+def gradient_of(model: Decoder) -> Tensor:
+    """All gradients end to end."""
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+    )
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+# By definition ----------------------------------------------------------------------------------
+
+
+def by_definition(name: str, model: Decoder, work: Work) -> Tensor:
+    """The step's loss from its samples' log-likelihoods, with nothing of ours but the model."""
+    nll, tokens = [], []
+    ends = work.plan.segments
+    for number, sample in enumerate(work.samples):
+        mine = ends.sample == number
+        cuts = sorted(zip(ends.start[mine].tolist(), ends.length[mine].tolist(), strict=True))
+        parts = [_nll(model, sample, start, length) for start, length in cuts]
+        kept = torch.as_tensor(sample["loss_mask"])[1:]
+        nll.append(torch.cat(parts)[kept])
+        tokens.append(torch.as_tensor(sample["input_ids"])[1:][kept])
+    everything = torch.cat(nll)
+    if not everything.numel():
+        return everything.sum()
+    weight = torch.tensor([sample["weight"] for sample in work.samples], dtype=torch.float64)
+    if name == "sequence mean":
+        return torch.stack([each.mean() for each in nll if each.numel()]).mean()
+    if name == "group mean":
+        groups: dict[int, list[Tensor]] = {}
+        for sample, each in zip(work.samples, nll, strict=True):
+            groups.setdefault(sample["group"], []).append(each)
+        joined = [torch.cat(each) for each in groups.values()]
+        return torch.stack([each.mean() for each in joined if each.numel()]).mean()
+    if name == "constant":
+        return everything.sum() / 7
+    if name == "fixed length":
+        return everything.sum() / (5 * len(work.samples))
+    if name == "sample weights":
+        each_weight = weight.repeat_interleave(torch.tensor([each.numel() for each in nll]))
+        return (everything * each_weight).sum() / each_weight.sum()
+    if name == "custom":
+        labels = torch.cat(tokens) + 1
+        return (everything * labels).sum() / labels.sum()
+    assert name == "token mean"
+    return everything.mean()
+
+
+def _nll(model: Decoder, sample: dict[str, Any], start: int, length: int) -> Tensor:
+    """Of the tokens that this piece predicts: its own but the first, and the one behind it."""
+    ids = torch.as_tensor(sample["input_ids"])
+    alone = make_plan([length], Recipe(layout=Fixed(samples=1)))
+    batch = Collator()(alone[0, 0][0], [{"input_ids": ids[start : start + length]}])
+    log_probs = model(batch)[0].log_softmax(-1)
+    predicted = ids[start + 1 : start + length + 1]
+    return -log_probs[torch.arange(len(predicted)), predicted]
+
+
+# As a trainer would -----------------------------------------------------------------------------
+
+
+def run_step(
+    normalizer: Normalizer,
+    model: Decoder,
+    work: Work,
+    wrap: Callable[[Collective], Collective] = lambda ranks: ranks,
+) -> list[tuple[Normalized, Tensor]]:
+    """Per rank, the result and the gradient, averaged over ranks as DDP does it."""
+
+    def rank(ranks: Collective) -> tuple[Normalized, Tensor]:
+        own, meeting = copy.deepcopy(model), wrap(ranks)
+        parameters = list(own.parameters())
+        separate = SeparateGradients(parameters) if normalizer.separate else None
+        bundles, batches = [], work.batches(ranks.rank)
+        for batch in batches:
+            amounts = normalizer.amounts(batch)
+            scales = scales_of(normalizer, work.totals, amounts, len(batches), meeting)
+            sums, metrics = {}, {}
+            outputs = own(batch)
+            for name, (normalization, _) in normalizer.losses.items():
+                found = cross_entropy()(outputs, weighted(batch, normalization))
+                sums[name], metrics = found.loss, found.metrics
+            if separate is None:
+                normalizer.objective(sums, scales).backward()
+            else:
+                separate.backward(normalizer.objectives(sums, scales))
+            bundles.append(normalizer.bundle(sums, amounts, scales, metrics))
+        reduced = Bundle.merge(bundles).reduce(meeting)
+        if separate is not None:
+            result = normalizer.finish(separate, reduced)
+        _average(own, ranks)
+        if separate is None:
+            result = normalizer.finish(parameters, reduced, work.totals)
+        return result, gradient_of(own)
+
+    return run_ranks(work.plan.ranks, rank)
+
+
+def scales_of(
+    normalizer: Normalizer,
+    totals: Mapping[str, float],
+    amounts: dict[str, Tensor],
+    micro_batches: int,
+    ranks: Collective,
+) -> dict[str, float]:
+    if normalizer.mode != "per_micro_batch":
+        return normalizer.scales(totals)
+    reduced = Bundle(amounts).reduce(ranks).sums
+    return normalizer.scales(reduced=reduced, micro_batches=micro_batches)
+
+
+def _average(model: Decoder, ranks: Collective) -> None:
+    for parameter in model.parameters():
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = ranks.all_reduce_sum(own) / ranks.size

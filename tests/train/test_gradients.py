@@ -1,0 +1,135 @@
+"""Gradients rescaled and kept apart, and settings and totals that a normalizer refuses."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from evenstep import Packed, Recipe
+from evenstep.errors import ConfigError, InputError
+from evenstep.train.bundle import Bundle
+from evenstep.train.gradients import SeparateGradients, rescale
+from evenstep.train.loss import Custom, TokenMean
+from evenstep.train.normalizer import Normalizer, power_of_two
+from tests.train.steps import LIMIT, make_work
+
+TOKENS = {"nll": (TokenMean(), 1.0)}
+
+
+# Numbers ----------------------------------------------------------------------------------------
+
+
+def test_a_power_of_two_costs_no_rounding_but_that_of_the_end() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(50, dtype=torch.float32)
+    plain = torch.zeros(())
+    for value in values:
+        plain = plain + value
+    for constant in (1.0, power_of_two(5000), power_of_two(1e6)):
+        normalizer = Normalizer(losses=TOKENS, constant=constant)
+        x = torch.tensor(1.0, requires_grad=True)
+        bundles = []
+        for value in values:
+            sums, scales = {"nll": value * x}, normalizer.scales()
+            normalizer.objective(sums, scales).backward()
+            bundles.append(normalizer.bundle(sums, {"loss_tokens": torch.ones(())}, scales))
+        assert float(x.grad) * constant == float(plain)  # bit for bit, before the end
+        normalizer.finish([x], Bundle.merge(bundles))
+        assert float(x.grad) == pytest.approx(float(plain) / 50, rel=2**-23)
+
+
+def test_gradients_are_multiplied_in_place_whatever_their_type() -> None:
+    parameters = [torch.zeros(3, dtype=t) for t in (torch.float32, torch.bfloat16, torch.float64)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    untouched = torch.zeros(2)
+    kept = [parameter.grad for parameter in parameters]
+    rescale([*parameters, untouched], 0.5)
+    assert all(grad is p.grad for grad, p in zip(kept, parameters, strict=True))
+    assert [grad.tolist() for grad in kept if grad is not None] == [[0.5] * 3] * 3
+    assert untouched.grad is None
+    parameters[0].grad = torch.tensor([math.nan, math.inf, -1.0])
+    rescale(parameters, 0.0)
+    assert parameters[0].grad.tolist() == [0.0] * 3
+    rescale([], 2.0)
+
+
+def test_separate_gradients_bear_unused_and_shared_parameters() -> None:
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    separate = SeparateGradients([a, b, c, torch.ones(1)])
+    for _ in range(2):
+        separate.backward({"x": (a + b).sum(), "y": (3 * b).sum()})  # a and b share a gradient
+    separate.combine({"x": 10.0, "y": 1.0})
+    assert a.grad.tolist() == [20.0, 20.0]
+    assert b.grad.tolist() == [26.0, 26.0]
+    assert c.grad is None
+    separate.combine({})
+    assert a.grad.tolist() == [20.0, 20.0]
+
+
+# Faults -----------------------------------------------------------------------------------------
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"losses": {}}, "there is no loss"),
+        ({"losses": TOKENS, "mode": "later"}, "mode is 'later'"),
+        ({"losses": TOKENS, "averaged_over": 0}, "averaged_over is 0"),
+        ({"losses": TOKENS, "constant": 0.0}, "constant is 0.0"),
+        ({"losses": {"nll": (TokenMean(), math.nan)}}, "'nll' weighs nan"),
+        ({"losses": TOKENS, "mode": "known", "separate": True}, "separate=True defers"),
+        (
+            {
+                "losses": {
+                    "a": (Custom("x", lambda b: b.loss_weights), 1.0),
+                    "b": (Custom("x", lambda b: b.loss_weights), 1.0),
+                }
+            },
+            "two different normalizations are called 'x'",
+        ),
+    ]
+    for options, message in faults:
+        with pytest.raises(ConfigError, match=message):
+            Normalizer(**options)
+
+
+def test_totals_that_are_missing_or_wrong_are_told() -> None:
+    normalizer = Normalizer(losses=TOKENS, mode="known")
+    with pytest.raises(ConfigError, match=r"\['loss_tokens'\] are not known .* tell \['samples'\]"):
+        normalizer.scales({"samples": 3})
+    reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(3.0)})
+    with pytest.raises(InputError, match=r"promised 4 for 'loss_tokens' but .* had 3.0"):
+        normalizer.finish([], reduced, {"loss_tokens": 4})
+    with pytest.raises(InputError, match="Pass `reduced` and `micro_batches`"):
+        Normalizer(losses=TOKENS, mode="per_micro_batch").scales()
+
+
+@pytest.mark.parametrize("amount", [-1.0, math.nan, math.inf])
+def test_a_denominator_without_meaning_is_refused(amount: float) -> None:
+    reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(amount)})
+    with pytest.raises(InputError, match="the denominator 'loss_tokens' of this step is"):
+        Normalizer(losses=TOKENS).finish([], reduced)
+
+
+def test_gradients_are_separate_if_and_only_if_the_normalizer_is() -> None:
+    reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(1.0)})
+    with pytest.raises(InputError, match="if and only if separate=True"):
+        Normalizer(losses=TOKENS).finish(SeparateGradients([]), reduced)
+    with pytest.raises(InputError, match="if and only if separate=True"):
+        Normalizer(losses=TOKENS, separate=True).finish([], reduced)
+
+    class Sharded(torch.Tensor):  # type: ignore[misc]
+        device_mesh = "of FSDP"
+
+    sharded = torch.ones(1).as_subclass(Sharded).requires_grad_()
+    with pytest.raises(ConfigError, match="the parameters are sharded"):
+        SeparateGradients([sharded])
+
+
+def test_a_batch_shared_by_context_parallel_ranks_counts_once() -> None:
+    work = make_work([5, 3], Recipe(layout=Packed(max_tokens=LIMIT)), masked=0.0)
+    normalizer = Normalizer(losses=TOKENS)
+    (batch,) = work.batches(0)
+    counted = [normalizer.amounts(batch, counted=rank == 0)["loss_tokens"] for rank in range(4)]
+    assert [float(amount) for amount in counted] == [6.0, 0.0, 0.0, 0.0]

@@ -1,0 +1,211 @@
+"""Weights and amounts of each normalization: by hand, by definition, and without a NaN."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from evenstep import Packed, Recipe, Topology, make_plan
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.context import shard_context
+from evenstep.tensors.extras import Extra
+from evenstep.train.loss import (
+    NORMALIZATIONS,
+    Constant,
+    Custom,
+    FixedLength,
+    GroupMean,
+    Normalization,
+    SampleWeights,
+    SequenceMean,
+    TokenMean,
+    weighted,
+)
+from tests.train import steps
+from tests.train.steps import LIMIT, Work, make_work, works
+
+EXTRAS = {"group": Extra(aligned="sequence"), "weight": Extra(aligned="sequence")}
+
+
+def batch_of(*masks: list[int], **columns: list[Any]) -> Batch:
+    """Samples with these loss masks end to end; the first token of each is never predicted."""
+    samples: list[dict[str, Any]] = [
+        {"input_ids": range(len(mask)), "loss_mask": mask, "group": 0, "weight": 1.0}
+        for mask in masks
+    ]
+    for name, values in columns.items():
+        for sample, value in zip(samples, values, strict=True):
+            sample[name] = value
+    declared = {**EXTRAS, **{name: Extra(aligned="sequence") for name in columns}}
+    recipe = Recipe(layout=Packed(max_tokens=64, packer="concatenative"))
+    plan = make_plan([len(mask) for mask in masks], recipe)
+    batch = Collator(extras=declared)(plan[0, 0][0], samples)
+    assert batch.sample_ids.tolist() == list(range(len(masks)))
+    return batch
+
+
+def both(normalization: Normalization, batch: Batch) -> tuple[list[float], float]:
+    weights, amount = normalization.weights(batch), normalization.amount(batch)
+    assert amount.dtype == torch.float64
+    assert amount.shape == ()
+    return weights.flatten().tolist(), amount.item()
+
+
+# By hand ----------------------------------------------------------------------------------------
+
+THREE = [1, 1, 1], [1, 0, 1, 1, 1], [1, 0]  # they train 2, 3 and 0 tokens
+
+
+def test_the_token_mean_weighs_trained_tokens_alike() -> None:
+    weights, amount = both(TokenMean(), batch_of(*THREE))
+    assert weights == [1, 1, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert amount == 5
+
+
+def test_the_sequence_mean_weighs_sequences_alike_and_leaves_empty_ones_out() -> None:
+    weights, amount = both(SequenceMean(), batch_of(*THREE))
+    assert weights == [1 / 2, 1 / 2, 0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0]
+    assert amount == 2
+
+
+def test_the_group_mean_counts_every_group_as_one() -> None:
+    batch = batch_of(*THREE, [1, 1], group=[5, 5, 5, 2])
+    weights, amount = both(GroupMean(), batch)
+    assert weights == [1 / 5, 1 / 5, 0, 0, 1 / 5, 1 / 5, 1 / 5, 0, 0, 0, 1, 0]
+    assert amount == pytest.approx(2, rel=1e-15)
+    given_ = batch_of(*THREE, [1, 1], group_tokens=[10, 10, 10, 1])
+    weights, amount = both(GroupMean(), given_)  # half of the first group runs elsewhere
+    assert weights[:2] == [1 / 10, 1 / 10]
+    assert amount == pytest.approx(1.5)
+
+
+def test_constants_and_lengths_weigh_as_the_token_mean_does() -> None:
+    batch = batch_of(*THREE)
+    for normalization, amount in ((Constant(8.0), 0.0), (FixedLength(10.0), 30.0)):
+        assert both(normalization, batch) == (both(TokenMean(), batch)[0], amount)
+    assert Constant(8.0).known({}) == 8.0
+
+
+def test_sample_weights_weigh_the_tokens_of_a_sample() -> None:
+    batch = batch_of(*THREE, weight=[0.5, 2.0, 9.0])
+    weights, amount = both(SampleWeights(), batch)
+    assert weights == [0.5, 0.5, 0, 0, 2, 2, 2, 0, 0, 0]
+    assert amount == 7
+    assert both(SampleWeights("group"), batch_of([1, 1], group=[3.0])) == ([3, 0], 3)
+
+
+def test_a_custom_normalization_is_zero_where_nothing_is_trained() -> None:
+    def later(batch: Batch) -> Tensor:
+        return batch.position_ids + 1.0
+
+    weights, amount = both(Custom("later", later), batch_of(*THREE))
+    assert weights == [1, 2, 0, 0, 2, 3, 4, 0, 0, 0]
+    assert amount == 12
+    own = Custom("later", later, lambda batch: torch.tensor(4))
+    assert both(own, batch_of(*THREE))[1] == 4.0
+
+
+def test_weights_multiply_what_tokens_weighed_before() -> None:
+    batch = batch_of(*THREE)
+    halved = replace(batch, loss_weights=batch.loss_weights / 2)
+    assert both(SequenceMean(), halved)[0][:2] == [0.25, 0.25]
+    assert both(TokenMean(), halved)[1] == 2.5
+
+
+def test_totals_of_the_plan_tell_denominators() -> None:
+    totals = {"loss_tokens": 12.0, "sequences": 3.0, "groups": 2.0, "samples": 4.0}
+    known = [n.known(totals) for n in (TokenMean(), SequenceMean(), GroupMean(), FixedLength(5.0))]
+    assert known == [12.0, 3.0, 2.0, 20.0]
+    for normalization in (*steps.NORMALIZATIONS.values(),):
+        if not isinstance(normalization, Constant):
+            assert normalization.known({}) is None
+
+
+def test_a_config_finds_them_by_name() -> None:
+    settings_ = {"constant": {"value": 3.0}, "fixed_length": {"length": 2.0}}
+    made = {name: make(**settings_.get(name, {})) for name, make in NORMALIZATIONS.items()}
+    assert made["token_mean"] == TokenMean()
+    assert made["constant"] == Constant(3.0)
+    assert len({normalization.name for normalization in made.values()}) == len(made)
+
+
+# Whatever the step ------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(works())
+def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> None:
+    batches = [batch for rank in range(work.plan.ranks) for batch in work.batches(rank)]
+    for normalization in steps.NORMALIZATIONS.values():
+        if isinstance(normalization, Constant):
+            continue
+        amount = sum(float(normalization.amount(batch)) for batch in batches)
+        assert amount == pytest.approx(normalization.known(work.totals), rel=1e-13)
+
+
+@settings(max_examples=40)
+@given(works())
+def test_weights_are_finite_and_zero_where_nothing_is_trained(work: Work) -> None:
+    for rank in range(work.plan.ranks):
+        for batch in work.batches(rank):
+            for normalization in steps.NORMALIZATIONS.values():
+                weights = normalization.weights(batch)
+                assert weights.shape == batch.labels.shape
+                assert weights.isfinite().all()
+                assert not weights[batch.labels == -100].any()
+                assert math.isfinite(float(normalization.amount(batch)))
+
+
+def test_groups_that_are_whole_need_no_counting_by_the_caller() -> None:
+    work = make_work([5, 3, 8, 2], Recipe(layout=Packed(max_tokens=64)), groups=2)
+    (batch,) = work.batches(0)
+    alone = replace(batch, aligned={n: a for n, a in batch.aligned.items() if n != "group_tokens"})
+    assert torch.equal(GroupMean().weights(alone), GroupMean().weights(batch))
+    assert torch.equal(GroupMean().amount(alone), GroupMean().amount(batch))
+
+
+def test_a_weighted_batch_is_cut_for_context_parallel_ranks() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=64), topology=Topology(cp=2))
+    (batch,) = make_work([5, 11, 2], recipe).batches(0)
+    for normalization in steps.NORMALIZATIONS.values():
+        ready = weighted(batch, normalization)
+        shards = [shard_context(ready, rank, 2) for rank in range(2)]
+        total = sum(float(shard.loss_weights.double().sum()) for shard in shards)
+        assert total == pytest.approx(float(ready.loss_weights.double().sum()), rel=1e-14)
+        for shard in shards:
+            wrong: Any = shard
+            for function in (normalization.weights, normalization.amount):
+                with pytest.raises(InputError, match="Weigh the whole batch first"):
+                    function(wrong)
+
+
+# Faults -----------------------------------------------------------------------------------------
+
+
+def test_a_group_of_which_part_runs_elsewhere_is_refused() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=LIMIT), overflow="split")
+    work = make_work([LIMIT + 4], recipe, masked=0.0)
+    for batch in work.batches(0):
+        alone = replace(batch, aligned={"group": "sequence"})
+        with pytest.raises(InputError, match=r"sample 0 was split .* 'group_tokens'"):
+            GroupMean().weights(alone)
+
+
+def test_what_is_missing_is_named() -> None:
+    batch = replace(batch_of([1, 1]), extras={}, aligned={})
+    for normalization, extra in ((GroupMean(), "group"), (SampleWeights("w"), "w")):
+        with pytest.raises(InputError, match=f"no extra '{extra}' with one number per sequence"):
+            normalization.weights(batch)
+    with pytest.raises(InputError, match=r"'odd' have the shape \(3,\) for a batch of \(1, 2\)"):
+        Custom("odd", lambda batch: torch.ones(3)).weights(batch)
+    for value in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="value is"):
+            Constant(value)
+        with pytest.raises(ConfigError, match="length is"):
+            FixedLength(value)
