@@ -27,3 +27,11 @@ class SampleError(EvenstepError):
 
 class CursorError(EvenstepError, ValueError):
     """A cursor that is damaged, or that belongs to other data, another seed or another recipe."""
+
+
+class MicroBatchError(EvenstepError):
+    """A micro-batch that could not be run, with its shape and its place in the plan."""
+
+
+class RankError(EvenstepError):
+    """Another rank has failed or is gone, so this one cannot go on."""

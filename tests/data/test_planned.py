@@ -208,9 +208,11 @@ def test_labels_that_are_known_are_totalled_over_all_ranks() -> None:
     ]  # fmt: skip
     for stream in streams:
         totals = [dict(step.totals) for step in stream]
-        assert totals[0] == {
-            "samples": 3, "tokens": 12, "empty": 1, "loss_tokens": 7, "sequences": 2, "groups": 1
-        }  # fmt: skip
+        for name, expected in {
+            "samples": 3, "tokens": 12, "empty": 1, "loss_tokens": 7, "sequences": 2, "groups": 1,
+            "imbalance_step": 2 * 12 / 13, "imbalance_micro_batch": 2 * 12 / 13,
+        }.items():  # fmt: skip
+            assert totals[0][name] == pytest.approx(expected), name
         assert totals[1]["groups"] == 1
 
 

@@ -1,6 +1,7 @@
 """From samples to batches: labels, positions, boundaries, extras, and what is refused."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep import Fixed, Packed, PackedStatic, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.data.token_writer import write_token_file
 from evenstep.errors import EvenstepError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
@@ -310,3 +312,18 @@ def test_extras_of_another_shape_than_declared_are_refused() -> None:
     collator = Collator(extras={"reward": Extra(aligned="sequence")})
     with pytest.raises(InputError, match=r"sample 0 has entries of the shape \(1,\) in 'reward'"):
         one_batch(samples, collator)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32, np.int64])
+def test_samples_of_a_mapped_file_are_collated_without_a_warning(
+    tmp_path: Path, dtype: type[np.integer[Any]]
+) -> None:
+    samples = [{"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}, {"input_ids": [6, 7]}]
+    samples[1]["loss_mask"] = [1, 1]
+    file = write_token_file(
+        tmp_path / "tokens", samples, dtype=dtype, columns={"loss_mask": np.uint8}
+    )
+    plan = make_plan([3, 2], Recipe(layout=Packed(max_tokens=8)))
+    batch = Collator()(plan[0, 0][0], [file[0], file[1]])
+    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7]]
+    assert batch.labels.tolist() == [[4, 5, -100, 7, -100]]

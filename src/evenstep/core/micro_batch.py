@@ -76,3 +76,32 @@ class MicroBatch:
         segments = self.segments
         named = Segments(numbers[segments.sample], segments.start, segments.length)
         return replace(self, segments=named)
+
+    def halves(self) -> tuple[MicroBatch, MicroBatch]:
+        """Two micro-batches of about half the tokens each; the second is a dummy where there is
+        one segment or none. Padded rows keep their width, packed rows are as wide as they need."""
+        count = len(self.segments)
+        if count < 2:
+            return self, self._part(slice(count, count))
+        done = np.cumsum(self.segments.length)
+        half = int(np.searchsorted(done, done[-1] / 2)) + 1
+        half = min(max(half, 1), count - 1)
+        return self._part(slice(0, half)), self._part(slice(half, count))
+
+    def _part(self, chosen: slice) -> MicroBatch:
+        """Some of the segments, in the same kind of rows."""
+        per_row = np.diff(self.row_offsets)
+        count = chosen.stop - chosen.start
+        padded = len(per_row) > 1 and int(per_row.max(initial=0)) <= 1
+        width, offsets = self.width, np.arange(count + 1)
+        if not padded or count == 0:
+            aligned = -(-self.segments.length[chosen] // self.alignment) * self.alignment
+            width, offsets = max(int(aligned.sum()), self.alignment), np.array([0, count])
+        return replace(
+            self,
+            segments=self.segments.take(chosen),
+            row_offsets=offsets,
+            width=width,
+            sample_lengths=self.sample_lengths[chosen],
+            sample_ends=self.sample_ends[chosen],
+        )

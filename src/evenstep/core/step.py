@@ -34,12 +34,15 @@ class Step:
     cursor: Cursor
     totals: Mapping[str, float] = field(default_factory=dict)
     """What is known of the whole step on all ranks before anything is read: `samples`, `tokens`,
-    `empty` micro-batches, and where the stream knows them `loss_tokens`, `sequences` (with a
+    `empty` micro-batches, the imbalance of planned costs on both clocks (`imbalance_step`,
+    `imbalance_micro_batch`), and where the stream knows them `loss_tokens`, `sequences` (with a
     label) and `groups`."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Samples that went missing on the way here, by reason: skipped, dropped, truncated."""
     batches: tuple[Any, ...] | None = None
     """The micro-batches as tensors, where a loader has collated them already."""
+    budget: int | None = None
+    """The most slots of a micro-batch, the same on all ranks."""
 
     def __len__(self) -> int:
         return len(self.micro_batches)

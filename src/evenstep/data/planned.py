@@ -194,6 +194,7 @@ class PlannedStream:
             cursor=self.cursor(after),
             totals={} if place.inside else self._totals(samples, plan),
             lost={overflow: beyond} if overflow and beyond else {},
+            budget=self.recipe.layout.max_tokens,
         )
 
     def _planned(
@@ -212,14 +213,19 @@ class PlannedStream:
         return plan, rest.micro_batches(place.inside, rank, ranks)
 
     def _totals(self, samples: IntArray, plan: Plan) -> dict[str, float]:
-        """What the whole step holds; labels where they are known and none was cut off."""
+        """What the whole step holds; labels where they are known, and none can go missing."""
         run = plan.step_of >= 0
+        costs = plan.costs.reshape(plan.ranks, -1)  # (ranks, micro-batches)
+        ideal = costs.sum() / plan.ranks
         totals: dict[str, float] = {
             "samples": int(run.sum()),
             "tokens": int(plan.segments.length.sum()),
             "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
+            "imbalance_step": float(costs.sum(axis=1).max() / ideal) if ideal else 1.0,
+            "imbalance_micro_batch": float(costs.max(axis=0).sum() / ideal) if ideal else 1.0,
         }
-        if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
+        whole = totals["tokens"] == plan.lengths[run].sum()
+        if self._loss_tokens is not None and whole and self._reader.on_error == "raise":
             labels = self._loss_tokens[samples[run]]
             totals["loss_tokens"] = int(labels.sum())
             totals["sequences"] = int((labels > 0).sum())

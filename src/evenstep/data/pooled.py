@@ -99,7 +99,34 @@ class PooledStream:
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
         """The steps of one of this rank's workers, who take turns. Its first is number `turn` from
         the chosen place on: `worker`, unless the cursor is the worker's own."""
-        state, shard_turn = self._resume(worker, workers, own=turn is not None)
+        shard, shard_turn, number = self._opened(worker, workers, turn)
+        lost = dict(shard.state.lost)
+        # Of several workers some may end early, so only who gathers their steps can count them.
+        counted = workers == 1 or self.infinite_loop
+        while self.max_num_steps is None or number < self.max_num_steps or not counted:
+            epoch = shard.epoch
+            found = shard.step(number)
+            if found is None:
+                return
+            now = shard.state
+            missing = {reason: n - lost.get(reason, 0) for reason, n in now.lost.items()}
+            yield Step(
+                number=number,
+                epoch=epoch,
+                micro_batches=tuple(found[0]),
+                samples=found[1],
+                cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, [now]),
+                lost={reason: n for reason, n in missing.items() if n},
+            )
+            number, lost = number + workers, dict(now.lost)
+
+    def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[Shard, int, int]:
+        """(the shard of a worker, whose turn that is, the number of its next step), behind the
+        steps to be skipped. Worker 0 takes the place of whoever comes next after them."""
+        begins = (worker + self._skip) % workers if turn is None else turn
+        state, shard_turn = self._resume(
+            begins if turn is None else worker, workers, own=turn is not None
+        )
         shard = Shard(
             state,
             Items(self.source, self.seed, self.shuffle),
@@ -108,25 +135,10 @@ class PooledStream:
             endless=self.infinite_loop,
             skip=self.on_error == "skip",
         )
-        number = self._first + (worker if turn is None else turn)
-        lost = dict(state.lost)
-        while self.max_num_steps is None or number < self.max_num_steps:
-            epoch = shard.epoch
-            found = shard.step(number)
-            if found is None:
-                return
-            now = shard.state
-            missing = {reason: n - lost.get(reason, 0) for reason, n in now.lost.items()}
-            if number >= self._first + self._skip:
-                yield Step(
-                    number=number,
-                    epoch=epoch,
-                    micro_batches=tuple(found[0]),
-                    samples=found[1],
-                    cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, [now]),
-                    lost={reason: n for reason, n in missing.items() if n},
-                )
-            number, lost = number + workers, dict(now.lost)
+        number = self._first + begins
+        while number < self._first + self._skip and shard.step(number) is not None:
+            number += workers
+        return shard, shard_turn, number
 
     @property
     def _first(self) -> int:
@@ -135,15 +147,20 @@ class PooledStream:
     # Place -------------------------------------------------------------------------------------
 
     def start(self, workers: int = 1) -> Cursor:
-        """The cursor of this rank before its first step, for so many workers."""
-        resumed = [self._resume(worker, workers) for worker in range(workers)]
-        states = [state for state, _ in resumed]
-        return self._cursor(self._first, workers, resumed[0][1], states)
+        """The cursor of this rank before its first step, for so many workers. Steps to be skipped
+        are read for it."""
+        if not self._skip:
+            resumed = [self._resume(worker, workers) for worker in range(workers)]
+            states = [state for state, _ in resumed]
+            return self._cursor(self._first, workers, resumed[0][1], states)
+        opened = [self._opened(worker, workers, None) for worker in range(workers)]
+        states = [shard.state for shard, _, _ in opened]
+        return self._cursor(self._first + self._skip, workers, opened[0][1], states)
 
     def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ShardState, int]:
         """(the state that worker number `worker` begins with, whose turn that is). A loader
         begins with worker 0, who therefore takes the place of the one whose turn it is, unless
-        each worker is given its `own` state."""
+        the worker is given its `own` state alone."""
         rank, ranks = self.world.rank, self.world.size
         count = Items(self.source, self.seed, self.shuffle).count
         mine, shards = rank * workers + worker, ranks * workers
@@ -152,10 +169,12 @@ class PooledStream:
         place = self._begin.place
         held = _states(place)
         if (place["ranks"], place["workers"]) == (ranks, workers):
-            turn = (0 if own else int(place["turns"].get(str(rank), 0))) + worker
-            turn %= workers
-            if rank * workers + turn in held:
-                return held[rank * workers + turn], turn
+            first = rank * workers
+            turn = (int(place["turns"].get(str(rank), 0)) + worker) % workers
+            if own:
+                turn = min(held, default=first) - first
+            if first + turn in held:
+                return held[first + turn], turn
         then = place["ranks"] * place["workers"]
         missing = sorted(set(range(then)) - held.keys())
         if missing:

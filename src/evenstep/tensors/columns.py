@@ -228,4 +228,9 @@ def _tensors(column: list[Any]) -> list[Tensor]:
     if not set(map(type, column)) - {Tensor}:
         return column
     # Through numpy, because torch would round Python's numbers to single precision.
-    return [v if isinstance(v, Tensor) else torch.as_tensor(np.asarray(v)) for v in column]
+    return [v if isinstance(v, Tensor) else _tensor(np.asarray(v)) for v in column]
+
+
+def _tensor(array: Any) -> Tensor:
+    """The array itself; torch has no read-only memory (a mapped file), so that is copied."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

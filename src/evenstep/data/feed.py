@@ -1,0 +1,109 @@
+"""Feed: samples that are still being made -> micro-batches, as soon as one can be filled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.recipe import Recipe
+from evenstep.data.pool import Entry, Former, Measure, Pool
+from evenstep.data.source import Sample, length_of
+from evenstep.errors import InputError, SampleError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fed:
+    """A micro-batch, its samples, and when each of them was made (`time.time()`)."""
+
+    micro: MicroBatch
+    samples: dict[int, Sample]
+    born: dict[int, float]
+
+
+class Feed:
+    """A step that is filled while it runs: rollouts go in by `put`, micro-batches come out.
+
+    Whoever makes samples calls `put` from any thread and `close` after the last; the runner
+    iterates. A micro-batch comes out as soon as the pool holds enough for a full one, so that
+    samples are as young as they can be, and the last ones when the feed is closed.
+
+    >>> from evenstep import Packed
+    >>> feed = Feed(Recipe(layout=Packed(max_tokens=4)))
+    >>> for n in (3, 1, 2):
+    ...     feed.put({"input_ids": [0] * n})
+    >>> feed.close()
+    >>> [sorted(fed.samples) for fed in feed]
+    [[0, 1], [2]]
+    """
+
+    def __init__(
+        self, recipe: Recipe, *, pool: Pool | None = None, length_of: Measure = length_of
+    ) -> None:
+        pool = Pool(samples=1, tokens=recipe.layout.max_tokens or 0) if pool is None else pool
+        self._former, self._length_of = Former(recipe, pool), length_of
+        self._waiting: list[Entry] = []
+        self._born: dict[int, float] = {}
+        self._count = 0
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def put(self, sample: Sample, born: float | None = None) -> None:
+        """Add a sample; `born` is when it was made, now if not given."""
+        length = self._length_of(sample)
+        pieces = self._former.cut(length) if length > 0 else None
+        with self._changed:
+            if self._closed:
+                raise InputError(
+                    "a sample was put into a feed that is closed, so it would never run. Put it "
+                    "into the next step's feed."
+                )
+            number = self._count
+            if pieces is None:
+                raise SampleError(
+                    f"sample {number} has {length} tokens but a micro-batch holds 1 to "
+                    f"{self._former.recipe.longest_segment}; it could never run. Raise the budget "
+                    f"or choose another overflow."
+                )
+            self._count += 1
+            self._born[number] = time.time() if born is None else born
+            end = pieces[-1][0] + pieces[-1][1] if pieces else 0
+            self._waiting += [
+                Entry(0, number, start, part, length, end, part, sample) for start, part in pieces
+            ]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No more samples will come for this step."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Samples can no longer be made: raised where the next micro-batch would have been."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Fed]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._ready)
+                if self._failure is not None:
+                    raise self._failure
+                if not self._waiting:
+                    return
+                micro, taken = self._former.take(self._waiting, 0)
+                samples = {entry.number: entry.sample for entry in taken}
+                born = {number: self._born[number] for number in samples}
+            yield Fed(micro, samples, born)
+
+    def _ready(self) -> bool:
+        pool = self._former.pool
+        full = len(self._waiting) >= pool.samples and (
+            sum(entry.length for entry in self._waiting) >= self._former.enough
+        )
+        return full or self._closed or self._failure is not None

@@ -1,0 +1,271 @@
+"""Attempt: one try at one step, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.ragged import IntArray
+from evenstep.core.segments import Segments
+from evenstep.data.feed import Fed
+from evenstep.errors import ConfigError, MicroBatchError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.metrics import Metric
+from evenstep.tensors.sequences import Sums
+from evenstep.tensors.shard import Shard
+from evenstep.train.bundle import Bundle
+from evenstep.train.framework import Framework, sum_gradients
+from evenstep.train.loss import weighted
+from evenstep.train.normalizer import Mode, Normalizer, power_of_two
+from evenstep.train.prefetch import Prefetch
+from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, SLOTS, TOKENS, StepResult, Timings
+from evenstep.train.stopwatch import Busy, Stopwatch
+
+if TYPE_CHECKING:
+    from evenstep.train.runner import Runner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A micro-batch that is ready to run, with what is to be said of it without asking a GPU."""
+
+    batch: Batch
+    lengths: IntArray
+    samples: IntArray
+    born: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a step is, to an attempt at it. `count` is None where nobody knows it yet."""
+
+    items: Iterable[Batch | Fed | tuple[MicroBatch, Mapping[int, Any]]]
+    count: int | None
+    number: int
+    totals: Mapping[str, float]
+    budget: int | None
+
+
+class TooLargeError(Exception):
+    """A micro-batch ran out of memory on some rank, and every rank knows."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+class Attempt:
+    """Runs a step once."""
+
+    def __init__(self, runner: Runner, work: Work) -> None:
+        self.runner, self.work = runner, work
+        self.framework = Framework.of(runner.model)
+        self.losses = runner.losses
+        self.compute, self.communicate, self.busy = Stopwatch(), Stopwatch(), Busy(runner.device)
+        self.tokens = self.slots = self.position = 0
+        self.flops = 0.0
+        self.ages: list[float] = []
+        self.bundles: list[Bundle] = []
+        self.normalizer = Normalizer(
+            losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
+            mode=runner.mode or self._mode(),
+            averaged_over=1 if self._by_hand else self.framework.averaged_over,
+            constant=power_of_two(work.budget) if work.budget else 1.0,
+        )
+        if self.normalizer.mode == "per_micro_batch" and work.count is None:
+            raise ConfigError(
+                "mode='per_micro_batch' divides by the number of micro-batches, which is unknown "
+                "while a step is being fed. Use mode='deferred'."
+            )
+
+    def _mode(self) -> Mode:
+        """Known if the plan says enough, by what every rank knows alike."""
+        known = (loss.normalization.known(self.work.totals) for loss in self.losses.values())
+        return "known" if all(value is not None for value in known) else "deferred"
+
+    @property
+    def _by_hand(self) -> bool:
+        """Whether we sum gradients over ranks ourselves."""
+        return self.framework.kind == "plain" or self.runner.on_memory == "split"
+
+    def result(self) -> StepResult:
+        """Run all micro-batches and conclude."""
+        runner, work, began = self.runner, self.work, time.perf_counter()
+        first = None
+        prefetch = Prefetch(self._prepared(), runner.prefetch)
+        steps = iter(prefetch) if work.count is not None else self._in_lock_step(iter(prefetch))
+        for ready in steps:
+            if first is None:
+                first = time.perf_counter() - began
+            self._micro_batch(ready, exchange=self.position + 1 == work.count)
+        if work.count is None and not self._by_hand:
+            # Nobody knew which was the last, so one more, with nothing in it, exchanges gradients.
+            self._micro_batch(self._dummy(), exchange=True)
+        parameters = list(runner.model.parameters())
+        if self._by_hand:
+            with self.communicate:
+                sum_gradients(parameters, runner.collective)
+        bundle = Bundle.merge([*self.bundles, self._measures()])
+        numbers = None
+        if self.normalizer.mode != "known" or runner.collective.size == 1:
+            with self.communicate:
+                reduced = bundle.reduce(runner.collective)
+            numbers = self.normalizer.finish(parameters, reduced, work.totals)
+        clock = "micro_batch" if self.framework.kind == "fsdp" else "step"
+        return StepResult(
+            timings=Timings(
+                wait=prefetch.waited,
+                prepare=prefetch.preparing,
+                compute=self.compute.seconds,
+                communicate=self.communicate.seconds,
+                total=time.perf_counter() - began,
+                first=first or 0.0,
+            ),
+            tokens=self.tokens,
+            slots=self.slots,
+            micro_batches=self.position,
+            planned_imbalance=work.totals.get(f"imbalance_{clock}"),
+            ages=tuple(self.ages),
+            peak_flops=runner.peak_flops,
+            bundle=bundle,
+            numbers=numbers,
+            known=(self.normalizer, work.totals),
+        )
+
+    # Preparing, in the prefetching thread --------------------------------------------------------
+
+    def _prepared(self) -> Iterator[Ready]:
+        for item in self.work.items:
+            if isinstance(item, Fed):
+                yield self._ready(
+                    self.runner.collate(item.micro, item.samples), tuple(item.born.values())
+                )
+            elif isinstance(item, tuple):
+                yield self._ready(self.runner.collate(*item))
+            else:
+                yield self._ready(item)
+
+    def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
+        real = batch.sample_ids >= 0
+        lengths, samples = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
+        if self.runner.device is not None:
+            batch = batch.to(self.runner.device, non_blocking=True)
+        return Ready(batch, lengths, samples, born)
+
+    def _dummy(self) -> Ready:
+        none = np.empty(0, np.int64)
+        micro = MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
+        return self._ready(self.runner.collate(micro, {}))
+
+    def _in_lock_step(self, items: Iterator[Ready]) -> Iterator[Ready]:
+        """As many micro-batches as the rank with most has; dummies on the others."""
+        while True:
+            item = next(items, None)
+            with self.communicate:
+                have = torch.tensor([float(item is not None)])
+                anyone = bool(self.runner.collective.all_reduce_sum(have).item())
+            if not anyone:
+                return
+            yield self._dummy() if item is None else item
+
+    # Running --------------------------------------------------------------------------------------
+
+    def _micro_batch(self, ready: Ready, exchange: bool) -> None:
+        failure: BaseException | None = None
+        now = time.time()
+        self.ages += [now - born for born in ready.born]
+        try:
+            with self.compute, self.busy, self.framework.exchange(exchange and not self._by_hand):
+                self._forward_backward(ready.batch)
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # its frames would keep the memory alive
+        except Exception as error:
+            with suppress(Exception):
+                error.add_note(f"in {self._where(ready)}")
+            raise
+        if self.runner.on_memory == "split":
+            self._agree(failure, ready)
+        elif failure is not None:
+            raise MicroBatchError(
+                f"{self._where(ready)} ran out of memory, so the step cannot go on. Lower the "
+                f"budget below {ready.batch.rows * ready.batch.width} slots, limit the cost of a "
+                f"micro-batch, or set on_memory='split'."
+            ) from failure
+        self.tokens += int(ready.lengths.sum())
+        self.slots += ready.batch.rows * ready.batch.width
+        if self.runner.cost is not None:
+            self.flops += float(self.runner.cost.of_lengths(ready.lengths).sum())
+        self.position += 1
+
+    def _forward_backward(self, batch: Batch) -> None:
+        runner, normalizer = self.runner, self.normalizer
+        cut = runner.cut or _whole
+        shard = cut(batch)
+        outputs = runner.forward(runner.model, shard)
+        sums: dict[str, Tensor] = {}
+        metrics: dict[str, Metric] = {}
+        for name, loss in self.losses.items():
+            found = loss.function(outputs, cut(weighted(batch, loss.normalization)))
+            sums[name] = found.loss if isinstance(found, Sums) else found
+            if isinstance(found, Sums):
+                prefix = f"{name}/" if len(self.losses) > 1 else ""
+                metrics |= {prefix + key: metric for key, metric in found.metrics.items()}
+        amounts = normalizer.amounts(batch, not isinstance(shard, Shard) or shard.rank == 0)
+        reduced: Mapping[str, Tensor] | None = None
+        if normalizer.mode == "per_micro_batch":
+            reduced = Bundle(amounts).reduce(runner.collective).sums
+        scales = normalizer.scales(self.work.totals, reduced=reduced, micro_batches=self.work.count)
+        normalizer.objective(sums, scales).backward()
+        self.bundles.append(normalizer.bundle(sums, amounts, scales, metrics))
+
+    def _agree(self, failure: BaseException | None, ready: Ready) -> None:
+        """Whether this micro-batch ran on every rank; raised on all of them if it did not."""
+        stuck = failure is not None and len(ready.samples) < 2
+        flags = torch.tensor([float(failure is not None), float(stuck)])
+        with self.communicate:
+            failed, hopeless = self.runner.collective.all_reduce_sum(flags).tolist()
+        if hopeless:
+            whose = "" if stuck else " on another rank"
+            raise MicroBatchError(
+                f"{self._where(ready)} ran out of memory{whose} with a single segment, which "
+                f"cannot be split. Lower max_tokens, split over-long samples, or use context "
+                f"parallelism."
+            ) from failure
+        if failed:
+            raise TooLargeError(self.position)
+
+    def _where(self, ready: Ready) -> str:
+        shown = ", ".join(map(str, ready.samples[:4])) + ("..." if len(ready.samples) > 4 else "")
+        held = f"{len(ready.samples)} segments of samples {shown}" if shown else "no segment"
+        total = "" if self.work.count is None else f" of {self.work.count}"
+        shape = f"{ready.batch.rows} x {ready.batch.width} slots"
+        return (
+            f"micro-batch {self.position}{total} of step {self.work.number} on rank "
+            f"{self.runner.collective.rank} ({shape}, {held})"
+        )
+
+    def _measures(self) -> Bundle:
+        """How busy this rank was and with what, to travel with the bundle."""
+        busy = torch.tensor(self.busy.seconds, dtype=torch.float64)
+        metrics = {
+            BUSY: Metric.mean(busy, 1),
+            BUSY_MOST: Metric.max(busy),
+            TOKENS: Metric.sum(torch.tensor(float(self.tokens))),
+            SLOTS: Metric.sum(torch.tensor(float(self.slots))),
+        }
+        if self.runner.cost is not None:
+            # A mean over ranks, as MFU compares with what one rank could have done.
+            metrics[FLOPS] = Metric.mean(torch.tensor(self.flops, dtype=torch.float64), 1)
+        return Bundle({}, metrics)
+
+
+def _whole(batch: Batch) -> Any:
+    return batch

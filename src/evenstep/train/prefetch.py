@@ -1,0 +1,101 @@
+"""Prefetch: the next micro-batches are prepared while the current one runs, and no more."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """Takes items from an iterable in a thread, at most `ahead` of whoever consumes them.
+
+    Counting the one that is in use, `ahead + 1` items are alive. With `ahead` 0 there is no
+    thread. An error in the thread is raised where the item would have been.
+
+    >>> list(Prefetch(iter("abc"), ahead=2))
+    ['a', 'b', 'c']
+    """
+
+    def __init__(self, items: Iterable[T], ahead: int) -> None:
+        self._items, self._ahead = items, ahead
+        self.waited = 0.0
+        """Seconds for which the consumer had nothing to do."""
+        self.preparing = 0.0
+        """Seconds that preparing took, in whichever thread."""
+
+    def __iter__(self) -> Iterator[T]:
+        return self._threaded() if self._ahead else self._direct()
+
+    def _direct(self) -> Iterator[T]:
+        items = iter(self._items)
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.preparing += time.perf_counter() - began
+                self.waited += time.perf_counter() - began
+            yield item
+            del item
+
+    def _threaded(self) -> Iterator[T]:
+        ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+        room = threading.Semaphore(self._ahead)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=self._prepare,
+            args=(ready.put, room, stop),
+            name="evenstep-prefetch",
+            daemon=True,
+        )
+        thread.start()
+        try:
+            while True:
+                began = time.perf_counter()
+                found = ready.get()
+                self.waited += time.perf_counter() - began
+                if found is None:
+                    return
+                if isinstance(found, BaseException):
+                    raise found
+                room.release()  # what is in use no longer counts as prepared
+                (item,) = found
+                del found
+                yield item
+                del item
+        finally:
+            stop.set()
+            room.release()
+            thread.join()
+
+    def _prepare(
+        self,
+        put: Callable[[tuple[T] | BaseException | None], None],
+        room: threading.Semaphore,
+        stop: threading.Event,
+    ) -> None:
+        try:
+            items = iter(self._items)
+            while True:
+                room.acquire()
+                if stop.is_set():
+                    return
+                began = time.perf_counter()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    put(None)
+                    return
+                finally:
+                    self.preparing += time.perf_counter() - began
+                put((item,))
+                del item
+        except BaseException as error:
+            put(error)

@@ -1,0 +1,82 @@
+"""compute_log_probs: forwards alone, under a budget of their own, in the caller's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import Plan
+from evenstep.core.recipe import Recipe
+from evenstep.data.source import length_of
+from evenstep.errors import ConfigError
+from evenstep.planning.planner import make_plan
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.losses import label_log_probs
+from evenstep.tensors.restore import restore_ragged
+from evenstep.train.collectives import Alone, Collective
+from evenstep.train.prefetch import Prefetch
+from evenstep.train.runner import call
+
+
+def compute_log_probs(
+    model: Any,
+    samples: Sequence[Any],
+    recipe: Recipe,
+    *,
+    collective: Collective | None = None,
+    collate: Callable[[MicroBatch, Any], Batch] | None = None,
+    forward: Callable[[Any, Any], Any] = call,
+    device: torch.device | str | None = None,
+    prefetch: int = 1,
+) -> list[Tensor]:
+    """The log-prob of every token of every sample, given the tokens before it.
+
+    Forwards need less memory than training, so the recipe has a budget of its own. Ranks share
+    the work; each gets all results, sample by sample in the order given. Position i holds token
+    i's; the first, which nothing predicts, holds 0, as does what the recipe drops or truncates.
+
+    >>> from evenstep import Packed
+    >>> from evenstep.train.model import Decoder, DecoderShape
+    >>> samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+    >>> recipe = Recipe(layout=Packed(max_tokens=4))
+    >>> [len(found) for found in compute_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe)]
+    [3, 1]
+    """
+    ranks = Alone() if collective is None else collective
+    collator = Collator() if collate is None else collate
+    if recipe.topology.dp != ranks.size:
+        raise ConfigError(
+            f"the recipe plans for {recipe.topology.dp} ranks but {ranks.size} share the work, so "
+            f"samples would be scored twice or never. Set topology.dp to {ranks.size}."
+        )
+    plan = make_plan([length_of(sample) for sample in samples], recipe)
+    if len(samples) == 0:
+        return []
+    results: dict[tuple[int, int, int], Tensor] = {}
+
+    def batches() -> Iterator[tuple[tuple[int, int, int], Batch]]:
+        for key, micro in _mine(plan, ranks.rank):
+            batch = collator(micro, samples)
+            yield key, batch if device is None else batch.to(device, non_blocking=True)
+
+    with torch.no_grad():
+        for key, batch in Prefetch(batches(), prefetch):
+            outputs = forward(model, batch)
+            # Every token counts here, trained or not.
+            labels = batch.ahead("tokens", fill=IGNORE_INDEX)
+            found = label_log_probs(outputs.flatten(0, 1), labels.flatten())
+            results[key] = found.view(labels.shape)
+        restored = restore_ragged(plan, results, shifted=True)
+        values = ranks.all_reduce_sum(restored.values).to(restored.values.device)
+    return list(values.split(plan.lengths.tolist()))
+
+
+def _mine(plan: Plan, rank: int) -> Iterator[tuple[tuple[int, int, int], MicroBatch]]:
+    for step in range(plan.steps):
+        for position, micro in enumerate(plan[step, rank]):
+            yield (step, rank, position), micro
