@@ -16,7 +16,7 @@ INSTALL := $(PIP) install -c constraints.txt
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: .venv/.cli ## Plan a real corpus three ways and show the difference
+demo: .venv/.demo ## Train on a real corpus in three ways and show the difference
 	@$(BIN)/python -m evenstep.demo
 
 test: .venv/.dev ## Run the tests
@@ -35,6 +35,9 @@ format: .venv/.dev ## Fix what ruff can fix, and format
 bench: .venv/.bench ## Run the benchmarks beside their peers (needs a C++ compiler)
 	@$(BIN)/python benchmarks/planning.py
 	@$(BIN)/python benchmarks/tensors.py
+	@$(BIN)/python benchmarks/pool.py
+	@$(BIN)/python benchmarks/streams.py
+	@$(BIN)/python benchmarks/steps.py
 
 fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
 	@$(BIN)/python -m tests.fuzz --plans $(PLANS)
@@ -67,9 +70,9 @@ clean: ## Remove .venv, builds and caches
 	@$(PYTHON) -m venv --clear .venv
 	@touch $@
 
-.venv/.cli: .venv/.created pyproject.toml constraints.txt
-	@echo "Installing evenstep[cli] into .venv (a minute or two)"
-	@$(INSTALL) -e ".[cli]"
+.venv/.demo: .venv/.created pyproject.toml constraints.txt
+	@echo "Installing evenstep[cli,torch] into .venv (some minutes: torch)"
+	@$(INSTALL) "$(TORCH)" -e ".[cli,torch]"
 	@touch $@
 
 .venv/.dev: .venv/.created pyproject.toml constraints.txt

@@ -12,6 +12,7 @@ and simulated, and every rank computes the same one from the same lengths.
 [[[0, 1]], [[2, 3, 4]]]
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from evenstep.core.checks import violations
@@ -22,9 +23,12 @@ from evenstep.core.plan import Plan
 from evenstep.core.ragged import Ragged
 from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.topology import Topology
+from evenstep.core.world import World
 from evenstep.errors import EvenstepError
 
 if TYPE_CHECKING:
+    from evenstep.data.planned import PlannedStream
+    from evenstep.data.pooled import PooledStream
     from evenstep.planning import make_plan, pack, partition
 
 __version__ = "0.1.0"
@@ -39,10 +43,13 @@ __all__ = [
     "PackedStatic",
     "Padded",
     "Plan",
+    "PlannedStream",
+    "PooledStream",
     "Ragged",
     "Recipe",
     "Steps",
     "Topology",
+    "World",
     "make_plan",
     "pack",
     "partition",
@@ -50,10 +57,17 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "make_plan": "evenstep.planning",
+    "pack": "evenstep.planning",
+    "partition": "evenstep.planning",
+    "PlannedStream": "evenstep.data.planned",
+    "PooledStream": "evenstep.data.pooled",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Planning brings its compiler along, so it is loaded when it is first used."""
-    if name in ("make_plan", "pack", "partition"):
-        from evenstep import planning
-
-        return getattr(planning, name)
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'evenstep' has no attribute {name!r}")

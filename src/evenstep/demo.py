@@ -1,94 +1,241 @@
-"""`make demo`: the sources of the Python standard library, planned in three ways for 8 ranks.
+"""`make demo`: a small model trained on the standard library in three ways, by two processes.
 
-A corpus that every machine has: one document per file, one token per byte. The same documents,
-in the same steps, are padded to the longest, dynamically batched, and packed.
+source -> stream -> plan -> batch -> runner, three times with the same samples in every step:
+padded to the longest, dynamically batched, packed. The loss of every step is the same; what it
+takes is not.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import random
+import socket
 import sysconfig
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from evenstep.cli import screen
 from evenstep.core.archive import replace_file
-from evenstep.core.checks import assert_valid
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Layout, Packed, Padded
-from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.topology import Topology
+from evenstep.core.world import World
+from evenstep.data.planned import PlannedStream
+from evenstep.data.token_file import TokenFile
+from evenstep.data.token_writer import write_token_file
 from evenstep.report import Entry, comparison_page
 
-BUDGET = 65_536  # slots of a micro-batch
-RANKS = 8
-SAMPLES = 128  # of a step
-PAGE = Path("build/demo.html")
+RANKS = 2
+STEPS = 12
+SAMPLES = 64  # of a step
+LONGEST = 2048  # tokens of a sample; longer ones are cut when they are stored
+BUDGET = 8192  # slots of a micro-batch
+SHAPE: dict[str, Any] = {
+    "vocab": 256,
+    "hidden": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 192,
+}
+FOLDER = Path("build")
 
 LAYOUTS: dict[str, Layout] = {
-    "padded to the longest": Padded(max_tokens=BUDGET, pad_to=BUDGET),
+    "padded to the longest": Padded(max_tokens=BUDGET, pad_to=LONGEST),
     "dynamically batched": Padded(max_tokens=BUDGET),
     "packed": Packed(max_tokens=BUDGET),
 }
 
 
 def main() -> None:
-    """Plan, print one table, and leave a page with a picture."""
-    lengths = standard_library()
+    """Store the corpus, train three times, print one table, and leave a page with a picture."""
     console = screen.console()
+    FOLDER.mkdir(exist_ok=True)
+    with screen.progress("Reading the standard library"):
+        corpus = write_token_file(FOLDER / "demo.tokens", samples(STEPS * SAMPLES), dtype=np.uint8)
+    lengths = corpus.lengths_of(np.arange(len(corpus)))
     console.print(
-        f"The Python standard library: {len(lengths):,} documents, {lengths.sum():,} tokens, the "
-        f"shortest {lengths.min():,}, the median {int(np.median(lengths)):,}, the longest "
-        f"{lengths.max():,}.\n{RANKS} ranks, {SAMPLES} documents a step, micro-batches of at most "
-        f"{BUDGET:,} slots; longer documents are split.\n"
+        f"Functions and classes of the Python standard library, a byte is a token: "
+        f"{len(lengths):,} samples, {lengths.sum():,} tokens, the median "
+        f"{int(np.median(lengths)):,}, the longest {lengths.max():,}.\n{RANKS} processes, "
+        f"{SAMPLES} samples a step, micro-batches of at most {BUDGET:,} slots.\n"
     )
     entries = [plan(name, layout, lengths) for name, layout in LAYOUTS.items()]
-    title = f"The Python standard library on {RANKS} ranks"
-    screen.print_comparison(entries, title)
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(PAGE, comparison_page(entries, title).encode())
-    console.print(f"\nThe picture is in {PAGE}: open it in a browser.")
+    records = train_all(corpus.path)
+    console.print(table(records))
+    losses = np.array([record["losses"] for record in records.values()])
+    console.print(
+        f"\nThe losses of a step differ by at most {np.ptp(losses, axis=0).max():.1e}: the same "
+        f"samples, the same gradient, however they were cut."
+    )
+    page = FOLDER / "demo.html"
+    title = f"{STEPS} steps of the Python standard library on {RANKS} ranks"
+    replace_file(page, comparison_page(entries, title).encode())
+    console.print(f"The plans are drawn in {page}: open it in a browser.")
 
 
-def standard_library() -> IntArray:
-    """The size in bytes of every module, in a seeded random order."""
+# The corpus -------------------------------------------------------------------------------------
+
+
+def samples(count: int) -> list[dict[str, Any]]:
+    """So many functions and classes of the standard library, in a seeded random order."""
     root = Path(sysconfig.get_path("stdlib"))
-    sizes = []
-    for path in sorted(root.rglob("*.py")):
-        if "site-packages" in path.parts or "dist-packages" in path.parts:
-            continue
-        try:
-            size = path.stat().st_size
-        except OSError:
-            continue
-        if size:  # many __init__.py are empty
-            sizes.append(size)
-    random.Random(0).shuffle(sizes)
-    return np.array(sizes, np.int64)
+    paths = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
+    random.Random(0).shuffle(paths)
+    found: list[bytes] = []
+    for path in paths:
+        found += definitions(path)
+        if len(found) >= 4 * count:
+            break
+    random.Random(1).shuffle(found)
+    return [{"input_ids": np.frombuffer(text, np.uint8)} for text in found[:count]]
 
 
-def plan(name: str, layout: Layout, lengths: IntArray) -> Entry:
-    """Plan once to compile or load the kernels, then once more with a watch in hand."""
-    from evenstep.planning import make_plan
+def definitions(path: Path) -> Iterator[bytes]:
+    """The source of each function and class of a module, the longest cut to what we store."""
+    try:
+        source = path.read_bytes()
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return
+    lines = source.splitlines(keepends=True)
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            text = b"".join(lines[node.lineno - 1 : node.end_lineno])
+            if len(text) > 1:
+                yield text[:LONGEST]
 
-    recipe = Recipe(
+
+# Plans and training -----------------------------------------------------------------------------
+
+
+def recipe_of(layout: Layout) -> Recipe:
+    """The same for all layouts but the layout itself."""
+    return Recipe(
         layout=layout,
         topology=Topology(dp=RANKS),
         steps=Steps(samples=SAMPLES),
-        cost=Cost.of_model(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8),
-        overflow="split",
+        cost=Cost.of_model(**SHAPE),
+        clock="step",
     )
-    with screen.progress(f"Compiling what {name} needs (the first time only)"):
-        make_plan(lengths[:SAMPLES], recipe)
-    with screen.progress(f"Planning: {name}") as advance:
-        began = time.perf_counter()
-        made = make_plan(lengths, recipe, progress=advance)
-        seconds = time.perf_counter() - began
-    assert_valid(made)
-    return Entry(name, made, seconds)
+
+
+def plan(name: str, layout: Layout, lengths: Any) -> Entry:
+    """The plan of all steps, for the picture; the ranks make the same by themselves."""
+    from evenstep.planning import make_plan
+
+    with screen.progress(f"Planning: {name} (the first time compiles kernels)"):
+        return Entry(name, make_plan(lengths, recipe_of(layout)))
+
+
+def train_all(corpus: Path) -> dict[str, dict[str, Any]]:
+    """Train with every layout in real processes that find each other; what rank 0 recorded."""
+    import torch
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    records = FOLDER / "demo.json"
+    torch.multiprocessing.spawn(train_rank, (port, corpus, records), nprocs=RANKS)
+    found: dict[str, dict[str, Any]] = json.loads(records.read_text())
+    return found
+
+
+def train_rank(rank: int, port: int, corpus: Path, records: Path) -> None:
+    """One process."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    found = {name: train(rank, name, layout, corpus) for name, layout in LAYOUTS.items()}
+    if rank == 0:
+        replace_file(records, json.dumps(found).encode())
+    torch.distributed.destroy_process_group()
+
+
+def train(rank: int, name: str, layout: Layout, corpus: Path) -> dict[str, Any]:
+    """Train from the same beginning with one layout."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from evenstep.tensors.losses import cross_entropy
+    from evenstep.train.collectives import Distributed
+    from evenstep.train.model import Decoder, DecoderShape
+    from evenstep.train.runner import Runner
+    from evenstep.train.watch import Watch
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Decoder(DecoderShape(**SHAPE)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    source = TokenFile(corpus)
+    stream = PlannedStream(
+        source,
+        recipe_of(layout),
+        world=World(rank, RANKS),
+        loss_tokens=source.lengths_of(np.arange(len(source))) - 1,  # all but each first token
+    )
+    runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
+    results = []
+    with Watch(timeout=60), progress(rank, name) as advance:
+        for step in stream:
+            results.append(runner.run(step).reduce(runner.collective))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            advance(len(results), STEPS)
+    steady = results[1:]  # the first step warms everything up
+    seconds = sum(result.timings.total for result in steady)
+    return {
+        "losses": [result.loss for result in results],
+        "tokens_per_second": sum(r.tokens_per_second * r.timings.total for r in steady) / seconds,
+        "padding": float(np.mean([result.padding for result in results])),
+        "micro_batches": sum(result.micro_batches for result in results),
+        "planned": float(np.mean([result.planned_imbalance for result in results])),
+        "measured": float(np.mean([result.measured_imbalance for result in steady])),
+        "waiting": sum(result.timings.wait for result in steady) / seconds,
+    }
+
+
+def progress(rank: int, name: str) -> Any:
+    """A bar on rank 0, nothing on the others."""
+    return screen.progress(f"Training: {name}") if rank == 0 else _Silent()
+
+
+class _Silent:
+    def __enter__(self) -> Callable[[int, int], None]:
+        return lambda done, total: None
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def table(records: dict[str, dict[str, Any]]) -> Table:
+    """One column for each layout; the loss of every step below."""
+    found = list(records.values())
+    least = found[0]["tokens_per_second"]
+    made = Table(title="The same steps, cut in three ways")
+    made.add_column("")
+    for name in records:
+        made.add_column(name, justify="right")
+    speeds = [record["tokens_per_second"] for record in found]
+    made.add_row("real tokens a second", *(f"{s:,.0f} ({s / least:.2f}×)" for s in speeds))
+    made.add_row("padding", *(f"{record['padding']:.1%}" for record in found))
+    made.add_row("micro-batches a rank", *(f"{record['micro_batches']:,}" for record in found))
+    made.add_row("imbalance, planned", *(f"{record['planned']:.4f}×" for record in found))
+    made.add_row("imbalance, measured", *(f"{record['measured']:.3f}×" for record in found))
+    made.add_row("waiting for data", *(f"{record['waiting']:.1%}" for record in found))
+    made.add_section()
+    for step in range(len(found[0]["losses"])):
+        made.add_row(f"loss of step {step}", *(f"{r['losses'][step]:.6f}" for r in found))
+    return made
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""The parts of the demo that do not need minutes; `make demo` runs the whole."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from evenstep import demo
+from evenstep.planning import make_plan
+
+
+def test_the_corpus_is_the_functions_and_classes_of_the_standard_library() -> None:
+    found = demo.samples(40)
+    assert len(found) == 40
+    assert [s["input_ids"].tolist() for s in found] == [
+        s["input_ids"].tolist() for s in demo.samples(40)
+    ]
+    for sample in found:
+        text = sample["input_ids"].tobytes()
+        assert 1 < len(text) <= demo.LONGEST
+        assert text.split(maxsplit=1)[0] in (b"def", b"class")
+
+
+def test_a_module_that_is_no_python_has_no_definitions(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_bytes(b"def f(:\n")
+    assert list(demo.definitions(path)) == []
+    assert list(demo.definitions(tmp_path / "missing.py")) == []
+
+
+def test_every_layout_runs_the_same_samples_in_every_step() -> None:
+    lengths = np.array([len(sample["input_ids"]) for sample in demo.samples(2 * demo.SAMPLES)])
+    plans = [make_plan(lengths, demo.recipe_of(layout)) for layout in demo.LAYOUTS.values()]
+    assert all((plan.step_of == plans[0].step_of).all() for plan in plans)
+
+
+def test_the_table_has_a_column_for_each_layout_and_a_row_for_each_loss() -> None:
+    record = {
+        "losses": [5.5, 4.25], "tokens_per_second": 1000.0, "padding": 0.5, "micro_batches": 7,
+        "planned": 1.01, "measured": 1.02, "waiting": 0.0,
+    }  # fmt: skip
+    screen = Console(file=io.StringIO(), width=120)
+    screen.print(demo.table(dict.fromkeys(demo.LAYOUTS, record)))
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert all(name in shown for name in demo.LAYOUTS)
+    assert "loss of step 1" in shown
+    assert "4.250000" in shown
