@@ -344,6 +344,22 @@ def test_set_epoch_and_skip_batches_choose_where_to_begin() -> None:
     steps = list(skipped)
     assert [key(step) for step in steps] == expected[3:]
     assert steps[0].number == 3
+    assert steps[0].budget == 9
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_skipping_is_the_same_for_any_number_of_workers(workers: int) -> None:
+    def make() -> PooledStream:
+        recipe = Recipe(layout=Packed(max_tokens=9))
+        return PooledStream(InMemory(samples_of([3] * 60)), recipe, pool=Pool(samples=2, tokens=0))
+
+    expected = [key(step) for step in in_turn(make(), workers)]
+    for skip in range(7):
+        stream = make()
+        stream.skip_batches(skip)
+        steps = list(in_turn(stream, workers))
+        assert [key(step) for step in steps] == expected[skip:]
+        assert [step.number for step in steps[:3]] == [skip, skip + 1, skip + 2]
 
 
 def test_a_cursor_of_something_else_is_refused_with_the_reason() -> None:

@@ -117,6 +117,7 @@ class PooledStream:
                 samples=found[1],
                 cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, [now]),
                 lost={reason: n for reason, n in missing.items() if n},
+                budget=self.recipe.layout.max_tokens,
             )
             number, lost = number + workers, dict(now.lost)
 
