@@ -1,0 +1,277 @@
+"""Measure whole steps on a GPU: the same gradient in every layout, and what each layout takes.
+
+    python benchmarks/gpu_steps.py                        filed under benchmarks/results
+    python benchmarks/gpu_steps.py --device cpu --quick   a small version, not filed
+
+The same samples run in every step, padded to the longest, dynamically batched and packed, through
+stream, plan, collator and runner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks import tables
+from benchmarks.tables import Section, Table, Target
+from evenstep import Cost, Packed, Padded, Recipe, Steps
+from evenstep.core.layout import Layout
+from evenstep.data.memory import InMemory
+from evenstep.data.planned import PlannedStream
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.losses import cross_entropy
+from evenstep.train.loss import SequenceMean, TokenMean
+from evenstep.train.model import Decoder, DecoderShape
+from evenstep.train.runner import Runner
+
+ROOT = Path(__file__).resolve().parents[1]
+PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+"""Dense bfloat16 FLOPs a second, from the makers' data sheets."""
+
+
+class Slow:
+    """A source that takes a while for each sample."""
+
+    def __init__(self, source: InMemory, seconds: float) -> None:
+        self.source, self.seconds = source, seconds
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def lengths_of(self, items: Any) -> Any:
+        return self.source.lengths_of(items)
+
+    def __getitem__(self, item: int) -> Any:
+        time.sleep(self.seconds)
+        return self.source[item]
+
+
+def corpus(count: int, median: int, longest: int, vocab: int, spread: float = 1.0) -> InMemory:
+    """Samples of log-normal lengths."""
+    rng = np.random.default_rng(0)
+    lengths = (median * np.exp(rng.normal(0, spread, count))).astype(int).clip(2, longest)
+    return InMemory([{"input_ids": rng.integers(0, vocab, n)} for n in lengths])
+
+
+def layouts(budget: int, longest: int) -> dict[str, Layout]:
+    return {
+        "padded to the longest": Padded(max_tokens=budget, pad_to=longest),
+        "dynamically batched": Padded(max_tokens=budget),
+        "packed": Packed(max_tokens=budget),
+    }
+
+
+def gradients(device: str, quick: bool) -> Section:
+    """One step in every layout and mode against one sample at a time."""
+    source = corpus(24, 60, 256, 97)
+    labels = source.lengths_of(np.arange(len(source))) - 1
+    shape = DecoderShape(vocab=97, hidden=64, layers=2)
+    table = Table(
+        "Against one sample at a time", dict.fromkeys(("denominator", "layout", "mode"), "")
+    )
+    table.columns["off by"] = ".1e"
+    worst = 0.0
+    for normalization in (TokenMean(), SequenceMean()):
+        alone = Padded(max_tokens=256, pad_to=256)
+        reference = _gradient(source, alone, device, shape, normalization, "deferred", labels)
+        for name, layout in layouts(512, 256).items():
+            for mode in ("known", "deferred"):
+                found = _gradient(source, layout, device, shape, normalization, mode, labels)
+                off = float((found - reference).norm() / reference.norm())
+                table.add(normalization.name, name, mode, off)
+                worst = max(worst, off)
+    return Section(
+        "The gradient of a step, float32",
+        ["Relative to one sample at a time: norm of the difference over norm."],
+        tables=[table],
+        targets=[Target("the gradient of any layout within 1e-6", f"{worst:.1e}", worst <= 1e-6)],
+    )
+
+
+def _gradient(
+    source: InMemory, layout: Layout, device: str, shape: DecoderShape, normalization: Any,
+    mode: Any, labels: Any,
+) -> Tensor:  # fmt: skip
+    torch.manual_seed(0)
+    model = Decoder(shape).to(device)
+    stream = PlannedStream(source, Recipe(layout=layout), loss_tokens=labels, shuffle=False)
+    runner = Runner(
+        model=model, loss=cross_entropy(), normalization=normalization, mode=mode, device=device
+    )
+    for step in stream:
+        runner.run(step)
+    return torch.cat([p.grad.flatten().double() for p in model.parameters()]).cpu()
+
+
+def training(device: str, quick: bool) -> Section:
+    """Some steps of a decoder in bfloat16: real tokens a second, MFU, and the loss."""
+    sizes = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 4, "ffn": 2816}
+    vocab, longest, budget, steps, samples = 32_000, 8192, 32_768, 8, 128
+    if quick:
+        sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64}
+        vocab, longest, budget, steps, samples = 101, 64, 128, 3, 8
+    source = corpus(steps * samples, longest // 8, longest, vocab)
+    labels = source.lengths_of(np.arange(len(source))) - 1
+    cost = Cost.of_model(**sizes, vocab=vocab)
+    peak = PEAK.get(torch.cuda.get_device_name()) if device == "cuda" else None
+    rows: list[tuple[str, ...]] = []
+    losses: list[list[float]] = []
+    speed: dict[str, float] = {}
+    for name, layout in layouts(budget, longest).items():
+        torch.manual_seed(0)
+        model = Decoder(DecoderShape(vocab=vocab, **sizes)).to(device, torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        recipe = Recipe(layout=layout, steps=Steps(samples=samples), cost=cost)
+        stream = PlannedStream(source, recipe, loss_tokens=labels)
+        runner = Runner(
+            model=model, loss=cross_entropy(), device=device, collate=Collator(pin_memory=True),
+            cost=cost, peak_flops=peak,
+        )  # fmt: skip
+        results = []
+        for step in stream:
+            results.append(runner.run(step))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        steady = results[2:] or results
+        seconds = sum(result.timings.total for result in steady)
+        speed[name] = sum(result.tokens for result in steady) / seconds
+        mfu = [result.mfu for result in steady if result.mfu is not None]
+        losses.append([result.loss for result in results])
+        rows.append(
+            (
+                name,
+                f"{speed[name]:,.0f}",
+                f"{speed[name] / speed['padded to the longest']:.2f} ×",
+                f"{np.mean([r.padding for r in results]):.1%}",
+                f"{np.mean(mfu):.1%}" if mfu else "",
+                f"{sum(r.timings.wait for r in steady) / seconds:.1%}",
+                f"{losses[-1][0]:.5f}",
+                f"{losses[-1][-1]:.5f}",
+            )
+        )
+    spread = float(np.ptp(np.array(losses), axis=0).max())
+    header = {
+        "layout": "", "real tokens/s": "", "×": "", "padding": "", "MFU": "",
+        "waiting for data": "", "first loss": "", "last loss": "",
+    }  # fmt: skip
+    gained = speed["packed"] / speed["padded to the longest"]
+    return Section(
+        "Training a decoder, bfloat16",
+        [
+            f"{steps} steps of {samples} log-normal samples, the longest {longest:,} tokens, "
+            f"micro-batches of at most {budget:,} slots; {sizes}. MFU counts FLOPs of real tokens."
+        ],
+        tables=[Table("Layouts", header, rows)],
+        targets=[
+            Target("packed is faster than padded", f"{gained:.2f} ×", gained > 1),
+            Target("losses agree to bfloat16's rounding", f"{spread:.1e}", spread < 2e-2),
+        ],
+    )
+
+
+def prefetching(device: str, quick: bool) -> Section:
+    """Preparation as slow as compute, without and with a micro-batch ahead."""
+    source = corpus(64 if quick else 256, 400, 1024, 101)
+    sizes: dict[str, Any] = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 1408}
+    if quick:
+        sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64}
+    rows = []
+    ratios = {}
+    model = Decoder(DecoderShape(vocab=101, **sizes)).to(device, torch.bfloat16)
+    recipe = Recipe(layout=Packed(max_tokens=8192))
+
+    def run(given: Any, ahead: int) -> Any:
+        runner = Runner(model=model, loss=cross_entropy(), device=device, prefetch=ahead)
+        model.zero_grad()
+        return runner.run(next(iter(PlannedStream(given, recipe))))
+
+    run(source, 1)
+    compute = run(source, 1).timings.total  # with nothing to wait for
+    slow = Slow(source, compute / len(source))
+    for ahead in (0, 1, 2):
+        found = run(slow, ahead).timings
+        larger = max(found.prepare, compute)
+        ratios[ahead] = found.total / larger
+        rows.append(
+            (str(ahead), f"{found.prepare:.3f}", f"{compute:.3f}", f"{found.wait:.3f}",
+             f"{found.total:.3f}", f"{ratios[ahead]:.2f} ×", f"{found.first:.3f}")
+        )  # fmt: skip
+    header = {
+        "ahead": "", "prepare s": "", "compute s": "", "wait s": "", "total s": "",
+        "of the larger": "", "first forward s": "",
+    }  # fmt: skip
+    return Section(
+        "Preparing ahead",
+        ["A source as slow as the model: how much longer a step takes than the larger of the two."],
+        tables=[Table("One step", header, rows)],
+        targets=[
+            Target("with one ahead under 1.15 × the larger", f"{ratios[1]:.2f} ×", ratios[1] < 1.15)
+        ],
+    )
+
+
+SECTIONS = {"gradients": gradients, "training": training, "prefetching": prefetching}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Steps, measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
+    parser.add_argument("--quick", action="store_true", help="a small version, not filed")
+    parser.add_argument("--out", type=Path, help="where to file (benchmarks/results)")
+    options = parser.parse_args(arguments)
+    if options.out is None and not options.quick:
+        options.out = ROOT / "benchmarks" / "results"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    found = {}
+    for name, section in SECTIONS.items():
+        start = time.perf_counter()
+        found[name] = section(options.device, options.quick)
+        tables.show(found[name], console)
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s\n")
+    if options.out:
+        _file(options.out, options.device, found)
+    return 0
+
+
+def _file(folder: Path, device: str, found: dict[str, Section]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+    }
+    data = {"machine": about, "sections": {name: s.to_dict() for name, s in found.items()}}
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    (folder / "gpu_steps.json").write_text(text + "\n", encoding="utf-8")
+    parts = [
+        "# Steps on a GPU, measured",
+        "Written by `python benchmarks/gpu_steps.py`.",
+        tables.markdown_table(Table("Machine", {"": "", " ": ""}, [*about.items()])),
+        *(tables.markdown(section) for section in found.values()),
+    ]
+    (folder / "gpu_steps.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
