@@ -3,7 +3,8 @@
 stride          sorted, then dealt round-robin, as the documents do
 lpt             longest first, each to the lightest part
 karmarkar_karp  largest differencing: combine the two most uneven partial deals, opposed
-refined         lpt, then swaps that relieve the heaviest part (the default)
+refined         lpt, then swaps that relieve the heaviest part (the default); where these are stuck
+                with few items, parts filled to the brim are tried as well
 """
 
 from collections.abc import Callable
@@ -16,12 +17,15 @@ from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.differencing import differencing_kernel
 from evenstep.planning.kernel import kernel
+from evenstep.planning.optimal import optimal_kernel
 
 Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 
 _PARTNERS = 16  # parts tried for one swap
 _PAIRS_UP_TO = 32  # items a part may have for two-against-two swaps
 _CLOSE = 1e-4  # a heaviest part this near the mean is left alone
+_STUCK, _FEW = 1e-3, 2048  # one farther from its bound, of so few items, is worth another way
+_UNITS = 2**18  # a bound in the units that bins are filled by; rounding up costs 4e-6 an item
 
 
 @kernel
@@ -251,10 +255,35 @@ def refined(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArra
     if equal_sizes:
         refine_kernel(costs, part_of, parts)
         return part_of
+    part_of = _swapped(costs, part_of, parts)
+    return _to_the_brim(costs, part_of, parts)
+
+
+def _swapped(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
     # Two items of no cost in each part let one or two others move alone.
     whole = np.concatenate((part_of, np.arange(parts), np.arange(parts)))
     refine_kernel(_padded(costs, len(whole)), whole, parts)
     return whole[: len(costs)]
+
+
+def _to_the_brim(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
+    """A lighter heaviest part, if few items are stuck and fit bins that are hardly too large.
+
+    Swaps between two parts cannot find it where one part is short of the mean for good and all
+    others must share what it leaves.
+    """
+    most = float(np.bincount(part_of, costs, parts).max())
+    least = max(float(costs.sum()) / parts, float(costs.max()))
+    if len(costs) > _FEW or most <= least * (1 + _STUCK):
+        return part_of
+    sizes = np.maximum(np.ceil(costs * (_UNITS / least)), 1).astype(np.int64)
+    for over in (_STUCK / 2, _STUCK * 0.9):
+        found = optimal_kernel(sizes, int(_UNITS * (1 + over)), parts, parts + 1)
+        if len(found):
+            found = _swapped(costs, found, parts)
+            better = float(np.bincount(found, costs, parts).max()) < most
+            return found if better else part_of
+    return part_of
 
 
 DEALS: dict[str, Deal] = {deal.__name__: deal for deal in (refined, lpt, karmarkar_karp, stride)}
