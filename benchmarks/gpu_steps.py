@@ -43,7 +43,7 @@ PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM
 
 
 class Slow:
-    """A source that takes a while for each sample."""
+    """A source that takes a while for each token."""
 
     def __init__(self, source: InMemory, seconds: float) -> None:
         self.source, self.seconds = source, seconds
@@ -59,8 +59,9 @@ class Slow:
         return self.source.lengths_of(items)
 
     def __getitem__(self, item: int) -> Any:
-        time.sleep(self.seconds)
-        return self.source[item]
+        sample = self.source[item]
+        time.sleep(self.seconds * len(sample["input_ids"]))
+        return sample
 
 
 def corpus(count: int, median: int, longest: int, vocab: int, spread: float = 1.0) -> InMemory:
@@ -205,7 +206,7 @@ def prefetching(device: str, quick: bool) -> Section:
 
     run(source, 1)
     compute = run(source, 1).timings.total  # with nothing to wait for
-    slow = Slow(source, compute / len(source))
+    slow = Slow(source, compute / int(source.lengths_of(np.arange(len(source))).sum()))
     for ahead in (0, 1, 2):
         found = run(slow, ahead).timings
         larger = max(found.prepare, compute)
