@@ -30,7 +30,7 @@ class Items:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.count = len(source) if has_random_access(source) else None
         self._found: dict[int, int] = {}
-        self._found_for = (-1, -1)
+        self._found_for = -1
         self.failed = False
         """Whether iterating itself raised; such an iterator is over, and nothing can be skipped."""
         self._open: Iterator[Any] | None = None
@@ -42,7 +42,10 @@ class Items:
         if self.count is not None:
             if position >= self.count:
                 return None
-            return read_samples(self.source, self._item(epoch, position, stride))
+            item = self._found.get(position) if epoch == self._found_for else None
+            if item is None:
+                item = self._look_up(epoch, position, stride)
+            return read_samples(self.source, item)
         found, raw = self._raw(epoch, position)
         return read_samples(self.source, position, raw) if found else None
 
@@ -61,14 +64,14 @@ class Items:
             )
         return samples[part][1]
 
-    def _item(self, epoch: int, position: int, stride: int) -> int:
+    def _look_up(self, epoch: int, position: int, stride: int) -> int:
+        """The item at a position; those that are likely to follow are looked up with it."""
         assert self.count is not None
-        if self._found_for != (epoch, stride) or position not in self._found:
-            positions = np.arange(position, min(self.count, position + _AHEAD * stride), stride)
-            order = EpochOrder(count=self.count, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-            items = order.samples(positions)
-            self._found = dict(zip(positions.tolist(), items.tolist(), strict=True))
-            self._found_for = (epoch, stride)
+        positions = np.arange(position, min(self.count, position + _AHEAD * stride), stride)
+        order = EpochOrder(count=self.count, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        items = order.samples(positions)
+        self._found = dict(zip(positions.tolist(), items.tolist(), strict=True))
+        self._found_for = epoch
         return self._found[position]
 
     def _raw(self, epoch: int, position: int) -> tuple[bool, Any]:

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray
 from evenstep.errors import InputError
+from evenstep.planning.kernel import kernel
 
 _ROUNDS = 6
+_27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +47,10 @@ class EpochOrder:
         if not self.shuffle or self.count < 2:
             return positions.astype(np.int64)
         half = max(1, -(-(self.count - 1).bit_length() // 2))  # 4**half >= count
-        keys = self._keys()
-        walking = _rounds(positions.astype(np.uint64), half, keys)
-        outside = np.flatnonzero(walking >= np.uint64(self.count))
-        while len(outside):
-            walking[outside] = _rounds(walking[outside], half, keys)
-            outside = outside[walking[outside] >= np.uint64(self.count)]
-        return walking.astype(np.int64)
+        found = np.empty(len(positions), np.int64)
+        with np.errstate(over="ignore"):  # products wrap around, compiled or not
+            walk(positions.astype(np.uint64), np.uint64(self.count), half, self._keys(), found)
+        return found
 
     def _keys(self) -> NDArray[np.uint64]:
         """Round keys that seed and epoch share with no other seed or epoch."""
@@ -58,18 +58,30 @@ class EpochOrder:
         return np.frombuffer(hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest(), np.uint64)
 
 
-def _rounds(values: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A keyed bijection on the numbers of 2 * half bits."""
+@kernel
+def walk(
+    positions: NDArray[np.uint64],
+    count: np.uint64,
+    half: int,
+    keys: NDArray[np.uint64],
+    found: IntArray,
+) -> None:
+    """Put each position through a keyed bijection on the numbers of 2 * half bits, until it comes
+    out below `count`."""
     bits = np.uint64(half)
-    mask = np.uint64((1 << half) - 1)
-    left, right = values >> bits, values & mask
-    for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
-    return (left << bits) | right
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Every bit of the input moves every bit of the output (the finaliser of splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    for i in range(positions.shape[0]):
+        value = positions[i]
+        inside = False
+        while not inside:
+            left, right = value >> bits, value & mask
+            for k in range(keys.shape[0]):
+                # Every bit of the input moves every bit of the output (splitmix64's finaliser).
+                mixed = right ^ keys[k]
+                mixed = (mixed ^ (mixed >> _30)) * _FIRST
+                mixed = (mixed ^ (mixed >> _27)) * _SECOND
+                mixed = mixed ^ (mixed >> _31)
+                left, right = right, left ^ (mixed & mask)
+            value = (left << bits) | right
+            inside = value < count
+        found[i] = np.int64(value)

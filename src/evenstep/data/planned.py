@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -282,6 +283,16 @@ class PlannedStream:
     def _belongs(self, inside: bool) -> dict[str, str]:
         """What a cursor is a place in. Ranks, layout and balance may change: they have no say in
         which samples a step holds. Within a step they do."""
+        belongs = dict(self._owner)
+        if inside:
+            recipe = self.recipe.to_dict()
+            recipe["topology"] = {**recipe["topology"], "dp": None}
+            text = json.dumps(recipe, sort_keys=True).encode()
+            belongs["recipe"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+        return belongs
+
+    @cached_property
+    def _owner(self) -> dict[str, str]:
         belongs = {
             "stream": "planned",
             "data": f"{len(self.source)} samples, {self.source.fingerprint}",
@@ -289,11 +300,6 @@ class PlannedStream:
         }
         if self._units.groups is not None:
             belongs["groups"] = column_digest(self._units.groups)
-        if inside:
-            recipe = self.recipe.to_dict()
-            recipe["topology"] = {**recipe["topology"], "dp": None}
-            text = json.dumps(recipe, sort_keys=True).encode()
-            belongs["recipe"] = hashlib.blake2b(text, digest_size=8).hexdigest()
         return belongs
 
     # Length ------------------------------------------------------------------------------------

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from evenstep.core.layout import Fixed, PackedStatic, Padded
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST, one_of, whole_number
@@ -72,8 +73,7 @@ class Pool:
         return self.warmup_tokens + (full - self.warmup_tokens) * step // self.warmup_steps
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """A piece of a sample in the pool: the whole sample, unless it was cut for being over-long."""
 
     epoch: int
@@ -81,12 +81,16 @@ class Entry:
     start: int
     length: int
     whole: int
+    """The length of the sample."""
     end: int
+    """Where the sample ends in what is run: its length, or what truncation leaves of it."""
     trained: int
     sample: Sample
+    piece: Sequence[int] = ()
+    """[epoch, number, start] for cursors, which share it; never changed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Former:
     """Forms micro-batches of a recipe from pool entries. Decides by lengths alone."""
 
@@ -122,19 +126,24 @@ class Former:
                 "layout.pad_to or use packed_static, or set topology.variable_seq_lengths."
             )
 
-    @property
+    @cached_property
     def strategy(self) -> str:
         """The strategy, or the layout's own."""
         padded = isinstance(self.recipe.layout, Padded)
         return self.pool.strategy or ("fullest" if padded else "subset_sum")
 
-    @property
+    @cached_property
     def enough(self) -> int:
         """How many tokens the pool holds at least before a micro-batch is taken."""
         if self.pool.tokens is not None:
             return self.pool.tokens
         own = self.strategy in ("subset_sum", "fullest")
         return 2 * (self.recipe.layout.max_tokens or 0) if own else 0
+
+    @cached_property
+    def longest(self) -> int | None:
+        """The longest piece that a micro-batch can hold; None if nothing limits it."""
+        return self.recipe.longest_segment
 
     @property
     def micro_batches(self) -> int:
@@ -143,7 +152,7 @@ class Former:
 
     def cut(self, length: int) -> list[tuple[int, int]] | None:
         """(start, length) of each piece of a sample, [] if it is dropped, None if it is refused."""
-        limit, overflow = self.recipe.longest_segment, self.recipe.overflow
+        limit, overflow = self.longest, self.recipe.overflow
         if limit is None or length <= limit or overflow == "alone":
             return [(0, length)]
         if overflow == "drop":
@@ -156,38 +165,44 @@ class Former:
 
     def take(self, waiting: list[Entry], step: int) -> tuple[MicroBatch, list[Entry]]:
         """The next micro-batch and its entries, which leave `waiting`, in the order they lie."""
-        layout, recipe = self.recipe.layout, self.recipe
+        layout = self.recipe.layout
         rows: list[list[Entry]] = []
         count = layout.rows if isinstance(layout, PackedStatic) else 1
         while len(rows) < count and waiting:
             rows.append(self._row(waiting, step))
-        taken = [entry for row in rows for entry in row]
+        taken = rows[0] if len(rows) == 1 else [entry for row in rows for entry in row]
         if isinstance(layout, Padded):
             rows = [[entry] for entry in taken]
-        return micro_batch(rows, recipe), taken
+        return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
 
     def _row(self, waiting: list[Entry], step: int) -> list[Entry]:
-        chosen = select(
-            self.strategy,
-            np.array([entry.length for entry in waiting], np.int64)
-            if isinstance(self.recipe.layout, Padded)
-            else self._aligned(np.array([entry.length for entry in waiting], np.int64)),
-            self._room(step),
-            None
-            if self.pool.trained_tokens is None
-            else np.array([entry.trained for entry in waiting], np.int64),
-        ).tolist()
+        lengths = np.array([entry.length for entry in waiting], np.int64)
+        unit, counted = self._alignment, None
+        if unit > 1 and not isinstance(self.recipe.layout, Padded):
+            lengths = -(-lengths // unit) * unit
+        if self.pool.trained_tokens is not None:
+            counted = np.array([entry.trained for entry in waiting], np.int64)
+        room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
+        chosen = select(self.strategy, lengths, room, counted).tolist()
         row = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
             del waiting[at]
         return row
 
-    def _aligned(self, lengths: IntArray) -> IntArray:
-        unit = self.recipe.topology.alignment
-        return lengths if unit == 1 else -(-lengths // unit) * unit
+    @cached_property
+    def _alignment(self) -> int:
+        return self.recipe.topology.alignment
+
+    @cached_property
+    def _width_unit(self) -> int:
+        return self.recipe.width_unit
+
+    @cached_property
+    def _full_room(self) -> Room:
+        return self._room(self.pool.warmup_steps)
 
     def _room(self, step: int) -> Room:
-        layout, unit = self.recipe.layout, self.recipe.width_unit
+        layout, unit = self.recipe.layout, self._width_unit
         most = self.recipe.limits.segments
         capacity = self.recipe.capacity
         if isinstance(layout, Fixed):
@@ -205,25 +220,28 @@ class Former:
         return Room(capacity=budget, counted=self.pool.trained_tokens, most=most)
 
 
-def micro_batch(rows: list[list[Entry]], recipe: Recipe) -> MicroBatch:
-    """Entries, row by row, as a micro-batch; without any, a dummy."""
-    layout, unit, align = recipe.layout, recipe.width_unit, recipe.topology.alignment
+def micro_batch(
+    rows: list[list[Entry]], recipe: Recipe, unit: int | None = None, align: int | None = None
+) -> MicroBatch:
+    """Entries, row by row, as a micro-batch; without any, a dummy. `unit` and `align` are the
+    recipe's, for whoever has them at hand."""
+    layout = recipe.layout
+    unit = recipe.width_unit if unit is None else unit
+    align = recipe.topology.alignment if align is None else align
     count = layout.rows if isinstance(layout, PackedStatic) else max(1, len(rows))
     rows = rows + [[]] * (count - len(rows))
-    entries = [entry for row in rows for entry in row]
-    used = max(sum(-(-entry.length // align) * align for entry in row) for row in rows)
+    used = max([sum([-(-entry.length // align) for entry in row]) for row in rows]) * align
     width = max(-(-used // unit), 1) * unit
     if isinstance(layout, PackedStatic):
         width = layout.width
     elif layout.pad_to is not None:
         width = max(width, layout.pad_to)
-    lengths = np.cumsum([0, *(len(row) for row in rows)])
-    columns = np.array(
-        [(e.number, e.start, e.length, e.whole, e.end) for e in entries], np.int64
-    ).reshape(-1, 5)
-    sample, start, length, whole, end = columns.T
+    # number, start, length, whole, end of each, in one array
+    columns = np.array([entry[1:6] for row in rows for entry in row], np.int64).reshape(-1, 5).T
+    sample, start, length, whole, end = columns
+    offsets = np.array([0, *accumulate(map(len, rows))], np.int64)
     return MicroBatch(
-        Segments(sample, start, length), lengths, width, whole, align, sample_ends=end
+        Segments(sample, start, length), offsets, width, whole, align, sample_ends=end
     )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 from evenstep.core.cursor import Cursor
@@ -100,7 +101,7 @@ class PooledStream:
         """The steps of one of this rank's workers, who take turns. Its first is number `turn` from
         the chosen place on: `worker`, unless the cursor is the worker's own."""
         shard, shard_turn, number = self._opened(worker, workers, turn)
-        lost = dict(shard.state.lost)
+        lost = shard.lost
         # Of several workers some may end early, so only who gathers their steps can count them.
         counted = workers == 1 or self.infinite_loop
         while self.max_num_steps is None or number < self.max_num_steps or not counted:
@@ -108,18 +109,19 @@ class PooledStream:
             found = shard.step(number)
             if found is None:
                 return
-            now = shard.state
-            missing = {reason: n - lost.get(reason, 0) for reason, n in now.lost.items()}
+            before, lost = lost, shard.lost
+            missing = {reason: n - before.get(reason, 0) for reason, n in lost.items()}
+            here = {str(shard.number): shard.state_dict()}
             yield Step(
                 number=number,
                 epoch=epoch,
                 micro_batches=tuple(found[0]),
                 samples=found[1],
-                cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, [now]),
+                cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, here),
                 lost={reason: n for reason, n in missing.items() if n},
                 budget=self.recipe.layout.max_tokens,
             )
-            number, lost = number + workers, dict(now.lost)
+            number += workers
 
     def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[Shard, int, int]:
         """(the shard of a worker, whose turn that is, the number of its next step), behind the
@@ -152,10 +154,10 @@ class PooledStream:
         are read for it."""
         if not self._skip:
             resumed = [self._resume(worker, workers) for worker in range(workers)]
-            states = [state for state, _ in resumed]
+            states = {str(state.shard): state.to_dict() for state, _ in resumed}
             return self._cursor(self._first, workers, resumed[0][1], states)
         opened = [self._opened(worker, workers, None) for worker in range(workers)]
-        states = [shard.state for shard, _, _ in opened]
+        states = {str(shard.number): shard.state_dict() for shard, _, _ in opened}
         return self._cursor(self._first + self._skip, workers, opened[0][1], states)
 
     def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ShardState, int]:
@@ -187,12 +189,12 @@ class PooledStream:
             )
         return redealt(list(held.values()), mine, shards, count), worker
 
-    def _cursor(self, step: int, workers: int, turn: int, states: Sequence[ShardState]) -> Cursor:
+    def _cursor(self, step: int, workers: int, turn: int, shards: Mapping[str, Any]) -> Cursor:
         place = {
             "ranks": self.world.size,
             "workers": workers,
             "turns": {str(self.world.rank): turn},
-            "shards": {str(state.shard): state.to_dict() for state in states},
+            "shards": shards,
         }
         return Cursor(belongs=self._belongs, step=step, place=place)
 
@@ -227,7 +229,7 @@ class PooledStream:
         """The cursors of several workers as one."""
         return merge_cursors(cursors)
 
-    @property
+    @cached_property
     def _belongs(self) -> dict[str, str]:
         recipe = self.recipe.to_dict()
         shape = {name: recipe[name] for name in ("layout", "overflow", "steps", "limits")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from evenstep.core.identity import item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
@@ -38,18 +39,26 @@ class Shard:
         self._ended = False
         self._lost = dict(state.lost)
         self._waiting = self._restored(state)
+        self._tokens = sum(entry.length for entry in self._waiting)
 
     @property
-    def state(self) -> ShardState:
-        """Where the shard is now."""
-        return ShardState(
-            shard=self._shard,
-            shards=self._shards,
-            chapters=tuple(self._chapters),
-            read=self._read,
-            waiting=tuple((entry.epoch, entry.number, entry.start) for entry in self._waiting),
-            lost=dict(self._lost),
-        )
+    def number(self) -> int:
+        """Which of all shards this is."""
+        return self._shard
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """What went missing so far, by reason."""
+        return dict(self._lost)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the shard is now: `ShardState` as plain data."""
+        return {
+            "chapters": [chapter.to_list() for chapter in self._chapters],
+            "read": self._read,
+            "waiting": [entry.piece for entry in self._waiting],
+            "lost": dict(self._lost),
+        }
 
     @property
     def epoch(self) -> int:
@@ -66,22 +75,25 @@ class Shard:
                 break
             micro, taken = self._former.take(self._waiting, number)
             micro_batches.append(micro)
-            samples.update((entry.number, entry.sample) for entry in taken)
+            for entry in taken:
+                samples[entry.number] = entry.sample
+                self._tokens -= entry.length
         if not micro_batches:
             return None
         missing = self._former.micro_batches - len(micro_batches)
-        return micro_batches + [micro_batch([], self._former.recipe)] * missing, samples
+        if missing:
+            micro_batches += [micro_batch([], self._former.recipe)] * missing
+        return micro_batches, samples
 
     def _fill(self) -> None:
-        waiting, samples = self._waiting, self._former.pool.samples
-        enough = self._former.enough
-        tokens = sum(entry.length for entry in waiting)
-        while len(waiting) < samples or tokens < enough:
+        waiting, samples, enough = self._waiting, self._former.pool.samples, self._former.enough
+        while len(waiting) < samples or self._tokens < enough:
             found = self._next()
             if found is None:
                 return
-            waiting += found
-            tokens += sum(entry.length for entry in found)
+            for entry in found:
+                waiting.append(entry)
+                self._tokens += entry.length
 
     def _next(self) -> list[Entry] | None:
         """The entries of the next element of the agenda; None at its end."""
@@ -127,6 +139,8 @@ class Shard:
             samples = self._items.read(chapter.epoch, position, stride)
             if samples is None:
                 return None
+            if len(samples) == 1:
+                return self._entries(chapter.epoch, *samples[0])
             return [
                 entry
                 for number, sample in samples
@@ -164,11 +178,15 @@ class Shard:
                 f"sample {sample_name(number)} has length {length}, so there is nothing to run. "
                 f"Remove it, or leave such samples out with on_error='skip'."
             )
+        longest, counts = self._former.longest, self._former.pool.trained_tokens is not None
+        if (longest is None or length <= longest) and not counts:
+            piece = [epoch, number, 0]
+            return [Entry(epoch, number, 0, length, length, length, length, sample, piece)]
         pieces = self._former.cut(length)
         if pieces is None:
             raise SampleError(
                 f"sample {sample_name(number)} has {length} tokens but a micro-batch holds "
-                f"{self._former.recipe.longest_segment}; it could never run. Raise the budget or "
+                f"{longest}; it could never run. Raise the budget or "
                 f"set overflow to split, truncate, alone or drop."
             )
         if not pieces:
@@ -177,10 +195,10 @@ class Shard:
         if end < length and pieces:
             self._lose("truncated")
         trained = [part for _, part in pieces]
-        if self._former.pool.trained_tokens is not None:
+        if counts:
             trained = [trained_tokens_of(sample, start, start + part) for start, part in pieces]
         return [
-            Entry(epoch, number, start, part, length, end, count, sample)
+            Entry(epoch, number, start, part, length, end, count, sample, [epoch, number, start])
             for (start, part), count in zip(pieces, trained, strict=True)
         ]
 

@@ -77,8 +77,9 @@ def read_samples(source: Source, number: int, raw: Any = None) -> list[tuple[int
     except Exception as error:
         # StopIteration among them: a fault inside a sample is not the end of the data.
         raise unreadable(number, error) from error
-    samples = found if isinstance(found, list) else [found]
-    return [(sample_number(number, part), sample) for part, sample in enumerate(samples)]
+    if not isinstance(found, list):
+        return [(number, found)]
+    return [(sample_number(number, part), sample) for part, sample in enumerate(found)]
 
 
 def unreadable(sample: int, error: BaseException) -> SampleError:
@@ -95,5 +96,5 @@ def length_of(sample: Sample) -> int:
     >>> length_of({"input_ids": [5, 6, 7]}), length_of([1, 2])
     (3, 2)
     """
-    tokens: Sized = sample["input_ids"] if isinstance(sample, Mapping) else sample
+    tokens: Sized = sample["input_ids"] if isinstance(sample, (dict, Mapping)) else sample
     return len(tokens)

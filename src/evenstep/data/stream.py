@@ -81,7 +81,14 @@ def _empty(before: Step | None, recipe: Recipe) -> Step:
     if before is None:
         nowhere = Cursor(belongs={}, step=0, place={})
         count = recipe.steps.micro_batches or 1
-        return Step(number=0, epoch=0, micro_batches=(dummy,) * count, samples={}, cursor=nowhere)
+        return Step(
+            number=0,
+            epoch=0,
+            micro_batches=(dummy,) * count,
+            samples={},
+            cursor=nowhere,
+            budget=recipe.layout.max_tokens,
+        )
     return replace(
         before,
         number=before.number + 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,11 +28,17 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
 
     `state_dict` and `load_state_dict` are for torchdata's `StatefulDataLoader`, which keeps one
     state for each worker. `set_epoch` reaches workers that persist.
+
+    capped  whether each worker keeps `max_num_steps` by its own count, which is too low where
+            others have ended before it; False where the caller counts
     """
 
-    def __init__(self, stream: Stream, collate: Collate | None = None) -> None:
+    def __init__(
+        self, stream: Stream, collate: Collate | None = None, *, capped: bool = True
+    ) -> None:
         super().__init__()
         self.stream, self.collate = stream, collate
+        self._capped = capped
         # Shared with the workers: the epoch that was set last, and steps done before it.
         self._epoch = torch.tensor([-1, 0]).share_memory_()
         self._applied: list[int] = [-1, 0]
@@ -39,17 +46,23 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         self._turn: int | None = None  # of the state that was loaded into this worker
 
     def __iter__(self) -> Iterator[Step]:
+        # All this at once, not with the first step: a state may be asked for before it.
         worker, workers = _worker()
         epoch = self._epoch.tolist()
         if epoch != self._applied:
             self._applied, self._turn = epoch, None
             self.stream.set_epoch(*epoch)
         self._now = None
-        for step in self.stream.walk(worker, workers, self._turn):
+        return self._prepared(self.stream.walk(worker, workers, self._turn))
+
+    def _prepared(self, steps: Iterator[Step]) -> Iterator[Step]:
+        most = self.stream.max_num_steps
+        for step in steps:
+            if self._capped and most is not None and step.number >= most:
+                return
             ready = step.loaded() if self.collate is None else step.collated(self.collate)
             self._now = step.cursor
             yield ready
-        self._turn = None
 
     def __len__(self) -> int:
         """The stream's length, which may be an estimate."""
@@ -68,14 +81,14 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's place, behind the step that it gave out last."""
-        worker, workers = _worker()
+        _, workers = _worker()
         if self._now is not None:
             return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
         if self._turn is not None:  # the worker's own state was loaded, and that is where it is
-            cursor, turn = self.stream.state_dict(), self._turn
+            cursor = self.stream.state_dict()
         else:
-            cursor, turn = self.stream.start(workers).to_dict(), worker
-        return {"cursor": cursor, "turn": turn, "workers": workers}
+            cursor = self.stream.start(workers).to_dict()
+        return {"cursor": cursor, "turn": self._turn, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin behind the step that the state was taken after: a cursor, or in a worker what
@@ -92,7 +105,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
                 f"step's cursor, which fits any number."
             )
         self.stream.load_state_dict(state["cursor"])
-        self._turn = int(state["turn"])
+        self._turn = state["turn"]
 
 
 class StreamLoader:
@@ -125,7 +138,7 @@ class StreamLoader:
         **options: Any,
     ) -> None:
         self.stream, self.num_workers = stream, num_workers
-        self._dataset = StreamDataset(stream, collate)
+        self._dataset = StreamDataset(stream, collate, capped=False)
         self._options = options
         self._anyone = anyone
         self._loader: Any = None
@@ -137,15 +150,22 @@ class StreamLoader:
             self._loader = DataLoader(self._dataset, **options)
         # The start of every worker: one that has not given out anything yet has a place too.
         self._now = start = self.stream.start(max(1, self.num_workers))
-        steps = iter(self._loader)
+        ready = iter(self._loader)
+        steps: Iterator[Step] = ready
         if not (self.stream.infinite_loop or self.stream.ends_together):
             steps = until_all_end(steps, self._anyone or _anyone, self.stream.recipe)
-        for number, step in enumerate(steps, start.step):
-            if number == self.stream.max_num_steps:
-                return
-            joined = self.stream.join([self._now, step.cursor]) if step.cursor.place else self._now
-            self._now = replace(joined, step=number + 1)
-            yield replace(step, number=number, cursor=self._now)
+        most = self.stream.max_num_steps
+        left = None if most is None else max(most - start.step, 0)
+        try:
+            for number, step in enumerate(islice(steps, left), start.step):
+                cursor = step.cursor
+                joined = self.stream.join([self._now, cursor]) if cursor.place else self._now
+                self._now = replace(joined, step=number + 1)
+                yield replace(step, number=number, cursor=self._now)
+        finally:
+            # An error that torch raises anew holds its workers in a cycle, until someone collects.
+            if self.num_workers and not self._options.get("persistent_workers"):
+                ready._shutdown_workers()
 
     def __len__(self) -> int:
         """The stream's length, which may be an estimate."""
@@ -169,8 +189,8 @@ class StreamLoader:
 
     def skip_batches(self, steps: int) -> None:
         """Begin so many steps later."""
-        self._dataset.skip_batches(steps)
-        self._loader, self._now = None, None
+        self.stream.skip_batches(steps)
+        self.load_state_dict(self.stream.start(max(1, self.num_workers)).to_dict())
 
 
 def _worker() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 plans   assert_valid_plan, and random cases for `make_plan`
 leaks   find_leaks, assert_no_leaks: do packed segments see each other?
+resume  assert_exact_resume, assert_elastic_resume: does any stream go on as if never stopped?
 ranks   run_ranks: a function on several ranks at once, in threads
 
 >>> from evenstep import Packed, Recipe, make_plan
@@ -18,12 +19,16 @@ from evenstep.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from evenstep.testing.leaks import Leak, LeakError, assert_no_leaks, find_leaks
+    from evenstep.testing.resume import ResumeError, assert_elastic_resume, assert_exact_resume
 
 __all__ = [
     "CHECKS",
     "Case",
     "Leak",
     "LeakError",
+    "ResumeError",
+    "assert_elastic_resume",
+    "assert_exact_resume",
     "assert_no_leaks",
     "assert_valid_plan",
     "cases",
@@ -39,4 +44,8 @@ def __getattr__(name: str) -> Any:
         from evenstep.testing import leaks
 
         return getattr(leaks, name)
+    if name in ("ResumeError", "assert_elastic_resume", "assert_exact_resume"):
+        from evenstep.testing import resume
+
+        return getattr(resume, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

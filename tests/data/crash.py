@@ -1,0 +1,131 @@
+"""A training run that may be killed at any moment, and the process that starts it anew.
+
+    test ──a line──▶ zygote ──fork──▶ run ──fork──▶ workers of its loader
+         ◀──pid, end──  (all imported)   └──▶ log, cursor
+
+The run appends every micro-batch to its log and saves its cursor after some steps only, together
+with how long the log was then. A run that begins cuts the log to what its cursor vouches for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+from evenstep import Packed, Recipe, Steps
+from evenstep.core.step import Step
+from evenstep.data.memory import InMemory
+from evenstep.data.planned import PlannedStream
+from evenstep.data.pool import Pool
+from evenstep.data.pooled import PooledStream
+from evenstep.integrations.dataloader import StreamLoader
+
+STEPS, WORKERS = 500, 2
+_SET_CHILD_SUBREAPER = 36
+
+
+class Order(TypedDict):
+    """What the test asks of the zygote."""
+
+    kind: str
+    folder: str
+    pause: float
+
+
+def loader_of(kind: str, steps: int = STEPS) -> StreamLoader:
+    rng = np.random.default_rng(7)
+    source = InMemory([{"input_ids": rng.integers(0, 256, n)} for n in rng.integers(1, 17, 700)])
+    endless: dict[str, Any] = {"infinite_loop": True, "max_num_steps": steps}
+    layout = Packed(max_tokens=32)
+    if kind == "planned":
+        recipe = Recipe(layout=layout, steps=Steps(samples=11))
+        return StreamLoader(PlannedStream(source, recipe, **endless), num_workers=WORKERS)
+    recipe = Recipe(layout=layout, steps=Steps(micro_batches=3))
+    stream = PooledStream(source, recipe, pool=Pool(samples=16), **endless)
+    return StreamLoader(stream, num_workers=WORKERS, prefetch_factor=3)
+
+
+def run(kind: str, folder: Path, pause: float) -> None:
+    """Train from the saved cursor to the end; `pause` seconds for each micro-batch."""
+    loader, saved = loader_of(kind), folder / "cursor.json"
+    vouched = 0
+    if saved.exists():
+        state = json.loads(saved.read_text())
+        loader.load_state_dict(state["cursor"])
+        vouched = state["bytes"]
+    log = os.open(folder / "log", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(log, vouched)
+    size = os.lseek(log, 0, os.SEEK_END)
+    for step in loader:
+        for line in lines(step):
+            size += os.write(log, line)
+            time.sleep(pause)
+        if saves_after(step.number):
+            (folder / "new.json").write_text(
+                json.dumps({"bytes": size, "cursor": step.cursor.to_dict()})
+            )
+            (folder / "new.json").replace(saved)
+    (folder / "done").touch()
+
+
+def lines(step: Step) -> list[bytes]:
+    """A line for each micro-batch: which of how many, its samples, their tokens."""
+    found = []
+    for k, (micro, samples) in enumerate(step):
+        segments = micro.segments
+        tokens = [samples[n]["input_ids"].astype(np.uint8) for n in segments.sample.tolist()]
+        content = np.concatenate(tokens).tobytes().hex() if tokens else ""
+        names = ",".join(map(str, segments.sample.tolist()))
+        found.append(f"{step.number} {step.epoch} {k} {len(step)} {names} {content}\n".encode())
+    return found
+
+
+def saves_after(step: int) -> bool:
+    """Sometimes after each step, sometimes after several."""
+    return step % 20 < 4 or step % 4 == 1
+
+
+def zygote() -> None:
+    """Fork a run for each order on stdin; print its process, and how all of its processes ended."""
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned workers become ours
+    for kind in ("planned", "pooled"):  # compile what is compiled
+        next(iter(loader_of(kind, 1).stream))
+    for line in sys.stdin:
+        order: Order = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            _run_and_exit(order)
+        os.setpgid(child, child)
+        print(child, flush=True)
+        print(*_ends_of(child), flush=True)
+
+
+def _ends_of(group: int) -> list[int]:
+    """The exit codes of every process of a group, as soon as none is left."""
+    ends: list[int] = []
+    while True:
+        try:
+            _, status = os.waitpid(-group, 0)
+        except ChildProcessError:
+            return ends
+        ends.append(os.waitstatus_to_exitcode(status))
+
+
+def _run_and_exit(order: Order) -> None:
+    try:
+        run(order["kind"], Path(order["folder"]), order["pause"])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
