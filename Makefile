@@ -43,7 +43,7 @@ fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
 	@$(BIN)/python -m tests.fuzz --plans $(PLANS)
 
 coverage: .venv/.dev ## Measure test coverage, kernels run as plain Python
-	@NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest
+	@NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -n 0
 	@$(BIN)/coverage report
 
 constraints: ## Resolve all extras anew and rewrite constraints.txt
