@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from evenstep.core.layout import Fixed
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.data.pool import Entry, Former, Measure, Pool
@@ -42,12 +43,12 @@ class Feed:
     def __init__(
         self, recipe: Recipe, *, pool: Pool | None = None, length_of: Measure = length_of
     ) -> None:
-        pool = Pool(samples=1, tokens=recipe.layout.max_tokens or 0) if pool is None else pool
+        pool = _just_enough(recipe) if pool is None else pool
         self._former, self._length_of = Former(recipe, pool), length_of
         self._waiting: list[Entry] = []
         self._born: dict[int, float] = {}
         self._count = 0
-        self._closed = False
+        self._closed = self._abandoned = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -56,6 +57,11 @@ class Feed:
         length = self._length_of(sample)
         pieces = self._former.cut(length) if length > 0 else None
         with self._changed:
+            if self._abandoned:
+                raise InputError(
+                    "a sample was put into a feed whose step has failed, so it would never run. "
+                    "Put it into the next step's feed."
+                )
             if self._closed:
                 raise InputError(
                     "a sample was put into a feed that is closed, so it would never run. Put it "
@@ -88,13 +94,24 @@ class Feed:
             self._failure = error
             self._changed.notify_all()
 
+    def abandon(self) -> None:
+        """Nobody will take micro-batches any more: `put` is an error, and iterating ends."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
+    @property
+    def dummy(self) -> MicroBatch:
+        """A micro-batch with nothing in it, of a shape that the recipe's topology can cut."""
+        return self._former.take([], 0)[0]
+
     def __iter__(self) -> Iterator[Fed]:
         while True:
             with self._changed:
                 self._changed.wait_for(self._ready)
                 if self._failure is not None:
                     raise self._failure
-                if not self._waiting:
+                if self._abandoned or not self._waiting:
                     return
                 micro, taken = self._former.take(self._waiting, 0)
                 samples = {entry.number: entry.sample for entry in taken}
@@ -106,4 +123,11 @@ class Feed:
         full = len(self._waiting) >= pool.samples and (
             sum(entry.length for entry in self._waiting) >= self._former.enough
         )
-        return full or self._closed or self._failure is not None
+        return full or self._closed or self._abandoned or self._failure is not None
+
+
+def _just_enough(recipe: Recipe) -> Pool:
+    """A pool that gives a micro-batch as soon as it can be full."""
+    if isinstance(recipe.layout, Fixed):
+        return Pool(samples=recipe.layout.samples, tokens=0)
+    return Pool(samples=1, tokens=recipe.layout.max_tokens or 0)

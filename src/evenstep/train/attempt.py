@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
-from evenstep.data.feed import Fed
-from evenstep.errors import ConfigError, MicroBatchError
+from evenstep.data.feed import Fed, Feed
+from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.tensors.sequences import Sums
@@ -43,6 +43,12 @@ class Ready:
     born: tuple[float, ...] = ()
 
 
+def nothing() -> MicroBatch:
+    """A micro-batch of one slot with nothing in it."""
+    none = np.empty(0, np.int64)
+    return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """What a step is, to an attempt at it. `count` is None where nobody knows it yet."""
@@ -52,6 +58,15 @@ class Work:
     number: int
     totals: Mapping[str, float]
     budget: int | None
+    dummy: MicroBatch = field(default_factory=nothing)
+    """What a rank runs that has nothing to run."""
+
+
+LEAST, MOST = "evenstep/constant_least", "evenstep/constant_most"
+_HOPELESS = (
+    "ran out of memory with a single segment, which cannot be split. Lower max_tokens, split "
+    "over-long samples, or use context parallelism."
+)
 
 
 class TooLargeError(Exception):
@@ -72,12 +87,14 @@ class Attempt:
         self.compute, self.communicate, self.busy = Stopwatch(), Stopwatch(), Busy(runner.device)
         self.tokens = self.slots = self.position = 0
         self.flops = 0.0
+        self.share = 1.0  # of each micro-batch, where context-parallel ranks share it
+        self.stream = _stream(runner.device)
         self.ages: list[float] = []
         self.bundles: list[Bundle] = []
         self.normalizer = Normalizer(
             losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
             mode=runner.mode or self._mode(),
-            averaged_over=1 if self._by_hand else self.framework.averaged_over,
+            averaged_over=1 if self._by_hand else self.framework.averaged_over(runner.collective),
             constant=power_of_two(work.budget) if work.budget else 1.0,
         )
         if self.normalizer.mode == "per_micro_batch" and work.count is None:
@@ -99,14 +116,19 @@ class Attempt:
     def result(self) -> StepResult:
         """Run all micro-batches and conclude."""
         runner, work, began = self.runner, self.work, time.perf_counter()
-        first = None
+        first = 0.0
         prefetch = Prefetch(self._prepared(), runner.prefetch)
-        steps = iter(prefetch) if work.count is not None else self._in_lock_step(iter(prefetch))
-        for ready in steps:
-            if first is None:
-                first = time.perf_counter() - began
-            self._micro_batch(ready, exchange=self.position + 1 == work.count)
-        if work.count is None and not self._by_hand:
+        with closing(iter(prefetch)) as items:
+            try:
+                for ready in items if work.count is not None else self._in_lock_step(items):
+                    first = first or time.perf_counter() - began
+                    self._micro_batch(ready, exchange=self.position + 1 == work.count)
+                    del ready  # before the next is asked for: prefetch + 1 are alive, not one more
+            except BaseException:
+                if isinstance(work.items, Feed):
+                    work.items.abandon()  # or the thread would wait for its samples
+                raise
+        if self.position == 0 or (work.count is None and not self._by_hand):
             # Nobody knew which was the last, so one more, with nothing in it, exchanges gradients.
             self._micro_batch(self._dummy(), exchange=True)
         parameters = list(runner.model.parameters())
@@ -118,6 +140,7 @@ class Attempt:
         if self.normalizer.mode != "known" or runner.collective.size == 1:
             with self.communicate:
                 reduced = bundle.reduce(runner.collective)
+            _check_constant(reduced)
             numbers = self.normalizer.finish(parameters, reduced, work.totals)
         clock = "micro_batch" if self.framework.kind == "fsdp" else "step"
         return StepResult(
@@ -127,7 +150,7 @@ class Attempt:
                 compute=self.compute.seconds,
                 communicate=self.communicate.seconds,
                 total=time.perf_counter() - began,
-                first=first or 0.0,
+                first=first,
             ),
             tokens=self.tokens,
             slots=self.slots,
@@ -156,14 +179,17 @@ class Attempt:
     def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
         real = batch.sample_ids >= 0
         lengths, samples = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
-        if self.runner.device is not None:
-            batch = batch.to(self.runner.device, non_blocking=True)
+        if self.stream is not None:
+            # Where the model runs, whose stream this thread does not have by itself.
+            with torch.cuda.stream(self.stream):
+                batch = batch.pin_memory() if batch.device.type == "cpu" else batch
+                batch = batch.to(self.runner.device, non_blocking=True)
+        elif self.runner.device is not None:
+            batch = batch.to(self.runner.device)
         return Ready(batch, lengths, samples, born)
 
     def _dummy(self) -> Ready:
-        none = np.empty(0, np.int64)
-        micro = MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
-        return self._ready(self.runner.collate(micro, {}))
+        return self._ready(self.runner.collate(self.work.dummy, {}))
 
     def _in_lock_step(self, items: Iterator[Ready]) -> Iterator[Ready]:
         """As many micro-batches as the rank with most has; dummies on the others."""
@@ -175,6 +201,7 @@ class Attempt:
             if not anyone:
                 return
             yield self._dummy() if item is None else item
+            del item
 
     # Running --------------------------------------------------------------------------------------
 
@@ -183,8 +210,11 @@ class Attempt:
         now = time.time()
         self.ages += [now - born for born in ready.born]
         try:
+            shard = (self.runner.cut or _whole)(ready.batch)
+            amounts = self.normalizer.amounts(ready.batch, getattr(shard, "rank", 0) == 0)
+            scales = self._scales(amounts)
             with self.compute, self.busy, self.framework.exchange(exchange and not self._by_hand):
-                self._forward_backward(ready.batch)
+                self._forward_backward(ready.batch, shard, amounts, scales)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # its frames would keep the memory alive
         except Exception as error:
@@ -199,47 +229,56 @@ class Attempt:
                 f"budget below {ready.batch.rows * ready.batch.width} slots, limit the cost of a "
                 f"micro-batch, or set on_memory='split'."
             ) from failure
+        self.share = 1 / getattr(shard, "size", 1)
         self.tokens += int(ready.lengths.sum())
         self.slots += ready.batch.rows * ready.batch.width
         if self.runner.cost is not None:
             self.flops += float(self.runner.cost.of_lengths(ready.lengths).sum())
         self.position += 1
 
-    def _forward_backward(self, batch: Batch) -> None:
-        runner, normalizer = self.runner, self.normalizer
-        cut = runner.cut or _whole
-        shard = cut(batch)
-        outputs = runner.forward(runner.model, shard)
+    def _scales(self, amounts: Mapping[str, Tensor]) -> dict[str, float]:
+        """By what this micro-batch's sums are multiplied before backward."""
+        reduced: Mapping[str, Tensor] | None = None
+        if self.normalizer.mode == "per_micro_batch":
+            with self.communicate:
+                reduced = Bundle(amounts).reduce(self.runner.collective).sums
+        count = max(self.work.count or 0, 1)
+        return self.normalizer.scales(self.work.totals, reduced=reduced, micro_batches=count)
+
+    def _forward_backward(
+        self,
+        batch: Batch,
+        shard: Batch | Shard,
+        amounts: Mapping[str, Tensor],
+        scales: Mapping[str, float],
+    ) -> None:
+        outputs = self.runner.forward(self.runner.model, shard)
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Metric] = {}
         for name, loss in self.losses.items():
+            cut = self.runner.cut or _whole
             found = loss.function(outputs, cut(weighted(batch, loss.normalization)))
             sums[name] = found.loss if isinstance(found, Sums) else found
             if isinstance(found, Sums):
                 prefix = f"{name}/" if len(self.losses) > 1 else ""
                 metrics |= {prefix + key: metric for key, metric in found.metrics.items()}
-        amounts = normalizer.amounts(batch, not isinstance(shard, Shard) or shard.rank == 0)
-        reduced: Mapping[str, Tensor] | None = None
-        if normalizer.mode == "per_micro_batch":
-            reduced = Bundle(amounts).reduce(runner.collective).sums
-        scales = normalizer.scales(self.work.totals, reduced=reduced, micro_batches=self.work.count)
-        normalizer.objective(sums, scales).backward()
-        self.bundles.append(normalizer.bundle(sums, amounts, scales, metrics))
+        self.normalizer.objective(sums, scales).backward()
+        self.bundles.append(self.normalizer.bundle(sums, amounts, scales, metrics))
 
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
         """Whether this micro-batch ran on every rank; raised on all of them if it did not."""
-        stuck = failure is not None and len(ready.samples) < 2
-        flags = torch.tensor([float(failure is not None), float(stuck)])
+        ranks = self.runner.collective
+        flags = torch.zeros(ranks.size)  # per rank: 0 it ran, 1 it did not, 2 and cannot be split
+        if failure is not None:
+            flags[ranks.rank] = 1 if len(ready.samples) > 1 else 2
         with self.communicate:
-            failed, hopeless = self.runner.collective.all_reduce_sum(flags).tolist()
-        if hopeless:
-            whose = "" if stuck else " on another rank"
-            raise MicroBatchError(
-                f"{self._where(ready)} ran out of memory{whose} with a single segment, which "
-                f"cannot be split. Lower max_tokens, split over-long samples, or use context "
-                f"parallelism."
-            ) from failure
-        if failed:
+            found = ranks.all_reduce_sum(flags).tolist()
+        if 2 in found and failure is not None:
+            raise MicroBatchError(f"{self._where(ready)} {_HOPELESS}") from failure
+        if 2 in found:
+            where = f"micro-batch {self.position} of step {self.work.number}"
+            raise MicroBatchError(f"{where} on rank {found.index(2)} {_HOPELESS}")
+        if any(found):
             raise TooLargeError(self.position)
 
     def _where(self, ready: Ready) -> str:
@@ -258,14 +297,37 @@ class Attempt:
         metrics = {
             BUSY: Metric.mean(busy, 1),
             BUSY_MOST: Metric.max(busy),
-            TOKENS: Metric.sum(torch.tensor(float(self.tokens))),
-            SLOTS: Metric.sum(torch.tensor(float(self.slots))),
+            TOKENS: Metric.sum(torch.tensor(self.tokens * self.share, dtype=torch.float64)),
+            SLOTS: Metric.sum(torch.tensor(self.slots * self.share, dtype=torch.float64)),
         }
+        if self.normalizer.mode == "deferred":
+            constant = torch.tensor(self.normalizer.constant, dtype=torch.float64)
+            metrics |= {LEAST: Metric.min(constant), MOST: Metric.max(constant)}
         if self.runner.cost is not None:
             # A mean over ranks, as MFU compares with what one rank could have done.
-            metrics[FLOPS] = Metric.mean(torch.tensor(self.flops, dtype=torch.float64), 1)
+            mine = torch.tensor(self.flops * self.share, dtype=torch.float64)
+            metrics[FLOPS] = Metric.mean(mine, 1)
         return Bundle({}, metrics)
 
 
-def _whole(batch: Batch) -> Any:
+def _whole(batch: Batch) -> Batch:
     return batch
+
+
+def _check_constant(reduced: Bundle) -> None:
+    if LEAST not in reduced.metrics:
+        return
+    least, most = (float(reduced.metrics[name].value) for name in (LEAST, MOST))
+    if least != most:
+        raise InputError(
+            f"ranks scaled their losses by constants from {least:g} to {most:g}, because their "
+            f"steps have other budgets, so the sum of their gradients means nothing. Give every "
+            f"rank a step of the same stream (`until_all_end` for those that ended)."
+        )
+
+
+def _stream(device: torch.device | str | None) -> Any:
+    """The stream that the model runs on, None where there are none."""
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    return torch.cuda.current_stream(device)

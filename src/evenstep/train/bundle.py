@@ -44,14 +44,13 @@ class Bundle:
     @classmethod
     def merge(cls, bundles: Iterable[Bundle]) -> Bundle:
         """Several micro-batches' as one; a name that only some have counts where it is."""
-        sums: dict[str, Tensor] = {}
-        metrics: dict[str, Metric] = {}
+        bundles = list(bundles)
+        found: dict[str, list[Tensor]] = {}
         for bundle in bundles:
             for name, value in bundle.sums.items():
-                value = value.detach().double()
-                sums[name] = sums[name] + value if name in sums else value
-            metrics = merge([metrics, bundle.metrics])
-        return cls(sums, metrics)
+                found.setdefault(name, []).append(value.detach().double())
+        sums = {name: torch.stack(values).sum(0) for name, values in found.items()}
+        return cls(sums, merge(bundle.metrics for bundle in bundles))
 
     def reduce(self, collective: Collective) -> Bundle:
         """The same over all ranks, on the host: one all-reduce and one wait for it."""

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from evenstep.errors import ConfigError
 from evenstep.train.collectives import Collective
 
 _BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
@@ -28,19 +29,41 @@ class Framework:
 
     kind: Literal["plain", "ddp", "fsdp"]
     model: Any
-    averaged_over: int
-    """Over how many ranks the framework takes the mean of gradients; 1 where it does not."""
+    ranks: int
+    """The ranks that the framework exchanges between: DDP's group, or the mesh of fully_shard,
+    which has the tensor-parallel ranks in it too. 1 where nobody exchanges."""
 
     @classmethod
     def of(cls, model: Any) -> Framework:
         """The framework around a model, compiled or not."""
         inner = getattr(model, "_orig_mod", model)
         if isinstance(inner, DistributedDataParallel):
-            size = torch.distributed.get_world_size(inner.process_group)
-            return cls("ddp", inner, size)
+            return cls("ddp", inner, torch.distributed.get_world_size(inner.process_group))
         if isinstance(inner, FSDPModule):
-            return cls("fsdp", inner, _shards(inner))
+            return cls("fsdp", inner, _mesh_size(inner))
+        for name, module in inner.named_modules():
+            if isinstance(module, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
+                raise ConfigError(
+                    f"{type(module).__name__} at {name or 'the root'!r} exchanges gradients by "
+                    f"itself, but not those of the whole model, so their scale would be wrong. "
+                    f"Wrap the whole model, in DistributedDataParallel or fully_shard."
+                )
         return cls("plain", inner, 1)
+
+    def averaged_over(self, collective: Collective) -> int:
+        """Over how many ranks the framework takes the mean of gradients; 1 where it does not."""
+        if self.kind == "plain":
+            return 1
+        size = collective.size
+        # A mesh may have tensor-parallel ranks, which hold other parts of the same parameters.
+        if self.ranks != size and (self.kind == "ddp" or self.ranks % size or size == 1):
+            raise ConfigError(
+                f"the model exchanges gradients between {self.ranks} ranks but the collective has "
+                f"{size}, so sums and gradients would be of different steps. Pass "
+                f"collective=Distributed(group), with the group of all data- and "
+                f"context-parallel ranks."
+            )
+        return size
 
     def exchange(self, now: bool) -> AbstractContextManager[None]:
         """Around a forward and backward: exchange gradients in this backward, or not yet."""
@@ -61,8 +84,7 @@ class Framework:
             self.model.set_is_last_backward(True)
 
 
-def _shards(model: Any) -> int:
-    """The ranks over which fully_shard averages: those of its parameters' meshes."""
+def _mesh_size(model: Any) -> int:
     sizes = {
         parameter.device_mesh.size()
         for parameter in model.parameters()
@@ -75,6 +97,8 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
     """Sum gradients over ranks in place, in buckets. A rank without a gradient brings zeros."""
     if collective.size == 1:
         return
+    # A frozen parameter stays without: with zeros, an optimizer would decay it.
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -12,6 +12,8 @@ from torch.nn import functional
 from evenstep.errors import ConfigError
 from evenstep.tensors.attention import attention
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.shard import Shard
+from evenstep.train.context import context_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,8 @@ class Decoder(nn.Module):  # type: ignore[misc]
     """Embedding, blocks of attention and SwiGLU, and a head: Batch -> logits.
 
     Rotary positions, grouped-query attention, RMS norms before each part. Positions and
-    boundaries come from the batch, so its logits do not depend on the layout.
+    boundaries come from the batch, so its logits do not depend on the layout. `context` is the
+    process group of context-parallel ranks, which each take their `shard_context` of a batch.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -56,16 +59,18 @@ class Decoder(nn.Module):  # type: ignore[misc]
     torch.Size([1, 3, 10])
     """
 
-    def __init__(self, shape: DecoderShape, backend: str | None = None) -> None:
+    def __init__(
+        self, shape: DecoderShape, backend: str | None = None, context: Any = None
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape, backend) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, backend, context) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.apply(_initialise)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch | Shard) -> Tensor:
         """Logits, (rows, width, vocab)."""
         x = self.embed(batch.tokens)
         turn = rotation(batch.position_ids, self.shape)
@@ -77,14 +82,14 @@ class Decoder(nn.Module):  # type: ignore[misc]
 class Block(nn.Module):  # type: ignore[misc]
     """One layer: attention, then SwiGLU, each added to what came in."""
 
-    def __init__(self, shape: DecoderShape, backend: str | None) -> None:
+    def __init__(self, shape: DecoderShape, backend: str | None, context: Any) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
-        self.attention = Attention(shape, backend)
+        self.attention = Attention(shape, backend, context)
         self.ffn_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.ffn = SwiGLU(shape)
 
-    def forward(self, x: Tensor, turn: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, batch: Batch | Shard) -> Tensor:
         """(rows, width, hidden) -> the same."""
         x = x + self.attention(self.attention_norm(x), turn, batch)
         return x + self.ffn(self.ffn_norm(x))
@@ -93,27 +98,33 @@ class Block(nn.Module):  # type: ignore[misc]
 class Attention(nn.Module):  # type: ignore[misc]
     """Grouped-query attention within each segment."""
 
-    def __init__(self, shape: DecoderShape, backend: str | None) -> None:
+    def __init__(self, shape: DecoderShape, backend: str | None, context: Any) -> None:
         super().__init__()
         self.shape = shape
-        self.backend = backend
+        self.backend, self.context = backend, context
         keys = shape.kv_heads * shape.dim
         self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.key = nn.Linear(shape.hidden, keys, bias=False)
         self.value = nn.Linear(shape.hidden, keys, bias=False)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, batch: Batch | Shard) -> Tensor:
         """(rows, width, hidden) -> the same."""
         q, k, v = (
             # (rows, width, heads * dim) -> (rows, heads, width, dim)
             part(x).unflatten(2, (-1, self.shape.dim)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        mixed = attention(
-            rotate(q, turn), rotate(k, turn), v, batch,
-            window=self.shape.window, backend=self.backend,
-        )  # fmt: skip
+        q, k, window = rotate(q, turn), rotate(k, turn), self.shape.window
+        if isinstance(batch, Shard):
+            if self.context is None:
+                raise ConfigError(
+                    "the model was given one rank's shard of a batch but knows no group to gather "
+                    "the others' keys from. Pass Decoder(..., context=group)."
+                )
+            mixed = context_attention(q, k, v, batch, self.context, window)
+        else:
+            mixed = attention(q, k, v, batch, window=window, backend=self.backend)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+_PATIENCE = 10.0  # seconds
 
 
 class Prefetch(Generic[T]):
@@ -28,10 +29,10 @@ class Prefetch(Generic[T]):
         self.preparing = 0.0
         """Seconds that preparing took, in whichever thread."""
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Generator[T, None, None]:
         return self._threaded() if self._ahead else self._direct()
 
-    def _direct(self) -> Iterator[T]:
+    def _direct(self) -> Generator[T, None, None]:
         items = iter(self._items)
         while True:
             began = time.perf_counter()
@@ -45,7 +46,7 @@ class Prefetch(Generic[T]):
             yield item
             del item
 
-    def _threaded(self) -> Iterator[T]:
+    def _threaded(self) -> Generator[T, None, None]:
         ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
         room = threading.Semaphore(self._ahead)
         stop = threading.Event()
@@ -73,7 +74,8 @@ class Prefetch(Generic[T]):
         finally:
             stop.set()
             room.release()
-            thread.join()
+            # Whoever is stuck in its source for longer ends when the source gives something.
+            thread.join(_PATIENCE)
 
     def _prepare(
         self,

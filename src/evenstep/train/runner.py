@@ -13,13 +13,13 @@ from evenstep.core.cost import Cost
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, whole_number
-from evenstep.data.feed import Fed
+from evenstep.data.feed import Fed, Feed
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.sequences import Sums
 from evenstep.tensors.shard import Shard
-from evenstep.train.attempt import Attempt, TooLargeError, Work
+from evenstep.train.attempt import Attempt, TooLargeError, Work, nothing
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
 from evenstep.train.loss import Normalization, TokenMean
@@ -97,6 +97,11 @@ class Runner:
 
     def run(self, step: Step | Sequence[Batch]) -> StepResult:
         """Run a step: a stream's, or batches that are there already."""
+        if self.on_memory == "split" and (not isinstance(step, Step) or step.batches is not None):
+            raise ConfigError(
+                "on_memory='split' needs the samples of a step, but its batches are collated "
+                "already. Let the runner collate."
+            )
         if not isinstance(step, Step):
             work = Work(items=step, count=len(step), number=0, totals={}, budget=None)
             return Attempt(self, work).result()
@@ -115,15 +120,11 @@ class Runner:
                 "on_memory='split' runs a step again from its first sample, but a feed gives each "
                 "sample once. Use on_memory='raise'."
             )
-        work = Work(items=feed, count=None, number=number, totals={}, budget=None)
+        dummy = feed.dummy if isinstance(feed, Feed) else nothing()
+        work = Work(items=feed, count=None, number=number, totals={}, budget=None, dummy=dummy)
         return Attempt(self, work).result()
 
     def _until_it_fits(self, step: Step) -> StepResult:
-        if step.batches is not None:
-            raise ConfigError(
-                "on_memory='split' needs the samples of a step, but its batches are collated "
-                "already. Let the runner collate."
-            )
         parameters = list(self.model.parameters())
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         while True:

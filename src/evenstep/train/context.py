@@ -1,0 +1,63 @@
+"""Attention between context-parallel ranks: each has its own queries and sees everyone's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional
+
+from evenstep.tensors.context import join_context
+from evenstep.tensors.shard import Shard
+
+
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, shard: Shard, group: Any, window: int | None = None
+) -> Tensor:
+    """Attend within each piece of the whole batch, of which this rank holds `shard`.
+
+    q, k and v are (rows, heads, width / size, dim), of this rank's slots. Keys and values are
+    gathered, so their memory does not shrink with more ranks; queries, scores and all the rest of
+    a model do.
+    """
+    # (rows, heads, width / size, dim) -> (rows, width / size, 2, heads, dim), and the whole width
+    own = torch.stack((k, v)).permute(1, 3, 0, 2, 4)
+    every = join_context(gather(own, group), shard.cu_seqlens)
+    k, v = every.permute(2, 0, 3, 1, 4)
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible(shard, window), enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def visible(shard: Shard, window: int | None = None) -> Tensor:
+    """(rows, 1, width / size, width) bool: which slots of its row each slot here may see."""
+    width = shard.width * shard.size
+    row = torch.arange(shard.rows, device=shard.device)[:, None] * width
+    last = shard.slot_ids - row
+    first = shard.cu_seqlens[shard.segment_ids] - row
+    if window is not None:
+        first = torch.maximum(first, last - (window - 1))
+    slot = torch.arange(width, device=shard.device)
+    return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
+
+
+def gather(x: Tensor, group: Any) -> list[Tensor]:
+    """Every rank's `x`, in the order of the group; gradients go back to whose it is, summed."""
+    return list(_Gather.apply(x, group))
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> tuple[Tensor, ...]:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(parts, x.contiguous(), group=group)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # Every backend knows all-reduce; reduce-scatter would move half as much.
+        every = torch.stack(gradients)
+        distributed.all_reduce(every, group=ctx.group)
+        return every[distributed.get_rank(ctx.group)], None

@@ -1,0 +1,292 @@
+"""What real ranks do in the tests: functions that their processes can import."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from evenstep import Packed, Recipe, Topology
+from evenstep.data.feed import Feed
+from evenstep.errors import EvenstepError
+from evenstep.tensors.context import shard_context
+from evenstep.tensors.losses import cross_entropy
+from evenstep.train.collectives import Distributed
+from evenstep.train.model import Block, Decoder
+from evenstep.train.result import StepResult
+from evenstep.train.runner import Runner
+from evenstep.train.scoring import compute_log_probs
+from evenstep.train.watch import Watch
+from tests.train.running import Plan, steps_of
+from tests.train.steps import COLLATOR, LIMIT, NORMALIZATIONS, SHAPE, Work
+
+Samples: TypeAlias = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to wrap a model and to run a step with it."""
+
+    wrap: str = "plain"
+    """plain, ddp or fsdp, with + checkpoint and + compile."""
+    plan: Plan = field(default_factory=lambda: Plan("planned", Packed(max_tokens=LIMIT)))
+    name: str = "token mean"
+    known: bool = False
+    dtype: torch.dtype = torch.float64
+    on_memory: Any = "raise"
+    most: int | None = None
+    """Slots above which the model runs out of memory."""
+    where: str = "forward"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank has after a step."""
+
+    loss: float
+    gradient: Tensor
+    exchanges: int
+    micro_batches: int
+    error: str = ""
+
+
+class Small(nn.Module):  # type: ignore[misc]
+    """A model that runs out of memory, in its forward or in the middle of its backward."""
+
+    def __init__(self, model: Decoder, most: int, where: str) -> None:
+        super().__init__()
+        self.model, self.most, self.where = model, most, where
+
+    def forward(self, batch: Any) -> Tensor:
+        too_large = batch.rows * batch.width > self.most
+        if too_large and self.where == "forward":
+            raise torch.OutOfMemoryError("there is no more")
+        if not too_large:
+            return self.model(batch)
+        for parameter in self.model.blocks[0].parameters():
+            parameter.register_post_accumulate_grad_hook(_out_of_memory)
+            break  # the head has its gradient by then
+        return self.model(batch)
+
+
+def _out_of_memory(parameter: Tensor) -> None:
+    hooks = parameter._post_accumulate_grad_hooks
+    hooks.clear()
+    raise torch.OutOfMemoryError("there is no more")
+
+
+def _work(samples: Samples) -> Work:
+    nowhere: Any = None  # plans do not travel between processes, and each rank makes its own
+    return Work(nowhere, samples)
+
+
+def decoder(dtype: torch.dtype, context: Any = None) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(SHAPE, context=context)
+    model.to(dtype)
+    return model
+
+
+def wrapped(model: nn.Module, how: str, world: int) -> tuple[Any, list[int]]:
+    """(the model as its framework has it, a list that grows by one with each exchange)."""
+    exchanges: list[int] = []
+    if "checkpoint" in how:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    if "fsdp" in how:
+        mesh = init_device_mesh("cpu", (world,))
+        for module in list(model.modules()):
+            if isinstance(module, Block):
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        _count_reduce_scatters(exchanges)
+    if "ddp" in how:
+        model = DistributedDataParallel(model)
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
+            exchanges.append(bucket.buffer().numel())
+            return allreduce_hook(state, bucket)
+
+        model.register_comm_hook(None, hook)
+    if "compile" in how:
+        model = torch.compile(model, backend="eager")
+    return model, exchanges
+
+
+def _count_reduce_scatters(exchanges: list[int]) -> None:
+    """Count what fully_shard calls in this list from now on."""
+    single = hasattr(distributed, "reduce_scatter_single")  # torch >= 2.13
+    name = "reduce_scatter_single" if single else "reduce_scatter_tensor"
+    called = getattr(distributed, name)
+    original = getattr(called, "original", called)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        exchanges.append(1)
+        return original(*args, **kwargs)
+
+    counting.original = original  # type: ignore[attr-defined]
+    setattr(distributed, name, counting)
+
+
+def gradient(model: Any) -> Tensor:
+    parts = []
+    for parameter in model.parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parts.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten())
+    return torch.cat(parts).detach().clone()
+
+
+def outcomes(
+    rank: int, size: int, cases: dict[str, Case], samples: Samples, groups: tuple[int, ...] = ()
+) -> dict[str, Outcome]:
+    """Run each case. `groups` are the numbers of context-parallel ranks that occur."""
+    contexts = {cp: _context_group(rank, size, cp) for cp in groups}
+    work = _work(samples)
+    return {key: _outcome(rank, size, case, work, contexts) for key, case in cases.items()}
+
+
+def _context_group(rank: int, size: int, cp: int) -> Any:
+    made = [distributed.new_group(list(range(first, first + cp))) for first in range(0, size, cp)]
+    return made[rank // cp]
+
+
+def _outcome(rank: int, size: int, case: Case, work: Work, contexts: dict[int, Any]) -> Outcome:
+    cp, step = case.plan.cp, steps_of(case.plan, work, case.known)[rank // case.plan.cp]
+    model: nn.Module = decoder(case.dtype, contexts.get(cp))
+    if case.most is not None:
+        model = Small(model, case.most, case.where)
+    model, exchanges = wrapped(model, case.wrap, size)
+    ranks = Distributed()
+    try:
+        runner = Runner(
+            model=model,
+            loss=cross_entropy(),
+            normalization=NORMALIZATIONS[case.name],
+            collective=ranks,
+            collate=COLLATOR,
+            cut=(lambda batch: shard_context(batch, rank % cp, cp)) if cp > 1 else None,
+            on_memory=case.on_memory,
+        )
+        result = runner.run(step).reduce(ranks)
+    except EvenstepError as error:
+        distributed.barrier()
+        return Outcome(0.0, torch.zeros(1), 0, 0, f"{type(error).__name__}: {error}")
+    return Outcome(result.loss, gradient(model), len(exchanges), result.micro_batches)
+
+
+# Fed --------------------------------------------------------------------------------------------
+
+
+def fed(
+    rank: int, size: int, wraps: list[str], samples: Samples, shares: list[list[int]], cp: int = 1
+) -> dict[str, tuple[Outcome, tuple[float, ...]]]:
+    """Each rank is fed its share of the samples by a thread, one by one, while it runs."""
+    context = _context_group(rank, size, cp) if cp > 1 else None
+    work, found = _work(samples), {}
+    for wrap in wraps:
+        model, exchanges = wrapped(decoder(torch.float64, context), wrap, size)
+        result = run_fed(
+            model, Distributed(), work, shares[rank // cp], cp=cp, cut=_cut(rank % cp, cp)
+        )
+        outcome = Outcome(result.loss, gradient(model), len(exchanges), result.micro_batches)
+        found[wrap] = (outcome, result.ages)
+    return found
+
+
+def _cut(rank: int, cp: int) -> Any:
+    return (lambda batch: shard_context(batch, rank, cp)) if cp > 1 else None
+
+
+def run_fed(
+    model: Any, ranks: Any, work: Work, share: list[int], *, cp: int = 1, **options: Any
+) -> StepResult:
+    recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=ranks.size, cp=cp))
+    feed = Feed(recipe)
+    runner = Runner(
+        model=model, loss=cross_entropy(), collective=ranks, collate=COLLATOR, **options
+    )
+
+    def fill() -> None:
+        for number in share:
+            feed.put(work.samples[number])
+        feed.close()
+
+    with feeding(fill):
+        return runner.run_fed(feed)
+
+
+@contextlib.contextmanager
+def feeding(fill: Callable[[], None]) -> Any:
+    thread = threading.Thread(target=fill, name="feeding")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+# Scoring ----------------------------------------------------------------------------------------
+
+
+def scores(rank: int, size: int, wraps: list[str], samples: Samples) -> dict[str, list[Tensor]]:
+    recipe = Recipe(layout=Packed(max_tokens=2 * LIMIT), topology=Topology(dp=size))
+    found = {}
+    for wrap in wraps:
+        model, _ = wrapped(decoder(torch.float64), wrap, size)
+        found[wrap] = compute_log_probs(
+            model, samples, recipe, collective=Distributed(), collate=COLLATOR
+        )
+    return found
+
+
+# Failing ----------------------------------------------------------------------------------------
+
+
+def doomed(
+    rank: int, size: int, samples: Samples, who: int, fate: str, wrap: str = "ddp"
+) -> list[str]:
+    """Train under watch until a rank raises or is killed in its forward, or all are done."""
+    work = _work(samples)
+    model, _ = wrapped(decoder(torch.float64), wrap, size)
+    step = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=size), work)[rank]
+    calls = iter(range(10**9))
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        if rank == who and next(calls) == 7:
+            if fate == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fate == "stuck":
+                time.sleep(600)
+            if fate != "done":
+                raise ValueError("what is this\nand this")
+        return model(batch)
+
+    runner = Runner(
+        model=model, loss=cross_entropy(), collective=Distributed(), collate=COLLATOR,
+        forward=forward,
+    )  # fmt: skip
+    try:
+        with Watch(timeout=2.0, grace=2.0):
+            for _ in range(5 if fate == "done" else 10**6):
+                runner.run(step)
+            if fate == "done" and rank != who:
+                time.sleep(3.0)  # one rank ends earlier than the others, by more than the timeout
+    except ValueError:
+        if fate == "lingers":  # what it raised is known, but its connections stay open
+            time.sleep(600)
+        raise
+    return [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,9 @@
+"""Imported once by the server that ranks are forked from: what every one of them would load."""
+
+import torch._dynamo  # noqa: F401
+
+from evenstep import Packed
+from tests.train import on_ranks  # noqa: F401
+from tests.train.running import Plan, samples_of, steps_of
+
+steps_of(Plan("planned", Packed(max_tokens=8), dp=2), samples_of([3, 4]), known=True)

@@ -1,0 +1,272 @@
+"""The same samples as many different steps, run by `Runner` on fake ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology, make_plan
+from evenstep.core.layout import Layout
+from evenstep.core.segments import Segments
+from evenstep.core.step import Step
+from evenstep.core.world import World
+from evenstep.data.memory import InMemory
+from evenstep.data.planned import PlannedStream
+from evenstep.data.pooled import PooledStream
+from evenstep.data.stream import until_all_end
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.context import shard_context
+from evenstep.tensors.losses import cross_entropy
+from evenstep.tensors.shard import Shard
+from evenstep.testing.ranks import run_ranks
+from evenstep.train.collectives import Collective
+from evenstep.train.loss import Normalization
+from evenstep.train.result import StepResult
+from evenstep.train.runner import Loss, LossFunction, Runner
+from tests.train.steps import (
+    COLLATOR,
+    LIMIT,
+    Work,
+    by_definition,
+    gradient_of,
+    make_work,
+    model_of,
+)
+
+Way = Literal["batches", "collated", "planned", "pooled"]
+
+LAYOUTS: list[Layout] = [
+    Packed(max_tokens=LIMIT),
+    Packed(max_tokens=2 * LIMIT, pad_to=2 * LIMIT),
+    Padded(max_tokens=2 * LIMIT, pad_to=LIMIT),
+    Padded(max_tokens=2 * LIMIT, cut="greedy"),
+    PackedStatic(rows=2, width=LIMIT),
+    Fixed(samples=2, max_tokens=LIMIT),
+    Fixed(samples=1, max_tokens=LIMIT),
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is cut: into what, for how many ranks, and where it comes from."""
+
+    way: Way
+    layout: Layout
+    dp: int = 1
+    cp: int = 1
+    seed: int = 0
+    split: bool = False
+    prefetch: int = 1
+    micro_batches: int = 12
+
+    @property
+    def recipe(self) -> Recipe:
+        pooled = self.way == "pooled"
+        return Recipe(
+            layout=self.layout,
+            topology=Topology(dp=self.dp, cp=self.cp),
+            steps=Steps(micro_batches=self.micro_batches) if pooled else Steps(),
+            overflow="split" if self.split else "error",
+            groups="step",
+        )
+
+
+def plans(split: bool = False) -> SearchStrategy[Plan]:
+    @st.composite
+    def plan(draw: DrawFn) -> Plan:
+        return Plan(
+            way=draw(st.sampled_from(["batches", "collated", "planned", "pooled"])),
+            layout=draw(st.sampled_from(LAYOUTS)),
+            dp=draw(st.integers(1, 4)),
+            cp=draw(st.sampled_from([1, 1, 2])),
+            seed=draw(st.integers(0, 9)),
+            split=split and draw(st.booleans()),
+            prefetch=draw(st.integers(0, 2)),
+            micro_batches=24 if split else 12,
+        )
+
+    return plan()
+
+
+def samples_of(lengths: Sequence[int], seed: int = 0, masked: float = 0.3) -> Work:
+    """Samples with masks, groups and weights; the plan that comes with them is not used."""
+    return make_work(list(lengths), Recipe(layout=Fixed(samples=1)), seed=seed, masked=masked)
+
+
+def worlds(longest: int = LIMIT) -> SearchStrategy[Work]:
+    """Samples, of which some or all train nothing."""
+    return st.builds(
+        samples_of,
+        st.lists(st.integers(1, longest), min_size=1, max_size=10 if longest == LIMIT else 6),
+        st.integers(0, 99),
+        st.sampled_from([0.0, 0.3, 0.3, 0.8, 1.0]),
+    )
+
+
+def steps_of(plan: Plan, work: Work, known: bool = False) -> list[Step | list[Batch]]:
+    """The one step that holds all samples, as each data-parallel rank gets it."""
+    return [_step(plan, work, World(rank, plan.dp), known) for rank in range(plan.dp)]
+
+
+def _step(plan: Plan, work: Work, world: World, known: bool) -> Step | list[Batch]:
+    source = InMemory(work.samples)
+    if plan.way == "pooled":
+        stream = PooledStream(source, plan.recipe, world=world, seed=plan.seed)
+        # A rank that got no sample has no step of its own, but an empty one.
+        steps = list(islice(until_all_end(iter(stream), lambda mine: True, plan.recipe), 2))
+        assert all(micro.is_dummy for micro in steps[1].micro_batches), "the first holds it all"
+        return steps[0]
+    counts = np.array([int(sample["loss_mask"][1:].sum()) for sample in work.samples])
+    step = next(
+        iter(
+            PlannedStream(
+                source,
+                plan.recipe,
+                world=world,
+                seed=plan.seed,
+                groups=np.array([sample["group"] for sample in work.samples]),
+                loss_tokens=counts if known else None,
+            )
+        )
+    )
+    totals = {**step.totals, **(work.totals if known else {})}
+    step = replace(step, totals=totals if known else {})
+    if plan.way == "planned":
+        return step
+    collated = step.collated(COLLATOR)
+    assert collated.batches is not None
+    return collated if plan.way == "collated" else list(collated.batches)
+
+
+def definition(name: str, model: Any, work: Work, steps: Sequence[Step | list[Batch]]) -> Tensor:
+    """The loss by its definition, one piece of a sample at a time, for the cuts of these steps."""
+    pieces: set[tuple[int, int, int]] = set()
+    for step in steps:
+        if isinstance(step, Step):
+            for micro in step.micro_batches:
+                held = micro.segments
+                pieces |= set(zip(held.sample, held.start, held.length, strict=True))
+        else:
+            for batch in step:
+                real = batch.sample_ids >= 0
+                found = (batch.sample_ids, batch.starts, batch.seqlens)
+                pieces |= set(zip(*(each[real].tolist() for each in found), strict=True))
+    columns = np.array(sorted(pieces), np.int64).reshape(-1, 3).T
+    cut: Any = SimpleNamespace(plan=SimpleNamespace(segments=Segments(*columns)))
+    return by_definition(name, model, SimpleNamespace(plan=cut.plan, samples=work.samples))  # type: ignore[arg-type]
+
+
+def expected(name: str, model: Any, work: Work, steps: Sequence[Any]) -> tuple[float, Tensor]:
+    """(loss, gradient) by definition."""
+    model.zero_grad()
+    loss = definition(name, model, work, steps)
+    loss.backward()
+    gradient = gradient_of(model)
+    model.zero_grad()
+    return float(loss.detach()), gradient
+
+
+def scores_alone(model: Any, ids: Any) -> Tensor:
+    """Log-probs of one sequence by itself, with 0 for its first token."""
+    ids = torch.as_tensor(ids)
+    micro = make_plan([len(ids)], Recipe(layout=Fixed(samples=1)))[0, 0][0]
+    with torch.no_grad():
+        log_probs = model(Collator()(micro, [{"input_ids": ids}]))[0].log_softmax(-1)
+    return torch.cat((torch.zeros(1).double(), log_probs[torch.arange(len(ids) - 1), ids[1:]]))
+
+
+@dataclass
+class Counting:
+    """A collective that keeps the size of what was reduced."""
+
+    ranks: Collective
+    calls: list[int] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        return self.ranks.size
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        self.calls.append(tensor.numel())
+        return self.ranks.all_reduce_sum(tensor)
+
+
+@dataclass
+class Context:
+    """Context parallelism without processes: the model runs the whole batch, and its logits are
+    cut as the batch is."""
+
+    rank: int
+    size: int
+    whole: Batch | None = None
+
+    def cut(self, batch: Batch) -> Shard:
+        self.whole = batch
+        return shard_context(batch, self.rank, self.size)
+
+    def forward(self, model: Any, shard: Shard) -> Tensor:
+        assert self.whole is not None
+        return shard.take(model(self.whole))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one rank has after a step."""
+
+    result: StepResult
+    gradient: Tensor
+    calls: list[int]
+
+
+def run_plan(
+    plan: Plan,
+    steps: Sequence[Step | list[Batch]],
+    model: Any = None,
+    loss: LossFunction | Mapping[str, Loss] | None = None,
+    normalization: Normalization | None = None,
+    **options: Any,
+) -> list[Ran]:
+    """Run the step on dp x cp fake ranks."""
+    model = model_of() if model is None else model
+    if normalization is not None:
+        options["normalization"] = normalization
+
+    def rank(ranks: Collective) -> Ran:
+        own, counting = copy.deepcopy(model), Counting(ranks)
+        if plan.cp > 1:
+            context = Context(ranks.rank % plan.cp, plan.cp)
+            options_here = {"cut": context.cut, "forward": context.forward, **options}
+        else:
+            options_here = options
+        runner = Runner(
+            model=own,
+            loss=cross_entropy() if loss is None else loss,
+            collective=counting,
+            collate=COLLATOR,
+            prefetch=plan.prefetch,
+            **options_here,
+        )
+        result = runner.run(steps[ranks.rank // plan.cp])
+        calls = list(counting.calls)
+        return Ran(result.reduce(ranks), gradient_of(own), calls)
+
+    return run_ranks(plan.dp * plan.cp, rank)
+
+
+def parameters_of(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,189 @@
+"""Steps that are filled while they run."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep.core.layout import Layout
+from evenstep.data.feed import Feed
+from evenstep.errors import ConfigError, InputError, SampleError
+from evenstep.tensors.losses import cross_entropy
+from evenstep.testing.ranks import run_ranks
+from evenstep.train.collectives import Collective
+from evenstep.train.runner import Runner
+from tests.train.on_ranks import feeding, run_fed
+from tests.train.running import Plan, expected, samples_of, steps_of, worlds
+from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
+from tests.train.test_lazy import PATIENCE, prefetching
+
+GIANT = Plan("batches", Packed(max_tokens=999))
+
+
+@settings(max_examples=25)
+@given(
+    work=worlds(),
+    size=st.integers(1, 3),
+    dealt=st.lists(st.integers(0, 2), min_size=10, max_size=10),
+    prefetch=st.integers(0, 2),
+)
+def test_ranks_that_are_fed_unequal_numbers_have_the_exact_gradient(
+    work: Work, size: int, dealt: list[int], prefetch: int
+) -> None:
+    shares: list[list[int]] = [[] for _ in range(size)]
+    for number in range(len(work.samples)):
+        shares[dealt[number] % size].append(number)
+    model = model_of()
+    loss, gradient = expected("token mean", model, work, steps_of(GIANT, work))
+
+    def rank(ranks: Collective) -> tuple[Any, Tensor]:
+        own = copy.deepcopy(model)
+        result = run_fed(own, ranks, work, shares[ranks.rank], prefetch=prefetch)
+        return result, gradient_of(own)
+
+    ran = run_ranks(size, rank)
+    assert len({result.micro_batches for result, _ in ran}) == 1
+    for share, (result, found) in zip(shares, ran, strict=True):
+        assert distance(found, gradient) < 1e-12
+        assert result.loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
+        assert len(result.ages) == len(share)
+
+
+def recipe(layout: Layout | None = None) -> Recipe:
+    return Recipe(layout=layout or Packed(max_tokens=LIMIT))
+
+
+def runner(**options: Any) -> Runner:
+    return Runner(model=model_of(), loss=cross_entropy(), collate=COLLATOR, **options)
+
+
+def test_a_step_runs_what_is_there_while_more_is_made() -> None:
+    work = samples_of([LIMIT] * 4, masked=0.0)
+    feed, forwards = Feed(recipe()), threading.Semaphore(0)
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        forwards.release()
+        return model(batch)
+
+    def fill() -> None:
+        for sample in work.samples:
+            feed.put(sample)
+            # Nothing more is made before this one has run.
+            assert forwards.acquire(timeout=PATIENCE)
+        feed.close()
+
+    with feeding(fill):
+        result = runner(forward=forward).run_fed(feed, number=7)
+    assert (result.micro_batches, result.tokens) == (4, 4 * LIMIT)
+
+
+def test_ages_are_from_the_making_of_a_sample_to_its_forward() -> None:
+    work = samples_of([5, 3, 4])
+    feed = Feed(recipe())
+    now = time.time()
+    for sample, age in zip(work.samples, (50.0, 30.0, 10.0), strict=True):
+        feed.put(sample, born=now - age)
+    feed.close()
+    result = runner().run_fed(feed)
+    for found, age in zip(sorted(result.ages), (10.0, 30.0, 50.0), strict=True):
+        assert age <= found < age + PATIENCE
+    assert 30.0 <= result.to_dict()["age"] < 30.0 + PATIENCE
+
+
+def test_a_feed_that_is_closed_empty_is_an_empty_step() -> None:
+    feed = Feed(recipe())
+    feed.close()
+    result = runner().run_fed(feed)
+    assert result.empty
+    assert (result.loss, result.tokens, result.ages) == (0.0, 0, ())
+
+
+def test_a_sample_that_cannot_be_made_stops_the_step() -> None:
+    feed = Feed(recipe())
+    feed.put(samples_of([LIMIT]).samples[0])
+    feed.fail(RuntimeError("no more rollouts"))
+    with pytest.raises(RuntimeError, match="no more rollouts"):
+        runner().run_fed(feed)
+    assert not prefetching()
+
+
+def test_a_step_that_fails_does_not_wait_for_its_feed() -> None:
+    feed = Feed(recipe())
+    sample = samples_of([LIMIT]).samples[0]
+    feed.put(sample)
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        raise ValueError("what is this")
+
+    with pytest.raises(ValueError, match="what is this"):
+        runner(forward=forward).run_fed(feed)  # which nobody has closed
+    assert not prefetching()
+    with pytest.raises(InputError, match="whose step has failed"):
+        feed.put(sample)
+
+
+def test_feeds_refuse_what_they_cannot_keep() -> None:
+    feed = Feed(recipe())
+    with pytest.raises(SampleError, match="sample 0 has 9 tokens but a micro-batch holds 1 to 8"):
+        feed.put({"input_ids": [1] * 9})
+    with pytest.raises(SampleError, match="sample 0 has 0 tokens"):
+        feed.put({"input_ids": []})
+    feed.close()
+    with pytest.raises(InputError, match="a feed that is closed"):
+        feed.put({"input_ids": [1]})
+    with pytest.raises(ConfigError, match="unknown while a step is being fed"):
+        runner(mode="per_micro_batch").run_fed(feed)
+    with pytest.raises(ConfigError, match="a feed gives each sample once"):
+        runner(on_memory="split").run_fed(feed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        (Packed(max_tokens=LIMIT), [0, 0, 1, 1]),
+        (Padded(max_tokens=LIMIT), [0, 0, 1, 1]),
+        (PackedStatic(rows=2, width=LIMIT), [0, 0, 0, 0]),
+        (Fixed(samples=2), [0, 1, 1, 2]),
+        (Fixed(samples=2, max_tokens=LIMIT), [0, 1, 1, 2]),
+    ],
+    ids=repr,
+)
+def test_a_micro_batch_comes_out_when_it_can_be_full(layout: Layout, counts: list[int]) -> None:
+    """After each sample of 3 tokens, how many micro-batches could be had without waiting."""
+    feed = Feed(Recipe(layout=layout, steps=Steps()))
+    fed, taken = iter(feed), 0
+    for count in counts:
+        feed.put({"input_ids": [1, 2, 3]})
+        while feed._ready():
+            next(fed)
+            taken += 1
+        assert taken == count
+
+
+def test_split_samples_of_a_feed_count_once() -> None:
+    work = samples_of([2 * LIMIT + 3, 5], masked=0.0)
+    feed = Feed(Recipe(layout=Packed(max_tokens=LIMIT), overflow="split"))
+    for sample in work.samples:
+        feed.put(sample)
+    feed.close()
+    held = list(feed)
+    assert sum(len(fed.micro.segments) for fed in held) == 4
+    from evenstep.train.loss import SequenceMean
+
+    result = runner(normalization=SequenceMean()).run_fed(held)
+    assert result.numbers is not None
+    assert result.numbers.denominators == {"sequences": 2.0}
+
+
+def test_dummies_have_a_shape_that_context_parallel_ranks_can_cut() -> None:
+    feed = Feed(Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2)))
+    assert feed.dummy.is_dummy
+    assert feed.dummy.slots == 4

@@ -1,0 +1,263 @@
+"""Micro-batches are made when they are needed, a few ahead, and let go; and what is measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenstep import Cost, MicroBatch, Packed, Padded, Recipe, make_plan
+from evenstep.core.step import Step
+from evenstep.errors import SampleError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.losses import cross_entropy
+from evenstep.train.prefetch import Prefetch
+from evenstep.train.runner import Runner, run_step
+from tests.train.running import Plan, run_plan, samples_of, steps_of
+from tests.train.steps import COLLATOR, LIMIT, model_of
+
+PATIENCE = 20.0  # seconds until a test says that something hangs
+WORK = samples_of([LIMIT] * 6, masked=0.0)
+
+
+def planned(layout: Any = None) -> Step:
+    """Six micro-batches of one sample each."""
+    step = steps_of(Plan("planned", layout or Packed(max_tokens=LIMIT)), WORK)[0]
+    assert isinstance(step, Step)
+    return step
+
+
+class Recording:
+    """Samples that note when they are read; some wait for an event, or cannot be read."""
+
+    def __init__(self, step: Step) -> None:
+        self.reads: list[int] = []
+        self.wait: dict[int, threading.Event] = {}
+        self.done: dict[int, threading.Event] = {}
+        self.broken: int | None = None
+        self.order = [micro.segments.sample.tolist()[0] for micro in step.micro_batches]
+
+    def __getitem__(self, number: int) -> Any:
+        place = self.order.index(number)
+        if place in self.wait:
+            assert self.wait[place].wait(PATIENCE), f"micro-batch {place} was read too early"
+        self.reads.append(place)
+        if place == self.broken:
+            raise SampleError(f"sample {number} cannot be read")
+        if place in self.done:
+            self.done[place].set()
+        return WORK.samples[number]
+
+
+def recorded() -> tuple[Step, Recording]:
+    step = planned()
+    samples = Recording(step)
+    return replace(step, samples=samples), samples
+
+
+def prefetching() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "evenstep-prefetch"]
+
+
+# Laziness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+def test_the_first_forward_waits_for_no_more_than_it_needs(prefetch: int) -> None:
+    step, samples = recorded()
+    ran = threading.Event()
+    # Whoever reads further than allowed before the first forward waits for it, for ever.
+    samples.wait = dict.fromkeys(range(prefetch + 1, 6), ran)
+    reads: list[int] = []
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        reads.append(len(samples.reads))
+        ran.set()
+        return model(batch)
+
+    result = run_step(
+        step, model_of(), cross_entropy(), collate=COLLATOR, forward=forward, prefetch=prefetch
+    )
+    assert len(reads) == result.micro_batches == 6
+    for place, seen in enumerate(reads):
+        assert place + 1 <= seen <= place + 1 + prefetch
+    assert samples.reads == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_next_micro_batch_is_prepared_while_this_one_runs() -> None:
+    step, samples = recorded()
+    samples.done = {place: threading.Event() for place in range(6)}
+    places = iter(range(6))
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        place = next(places)
+        if place < 5:
+            assert samples.done[place + 1].wait(PATIENCE), "nothing was prepared meanwhile"
+        return model(batch)
+
+    run_step(step, model_of(), cross_entropy(), collate=COLLATOR, forward=forward)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("mode", ["deferred", "per_micro_batch"])
+def test_no_more_than_prefetch_and_one_batches_are_alive(prefetch: int, mode: Any) -> None:
+    made: list[weakref.ref[Batch]] = []
+    alive: list[int] = []
+
+    def collate(micro: MicroBatch, samples: Any) -> Batch:
+        # The one that is about to be made is alive too.
+        alive.append(1 + sum(batch() is not None for batch in made))
+        batch = COLLATOR(micro, samples)
+        made.append(weakref.ref(batch))
+        return batch
+
+    run_step(planned(), model_of(), cross_entropy(), collate=collate, prefetch=prefetch, mode=mode)
+    assert len(alive) == 6
+    assert max(alive) <= prefetch + 1
+    assert all(batch() is None for batch in made)
+
+
+# Threads --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", [0, 1, 5])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_an_error_of_the_source_is_raised_in_its_turn_and_leaves_no_thread(
+    broken: int, prefetch: int
+) -> None:
+    step, samples = recorded()
+    samples.broken = broken
+    ran: list[int] = []
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        ran.append(1)
+        return model(batch)
+
+    with pytest.raises(SampleError, match="cannot be read"):
+        run_step(
+            step, model_of(), cross_entropy(), collate=COLLATOR, forward=forward,
+            prefetch=prefetch,
+        )  # fmt: skip
+    assert len(ran) == broken
+    assert not prefetching()
+
+
+def test_an_error_of_the_model_names_the_micro_batch_and_leaves_no_thread() -> None:
+    places = iter(range(6))
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        if next(places) == 2:
+            raise ValueError("what is this")
+        return model(batch)
+
+    with pytest.raises(ValueError, match="what is this") as caught:
+        run_step(planned(), model_of(), cross_entropy(), collate=COLLATOR, forward=forward)
+    # The error, and with it every frame of the step, is still held here.
+    assert not prefetching()
+    (note,) = caught.value.__notes__
+    assert note.startswith("in micro-batch 2 of 6 of step 0 on rank 0 (1 x 8 slots, 1 segments of")
+
+
+def test_whoever_stops_early_leaves_no_thread() -> None:
+    items = iter(Prefetch(iter(range(100)), ahead=3))
+    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert prefetching()
+    items.close()
+    assert not prefetching()
+
+
+def test_prefetching_keeps_order_and_tells_what_it_took() -> None:
+    for ahead in (0, 1, 7):
+        prefetch = Prefetch(iter(range(20)), ahead)
+        assert list(prefetch) == list(range(20))
+        assert prefetch.preparing > 0
+        assert prefetch.waited > 0
+
+
+# Measures -------------------------------------------------------------------------------------
+
+
+def slow(source: Step) -> Step:
+    class Slow:
+        def __getitem__(self, number: int) -> Any:
+            time.sleep(0.002)
+            return source.samples[number]
+
+    return replace(source, samples=Slow())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_timings_add_up(prefetch: int) -> None:
+    result = run_step(
+        slow(planned()), model_of(), cross_entropy(), collate=COLLATOR, prefetch=prefetch
+    )
+    timings = result.timings
+    parts = (timings.wait, timings.prepare, timings.compute, timings.first)
+    assert all(0 < part <= timings.total for part in parts)
+    assert timings.wait + timings.compute + timings.communicate <= timings.total
+    assert timings.prepare >= 6 * 0.002  # sleeping takes at least as long as it was told
+    if not prefetch:
+        assert timings.wait >= timings.prepare
+    assert {f"seconds/{name}" for name in ("wait", "compute", "total")} < set(result.to_dict())
+
+
+class Nothing(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.x.expand(batch.rows, batch.width, 2)
+
+
+def test_real_tokens_count_and_padding_does_not() -> None:
+    # Two micro-batches: 4 in 1 x 4 slots, 2 and 1 in 2 x 2.
+    plan = make_plan([4, 2, 1], Recipe(layout=Padded(max_tokens=8, cut="greedy")))
+    samples = [{"input_ids": [1] * n} for n in (4, 2, 1)]
+    batches = [Collator()(micro, samples) for micro in plan[0, 0]]
+    assert sorted((batch.rows, batch.width) for batch in batches) == [(1, 4), (2, 2)]
+    cost = Cost(per_token=10, per_pair=1)
+    result = run_step(
+        batches, Nothing(), lambda x, batch: x.sum() * 0, cost=cost, peak_flops=1000.0
+    )
+    assert (result.tokens, result.slots, result.micro_batches) == (7, 8, 2)
+    assert result.padding == pytest.approx(1 / 8)
+    seconds = result.timings.total
+    assert result.tokens_per_second == pytest.approx(7 / seconds)
+    assert result.mfu == pytest.approx((70 + 16 + 4 + 1) / (seconds * 1000.0))
+    assert result.to_dict()["mfu"] == result.mfu
+    assert result.planned_imbalance is None
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_ranks_count_each_token_once_and_flops_per_rank(cp: int) -> None:
+    work = samples_of([8, 7, 3, 8, 4])
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2, cp=cp)
+    cost = Cost(per_token=10, per_pair=1)
+    steps = steps_of(plan, work, known=True)
+    ran = run_plan(plan, steps, cost=cost, peak_flops=1000.0)
+    flops = sum(10 * n + n * n for n in (8, 7, 3, 8, 4))
+    for each in ran:
+        result, seconds = each.result, each.result.timings.total
+        assert result.tokens_per_second == pytest.approx(30 / seconds)
+        assert result.mfu == pytest.approx(flops / (2 * cp) / (seconds * 1000.0))
+        micros = [m for step in steps if isinstance(step, Step) for m in step.micro_batches]
+        slots = sum(micro.slots for micro in micros)
+        assert result.padding == pytest.approx(1 - 30 / slots)
+        assert result.measured_imbalance >= 1.0
+        first = steps[0]
+        assert isinstance(first, Step)
+        assert result.planned_imbalance == first.totals["imbalance_step"]
+
+
+def test_no_cost_or_peak_means_no_mfu() -> None:
+    runner = Runner(model=model_of(), loss=cross_entropy(), collate=COLLATOR)
+    assert runner.run(planned()).mfu is None
+    assert replace(runner, cost=Cost()).run(planned()).mfu is None

@@ -1,0 +1,145 @@
+"""A micro-batch that runs out of memory: what is said, and how it is split."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenstep import Packed, Padded
+from evenstep.core.layout import Layout
+from evenstep.core.step import Step
+from evenstep.errors import ConfigError, MicroBatchError
+from evenstep.tensors.losses import cross_entropy
+from evenstep.testing.ranks import run_ranks
+from evenstep.train.collectives import Collective
+from evenstep.train.runner import Runner
+from tests.train.on_ranks import Small
+from tests.train.running import Plan, Way, expected, samples_of, steps_of, worlds
+from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
+from tests.train.test_lazy import prefetching
+
+WIDE: list[Layout] = [
+    Packed(max_tokens=3 * LIMIT),
+    Padded(max_tokens=3 * LIMIT),
+    Padded(max_tokens=3 * LIMIT, cut="greedy"),
+]
+
+
+def run(plan: Plan, work: Work, most: int, where: str = "forward", known: bool = False) -> Any:
+    model, steps = model_of(), steps_of(plan, work, known)
+
+    def rank(ranks: Collective) -> tuple[Any, Tensor]:
+        own = Small(copy.deepcopy(model), most, where)
+        runner = Runner(
+            model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR, on_memory="split"
+        )
+        return runner.run(steps[ranks.rank]).reduce(ranks), gradient_of(own)
+
+    return run_ranks(plan.dp, rank)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@settings(max_examples=12)
+@given(
+    work=worlds(),
+    layout=st.sampled_from(WIDE),
+    dp=st.integers(1, 3),
+    most=st.integers(LIMIT, 2 * LIMIT),
+    known=st.booleans(),
+)
+def test_splitting_ends_with_the_very_same_gradient(
+    where: str, work: Work, layout: Layout, dp: int, most: int, known: bool
+) -> None:
+    plan = Plan("planned", layout, dp=dp)
+    steps = steps_of(plan, work, known)
+    loss, gradient = expected("token mean", model_of(), work, steps)
+    ran = run(plan, work, most, where, known)
+    counts = {result.micro_batches for result, _ in ran}
+    assert len(counts) == 1
+    fitted = all(
+        micro.slots <= most for step in steps if isinstance(step, Step)
+        for micro in step.micro_batches
+    )  # fmt: skip
+    assert (counts.pop() == len(steps[0])) == fitted
+    for result, found in ran:
+        assert result.loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
+        assert distance(found, gradient) < 1e-12
+
+
+def test_the_error_names_shape_position_and_samples() -> None:
+    work = samples_of([LIMIT, 3, 2, 3])
+    plan = Plan("planned", Packed(max_tokens=LIMIT), seed=1)
+    (step,) = steps_of(plan, work)
+    assert isinstance(step, Step)
+    step = replace(step, number=41)
+    names = [micro.segments.sample.tolist() for micro in step.micro_batches]
+    at = names.index(next(found for found in names if len(found) == 3))
+    places = iter(range(2))
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        if next(places) == at:
+            raise torch.OutOfMemoryError("there is no more")
+        return model(batch)
+
+    runner = Runner(model=model_of(), loss=cross_entropy(), collate=COLLATOR, forward=forward)
+    with pytest.raises(MicroBatchError) as caught:
+        runner.run(step)
+    listed = ", ".join(map(str, names[at]))
+    assert str(caught.value).startswith(
+        f"micro-batch {at} of 2 of step 41 on rank 0 (1 x 8 slots, 3 segments of samples {listed}) "
+        f"ran out of memory, so the step cannot go on. Lower the budget below 8 slots"
+    )
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert not prefetching()
+
+
+def test_a_segment_that_cannot_be_split_is_an_error_on_every_rank() -> None:
+    work = samples_of([LIMIT, 3, 3], masked=0.0)
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2)
+    model, steps = model_of(), steps_of(plan, work)
+
+    def rank(ranks: Collective) -> str:
+        own = Small(copy.deepcopy(model), LIMIT - 1, "forward")
+        runner = Runner(
+            model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR, on_memory="split"
+        )
+        with pytest.raises(MicroBatchError, match="with a single segment") as caught:
+            runner.run(steps[ranks.rank])
+        return str(caught.value)
+
+    messages = run_ranks(2, rank)
+    # Both name the rank whose segment it is.
+    whose = next(rank for rank in range(2) if "(1 x 8 slots" in messages[rank])
+    for message in messages:
+        assert f"of step 0 on rank {whose}" in message
+
+
+def test_gradients_that_were_there_before_are_not_lost_by_trying_again() -> None:
+    work = samples_of([LIMIT, 3, 3], masked=0.0)
+    (step,) = steps_of(Plan("planned", Packed(max_tokens=2 * LIMIT)), work, known=True)
+    found = []
+    for most in (99, LIMIT):
+        model = model_of()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        own = Small(model, most, "backward")
+        Runner(model=own, loss=cross_entropy(), collate=COLLATOR, on_memory="split").run(step)
+        found.append(gradient_of(own))
+    assert distance(found[1], found[0]) < 1e-12
+
+
+def test_splitting_needs_samples_not_batches() -> None:
+    work = samples_of([LIMIT, 3])
+    runner = Runner(model=model_of(), loss=cross_entropy(), on_memory="split")
+    ways: list[Way] = ["batches", "collated"]
+    for way in ways:
+        plan = Plan(way, Packed(max_tokens=LIMIT))
+        with pytest.raises(ConfigError, match="collated already"):
+            runner.run(steps_of(plan, work)[0])

@@ -1,0 +1,315 @@
+"""run_step: one gradient, however the same samples are cut into a step."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenstep import Fixed, Packed, Padded
+from evenstep.core.step import Step
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.losses import cross_entropy
+from evenstep.testing.ranks import run_ranks
+from evenstep.train.collectives import Collective
+from evenstep.train.loss import Constant, SequenceMean
+from evenstep.train.normalizer import Mode
+from evenstep.train.runner import Loss, Runner
+from tests.train.running import (
+    LAYOUTS,
+    Plan,
+    Ran,
+    expected,
+    parameters_of,
+    plans,
+    run_plan,
+    samples_of,
+    steps_of,
+    worlds,
+)
+from tests.train.steps import COLLATOR, LIMIT, NORMALIZATIONS, Work, distance, gradient_of, model_of
+
+
+def check(name: str, plan: Plan, work: Work, mode: Mode | None, known: bool = False) -> list[Ran]:
+    """Every rank has the loss and the gradient of the definition."""
+    model = model_of()
+    steps = steps_of(plan, work, known)
+    loss, gradient = expected(name, model, work, steps)
+    ran = run_plan(plan, steps, model, normalization=NORMALIZATIONS[name], mode=mode)
+    for each in ran:
+        assert each.result.loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
+        assert each.result.deviation == 0.0
+        assert distance(each.gradient, gradient) < 1e-12
+    if name == "token mean":
+        trained = work.totals["loss_tokens"]
+        assert all(each.result.empty == (trained == 0) for each in ran)
+    return ran
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+@settings(max_examples=15)
+@given(plan=plans(), work=worlds(), known=st.booleans())
+def test_any_plan_of_the_same_samples_has_the_gradient_of_the_definition(
+    name: str, plan: Plan, work: Work, known: bool
+) -> None:
+    # What the definition gives does not depend on the plan, so any two plans agree.
+    check(name, plan, work, None, known)
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+@settings(max_examples=6)
+@given(plan=plans(split=True), work=worlds(longest=2 * LIMIT + 3), known=st.booleans())
+def test_split_samples_count_as_the_wholes_they_are(
+    name: str, plan: Plan, work: Work, known: bool
+) -> None:
+    check(name, replace(plan, split=True), work, None, known)
+
+
+@settings(max_examples=20)
+@given(first=plans(), second=plans(), work=worlds(), known=st.booleans())
+def test_two_plans_agree_in_single_precision(
+    first: Plan, second: Plan, work: Work, known: bool
+) -> None:
+    model = model_of().float()
+    one, other = (
+        run_plan(plan, steps_of(plan, work, known), model)[0].gradient for plan in (first, second)
+    )
+    assert one.dtype == torch.float32
+    assert distance(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("way", ["batches", "planned"])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_one_to_eight_micro_batches_on_one_to_four_ranks_agree(way: Any, count: int) -> None:
+    for dp in range(1, 5):
+        work = samples_of([3, 5, 2, 8, 7, 1, 4, 6] * 4, seed=count)
+        kept = replace(work, samples=work.samples[: dp * count])
+        plan = Plan(way, Fixed(samples=1), dp=dp)
+        kept = samples_of([len(s["input_ids"]) for s in kept.samples], seed=count)
+        ran = check("token mean", plan, kept, "deferred")
+        assert [each.result.micro_batches for each in ran] == [count] * dp
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("known", [True, False])
+def test_context_parallel_ranks_make_one_sequence_of_their_parts(layout: Any, known: bool) -> None:
+    work = samples_of([8, 7, 1, 3, 8, 2, 5], seed=3)
+    for name in ("token mean", "sequence mean", "sample weights"):
+        check(name, Plan("planned", layout, dp=2, cp=2), work, None, known)
+
+
+def test_shuffling_deals_samples_to_other_ranks_and_the_gradient_stays() -> None:
+    work = samples_of([8, 7, 1, 3, 8, 2, 5, 5], seed=4)
+    seen = set()
+    for seed in range(4):
+        plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2, seed=seed)
+        first = steps_of(plan, work)[0]
+        assert isinstance(first, Step)
+        seen.add(tuple(tuple(micro.segments.sample.tolist()) for micro in first.micro_batches))
+        check("sequence mean", plan, work, None)
+    assert len(seen) > 1
+
+
+# Nothing to train -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_step_without_labels_is_empty_with_zero_gradients(name: str, known: bool) -> None:
+    work = samples_of([8, 3, 5], masked=1.0)
+    for dp in (1, 4):  # four ranks have one dummy at least
+        plan = Plan("planned", Packed(max_tokens=LIMIT), dp=dp)
+        for each in check(name, plan, work, None, known):
+            assert not each.gradient.any()
+            assert each.result.loss == 0.0
+            # Constants and lengths stay; whatever counts what is trained says that nothing is.
+            assert each.result.empty == (name not in ("constant", "fixed length"))
+
+
+def test_micro_batches_and_ranks_without_labels_take_part() -> None:
+    work = samples_of([8, 8, 8, 8], masked=0.0)
+    for number in (0, 1, 3):
+        work.samples[number]["loss_mask"][:] = False
+    for sample in work.samples:
+        sample["group"], sample["group_tokens"] = 0, 7
+    for name in NORMALIZATIONS:
+        for dp in (1, 2, 4):
+            for known in (True, False):
+                plan = Plan("planned", Packed(max_tokens=LIMIT), dp=dp)
+                ran = check(name, plan, work, None, known)
+                assert not ran[0].result.empty
+
+
+@pytest.mark.parametrize("way", ["batches", "list on one rank alone"])
+def test_a_rank_or_a_step_without_any_micro_batch_runs_a_dummy(way: str) -> None:
+    work = samples_of([5, 3], masked=0.0)
+    plan = Plan("batches", Padded(max_tokens=LIMIT), dp=2)
+    full = steps_of(replace(plan, dp=1), work)[0]
+    steps: list[Any] = [full, []] if way != "batches" else [[], []]
+    ran = run_plan(plan, steps)
+    assert [each.result.empty for each in ran] == [way == "batches"] * 2
+    if way != "batches":
+        assert distance(ran[1].gradient, expected("token mean", model_of(), work, [full])[1]) < 1e-9
+
+
+def test_ranks_whose_steps_are_not_of_one_budget_find_out() -> None:
+    work = samples_of([5, 3], masked=0.0)
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2)
+    steps = steps_of(plan, work)
+    with pytest.raises(InputError, match="constants from 1 to 8"):
+        run_plan(plan, [steps[0], []])
+
+
+# Several losses -------------------------------------------------------------------------------
+
+
+def entropy(outputs: Tensor, batch: Any) -> Tensor:
+    """The sum of the entropies of what is predicted, a loss without labels of its own."""
+    log_probs = outputs.log_softmax(-1)
+    return ((log_probs.exp() * log_probs).sum(-1) * batch.loss_weights).sum()
+
+
+@settings(max_examples=12)
+@given(plan=plans(), work=worlds(), known=st.booleans())
+def test_several_losses_share_one_denominator_and_one_bundle(
+    plan: Plan, work: Work, known: bool
+) -> None:
+    losses = {
+        "nll": Loss(function=cross_entropy()),
+        "entropy": Loss(function=entropy, weight=0.25),
+    }
+    model = model_of()
+    steps = steps_of(plan, work, known)
+    ran = run_plan(plan, steps, model, losses)
+    alone = {name: run_plan(plan, steps, model, loss.function)[0] for name, loss in losses.items()}
+    gradient = alone["nll"].gradient + 0.25 * alone["entropy"].gradient
+    for each in ran:
+        assert distance(each.gradient, gradient) < 1e-12
+        assert each.result.losses == pytest.approx(
+            {name: one.result.loss for name, one in alone.items()}, rel=1e-12, abs=1e-15
+        )
+        total = alone["nll"].result.loss + 0.25 * alone["entropy"].result.loss
+        assert each.result.loss == pytest.approx(total, rel=1e-12, abs=1e-15)
+    loss, _ = expected("token mean", model, work, steps)
+    assert alone["nll"].result.loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
+
+
+def test_losses_of_their_own_denominators_work_where_all_are_known() -> None:
+    work = samples_of([8, 7, 1, 3, 8, 2, 5])
+    losses = {
+        "nll": Loss(function=cross_entropy()),
+        "even": Loss(function=cross_entropy(), normalization=SequenceMean(), weight=0.5),
+        "z": Loss(function=cross_entropy(), normalization=Constant(7.0), weight=2.0),
+    }
+    names = {"nll": "token mean", "even": "sequence mean", "z": "constant"}
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2)
+    steps, model = steps_of(plan, work, known=True), model_of()
+    parts = {name: expected(names[name], model, work, steps) for name in losses}
+    for each in run_plan(plan, steps, model, losses):
+        gradient = sum(losses[name].weight * part[1] for name, part in parts.items())
+        assert isinstance(gradient, Tensor)
+        assert distance(each.gradient, gradient) < 1e-12
+    with pytest.raises(ConfigError, match="one multiplication at the end"):
+        run_plan(plan, steps_of(plan, work), model, losses)
+
+
+# Meetings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("dp", [2, 3])
+def test_deferred_steps_meet_once_more_than_for_gradients_and_known_ones_never(
+    dp: int, cp: int
+) -> None:
+    work = samples_of([8, 7, 3, 8, 8, 5, 2, 8])
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=dp, cp=cp)
+    model = model_of()
+    gradients = parameters_of(model)
+    for known, mode, more in [
+        (False, None, 1),
+        (True, "deferred", 1),
+        (True, None, 0),
+        (True, "known", 0),
+        (False, "per_micro_batch", None),
+    ]:
+        for each in run_plan(plan, steps_of(plan, work, known), model, mode=mode):
+            others = [size for size in each.calls if size != gradients]
+            assert len(each.calls) - len(others) == 1
+            count = each.result.micro_batches + 1 if more is None else more
+            assert each.result.micro_batches > 1
+            assert len(others) == count
+
+
+def test_known_steps_tell_their_numbers_once_ranks_have_met() -> None:
+    work = samples_of([8, 7, 3, 8])
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2)
+    steps, model = steps_of(plan, work, known=True), model_of()
+
+    def rank(ranks: Collective) -> float:
+        own = copy.deepcopy(model)
+        runner = Runner(model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR)
+        result = runner.run(steps[ranks.rank])
+        assert not result.reduced
+        for name in ("loss", "losses", "empty", "metrics", "padding", "mfu", "tokens_per_second"):
+            with pytest.raises(InputError, match=r"Call result.reduce\(collective\)"):
+                getattr(result, name)
+        with pytest.raises(InputError, match="not exchanged"):
+            result.to_dict()
+        reduced = result.reduce(ranks)
+        assert reduced.reduce(ranks) is reduced  # and meets nobody
+        return reduced.loss
+
+    loss, _ = expected("token mean", model, work, steps)
+    assert run_ranks(2, rank) == pytest.approx([loss, loss], rel=1e-12)
+
+
+# What is left as it is ------------------------------------------------------------------------
+
+
+def test_frozen_parameters_stay_without_gradients_on_ranks_too() -> None:
+    work = samples_of([8, 7, 3, 8])
+    plan = Plan("batches", Packed(max_tokens=LIMIT), dp=2)
+    model = model_of()
+    model.embed.weight.requires_grad_(False)
+    steps = steps_of(plan, work)
+
+    def rank(ranks: Collective) -> bool:
+        own = copy.deepcopy(model)
+        Runner(model=own, loss=cross_entropy(), collective=ranks).run(steps[ranks.rank])
+        return own.embed.weight.grad is None
+
+    assert run_ranks(2, rank) == [True, True]
+
+
+def test_metrics_of_losses_are_those_of_all_ranks() -> None:
+    work = samples_of([8, 7, 3, 8, 1])
+    plan = Plan("batches", Packed(max_tokens=LIMIT), dp=2)
+    ran = run_plan(plan, steps_of(plan, work))
+    for each in ran:
+        metrics = each.result.metrics
+        assert metrics["trained_tokens"] == work.totals["loss_tokens"]
+        assert metrics["nll"] == pytest.approx(each.result.loss, rel=1e-12)
+    named = {name: Loss(function=cross_entropy()) for name in ("a", "b")}
+    metrics = run_plan(plan, steps_of(plan, work), loss=named)[0].result.metrics
+    assert set(metrics) == {f"{n}/{m}" for n in "ab" for m in ("nll", "trained_tokens")}
+
+
+def test_the_same_runner_runs_step_after_step() -> None:
+    work = samples_of([8, 7, 3, 8, 1, 2, 8, 8])
+    model = model_of()
+    runner = Runner(model=model, loss=cross_entropy(), collate=COLLATOR)
+    plan = Plan("planned", Packed(max_tokens=LIMIT))
+    for _ in range(2):
+        model.zero_grad()
+        runner.run(steps_of(plan, work)[0])
+        gradient = gradient_of(model)
+        assert (
+            distance(gradient, expected("token mean", model_of(), work, steps_of(plan, work))[1])
+            < 1e-12
+        )

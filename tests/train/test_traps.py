@@ -1,0 +1,116 @@
+"""Numbers that a person can check: 6 of 3 labels and 4 of 1 label make 2.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenstep import Packed, Recipe, make_plan
+from evenstep.core.step import Step
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.collate import Collator
+from evenstep.testing.ranks import run_ranks
+from evenstep.train.collectives import Collective
+from evenstep.train.loss import Constant, TokenMean
+from evenstep.train.normalizer import Mode
+from evenstep.train.runner import Loss, Runner, run_step
+
+
+class Scalar(nn.Module):  # type: ignore[misc]
+    """One parameter, 1, so that gradients are what the loss says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.x
+
+
+def told(x: Tensor, batch: Batch) -> Tensor:
+    """6 for the micro-batch of 3 labels, 4 for that of 1."""
+    labels = int((batch.labels != IGNORE_INDEX).sum())
+    return x * {3: 6.0, 1: 4.0, 0: 0.0}[labels]
+
+
+def two_batches() -> list[Batch]:
+    plan = make_plan([4, 2], Recipe(layout=Packed(max_tokens=4)))
+    samples = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6]}]
+    return [Collator()(micro, samples) for micro in plan[0, 0]]
+
+
+@pytest.mark.parametrize("mode", ["deferred", "known", None])
+def test_sums_of_6_and_4_over_3_and_1_labels_make_2_and_a_half(mode: Mode | None) -> None:
+    model, batches = Scalar(), two_batches()
+    step: Any = batches
+    if mode == "known":
+        step = as_step(batches, {"loss_tokens": 4})
+    result = run_step(step, model, told, mode=mode)
+    assert (result.loss, result.deviation, model.x.grad.item()) == (2.5, 0.0, 2.5)
+
+
+def as_step(batches: list[Batch], totals: dict[str, float]) -> Step:
+    micros: Any = [None] * len(batches)
+    nowhere: Any = None
+    return Step(
+        number=0,
+        epoch=0,
+        micro_batches=tuple(micros),
+        samples={},
+        cursor=nowhere,
+        totals=totals,
+        batches=tuple(batches),
+    )
+
+
+def test_per_micro_batch_makes_3_of_them_and_reports_the_deviation() -> None:
+    model = Scalar()
+    result = run_step(two_batches(), model, told, mode="per_micro_batch")
+    assert (result.loss, result.deviation, model.x.grad.item()) == (2.5, 0.5, 3.0)
+
+
+def test_divisors_of_ones_own_are_wrong_over_micro_batches_and_over_ranks() -> None:
+    """What trainers did for years: each divides by its own labels, and the means are averaged."""
+
+    def mean(x: Tensor, batch: Batch) -> Tensor:
+        return told(x, batch) / (batch.labels != IGNORE_INDEX).sum()
+
+    model = Scalar()
+    run_step(two_batches(), model, mean, normalization=Constant(2.0))
+    assert model.x.grad.item() == 3.0  # not 2.5
+
+    def rank(ranks: Collective) -> tuple[float, float]:
+        mine, exact = Scalar(), Scalar()
+        batch = [two_batches()[ranks.rank]]
+        run_step(batch, mine, mean, normalization=Constant(2.0), collective=ranks)
+        run_step(batch, exact, told, collective=ranks)
+        return mine.x.grad.item(), exact.x.grad.item()
+
+    assert run_ranks(2, rank) == [(3.0, 2.5)] * 2
+
+
+def test_totals_that_are_not_the_steps_own_are_an_error() -> None:
+    with pytest.raises(InputError, match="promised 5 for 'loss_tokens' but the micro-batches had"):
+        run_step(as_step(two_batches(), {"loss_tokens": 5}), Scalar(), told)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"prefetch": -1}, "prefetch"),
+        ({"on_memory": "ignore"}, "on_memory"),
+        ({"mode": "eager"}, "mode"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        run_step(two_batches(), Scalar(), told, **options)
+
+
+def test_normalizations_are_by_default_the_mean_of_tokens() -> None:
+    assert Loss(function=told).normalization == TokenMean()
+    assert Runner(model=Scalar(), loss=told).losses["loss"].normalization == TokenMean()

@@ -1,0 +1,157 @@
+"""A rank that fails: the others say which, and stop. Real processes, blocked in an exchange."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from evenstep.errors import ConfigError, RankError
+from evenstep.train.watch import Watch, _is_echo
+from tests.train import on_ranks
+from tests.train.processes import Ended, run_processes
+from tests.train.running import samples_of
+
+SAMPLES = samples_of([8, 7, 1, 3, 8, 2, 5, 4, 6], seed=3).samples
+LIMIT = 45.0  # seconds after which a hang is a hang
+
+
+def ended(size: int, folder: Path, who: int, fate: str, wrap: str = "ddp") -> list[Ended]:
+    return run_processes(
+        size, on_ranks.doomed, folder / "ranks", SAMPLES, who, fate, wrap, limit=LIMIT, store="tcp"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "who", "wrap"), [(2, 1, "ddp"), (3, 0, "ddp"), (3, 2, "plain"), (2, 1, "fsdp")]
+)
+def test_a_rank_that_raises_is_named_with_its_error(
+    size: int, who: int, wrap: str, tmp_path: Path
+) -> None:
+    for rank, end in enumerate(ended(size, tmp_path, who, "raises", wrap)):
+        assert end.status == 1, end.output
+        if rank == who:
+            assert "ValueError: what is this" in end.output
+            assert "in micro-batch" in end.output
+        else:
+            said = f"rank {who} failed (ValueError: what is this), so rank {rank} stops"
+            assert said in end.output, end.output
+
+
+@pytest.mark.parametrize(("size", "who"), [(2, 1), (3, 0), (3, 1)])
+def test_a_rank_that_is_killed_is_named(size: int, who: int, tmp_path: Path) -> None:
+    for rank, end in enumerate(ended(size, tmp_path, who, "killed")):
+        if rank == who:
+            assert end.status == -signal.SIGKILL
+            continue
+        assert end.status == 1, end.output
+        silent = "rank 0, which holds the store, is gone" if who == 0 else f"rank {who} has been"
+        assert silent in end.output, end.output
+        assert f"so rank {rank} stops" in end.output
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_ranks_that_stay_blocked_in_an_exchange_are_ended(who: int, tmp_path: Path) -> None:
+    found = run_processes(
+        3, on_ranks.doomed, tmp_path / "ranks", SAMPLES, who, "lingers",
+        limit=LIMIT, store="tcp", lingers=who,
+    )  # fmt: skip
+    for rank, end in enumerate(found):
+        if rank == who:
+            assert end.status is None  # it sleeps for ever, as it was told
+        else:
+            assert end.status == 1, end.output
+            assert f"rank {who} failed (ValueError: what is this)" in end.output, end.output
+    # Whoever was stuck was ended by its watch, not by an error of the exchange.
+    assert any("evenstep: rank" in end.output for end in found)
+
+
+def test_ranks_that_end_at_different_times_are_no_failure(tmp_path: Path) -> None:
+    for who in (0, 1):
+        for end in run_processes(
+            2, on_ranks.doomed, tmp_path / f"{who}", SAMPLES, who, "done", limit=LIMIT, store="tcp"
+        ):
+            assert end.status == 0, end.output
+            assert "evenstep-watch" not in end.result
+
+
+# In one process -------------------------------------------------------------------------------
+
+
+def watching() -> bool:
+    return any(thread.name == "evenstep-watch" for thread in threading.enumerate())
+
+
+def wait_for_ever() -> None:
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def test_a_rank_that_never_comes_is_missed() -> None:
+    store = distributed.HashStore()
+    with (
+        pytest.raises(RankError, match=r"rank 1 has been silent for 0.5 s.*so rank 0 stops"),
+        Watch(rank=0, size=2, store=store, timeout=0.5),
+    ):
+        wait_for_ever()
+    assert not watching()
+
+
+def test_an_error_is_told_to_the_others_and_stays_what_it_was() -> None:
+    store = distributed.HashStore()
+    with pytest.raises(KeyError, match="here"), Watch(rank=1, size=2, store=store, timeout=1):
+        raise KeyError("here")
+    with (
+        pytest.raises(RankError, match=r"rank 1 failed \(KeyError: 'here'\)"),
+        Watch(rank=0, size=2, store=store, timeout=1),
+    ):
+        wait_for_ever()
+    assert not watching()
+
+
+def test_a_broken_exchange_waits_for_the_rank_that_broke_it() -> None:
+    store = distributed.HashStore()
+    with pytest.raises(ValueError, match="why"), Watch(rank=1, size=2, store=store, timeout=1):
+        raise ValueError("why")
+    with (
+        pytest.raises(RankError, match=r"rank 1 failed \(ValueError: why\)") as caught,
+        Watch(rank=0, size=2, store=store, timeout=1),
+    ):
+        raise RuntimeError("[gloo] Connection closed by peer")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_watches_follow_each_other_and_leave_no_thread() -> None:
+    store = distributed.HashStore()
+    for _ in range(3):
+        with Watch(rank=1, size=2, store=store, timeout=1):
+            assert watching()
+        with Watch(rank=0, size=2, store=store, timeout=1):
+            pass
+    assert not watching()
+    with Watch(rank=0, size=1, store=distributed.HashStore()):
+        pass
+    with pytest.raises(SystemExit), Watch(rank=1, size=2, store=store, timeout=1):
+        raise SystemExit(0)
+    with Watch(rank=0, size=2, store=store, timeout=1):
+        time.sleep(1.5)  # rank 1 is done, not silent
+
+
+def test_what_an_exchange_raises_is_told_from_what_a_program_raises() -> None:
+    assert _is_echo(RuntimeError("[/pytorch/gloo/pair.cc:534] Connection closed by peer"))
+    assert _is_echo(RuntimeError("NCCL communicator was aborted"))
+    assert _is_echo(ConnectionResetError())
+    assert not _is_echo(ValueError("gloo"))
+    assert not _is_echo(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))
+
+
+def test_a_watch_needs_a_group_and_times_that_can_be_kept() -> None:
+    with pytest.raises(ConfigError, match="no process group to watch"):
+        Watch()
+    with pytest.raises(ConfigError, match="timeout is 0 s"):
+        Watch(timeout=0)
