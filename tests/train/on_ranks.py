@@ -188,6 +188,58 @@ def _outcome(rank: int, size: int, case: Case, work: Work, contexts: dict[int, A
     return Outcome(result.loss, gradient(model), len(exchanges), result.micro_batches)
 
 
+# Ways to wrap that have to be seen or refused ---------------------------------------------------
+
+
+def wrappings(rank: int, size: int, samples: Samples) -> dict[str, Outcome]:
+    """A step for each way to wrap, with a gradient of 0.5 from before."""
+    plain, both = (
+        init_device_mesh("cpu", (size,)),
+        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicated", "sharded")),
+    )
+
+    def shard(model: Any, mesh: Any, divide: float | None = None, **options: Any) -> Any:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, **options)
+            if divide is not None:
+                module.set_gradient_divide_factor(divide)
+        return model
+
+    def divide_the_root(model: Any) -> Any:
+        shard(model, plain).set_gradient_divide_factor(1.0)
+        return model
+
+    ways: dict[str, Callable[[Any], Any]] = {
+        "ddp": DistributedDataParallel,
+        "views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
+        "unused": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+        "static": lambda model: DistributedDataParallel(model, static_graph=True),
+        "fsdp": lambda model: shard(model, plain),
+        "hybrid": lambda model: shard(model, both),
+        "half": lambda model: shard(model, both),
+        "divided": lambda model: shard(model, plain, divide=1.0),
+        "uneven": divide_the_root,
+        "ignored": lambda model: fully_shard(model, mesh=plain, ignored_params={model.norm.weight}),
+    }
+    step = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=size), _work(samples))[rank]
+    found = {}
+    for name, wrap in ways.items():
+        model = wrap(decoder(torch.float64))
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        if name == "fsdp":  # whose root stays unsharded after a forward alone
+            recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=size))
+            compute_log_probs(model, samples, recipe, collective=Distributed(), collate=COLLATOR)
+        ranks = Distributed(both.get_group(1) if name == "half" else None)
+        runner = Runner(model=model, loss=cross_entropy(), collective=ranks, collate=COLLATOR)
+        try:
+            result = runner.run(step)
+            found[name] = Outcome(result.loss, gradient(model), 0, result.micro_batches)
+        except EvenstepError as error:
+            found[name] = Outcome(0.0, torch.zeros(1), 0, 0, str(error))
+    return found
+
+
 # Fed --------------------------------------------------------------------------------------------
 
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, distributed
 
 from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
 from evenstep.data.feed import Feed
-from evenstep.errors import ConfigError, InputError, SampleError
+from evenstep.errors import ConfigError, InputError, RankError, SampleError
 from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.runner import Runner
+from evenstep.train.watch import Watch
 from tests.train.on_ranks import feeding, run_fed
 from tests.train.running import Plan, expected, samples_of, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
@@ -187,3 +188,22 @@ def test_dummies_have_a_shape_that_context_parallel_ranks_can_cut() -> None:
     feed = Feed(Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2)))
     assert feed.dummy.is_dummy
     assert feed.dummy.slots == 4
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_who_waits_for_samples_can_be_interrupted(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evenstep.train.prefetch._PATIENCE", 600.0)  # a hang, if it were needed
+    store = distributed.HashStore()
+    with pytest.raises(KeyError), Watch(rank=1, size=2, store=store, timeout=30):
+        raise KeyError("odd \ud800")
+    feed = Feed(recipe())
+    with (
+        pytest.raises(RankError, match=r"rank 1 failed \(KeyError: 'odd .*ud800'\)"),
+        Watch(rank=0, size=2, store=store, timeout=30, grace=600.0),
+    ):
+        runner(prefetch=prefetch).run_fed(feed)
+    assert not prefetching()
+    with pytest.raises(InputError, match="whose step has failed"):
+        feed.put({"input_ids": [1]})

@@ -209,3 +209,18 @@ def test_what_is_missing_is_named() -> None:
             Constant(value)
         with pytest.raises(ConfigError, match="length is"):
             FixedLength(value)
+
+
+def test_groups_of_large_numbers_are_told_apart() -> None:
+    numbers = [2**60, 2**60 + 1]
+    batch = batch_of([0, 1, 1], [0, 1, 1], group=numbers)
+    with pytest.raises(InputError, match=r"beyond 16777216 in torch.float32.*dtype=torch.int64"):
+        GroupMean().amount(batch)
+    batch = replace(batch, extras={**batch.extras, "group": torch.tensor(numbers)})
+    assert GroupMean().amount(batch).item() == 2.0
+
+
+@pytest.mark.parametrize("name", ["tokens", "loss_tokens", "samples"])
+def test_a_custom_normalization_may_not_be_called_what_plans_call_something_else(name: str) -> None:
+    with pytest.raises(ConfigError, match="what plans call a total of their own"):
+        Custom(name, lambda batch: batch.loss_weights)

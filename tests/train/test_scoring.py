@@ -91,3 +91,15 @@ def test_no_samples_have_no_scores_and_ranks_must_match_the_recipe() -> None:
             model_of(), samples_of([3]).samples,
             Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=2)),
         )  # fmt: skip
+
+
+def test_a_forward_that_fails_leaves_no_thread_and_gradients_on() -> None:
+    def forward(model: Any, batch: Any) -> Tensor:
+        raise ValueError("what is this")
+
+    samples = [{"input_ids": [1, 2, 3]}] * 4
+    with pytest.raises(ValueError, match="what is this") as caught:
+        compute_log_probs(model_of(), samples, Recipe(layout=Packed(max_tokens=3)), forward=forward)
+    assert caught.value.__traceback__ is not None  # whose frames would keep it alive
+    assert not prefetching()
+    assert torch.is_grad_enabled()

@@ -14,6 +14,8 @@ from evenstep.data.pool import Entry, Former, Measure, Pool
 from evenstep.data.source import Sample, length_of
 from evenstep.errors import InputError, SampleError
 
+_LOOK = 0.5  # seconds
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fed:
@@ -57,15 +59,15 @@ class Feed:
         length = self._length_of(sample)
         pieces = self._former.cut(length) if length > 0 else None
         with self._changed:
-            if self._abandoned:
-                raise InputError(
-                    "a sample was put into a feed whose step has failed, so it would never run. "
-                    "Put it into the next step's feed."
-                )
             if self._closed:
                 raise InputError(
                     "a sample was put into a feed that is closed, so it would never run. Put it "
                     "into the next step's feed."
+                )
+            if self._abandoned:
+                raise InputError(
+                    "a sample was put into a feed whose step has failed, so it would never run. "
+                    "Put it into the next step's feed."
                 )
             number = self._count
             if pieces is None:
@@ -101,6 +103,11 @@ class Feed:
             self._changed.notify_all()
 
     @property
+    def budget(self) -> int | None:
+        """The most slots of a micro-batch."""
+        return self._former.recipe.layout.max_tokens
+
+    @property
     def dummy(self) -> MicroBatch:
         """A micro-batch with nothing in it, of a shape that the recipe's topology can cut."""
         return self._former.take([], 0)[0]
@@ -108,7 +115,8 @@ class Feed:
     def __iter__(self) -> Iterator[Fed]:
         while True:
             with self._changed:
-                self._changed.wait_for(self._ready)
+                while not self._changed.wait_for(self._ready, timeout=_LOOK):
+                    pass  # Python runs, so that other threads can interrupt who waits here
                 if self._failure is not None:
                     raise self._failure
                 if self._abandoned or not self._waiting:

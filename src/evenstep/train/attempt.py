@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,17 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
 from evenstep.data.feed import Fed, Feed
 from evenstep.errors import ConfigError, InputError, MicroBatchError
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.tensors.sequences import Sums
 from evenstep.tensors.shard import Shard
 from evenstep.train.bundle import Bundle
 from evenstep.train.framework import Framework, sum_gradients
-from evenstep.train.loss import weighted
+from evenstep.train.loss import GroupMean, weighted
 from evenstep.train.normalizer import Mode, Normalizer, power_of_two
+from evenstep.train.pieces import groups_of
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, SLOTS, TOKENS, StepResult, Timings
+from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS, StepResult, Timings
 from evenstep.train.stopwatch import Busy, Stopwatch
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Ready:
     batch: Batch
     lengths: IntArray
     samples: IntArray
+    labels: int
     born: tuple[float, ...] = ()
 
 
@@ -62,7 +64,7 @@ class Work:
     """What a rank runs that has nothing to run."""
 
 
-LEAST, MOST = "evenstep/constant_least", "evenstep/constant_most"
+LEAST, MOST = "evenstep/least", "evenstep/most"
 _HOPELESS = (
     "ran out of memory with a single segment, which cannot be split. Lower max_tokens, split "
     "over-long samples, or use context parallelism."
@@ -85,11 +87,12 @@ class Attempt:
         self.framework = Framework.of(runner.model)
         self.losses = runner.losses
         self.compute, self.communicate, self.busy = Stopwatch(), Stopwatch(), Busy(runner.device)
-        self.tokens = self.slots = self.position = 0
+        self.tokens = self.slots = self.labels = self.position = 0
         self.flops = 0.0
         self.share = 1.0  # of each micro-batch, where context-parallel ranks share it
         self.stream = _stream(runner.device)
         self.ages: list[float] = []
+        self.groups: set[int] = set()  # that GroupMean counted on this rank
         self.bundles: list[Bundle] = []
         self.normalizer = Normalizer(
             losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
@@ -118,16 +121,13 @@ class Attempt:
         runner, work, began = self.runner, self.work, time.perf_counter()
         first = 0.0
         prefetch = Prefetch(self._prepared(), runner.prefetch)
+        if isinstance(work.items, Feed):
+            prefetch = Prefetch(self._prepared(), runner.prefetch, work.items.abandon)
         with closing(iter(prefetch)) as items:
-            try:
-                for ready in items if work.count is not None else self._in_lock_step(items):
-                    first = first or time.perf_counter() - began
-                    self._micro_batch(ready, exchange=self.position + 1 == work.count)
-                    del ready  # before the next is asked for: prefetch + 1 are alive, not one more
-            except BaseException:
-                if isinstance(work.items, Feed):
-                    work.items.abandon()  # or the thread would wait for its samples
-                raise
+            for ready in items if work.count is not None else self._in_lock_step(items):
+                first = first or time.perf_counter() - began
+                self._micro_batch(ready, exchange=self.position + 1 == work.count)
+                del ready  # before the next is asked for: prefetch + 1 are alive, not one more
         if self.position == 0 or (work.count is None and not self._by_hand):
             # Nobody knew which was the last, so one more, with nothing in it, exchanges gradients.
             self._micro_batch(self._dummy(), exchange=True)
@@ -147,7 +147,7 @@ class Attempt:
             timings=Timings(
                 wait=prefetch.waited,
                 prepare=prefetch.preparing,
-                compute=self.compute.seconds,
+                compute=self.compute.seconds if self.stream is None else self.busy.seconds,
                 communicate=self.communicate.seconds,
                 total=time.perf_counter() - began,
                 first=first,
@@ -172,13 +172,16 @@ class Attempt:
                     self.runner.collate(item.micro, item.samples), tuple(item.born.values())
                 )
             elif isinstance(item, tuple):
+                self._refuse_skipped(item[1])
                 yield self._ready(self.runner.collate(*item))
             else:
                 yield self._ready(item)
 
     def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
+        self._check_groups(batch)
         real = batch.sample_ids >= 0
         lengths, samples = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
+        labels = int((batch.labels != IGNORE_INDEX).sum())
         if self.stream is not None:
             # Where the model runs, whose stream this thread does not have by itself.
             with torch.cuda.stream(self.stream):
@@ -186,7 +189,40 @@ class Attempt:
                 batch = batch.to(self.runner.device, non_blocking=True)
         elif self.runner.device is not None:
             batch = batch.to(self.runner.device)
-        return Ready(batch, lengths, samples, born)
+        return Ready(batch, lengths, samples, labels, born)
+
+    def _refuse_skipped(self, samples: Mapping[int, Any]) -> None:
+        """Whoever skips samples breaks what was promised, which the others would not notice."""
+        skipped = [number for number, sample in samples.items() if sample is None]
+        promised = [n for n in self.normalizer.denominators.values() if n.known({}) is None]
+        if skipped and promised and self.normalizer.mode == "known":
+            raise InputError(
+                f"sample {skipped[0]} was skipped, but {promised[0].name!r} was known before the "
+                f"step and counts it, so the gradients would be off. Set mode='deferred' where "
+                f"samples may be skipped."
+            )
+
+    def _check_groups(self, batch: Batch) -> None:
+        """Where GroupMean counts groups by itself, each must lie in one micro-batch."""
+        means = (isinstance(loss.normalization, GroupMean) for loss in self.losses.values())
+        if "group_tokens" in batch.aligned or not any(means):
+            return
+        if self.runner.on_memory == "split":
+            raise ConfigError(
+                "on_memory='split' may divide a group between two micro-batches, but GroupMean "
+                "counts each group's tokens in its micro-batch, so the group would count twice. "
+                "Give samples the sequence-aligned extra 'group_tokens'."
+            )
+        groups = groups_of(batch)[batch.trained > 0].unique().tolist()
+        again = sorted(self.groups.intersection(groups))
+        if again:
+            raise InputError(
+                f"group {again[0]} lies in two micro-batches of this rank, but GroupMean counts "
+                f"each group's tokens in its micro-batch, so the group would count twice. Plan "
+                f"with groups='micro_batch', or give samples the sequence-aligned extra "
+                f"'group_tokens'."
+            )
+        self.groups.update(groups)
 
     def _dummy(self) -> Ready:
         return self._ready(self.runner.collate(self.work.dummy, {}))
@@ -232,6 +268,7 @@ class Attempt:
         self.share = 1 / getattr(shard, "size", 1)
         self.tokens += int(ready.lengths.sum())
         self.slots += ready.batch.rows * ready.batch.width
+        self.labels += ready.labels
         if self.runner.cost is not None:
             self.flops += float(self.runner.cost.of_lengths(ready.lengths).sum())
         self.position += 1
@@ -240,10 +277,16 @@ class Attempt:
         """By what this micro-batch's sums are multiplied before backward."""
         reduced: Mapping[str, Tensor] | None = None
         if self.normalizer.mode == "per_micro_batch":
+            count = torch.tensor(float(self.work.count or 0))
+            counts = {LEAST: Metric.min(count), MOST: Metric.max(count)}
             with self.communicate:
-                reduced = Bundle(amounts).reduce(self.runner.collective).sums
-        count = max(self.work.count or 0, 1)
-        return self.normalizer.scales(self.work.totals, reduced=reduced, micro_batches=count)
+                bundle = Bundle(amounts, counts).reduce(self.runner.collective)
+            _check_counts([float(bundle.metrics[name].value) for name in (LEAST, MOST)])
+            reduced = bundle.sums
+        micro_batches = max(self.work.count or 0, 1)
+        return self.normalizer.scales(
+            self.work.totals, reduced=reduced, micro_batches=micro_batches
+        )
 
     def _forward_backward(
         self,
@@ -268,11 +311,14 @@ class Attempt:
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
         """Whether this micro-batch ran on every rank; raised on all of them if it did not."""
         ranks = self.runner.collective
-        flags = torch.zeros(ranks.size)  # per rank: 0 it ran, 1 it did not, 2 and cannot be split
+        # Per rank: 0 it ran, 1 it did not, 2 and cannot be split; and how many it has in all.
+        flags = torch.zeros(2, ranks.size)
         if failure is not None:
-            flags[ranks.rank] = 1 if len(ready.samples) > 1 else 2
+            flags[0, ranks.rank] = 1 if len(ready.samples) > 1 else 2
+        flags[1, ranks.rank] = self.work.count or 0
         with self.communicate:
-            found = ranks.all_reduce_sum(flags).tolist()
+            found, counts = ranks.all_reduce_sum(flags).tolist()
+        _check_counts(counts)
         if 2 in found and failure is not None:
             raise MicroBatchError(f"{self._where(ready)} {_HOPELESS}") from failure
         if 2 in found:
@@ -298,6 +344,7 @@ class Attempt:
             BUSY: Metric.mean(busy, 1),
             BUSY_MOST: Metric.max(busy),
             TOKENS: Metric.sum(torch.tensor(self.tokens * self.share, dtype=torch.float64)),
+            LABELS: Metric.sum(torch.tensor(self.labels * self.share, dtype=torch.float64)),
             SLOTS: Metric.sum(torch.tensor(self.slots * self.share, dtype=torch.float64)),
         }
         if self.normalizer.mode == "deferred":
@@ -312,6 +359,16 @@ class Attempt:
 
 def _whole(batch: Batch) -> Batch:
     return batch
+
+
+def _check_counts(counts: Sequence[float]) -> None:
+    """Where ranks meet at every micro-batch, they need as many."""
+    if min(counts) != max(counts):
+        raise InputError(
+            f"ranks have from {min(counts):.0f} to {max(counts):.0f} micro-batches but meet at "
+            f"each, so some would wait for ever. Give every rank its step of one plan, which has "
+            f"as many on each."
+        )
 
 
 def _check_constant(reduced: Bundle) -> None:

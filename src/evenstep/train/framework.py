@@ -7,6 +7,7 @@ fsdp    fully_shard averages them by reduce-scatter; all ranks must run the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,8 +31,10 @@ class Framework:
     kind: Literal["plain", "ddp", "fsdp"]
     model: Any
     ranks: int
-    """The ranks that the framework exchanges between: DDP's group, or the mesh of fully_shard,
-    which has the tensor-parallel ranks in it too. 1 where nobody exchanges."""
+    """The ranks that the framework exchanges between: DDP's group, or those over which fully_shard
+    shards and replicates. 1 where nobody exchanges."""
+    divided_by: int | None = None
+    """By what fully_shard divides where it was told to (`set_gradient_divide_factor`)."""
 
     @classmethod
     def of(cls, model: Any) -> Framework:
@@ -40,7 +43,11 @@ class Framework:
         if isinstance(inner, DistributedDataParallel):
             return cls("ddp", inner, torch.distributed.get_world_size(inner.process_group))
         if isinstance(inner, FSDPModule):
-            return cls("fsdp", inner, _mesh_size(inner))
+            for module in inner.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # a forward alone leaves the root without sharded parameters
+            _refuse_unsharded(inner)
+            return cls("fsdp", inner, *_fsdp_ranks(inner))
         for name, module in inner.named_modules():
             if isinstance(module, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
                 raise ConfigError(
@@ -55,19 +62,29 @@ class Framework:
         if self.kind == "plain":
             return 1
         size = collective.size
-        # A mesh may have tensor-parallel ranks, which hold other parts of the same parameters.
-        if self.ranks != size and (self.kind == "ddp" or self.ranks % size or size == 1):
+        if self.ranks != size:
             raise ConfigError(
                 f"the model exchanges gradients between {self.ranks} ranks but the collective has "
                 f"{size}, so sums and gradients would be of different steps. Pass "
                 f"collective=Distributed(group), with the group of all data- and "
                 f"context-parallel ranks."
             )
-        return size
+        return size if self.divided_by is None else self.divided_by
+
+    @property
+    def owns_gradients(self) -> bool:
+        """Whether `.grad` are views of the framework's own memory, which the next step reuses."""
+        return self.kind == "ddp" and bool(self.model.gradient_as_bucket_view)
 
     def exchange(self, now: bool) -> AbstractContextManager[None]:
         """Around a forward and backward: exchange gradients in this backward, or not yet."""
         if self.kind == "ddp":
+            if not now and self.model.static_graph:
+                raise ConfigError(
+                    "DistributedDataParallel(static_graph=True) has to exchange gradients in every "
+                    "backward, but a step of several micro-batches exchanges them in its last. "
+                    "Leave static_graph out."
+                )
             return nullcontext() if now else self.model.no_sync()
         if self.kind == "fsdp":
             return self._fsdp(now)
@@ -84,13 +101,39 @@ class Framework:
             self.model.set_is_last_backward(True)
 
 
-def _mesh_size(model: Any) -> int:
-    sizes = {
-        parameter.device_mesh.size()
-        for parameter in model.parameters()
-        if hasattr(parameter, "device_mesh")
-    }
-    return max(sizes, default=1)
+def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
+    """(the ranks between which fully_shard exchanges, what it divides by if not by those)."""
+    found = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [
+                getattr(state, "_fsdp_param_group", None)  # torch < 2.13
+            ]
+            for group in filter(None, groups):
+                mesh = group.mesh_info
+                sizes = [getattr(mesh, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
+                factor = getattr(group, "gradient_divide_factor", None)
+                found.add((math.prod(sizes), factor))
+    if len(found) > 1 or any(factor and factor != int(factor) for _, factor in found):
+        shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(found, key=str))
+        raise ConfigError(
+            f"the parts of the model that were given to fully_shard exchange gradients between "
+            f"other ranks or divide them by other factors (ranks / factor: {shown}), so no single "
+            f"factor makes them exact. Shard all parts over the same ranks, and set one whole "
+            f"gradient divide factor on all of them or none."
+        )
+    ranks, factor = found.pop() if found else (1, None)
+    return ranks, int(factor) if factor else None
+
+
+def _refuse_unsharded(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
+            raise ConfigError(
+                f"the parameter {name!r} is trained but fully_shard was told to ignore it, so "
+                f"nobody would exchange its gradient. Freeze it, or let fully_shard have it."
+            )
 
 
 def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +20,38 @@ def rescale(parameters: Iterable[Tensor], factor: float) -> None:
         torch._foreach_zero_(gradients)
     else:
         torch._foreach_mul_(gradients, factor)
+
+
+@contextmanager
+def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[None]:
+    """Around a step: the gradients that parameters had before are added to those of the step.
+
+    Inside they have none, so that what a step does to its gradients, rescaling them or summing
+    them over ranks, is done to its own alone. If it fails, they are what they were. `copied`: the
+    framework writes into the tensors of earlier gradients, so they must be copied.
+    """
+    parameters = list(parameters)
+    earlier = [
+        gradient.clone() if copied and gradient is not None else gradient
+        for gradient in (parameter.grad for parameter in parameters)
+    ]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, before in zip(parameters, earlier, strict=True):
+            parameter.grad = before
+        raise
+    for parameter, before in zip(parameters, earlier, strict=True):
+        if before is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = before
+        elif copied:
+            parameter.grad.add_(before)
+        else:
+            parameter.grad = before.add_(parameter.grad)  # whoever holds the tensor still does
 
 
 class SeparateGradients:

@@ -18,7 +18,12 @@ from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.train.pieces import by_piece, first_pieces, refuse_parts, spread, whole
+from evenstep.train.pieces import by_piece, first_pieces, groups_of, refuse_parts, spread, whole
+
+_OF_PLANS = (
+    "samples", "tokens", "empty", "loss_tokens", "sequences", "groups",
+    "imbalance_step", "imbalance_micro_batch",
+)  # fmt: skip
 
 
 class Normalization(Protocol):
@@ -136,11 +141,11 @@ class GroupMean:
         """(pieces) float64, 1 where it is 0."""
         if "group_tokens" in whole(batch).aligned:
             return by_piece(batch, "group_tokens").clamp(min=1)
-        group = by_piece(batch, "group")
+        group = groups_of(batch)
         refuse_parts(batch)
         number = torch.unique(group, return_inverse=True)[1]
         trained = torch.where(first_pieces(batch), batch.trained, 0).double()
-        return torch.zeros_like(group).index_add_(0, number, trained)[number].clamp_(min=1)
+        return torch.zeros_like(trained).index_add_(0, number, trained)[number].clamp_(min=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +240,13 @@ class Custom:
     name: str
     of_slots: Callable[[Batch], Tensor]
     of_batch: Callable[[Batch], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name in _OF_PLANS:
+            raise ConfigError(
+                f"a custom normalization is called {self.name!r}, which is what plans call a total "
+                f"of their own, so the loss would be divided by that. Give it another name."
+            )
 
     def weights(self, batch: Batch) -> Tensor:
         """What the function gives, 0 where the label is ignored."""

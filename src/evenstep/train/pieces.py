@@ -35,8 +35,8 @@ def spread(batch: Batch, per_piece: Tensor) -> Tensor:
     return torch.where(own != 0, own * per_piece[batch.segment_ids], 0.0)
 
 
-def by_piece(batch: Batch, name: str) -> Tensor:
-    """(pieces) float64: a sequence-aligned extra, 0 for tails."""
+def by_piece(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
+    """(pieces): a sequence-aligned extra, 0 for tails. `dtype` None keeps its own."""
     value: Any = batch.extras.get(name)
     if whole(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
         raise InputError(
@@ -44,8 +44,23 @@ def by_piece(batch: Batch, name: str) -> Tensor:
             f"are weighed. Declare it to the Collator: Extra(aligned='sequence')."
         )
     real = batch.sample_ids >= 0
-    per_piece = torch.zeros(len(real), dtype=torch.float64, device=batch.device)
-    return per_piece.masked_scatter_(real, value.double())
+    value = value if dtype is None else value.to(dtype)
+    return value.new_zeros(len(real)).masked_scatter_(real, value)
+
+
+def groups_of(batch: Batch) -> Tensor:
+    """(pieces): the number of each piece's group, as the batch has it. Refused where its type may
+    have rounded different numbers to one."""
+    groups = by_piece(batch, "group", dtype=None)
+    if groups.is_floating_point():
+        exact = 2 / torch.finfo(groups.dtype).eps
+        if bool((groups.abs() >= exact).any()):
+            raise InputError(
+                f"groups are numbered beyond {exact:.0f} in {groups.dtype}, which cannot tell such "
+                f"numbers apart, so groups would be taken for one. Declare the extra 'group' with "
+                f"dtype=torch.int64."
+            )
+    return groups
 
 
 def refuse_parts(batch: Batch) -> None:

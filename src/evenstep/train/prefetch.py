@@ -6,24 +6,29 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import Generic, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _PATIENCE = 10.0  # seconds
+_LOOK = 0.5  # seconds
 
 
 class Prefetch(Generic[T]):
     """Takes items from an iterable in a thread, at most `ahead` of whoever consumes them.
 
     Counting the one that is in use, `ahead + 1` items are alive. With `ahead` 0 there is no
-    thread. An error in the thread is raised where the item would have been.
+    thread. An error in the thread is raised where the item would have been. `abandon` is called
+    when nothing more is taken, and ends a source that may be waiting.
 
     >>> list(Prefetch(iter("abc"), ahead=2))
     ['a', 'b', 'c']
     """
 
-    def __init__(self, items: Iterable[T], ahead: int) -> None:
-        self._items, self._ahead = items, ahead
+    def __init__(
+        self, items: Iterable[T], ahead: int, abandon: Callable[[], None] = lambda: None
+    ) -> None:
+        self._items, self._ahead, self._abandon = items, ahead, abandon
         self.waited = 0.0
         """Seconds for which the consumer had nothing to do."""
         self.preparing = 0.0
@@ -34,17 +39,20 @@ class Prefetch(Generic[T]):
 
     def _direct(self) -> Generator[T, None, None]:
         items = iter(self._items)
-        while True:
-            began = time.perf_counter()
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            finally:
-                self.preparing += time.perf_counter() - began
-                self.waited += time.perf_counter() - began
-            yield item
-            del item
+        try:
+            while True:
+                began = time.perf_counter()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                finally:
+                    self.preparing += time.perf_counter() - began
+                    self.waited += time.perf_counter() - began
+                yield item
+                del item
+        finally:
+            self._abandon()
 
     def _threaded(self) -> Generator[T, None, None]:
         ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
@@ -60,7 +68,7 @@ class Prefetch(Generic[T]):
         try:
             while True:
                 began = time.perf_counter()
-                found = ready.get()
+                found = _get(ready)
                 self.waited += time.perf_counter() - began
                 if found is None:
                     return
@@ -74,6 +82,7 @@ class Prefetch(Generic[T]):
         finally:
             stop.set()
             room.release()
+            self._abandon()
             # Whoever is stuck in its source for longer ends when the source gives something.
             thread.join(_PATIENCE)
 
@@ -101,3 +110,10 @@ class Prefetch(Generic[T]):
                 del item
         except BaseException as error:
             put(error)
+
+
+def _get(ready: queue.SimpleQueue[Any]) -> Any:
+    """The next thing. Python runs now and then, so that `Watch` can interrupt who waits here."""
+    while True:
+        with suppress(queue.Empty):
+            return ready.get(timeout=_LOOK)

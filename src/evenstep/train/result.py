@@ -11,7 +11,7 @@ from evenstep.train.collectives import Collective
 from evenstep.train.normalizer import Normalized, Normalizer
 
 BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
-TOKENS, SLOTS = "evenstep/tokens", "evenstep/slots"
+TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,9 @@ class StepResult:
 
     @property
     def empty(self) -> bool:
-        """Whether no label of the whole step was trained; loss and gradients are 0 then."""
-        return self._numbers.empty
+        """Whether the whole step had no label, or none that weighs anything; loss and gradients
+        are 0 then."""
+        return self._numbers.empty or float(self._numbers.metrics[LABELS].value) == 0
 
     @property
     def deviation(self) -> float:
@@ -141,9 +142,9 @@ class StepResult:
     def to_dict(self) -> dict[str, float]:
         """Plain numbers for a logger."""
         found: dict[str, float | None] = {
+            **self.metrics,
             "loss": self.loss,
             **{f"loss/{name}": value for name, value in self.losses.items()},
-            **self.metrics,
             "tokens_per_second": self.tokens_per_second,
             "padding": self.padding,
             "imbalance/planned": self.planned_imbalance,

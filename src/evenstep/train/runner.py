@@ -22,6 +22,7 @@ from evenstep.tensors.shard import Shard
 from evenstep.train.attempt import Attempt, TooLargeError, Work, nothing
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
+from evenstep.train.gradients import set_aside
 from evenstep.train.loss import Normalization, TokenMean
 from evenstep.train.normalizer import Mode
 from evenstep.train.result import StepResult
@@ -47,7 +48,8 @@ def call(model: Any, batch: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
-    """How the steps of a model are run. `run(step)` leaves the exact gradient in `.grad`.
+    """How the steps of a model are run. `run(step)` leaves the exact gradient in `.grad`, added to
+    what was there before, as backward does; a step that fails leaves what was there before.
 
     model         a plain module, DDP or fully_shard, compiled or not
     loss          a function written for one sequence (`cross_entropy()`), or several `Loss`es by
@@ -103,11 +105,8 @@ class Runner:
                 "already. Let the runner collate."
             )
         if not isinstance(step, Step):
-            work = Work(items=step, count=len(step), number=0, totals={}, budget=None)
-            return Attempt(self, work).result()
-        if self.on_memory == "split":
-            return self._until_it_fits(step)
-        return Attempt(self, _work(step)).result()
+            return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
+        return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
     def run_fed(self, feed: Iterable[Fed], number: int = 0) -> StepResult:
         """Run a step that is being filled while it runs (`data.feed.Feed`).
@@ -120,19 +119,26 @@ class Runner:
                 "on_memory='split' runs a step again from its first sample, but a feed gives each "
                 "sample once. Use on_memory='raise'."
             )
-        dummy = feed.dummy if isinstance(feed, Feed) else nothing()
-        work = Work(items=feed, count=None, number=number, totals={}, budget=None, dummy=dummy)
-        return Attempt(self, work).result()
+        work = Work(
+            items=feed,
+            count=None,
+            number=number,
+            totals={},
+            budget=feed.budget if isinstance(feed, Feed) else None,
+            dummy=feed.dummy if isinstance(feed, Feed) else nothing(),
+        )
+        return self._once(work)
+
+    def _once(self, work: Work) -> StepResult:
+        attempt = Attempt(self, work)
+        with set_aside(self.model.parameters(), attempt.framework.owns_gradients):
+            return attempt.result()
 
     def _until_it_fits(self, step: Step) -> StepResult:
-        parameters = list(self.model.parameters())
-        before = [None if p.grad is None else p.grad.clone() for p in parameters]
         while True:
             try:
-                return Attempt(self, _work(step)).result()
+                return self._once(_work(step))
             except TooLargeError as error:
-                for parameter, gradient in zip(parameters, before, strict=True):
-                    parameter.grad = None if gradient is None else gradient.clone()
                 micros = list(step.micro_batches)
                 micros[error.position : error.position + 1] = micros[error.position].halves()
                 step = replace(step, micro_batches=tuple(micros))

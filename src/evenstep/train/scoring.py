@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def compute_log_probs(
             batch = collator(micro, samples)
             yield key, batch if device is None else batch.to(device, non_blocking=True)
 
-    with torch.no_grad():
-        for key, batch in Prefetch(batches(), prefetch):
+    with torch.no_grad(), closing(iter(Prefetch(batches(), prefetch))) as prepared:
+        for key, batch in prepared:
             outputs = forward(model, batch)
             # Every token counts here, trained or not.
             labels = batch.ahead("tokens", fill=IGNORE_INDEX)

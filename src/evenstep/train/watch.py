@@ -27,8 +27,8 @@ _PREFIX = "evenstep/watch"
 _DONE = "done"
 # What exchanges raise when the other side is gone: often the echo of another rank's failure.
 _ECHO = re.compile(
-    r"gloo|nccl|mpi|ucc|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|"
-    r"process group|collective|socket|store",
+    r"gloo|nccl|\bmpi\b|\bucc\b|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|"
+    r"process group|collective|socket|\b(tcp|file|hash|prefix)?store\b",
     re.IGNORECASE,
 )
 
@@ -115,7 +115,7 @@ class Watch:
                 self._set(f"beat/{self.rank}", _DONE)
             self._stay_for_others()
         elif not isinstance(error, RankError):
-            first_line = (str(error).splitlines() or [""])[0][:1000]
+            first_line = (_text(error).splitlines() or [""])[0][:1000]
             self._publish(self.rank, f"failed ({type(error).__name__}: {first_line})")
             self._stay_for_others()
 
@@ -227,13 +227,21 @@ def _saying(message: str) -> type[RankError]:
     return type("RankError", (RankError,), {"__init__": init, "__module__": RankError.__module__})
 
 
+def _text(error: BaseException) -> str:
+    """What an error says, in characters that a store can hold."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception:
+        return "which cannot be told"
+
+
 def _is_echo(error: BaseException | None) -> bool:
     """Whether an exchange broke, which may be another rank's doing."""
     distributed = getattr(torch.distributed, "DistError", ())
     while error is not None:
         if isinstance(error, (distributed, ConnectionError)):
             return True
-        if isinstance(error, RuntimeError) and _ECHO.search(str(error)):
+        if isinstance(error, RuntimeError) and _ECHO.search(_text(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,0 +1,273 @@
+"""Measure how steps run: lazily, overlapped, and beside a loop written by hand.
+
+python benchmarks/steps.py            all of it, filed under benchmarks/results
+python benchmarks/steps.py --quick    a small version, not filed
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bench import Bench
+from benchmarks.runner import run
+from benchmarks.tables import Section, Table, Target
+from benchmarks.timing import best, interleave
+from evenstep import MicroBatch, Packed, Recipe
+from evenstep.core.step import Step
+from evenstep.data.memory import InMemory
+from evenstep.data.planned import PlannedStream
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.losses import cross_entropy
+from evenstep.train.model import Decoder, DecoderShape
+from evenstep.train.runner import run_step
+
+LENGTH, TOGETHER, VOCABULARY = 64, 8, 512  # tokens of a sample, samples of a micro-batch
+SLOWEST, LEAST = 1.15, 0.9
+SMALL = DecoderShape(vocab=VOCABULARY, hidden=64, layers=2, heads=4, kv_heads=2, ffn=128)
+TINY = DecoderShape(vocab=32, hidden=8, layers=1, heads=2, kv_heads=1, ffn=8)
+COLLATE = Collator()
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Samples that take a while to read."""
+
+    samples: Any
+    seconds: float
+
+    def __getitem__(self, number: int) -> Any:
+        time.sleep(self.seconds)
+        return self.samples[number]
+
+
+def step_of(micro_batches: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Step:
+    """A step of so many full micro-batches, with known labels."""
+    rng = np.random.default_rng(0)
+    count = micro_batches * TOGETHER
+    samples = [{"input_ids": rng.integers(0, vocabulary, length)} for _ in range(count)]
+    stream = PlannedStream(
+        InMemory(samples),
+        Recipe(layout=Packed(max_tokens=TOGETHER * length)),
+        loss_tokens=np.full(count, length - 1),
+    )
+    step = next(iter(stream))
+    assert len(step) == micro_batches
+    return step
+
+
+def eager(step: Step, model: Any, on_first: Callable[[], None]) -> None:
+    """Read and collate the whole step, count its labels, and only then run it."""
+    batches = [COLLATE(micro, samples) for micro, samples in step]
+    labels = sum(int((batch.labels != -100).sum()) for batch in batches)
+    loss = cross_entropy()
+    for number, batch in enumerate(batches):
+        if number == 0:
+            on_first()
+        (loss(model(batch), batch).loss / labels).backward()
+
+
+def lazy(step: Step, model: Any, on_first: Callable[[], None], **options: Any) -> None:
+    """The same by run_step, one micro-batch at a time."""
+    ran: list[bool] = []
+
+    def forward(model: Any, batch: Any) -> Any:
+        if not ran:
+            on_first()
+            ran.append(True)
+        return model(batch)
+
+    run_step(step, model, cross_entropy(), forward=forward, **options)
+
+
+def until_first(way: Callable[..., None], step: Step, model: Any) -> float:
+    """Seconds from the call to the first forward."""
+    began, seen = time.perf_counter(), []
+    way(step, model, lambda: seen.append(time.perf_counter() - began))
+    model.zero_grad()
+    return float(seen[0])
+
+
+def first(bench: Bench) -> Section:
+    """Time to the first forward."""
+    each = 0.004
+    section = Section(
+        "First forward",
+        notes=[
+            f"Reading a sample takes {each * 1e3:g} ms, a micro-batch holds {TOGETHER} of "
+            f"{LENGTH} tokens. Eager reads and collates the whole step first. Best of several."
+        ],
+    )
+    table = Table(
+        "Milliseconds from the call to the first forward",
+        {"micro-batches": "d", "eager": ".1f", "lazy": ".1f", "eager / lazy": ".2f",
+         "eager, whole step": ".1f", "lazy, whole step": ".1f"},
+    )  # fmt: skip
+    model, kept = Decoder(SMALL), []
+    for count in bench.pick((1, 2, 4, 8, 16, 32), (1, 4)):
+        bench.say(f"first forward: {count}")
+        step = step_of(count)
+        step = replace(step, samples=Slow(step.samples, each))
+        waits = {
+            way.__name__: min(until_first(way, step, model) for _ in range(bench.pick(3, 1)))
+            for way in (eager, lazy)
+        }
+        totals = {
+            way.__name__: best(partial(way, step, model, lambda: None), repeats=1).ms
+            for way in (eager, lazy)
+        }
+        ratio = waits["eager"] / waits["lazy"]
+        kept.append(ratio / count)
+        table.add(
+            count, waits["eager"] * 1e3, waits["lazy"] * 1e3, ratio,
+            totals["eager"], totals["lazy"],
+        )  # fmt: skip
+    section.tables.append(table)
+    section.targets.append(
+        Target(
+            "time to the first forward falls by the number of micro-batches",
+            f"by at least {min(kept):.2f} of it",
+            min(kept) >= LEAST,
+        )
+    )
+    return section
+
+
+def collating(micro: MicroBatch, samples: Any, times: int) -> Batch:
+    """Collate, and again and again: preparation that really works."""
+    for _ in range(times - 1):
+        COLLATE(micro, samples)
+    return COLLATE(micro, samples)
+
+
+def alone(step: Step, collate: Callable[[MicroBatch, Any], Batch]) -> None:
+    """Preparation without anything else."""
+    for micro, samples in step:
+        collate(micro, samples)
+
+
+def overlap(bench: Bench) -> Section:
+    """A step with as much preparation as compute."""
+    count = bench.pick(24, 8)
+    section = Section(
+        "Overlap",
+        notes=[
+            f"Steps of {count} micro-batches of {TOGETHER * LENGTH} tokens. Preparation is set to "
+            f"take as long as compute: by sleeping, as reading from a disk or a network does, or "
+            f"by collating the same batch over and over, which shares Python's lock with the "
+            f"model. Collating once is what there is to do for this batch, and no target. "
+            f"Each is timed alone, then together. With one micro-batch ahead the first "
+            f"preparation cannot overlap, so {(count + 1) / count:.3f} would be perfect. One "
+            f"thread of torch."
+        ],
+    )
+    table = Table(
+        "Milliseconds a step, best of several",
+        {"preparation": "", "prefetch": "d", "prepare alone": ".1f", "compute alone": ".1f",
+         "run_step": ".1f", "of the larger": ".3f"},
+    )  # fmt: skip
+    model, step = Decoder(SMALL), step_of(count)
+    ready = step.collated(COLLATE)
+    compute = partial(lazy, ready, model, lambda: None, prefetch=0)
+    ratios: dict[str, float] = {}
+    per_micro = best(compute, repeats=bench.pick(3, 1)).seconds / count
+    one = best(partial(alone, step, COLLATE)).seconds / count
+    sleeping = replace(step, samples=Slow(step.samples, (per_micro - one) / TOGETHER))
+    times = max(1, round(per_micro / one))
+    ways = {
+        "sleeping": (sleeping, COLLATE),
+        f"collating {times} times": (step, partial(collating, times=times)),
+        "collating once": (step, COLLATE),
+    }
+    for name, (source, collate) in ways.items():
+        for prefetch in (0, 1, 2):
+            bench.say(f"overlap: {name}, {prefetch}")
+            timed = interleave(
+                {
+                    "prepare": partial(alone, source, collate),
+                    "compute": compute,
+                    "both": partial(
+                        lazy, source, model, lambda: None, collate=collate, prefetch=prefetch
+                    ),
+                },
+                repeats=bench.pick(15, 1),
+                burst=1,
+                patience=30.0,
+            )
+            larger = max(timed["prepare"].seconds, timed["compute"].seconds)
+            ratio = timed["both"].seconds / larger
+            table.add(
+                name, prefetch, timed["prepare"].ms, timed["compute"].ms, timed["both"].ms, ratio
+            )
+            if prefetch == 1:
+                ratios[name] = ratio
+    section.tables.append(table)
+    for name in list(ratios)[:2]:
+        promise = f"{name}, one ahead: under {SLOWEST} x the larger of the two"
+        section.targets.append(Target(promise, f"{ratios[name]:.3f}", ratios[name] < SLOWEST))
+    return section
+
+
+def by_hand(batches: list[Batch], model: Any) -> None:
+    """The loop that anybody would write, with the labels counted before."""
+    loss, labels = cross_entropy(), len(batches) * TOGETHER * (LENGTH // 8 - 1)
+    for batch in batches:
+        (loss(model(batch), batch).loss / labels).backward()
+
+
+def overhead(bench: Bench) -> Section:
+    """What run_step costs beside a loop written by hand."""
+    count = 32
+    section = Section(
+        "Overhead",
+        notes=[
+            f"Steps of {count} micro-batches of {TOGETHER} x {LENGTH // 8} tokens that are there "
+            f"already, with a model of {TINY.layers} layer of {TINY.hidden} units: as little "
+            f"compute as there can be."
+        ],
+    )
+    model = Decoder(TINY)
+    ready = step_of(count, LENGTH // 8, TINY.vocab).collated(COLLATE)
+    assert ready.batches is not None
+    batches = list(ready.batches)
+    calls = {
+        "by hand": partial(by_hand, batches, model),
+        "run_step, known, no prefetch": partial(lazy, ready, model, lambda: None, prefetch=0),
+        "run_step, known": partial(lazy, ready, model, lambda: None),
+        "run_step, deferred": partial(lazy, ready, model, lambda: None, mode="deferred"),
+    }
+    timed = interleave(calls, repeats=bench.pick(15, 2))
+    table = Table(
+        "Microseconds a micro-batch, best of several",
+        {"": "", "µs": ".1f", "more than by hand, µs": ".1f", "of by hand": ".3f"},
+    )
+    hand = timed["by hand"].seconds
+    for name, each in timed.items():
+        scale = 1e6 / count
+        more = (each.seconds - hand) * scale
+        table.add(name, each.seconds * scale, more, each.seconds / hand)
+    section.tables.append(table)
+    return section
+
+
+SECTIONS = {"first": first, "overlap": overlap, "overhead": overhead}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    torch.set_num_threads(1)
+    return run("steps", "Running steps, measured", SECTIONS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
