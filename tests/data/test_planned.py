@@ -331,3 +331,12 @@ def test_a_sample_that_cannot_be_read_is_named_or_skipped_and_counted() -> None:
     for micro, samples in step:
         assert set(micro.segments.sample.tolist()) <= samples.keys()
         assert micro.rows == 1
+
+
+def test_a_stream_that_skips_promises_no_totals_that_may_turn_out_wrong() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=8))
+    labels = np.full(8, 1)
+    sure = next(iter(PlannedStream(Faulty(), recipe, loss_tokens=labels)))
+    unsure = next(iter(PlannedStream(Faulty(), recipe, loss_tokens=labels, on_error="skip")))
+    assert {"samples", "loss_tokens", "sequences"} <= sure.totals.keys()
+    assert unsure.totals.keys().isdisjoint({"samples", "loss_tokens", "sequences"})

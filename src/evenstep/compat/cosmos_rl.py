@@ -177,11 +177,15 @@ class _Length:
 
 
 def source_of(dataset: Any) -> Source:
-    """Any torch dataset as a source."""
+    """Any torch dataset as a source. Its every item is one sample, even if it is a list."""
     by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not by_number:
-        return Iterated(dataset)
-    return Mapped(dataset)
+        return Iterated(dataset, transform=_single)
+    return Mapped(dataset, transform=_single)
+
+
+def _single(item: Any) -> list[Any]:
+    return [item]
 
 
 def _one(sample: Any) -> int:

@@ -6,6 +6,11 @@ span again. So the rest of an epoch, after any number of changes of S, stays a s
 
     8 samples on 2 shards            spans (0, 1, 8)        shard 1 reads 1, 3, 5, 7
     shard 0 read 3, shard 1 read 1   spans (3, 2, 2), (6, 1, 2)   that is 3 5, then 6 7
+
+Where nobody knows the end of the data, spans have none. They come last and take turns, so that
+positions only grow: whoever finds the end in one of them has missed nothing in another.
+
+    3 shards, of which shard 0 found the end    spans (7, 3, None), (8, 3, None)   7 8 10 11 13 ...
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import gcd, inf
 from typing import Any, TypeAlias
 
+from evenstep.core.identity import item_and_part
 from evenstep.errors import CursorError
 
 Piece: TypeAlias = tuple[int, int]
@@ -36,13 +42,15 @@ class Chapter:
     epoch: int
     pieces: tuple[Piece, ...] = ()
     spans: tuple[Span, ...] = ()
-    _ends: tuple[float, ...] = field(init=False, compare=False, repr=False)
+    _ends: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Of every span that has one."""
 
     def __post_init__(self) -> None:
-        ends, end = [], float(len(self.pieces))
+        ends, end = [], len(self.pieces)
         for _, _, count in self.spans:
-            end += inf if count is None else count
-            ends.append(end)
+            if count is not None:
+                end += count
+                ends.append(end)
         object.__setattr__(self, "_ends", tuple(ends))
 
     @classmethod
@@ -57,16 +65,26 @@ class Chapter:
         at = bisect_right(self._ends, index)
         if at == len(self.spans):
             return None
+        turn = index - self._begin(at)
+        if at == len(self._ends):
+            turn, which = divmod(turn, len(self.spans) - at)
+            at += which
         start, step, _ = self.spans[at]
-        return start + step * (index - self._begin(at))
+        return start + step * turn
 
     def stride(self, index: int, shards: int) -> int:
-        """How far the position of element `index + shards` is from that of element `index`."""
+        """How far the position of element `index + shards` is likely to be from that of element
+        `index`."""
         at = min(bisect_right(self._ends, index), len(self.spans) - 1)
         return self.spans[at][1] * shards
 
+    def span_end(self, index: int) -> int | None:
+        """The first element behind the span of element `index`; None where that has no end."""
+        at = bisect_right(self._ends, index)
+        return self._ends[at] if at < len(self._ends) else None
+
     def _begin(self, at: int) -> int:
-        return int(self._ends[at - 1]) if at else len(self.pieces)
+        return self._ends[at - 1] if at else len(self.pieces)
 
     def rest(self, read: Sequence[int | None], waiting: Sequence[Piece] = ()) -> Chapter:
         """What is left after shard s read `read[s]` of its elements (None: all of them).
@@ -74,15 +92,18 @@ class Chapter:
         Elements that slower shards had not reached come first, then the clean tail.
         """
         shards, pieces, spans = len(read), list(waiting), list[Span]()
-        unfinished = [count for count in read if count is not None]
-        level = max(unfinished) if len(unfinished) == shards else None
-        for shard, count in enumerate(read):
-            if count is not None:
-                stop = None if level is None else shards * level
-                self._collect(shard + shards * count, shards, stop, pieces, spans)
-        if level is not None:
-            self._collect(shards * level, 1, None, pieces, spans)
-        return Chapter(self.epoch, tuple(pieces), tuple(spans))
+        unfinished = {shard: count for shard, count in enumerate(read) if count is not None}
+        everyone, endless = len(unfinished) == shards, len(self._ends) < len(self.spans)
+        level = max(unfinished.values(), default=0) if everyone or endless else None
+        stop = None if level is None else shards * level
+        for shard, count in unfinished.items():
+            self._collect(shard + shards * count, shards, stop, pieces, spans)
+        if stop is not None and everyone:
+            self._collect(stop, 1, None, pieces, spans)
+        elif stop is not None:
+            for shard in unfinished:
+                self._collect(shard + stop, shards, None, pieces, spans)
+        return Chapter(self.epoch, tuple(pieces), tuple(_endless_last(spans)))
 
     def _collect(
         self, first: int, stride: int, stop: int | None, pieces: list[Piece], spans: list[Span]
@@ -90,13 +111,23 @@ class Chapter:
         """Add elements first, first + stride, ... below `stop`."""
         end: float = inf if stop is None else stop
         pieces.extend(self.pieces[first : int(min(end, len(self.pieces))) : stride])
-        for at, (start, step, _) in enumerate(self.spans):
+        closed = len(self._ends)
+        for at, (start, step, _) in enumerate(self.spans[:closed]):
             begin, until = self._begin(at), min(end, self._ends[at])
-            skipped = max(0, -(-(begin - first) // stride))
-            index = first + skipped * stride
+            index = _next_of(first, stride, begin)
             if index < until:
-                count = None if until == inf else -(-(int(until) - index) // stride)
+                count = -(-(int(until) - index) // stride)
                 spans.append((start + step * (index - begin), step * stride, count))
+        turns = len(self.spans) - closed
+        if turns:
+            # Every `round_`-th element lies in the same span again.
+            round_ = turns // gcd(turns, stride) * stride
+            begin = _next_of(first, stride, self._begin(closed))
+            for index in range(begin, int(min(end, begin + round_)), stride):
+                position = self[index]
+                assert isinstance(position, int)
+                left = None if stop is None else -(-(stop - index) // round_)
+                spans.append((position, self.spans[closed][1] * (round_ // turns), left))
 
     def to_list(self) -> list[Any]:
         """Plain data."""
@@ -118,6 +149,8 @@ class ShardState:
     """Where one shard is: how much of its first chapter it has read, and what waits in its pool.
 
     `waiting` lists (epoch, sample number, start), oldest first; `lost` counts what went missing.
+    `step` is the number of its next step by its own count, which a budget that grows goes by: it
+    runs ahead of its loader's where other workers have ended.
     """
 
     shard: int
@@ -126,15 +159,17 @@ class ShardState:
     read: int = 0
     waiting: tuple[tuple[int, int, int], ...] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
+    step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; who it belongs to is told by the cursor."""
-        return {
+        data: dict[str, Any] = {
             "chapters": [chapter.to_list() for chapter in self.chapters],
             "read": self.read,
             "waiting": [list(piece) for piece in self.waiting],
             "lost": dict(self.lost),
         }
+        return data if self.step is None else {**data, "step": self.step}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], shard: int, shards: int) -> ShardState:
@@ -147,6 +182,7 @@ class ShardState:
                 read=int(data["read"]),
                 waiting=tuple((int(e), int(n), int(start)) for e, n, start in data["waiting"]),
                 lost={str(reason): int(count) for reason, count in data["lost"].items()},
+                step=None if data.get("step") is None else int(data["step"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CursorError(
@@ -180,6 +216,18 @@ def merged(states: Sequence[ShardState], count: int | None) -> tuple[Chapter, ..
         ]
         left = chapter.rest(read, waiting.get(epoch, ()))
         if count is None:  # where going back is dear, read in order
-            left = Chapter(epoch, tuple(sorted(left.pieces)), tuple(sorted(left.spans)))
+            pieces = sorted(left.pieces, key=lambda piece: (item_and_part(piece[0]), piece[1]))
+            left = Chapter(epoch, tuple(pieces), tuple(_endless_last(sorted(left.spans))))
         chapters.append(left)
     return tuple(chapters)
+
+
+def _next_of(first: int, stride: int, least: int) -> int:
+    """The first of `first`, `first + stride`, ... that is `least` or more."""
+    return first + max(0, -(-(least - first) // stride)) * stride
+
+
+def _endless_last(spans: list[Span]) -> list[Span]:
+    """Spans with an end as they are, then those without, by their start."""
+    closed = [span for span in spans if span[2] is not None]
+    return closed + sorted((span for span in spans if span[2] is None), key=lambda span: span[0])

@@ -35,6 +35,8 @@ class Items:
         """Whether iterating itself raised; such an iterator is over, and nothing can be skipped."""
         self._open: Iterator[Any] | None = None
         self._at = (-1, -1)  # epoch, position of the next raw item
+        self._again_for = (-1, -1)  # epoch, item that was read again last
+        self._again: list[tuple[int, Sample]] = []
 
     def read(self, epoch: int, position: int, stride: int) -> list[tuple[int, Sample]] | None:
         """(sample number, sample) of what lies there; None behind the end of the epoch. The next
@@ -50,13 +52,17 @@ class Items:
         return read_samples(self.source, position, raw) if found else None
 
     def again(self, epoch: int, number: int) -> Sample:
-        """A sample that was read before."""
+        """A sample that was read before. Parts of one item that follow each other are read at
+        once."""
         item, part = item_and_part(number)
-        if self.count is not None:
-            samples = read_samples(self.source, item)
-        else:
-            found, raw = self._raw(epoch, item)
-            samples = read_samples(self.source, item, raw) if found else []
+        if self._again_for != (epoch, item):
+            if self.count is not None:
+                self._again = read_samples(self.source, item)
+            else:
+                found, raw = self._raw(epoch, item)
+                self._again = read_samples(self.source, item, raw) if found else []
+            self._again_for = (epoch, item)
+        samples = self._again
         if part >= len(samples):
             raise SampleError(
                 f"item {item} holds {len(samples)} samples but part {part} of it was read before, "

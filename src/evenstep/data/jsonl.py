@@ -62,7 +62,7 @@ class Jsonl:
         line = self._data[int(starts[item]) : int(starts[item + 1])]  # blank lines behind it too
         where = f"{self.path}, line {self._index.line(item)}"
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            row = json.loads(line.decode("utf-8-sig").strip())
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{where}: not JSON ({error}), so it is no sample. Write one value per line."

@@ -55,7 +55,8 @@ class EpochOrder:
     def _keys(self) -> NDArray[np.uint64]:
         """Round keys that seed and epoch share with no other seed or epoch."""
         text = f"evenstep order {self.seed} {self.epoch}".encode()
-        return np.frombuffer(hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest(), np.uint64)
+        digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
+        return np.frombuffer(digest, "<u8").astype(np.uint64)  # the same on any machine
 
 
 @kernel

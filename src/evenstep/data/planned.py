@@ -29,7 +29,7 @@ from evenstep.data.reading import OnError, Reader
 from evenstep.data.remainder import Remainder
 from evenstep.data.source import MeasuredSource
 from evenstep.data.units import Units
-from evenstep.errors import ConfigError, InputError
+from evenstep.errors import ConfigError, CursorError, InputError, PlanError
 from evenstep.planning.planner import plan_step, step_size
 
 _LOOKS = 4096  # lengths that an estimate is made from
@@ -41,7 +41,8 @@ class PlannedStream:
     Each epoch is one seeded order of all samples; a step takes the next ones of it, as
     `recipe.steps` says, so which samples a step holds depends on neither ranks nor layout.
     Every rank plans the step by itself and takes its own part. No more than the coming step's
-    lengths is held, so a billion samples need no more memory than a thousand.
+    lengths is held, so a billion samples need no more memory than a thousand. Groups are held by
+    member: two integers for each sample.
 
     The place in the stream is an epoch and a position, so it resumes at once, anywhere, on any
     number of ranks and workers. Iterating always begins at the place that `set_epoch`,
@@ -163,10 +164,41 @@ class PlannedStream:
             samples, ends = self._samples(place, window)
             lengths, complete = self.source.lengths_of(samples), window == rest
             size = step_size(lengths, self.recipe, complete=complete, **self._about(samples))
+            if size == 0:
+                return None
             if size is not None:
+                self._check_group(samples[:size], lengths[:size])
                 units = int(np.searchsorted(ends, size)) + 1
-                return (units, complete and units == window) if size else None
+                if self.recipe.overflow == "drop" and self._all_dropped(place, units):
+                    units = rest  # nothing follows that could tell of them
+                return units, units == rest
             window = min(rest, 2 * window)
+
+    def _all_dropped(self, place: Place, units: int) -> bool:
+        """Whether all that lies behind so many units, to the end of the epoch, is dropped."""
+        at, window, longest = place.position + units, 64, self.recipe.longest_segment
+        while at < len(self._units):
+            count = min(window, len(self._units) - at)
+            samples, _ = self._samples(replace(place, position=at), count)
+            if longest is None or (self.source.lengths_of(samples) <= longest).any():
+                return False
+            at, window = at + count, 2 * window
+        return True
+
+    def _check_group(self, samples: IntArray, lengths: IntArray) -> None:
+        """Refuse a group that no step of so many samples can hold, as `make_plan` does."""
+        fixed, longest = self.recipe.steps.samples, self.recipe.longest_segment
+        if fixed is None or len(samples) <= fixed:
+            return
+        if self.recipe.overflow == "drop" and longest is not None:
+            samples = samples[lengths <= longest]
+        if len(samples) > fixed:
+            groups = self._units.groups_of(samples)
+            assert groups is not None, "only a group is never divided"
+            raise PlanError(
+                f"group {groups[-1]} has {len(samples)} samples but a step holds {fixed}; it could "
+                f"never stay together. Raise steps.samples or use smaller groups."
+            )
 
     def _samples(self, place: Place, units: int) -> tuple[IntArray, IntArray]:
         """(the samples of the next units, how many there are up to the end of each unit)."""
@@ -219,14 +251,15 @@ class PlannedStream:
         costs = plan.costs.reshape(plan.ranks, -1)  # (ranks, micro-batches)
         ideal = costs.sum() / plan.ranks
         totals: dict[str, float] = {
-            "samples": int(run.sum()),
             "tokens": int(plan.segments.length.sum()),
             "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
             "imbalance_step": float(costs.sum(axis=1).max() / ideal) if ideal else 1.0,
             "imbalance_micro_batch": float(costs.max(axis=0).sum() / ideal) if ideal else 1.0,
         }
-        whole = totals["tokens"] == plan.lengths[run].sum()
-        if self._loss_tokens is not None and whole and self._reader.on_error == "raise":
+        if self._reader.on_error == "skip":
+            return totals  # nobody knows yet which samples will run
+        totals["samples"] = int(run.sum())
+        if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
             labels = self._loss_tokens[samples[run]]
             totals["loss_tokens"] = int(labels.sum())
             totals["sequences"] = int((labels > 0).sum())
@@ -246,9 +279,10 @@ class PlannedStream:
         cursor.check(self._belongs(inside="inside" in cursor.place))
         place = Place.from_dict(cursor.place, cursor.step)
         if not 0 <= place.position <= len(self._units):
-            raise InputError(
-                f"the cursor stands at {place.position} of {len(self._units)}, so nothing is left "
-                f"to run. Use an earlier checkpoint."
+            raise CursorError(
+                f"the cursor stands at {place.position} of {len(self._units)}, so it was taken "
+                f"from other data or other groups, and resuming would lose samples. Restore them, "
+                f"or use the cursor of this stream."
             )
         self._start = self._now = place
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -119,6 +119,15 @@ class Former:
                 f"steps.micro_batches is {self.micro_batches} but this pipeline runs them in "
                 f"multiples of {recipe.topology.multiple}. Use a multiple."
             )
+        for name, limit in (
+            ("limits.segments", limits.segments),
+            ("pool.trained_tokens", self.pool.trained_tokens),
+        ):
+            if limit is not None and limit < self._rows:
+                raise ConfigError(
+                    f"{name} is {limit}, shared by the {self._rows} rows of a packed_static "
+                    f"micro-batch, so a row could hold none. Raise it to {self._rows} or more."
+                )
         static = isinstance(layout, PackedStatic) or layout.pad_to is not None
         if recipe.topology.equal_widths and not (static and not isinstance(layout, Padded)):
             raise ConfigError(
@@ -167,15 +176,18 @@ class Former:
         """The next micro-batch and its entries, which leave `waiting`, in the order they lie."""
         layout = self.recipe.layout
         rows: list[list[Entry]] = []
-        count = layout.rows if isinstance(layout, PackedStatic) else 1
-        while len(rows) < count and waiting:
-            rows.append(self._row(waiting, step))
+        left = self.pool.trained_tokens
+        while len(rows) < self._rows and waiting:
+            if rows and left is not None and left < max(1, waiting[0].trained):
+                break  # of the trained tokens nothing is left for a further row
+            rows.append(self._row(waiting, step, left))
+            left = None if left is None else left - sum(entry.trained for entry in rows[-1])
         taken = rows[0] if len(rows) == 1 else [entry for row in rows for entry in row]
         if isinstance(layout, Padded):
             rows = [[entry] for entry in taken]
         return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
 
-    def _row(self, waiting: list[Entry], step: int) -> list[Entry]:
+    def _row(self, waiting: list[Entry], step: int, trained: int | None) -> list[Entry]:
         lengths = np.array([entry.length for entry in waiting], np.int64)
         unit, counted = self._alignment, None
         if unit > 1 and not isinstance(self.recipe.layout, Padded):
@@ -183,11 +195,18 @@ class Former:
         if self.pool.trained_tokens is not None:
             counted = np.array([entry.trained for entry in waiting], np.int64)
         room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
+        if trained is not None and room.counted is not None and trained < room.counted:
+            room = replace(room, counted=trained)
         chosen = select(self.strategy, lengths, room, counted).tolist()
         row = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
             del waiting[at]
         return row
+
+    @cached_property
+    def _rows(self) -> int:
+        """Rows that are filled one by one and share every limit of their micro-batch."""
+        return self.recipe.layout.rows if isinstance(self.recipe.layout, PackedStatic) else 1
 
     @cached_property
     def _alignment(self) -> int:
@@ -202,22 +221,21 @@ class Former:
         return self._room(self.pool.warmup_steps)
 
     def _room(self, step: int) -> Room:
-        layout, unit = self.recipe.layout, self._width_unit
-        most = self.recipe.limits.segments
+        layout, unit, rows = self.recipe.layout, self._width_unit, self._rows
+        most, counted = self.recipe.limits.segments, self.pool.trained_tokens
         capacity = self.recipe.capacity
         if isinstance(layout, Fixed):
             most = layout.samples if most is None else min(most, layout.samples)
-        if isinstance(layout, PackedStatic):
-            most = None if most is None else max(1, most // layout.rows)
         if isinstance(layout, Padded):
             budget = self.pool.budget(layout.max_tokens, step)
-            return Room(
-                capacity=budget, unit=layout.pad_to or unit,
-                counted=self.pool.trained_tokens, most=most,
-            )  # fmt: skip
+            return Room(capacity=budget, unit=layout.pad_to or unit, counted=counted, most=most)
         capacity = MOST if capacity is None else capacity
-        budget = max(unit, self.pool.budget(capacity, step) // unit * unit)
-        return Room(capacity=budget, counted=self.pool.trained_tokens, most=most)
+        budget = max(unit, self.pool.budget(capacity * rows, step) // rows // unit * unit)
+        return Room(
+            capacity=budget,
+            counted=None if counted is None else counted // rows,
+            most=None if most is None else most // rows,
+        )
 
 
 def micro_batch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -92,7 +93,7 @@ class PooledStream:
     # Iterating ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
-        self._now = self._begin
+        self._now = None if self._skip else self._begin
         for step in self.walk():
             self._now = step.cursor
             yield step
@@ -107,11 +108,12 @@ class PooledStream:
         while self.max_num_steps is None or number < self.max_num_steps or not counted:
             epoch = shard.epoch
             found = shard.step(number)
-            if found is None:
-                return
             before, lost = lost, shard.lost
             missing = {reason: n - before.get(reason, 0) for reason, n in lost.items()}
-            here = {str(shard.number): shard.state_dict()}
+            if found is None:
+                _say_lost(missing, shard)
+                return
+            here = {str(shard.number): {**shard.state_dict(), "step": number + workers}}
             yield Step(
                 number=number,
                 epoch=epoch,
@@ -139,9 +141,10 @@ class PooledStream:
             skip=self.on_error == "skip",
         )
         number = self._first + begins
-        while number < self._first + self._skip and shard.step(number) is not None:
+        ahead = 0 if state.step is None else state.step - number
+        while number < self._first + self._skip and shard.step(number + ahead) is not None:
             number += workers
-        return shard, shard_turn, number
+        return shard, shard_turn, number + ahead
 
     @property
     def _first(self) -> int:
@@ -157,7 +160,9 @@ class PooledStream:
             states = {str(state.shard): state.to_dict() for state, _ in resumed}
             return self._cursor(self._first, workers, resumed[0][1], states)
         opened = [self._opened(worker, workers, None) for worker in range(workers)]
-        states = {str(shard.number): shard.state_dict() for shard, _, _ in opened}
+        states = {
+            str(shard.number): {**shard.state_dict(), "step": number} for shard, _, number in opened
+        }
         return self._cursor(self._first + self._skip, workers, opened[0][1], states)
 
     def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ShardState, int]:
@@ -213,7 +218,7 @@ class PooledStream:
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
         """Begin at the first sample of `epoch`, after `done` steps: those given out so far."""
         whole_number("epoch", epoch, least=0)
-        so_far = self._first if self._now is None else self._now.step
+        so_far = self._first + self._skip if self._now is None else self._now.step
         self._done = so_far if done is None else done
         self._begin = self._now = None
         self._epoch, self._skip = epoch, 0
@@ -222,7 +227,8 @@ class PooledStream:
         """Begin so many steps later. Their samples are read, because only they tell where that
         is; to resume, load a cursor instead."""
         whole_number("steps to skip", steps, least=0)
-        self._skip = steps
+        if steps:
+            self._skip, self._now = self._skip + steps, None
 
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
@@ -270,6 +276,17 @@ class PooledStream:
         return steps if left is None else min(steps, left)
 
 
+def _say_lost(missing: Mapping[str, int], shard: Shard) -> None:
+    """A warning of what went missing behind the last step, which no step can tell of."""
+    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(missing.items()) if n)
+    if counts:
+        warnings.warn(
+            f"shard {shard.number} came to its end, and behind its last step samples went missing: "
+            f"{counts}. No step's `lost` counts them.",
+            stacklevel=3,
+        )
+
+
 def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
     """The cursors of several shards of a `PooledStream`, taken after the same step on every rank,
     as one. With those of all ranks and workers it resumes on any number of either.
@@ -280,6 +297,12 @@ def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
     if not found:
         raise CursorError("no cursor was given to merge, so there is no place. Pass those of all.")
     first = found[0]
+    kind = first.belongs.get("stream", "foreign")
+    if kind != "pooled":
+        raise CursorError(
+            f"a cursor of a {kind} stream has no shards, so there is nothing to merge. That of a "
+            f"PlannedStream is whole by itself: load any rank's."
+        )
     shape = (first.place.get("ranks"), first.place.get("workers"))
     turns: dict[str, int] = {}
     shards: dict[str, Any] = {}

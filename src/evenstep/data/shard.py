@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from evenstep.core.identity import item_and_part, sample_name
+import numpy as np
+
+from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.data.agenda import Chapter, ShardState, merged
 from evenstep.data.items import Items
 from evenstep.data.pool import Entry, Former, Measure, micro_batch, trained_tokens_of
 from evenstep.data.source import Sample, unreadable
 from evenstep.errors import InputError, SampleError
+
+_PATIENCE = 16  # epochs for each shard, after which a lucky share is not to be hoped for
 
 
 class Shard:
@@ -35,7 +39,8 @@ class Shard:
         self._endless, self._skip = endless, skip
         self._chapters = list(state.chapters)
         self._shard, self._shards, self._read = state.shard, state.shards, state.read
-        self._fruitful = state.read > 0 or bool(state.waiting)
+        self._fruitful = True  # of what came before this state nothing is known
+        self._barren = 0
         self._ended = False
         self._lost = dict(state.lost)
         self._waiting = self._restored(state)
@@ -69,11 +74,14 @@ class Shard:
         """The micro-batches of a step and their samples; None when nothing is left."""
         micro_batches: list[MicroBatch] = []
         samples: dict[int, Sample] = {}
+        owners: dict[int, tuple[int, int]] = {}
         while len(micro_batches) < self._former.micro_batches:
             self._fill()
             if not self._waiting:
                 break
             micro, taken = self._former.take(self._waiting, number)
+            if self._items.count is None:
+                micro, taken = _told_apart(micro, taken, owners)
             micro_batches.append(micro)
             for entry in taken:
                 samples[entry.number] = entry.sample
@@ -106,11 +114,15 @@ class Shard:
                 entries = None
             elif isinstance(element, int):
                 entries = self._at(chapter, index, element)
+                behind = chapter.span_end(index) if entries is None else None
+                if behind is not None:  # the data ends here, but the next span may lie before it
+                    self._read = -(-(behind - self._shard) // self._shards)
+                    continue
             else:
                 entries = self._piece(chapter.epoch, *element)
             if entries is not None:
                 self._read += 1
-                self._fruitful = True
+                self._fruitful = self._fruitful or len(entries) > 0
                 return entries
             self._turn_over(chapter)
         return None
@@ -121,33 +133,57 @@ class Shard:
             self._ended = True
             return
         if len(self._chapters) == 1:
-            if not self._fruitful:
-                raise InputError(
-                    f"shard {self._shard} of {self._shards} found no sample in epoch "
-                    f"{chapter.epoch}, and it never will: there are fewer items than ranks x "
-                    f"workers. Use fewer workers, or more data."
-                )
+            self._barren = 0 if self._fruitful else self._barren + 1
+            self._check_hope(chapter.epoch)
             self._chapters.append(Chapter.whole(chapter.epoch + 1, self._items.count))
             self._fruitful = False
         del self._chapters[0]
         self._read = 0
+
+    def _check_hope(self, epoch: int) -> None:
+        """Raise where no sample will ever come. Another epoch may give another share."""
+        if not self._barren:
+            return
+        if self._read == 0:
+            raise InputError(
+                f"shard {self._shard} of {self._shards} found no sample in epoch {epoch}, and it "
+                f"never will: there are fewer items than ranks x workers. Use fewer workers, or "
+                f"more data."
+            )
+        if self._barren >= (1 if self._shards == 1 else _PATIENCE * self._shards):
+            lost = ", ".join(f"{count} {reason}" for reason, count in sorted(self._lost.items()))
+            raise InputError(
+                f"shard {self._shard} of {self._shards} found no sample that could run in "
+                f"{self._barren} whole epochs, up to {epoch} (so far: {lost or 'none lost'}), so "
+                f"the stream would never go on. Give it samples, or another overflow than 'drop'."
+            )
 
     def _at(self, chapter: Chapter, index: int, position: int) -> list[Entry] | None:
         """The entries of the item at a position; None behind the end of the data."""
         stride = chapter.stride(index, self._shards)
         try:
             samples = self._items.read(chapter.epoch, position, stride)
-            if samples is None:
-                return None
-            if len(samples) == 1:
-                return self._entries(chapter.epoch, *samples[0])
-            return [
-                entry
-                for number, sample in samples
-                for entry in self._entries(chapter.epoch, number, sample)
-            ]
         except SampleError:
             if not self._skip or self._items.failed:
+                raise
+            self._lose("skipped")
+            return []
+        if samples is None:
+            return None
+        if len(samples) == 1:
+            return self._readable(chapter.epoch, *samples[0])
+        return [
+            entry
+            for number, sample in samples
+            for entry in self._readable(chapter.epoch, number, sample)
+        ]
+
+    def _readable(self, epoch: int, number: int, sample: Sample) -> list[Entry]:
+        """The pieces of a sample; none of one that may be skipped, however many share its item."""
+        try:
+            return self._entries(epoch, number, sample)
+        except SampleError:
+            if not self._skip:
                 raise
             self._lose("skipped")
             return []
@@ -189,14 +225,15 @@ class Shard:
                 f"{longest}; it could never run. Raise the budget or "
                 f"set overflow to split, truncate, alone or drop."
             )
-        if not pieces:
-            self._lose("dropped")
-        end = pieces[-1][0] + pieces[-1][1] if pieces else 0
-        if end < length and pieces:
-            self._lose("truncated")
         trained = [part for _, part in pieces]
         if counts:
-            trained = [trained_tokens_of(sample, start, start + part) for start, part in pieces]
+            try:
+                trained = [trained_tokens_of(sample, start, start + part) for start, part in pieces]
+            except Exception as error:
+                raise unreadable(number, error) from error
+        end = pieces[-1][0] + pieces[-1][1] if pieces else 0
+        if end < length:
+            self._lose("truncated" if pieces else "dropped")
         return [
             Entry(epoch, number, start, part, length, end, count, sample, [epoch, number, start])
             for (start, part), count in zip(pieces, trained, strict=True)
@@ -204,6 +241,28 @@ class Shard:
 
     def _lose(self, reason: str) -> None:
         self._lost[reason] = self._lost.get(reason, 0) + 1
+
+
+def _told_apart(
+    micro: MicroBatch, taken: list[Entry], owners: dict[int, tuple[int, int]]
+) -> tuple[MicroBatch, list[Entry]]:
+    """A micro-batch in which no two samples of its step have one number.
+
+    A source that is read in order counts positions, and another epoch may have another sample at
+    the same one. The later of two in one step is called as if it were a further part of its item.
+    `owners` says which (epoch, number) is called how, so far in the step.
+    """
+    numbers = []
+    for entry in taken:
+        number, whose = entry.number, (entry.epoch, entry.number)
+        while owners.setdefault(number, whose) != whose:
+            number += MOST_ITEMS
+        numbers.append(number)
+    if numbers == [entry.number for entry in taken]:
+        return micro, taken
+    segments = replace(micro.segments, sample=np.array(numbers, np.int64))
+    renamed = [entry._replace(number=n) for entry, n in zip(taken, numbers, strict=True)]
+    return replace(micro, segments=segments), renamed
 
 
 def fresh(shard: int, shards: int, epoch: int, count: int | None) -> ShardState:

@@ -94,6 +94,7 @@ def _empty(before: Step | None, recipe: Recipe) -> Step:
         number=before.number + 1,
         micro_batches=(dummy,) * len(before),
         samples={},
+        cursor=replace(before.cursor, step=before.cursor.step + 1),
         lost={},
         batches=None,
     )

@@ -174,8 +174,9 @@ class Header:
             samples, tokens = int(values["samples"]), int(values["tokens"])
             if TOKENS not in columns or OFFSETS in columns or min(samples, tokens) < 0:
                 raise ValueError("no tokens")
-            return cls(columns, samples, tokens, dict(values["digests"]))
-        except (KeyError, TypeError, ValueError) as error:
+            digests = {name: str(values["digests"][name]) for name in (*columns, OFFSETS)}
+            return cls(columns, samples, tokens, digests)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise damaged(path, f"its header makes no sense ({error})") from None
 
     @property

@@ -93,7 +93,8 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin behind the step that the state was taken after: a cursor, or in a worker what
         its own `state_dict` gave."""
-        if "cursor" not in state:
+        given: object = state
+        if not isinstance(given, Mapping) or "cursor" not in state:
             self.stream.load_state_dict(state)
             self._turn = None
             return
@@ -149,7 +150,7 @@ class StreamLoader:
             options = {"batch_size": None, "num_workers": self.num_workers, **self._options}
             self._loader = DataLoader(self._dataset, **options)
         # The start of every worker: one that has not given out anything yet has a place too.
-        self._now = start = self.stream.start(max(1, self.num_workers))
+        self._now = now = start = self.stream.start(max(1, self.num_workers))
         ready = iter(self._loader)
         steps: Iterator[Step] = ready
         if not (self.stream.infinite_loop or self.stream.ends_together):
@@ -158,10 +159,9 @@ class StreamLoader:
         left = None if most is None else max(most - start.step, 0)
         try:
             for number, step in enumerate(islice(steps, left), start.step):
-                cursor = step.cursor
-                joined = self.stream.join([self._now, cursor]) if cursor.place else self._now
-                self._now = replace(joined, step=number + 1)
-                yield replace(step, number=number, cursor=self._now)
+                joined = self.stream.join([now, step.cursor]) if step.cursor.place else now
+                self._now = now = replace(joined, step=number + 1)
+                yield replace(step, number=number, cursor=now)
         finally:
             # An error that torch raises anew holds its workers in a cycle, until someone collects.
             if self.num_workers and not self._options.get("persistent_workers"):

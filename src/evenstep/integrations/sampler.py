@@ -26,7 +26,9 @@ class PlannedBatchSampler:
     micro-batches of all ranks in turn, so that each process is dealt its own.
 
     `state_dict` is exact after any micro-batch, also within a step, and also on another number of
-    ranks.
+    ranks. It is the place behind what the loader has asked for: torch's own `DataLoader` asks
+    ahead for its workers, so with `num_workers` above 0 save the state of torchdata's
+    `StatefulDataLoader` instead, which keeps the sampler's state of every batch it hands on.
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps
@@ -78,12 +80,22 @@ class PlannedBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         ranks = self.stream.world.size
         before = self._begin()
+        fruitful = before.epoch
         walk = self.stream.walk_all() if self.all_ranks else ([step] for step in self.stream.walk())
         for steps in walk:
+            if steps[0].epoch != before.epoch:  # the step before was the last of its epoch
+                before = Place(steps[0].epoch, 0, before.step)
             after = Place.from_dict(steps[0].cursor.place, steps[0].cursor.step)
             if self._left_out(steps):
-                before = after
+                if after.epoch > fruitful + 1:
+                    raise PlanError(
+                        f"all steps of epoch {fruitful + 1} have less work than ranks and are left "
+                        f"out, so the sampler would never go on. Use fewer ranks or more samples "
+                        f"a step, or a StreamLoader."
+                    )
+                before, self._now = after, steps[0].cursor
                 continue
+            fruitful = after.epoch
             done = before.inside[-1][1] if before.inside and before.inside[-1][0] == ranks else 0
             count = len(steps[0])
             for k in range(count):
@@ -107,10 +119,16 @@ class PlannedBatchSampler:
         # Every rank must decide alike, so not by its own micro-batches but by the plan of all.
         empty = step.totals["empty"] > 0
         if empty:
-            self.dropped += int(step.totals["samples"])
+            self.dropped += int(step.totals.get("samples", 0))
         return empty
 
     def _named(self, micro: MicroBatch, step: Step) -> list[int]:
+        if micro.is_dummy and not step.totals:
+            raise PlanError(
+                f"of step {step.number}, which other ranks began, less is left than there are "
+                f"ranks, so a micro-batch is empty, which a batch sampler cannot express. Go on "
+                f"with fewer ranks, or use a StreamLoader."
+            )
         if micro.is_dummy:
             raise PlanError(
                 f"step {step.number} has less work than ranks, so a micro-batch of it is empty, "
