@@ -155,3 +155,14 @@ def test_a_model_that_cannot_pack_gets_batches_for_padding() -> None:
         for batch in item:
             lengths = [len(sample["input_ids"]) for sample in batch]
             assert len(lengths) * max(lengths) <= 40
+
+
+def test_an_item_that_is_a_list_is_one_sample() -> None:
+    data = [[5, 6, 7], [8], [9, 9]]
+    assert list(ShardedIterableDataset(data, shuffle=False)) == data
+    batches = LoadBalancedDataset(
+        ShardedIterableDataset(data, shuffle=False), max_tokens_for_batch=4, infinite_loop=False
+    )
+    found = [batch for item in batches for batch in item]
+    assert sorted(sample for batch in found for sample in batch) == sorted(data)
+    assert all(len(batch) * max(map(len, batch)) <= 4 for batch in found)

@@ -98,3 +98,44 @@ def test_an_epoch_without_a_known_end_leaves_a_tail_without_one() -> None:
     ]
     (chapter,) = merged(states, None)
     assert chapter.spans == ((3, 2, 2), (6, 1, None))
+
+
+def test_spans_without_end_take_turns_so_that_positions_only_grow() -> None:
+    whole = Chapter.whole(0, None)
+    rest = whole.rest([None, 2, 4])  # shard 0 of 3 has found the end
+    assert rest.spans == ((7, 3, 2), (13, 3, None), (14, 3, None))
+    assert [rest[index] for index in range(8)] == [7, 10, 13, 14, 16, 17, 19, 20]
+
+
+@given(
+    st.lists(
+        st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 3),
+)
+def test_no_change_of_shards_loses_what_lies_before_an_unknown_end(
+    changes: list[list[int | None]], shards: int
+) -> None:
+    """Shards read in order up to an end that only reading finds; `expected` is a plain list."""
+    far = 300  # what is compared lies well before it
+    chapter, expected = Chapter.whole(0, None), list(range(far))
+    for read in changes:
+        size = len(read)
+        expected = sorted(
+            position
+            for shard, count in enumerate(read)
+            if count is not None
+            for position in _all(chapter, far)[shard::size][count:]
+        )
+        chapter = chapter.rest(read)
+    found = [p for shard in range(shards) for p in _all(chapter, far)[shard::shards]]
+    assert sorted(p for p in found if p < 60) == [p for p in expected if p < 60]
+    endless = [chapter[i] for i in range(far) if chapter.span_end(i) is None]
+    assert [p for p in endless if p is not None] == sorted(p for p in endless if p is not None)
+
+
+def _all(chapter: Chapter, far: int) -> list[int]:
+    found = (chapter[index] for index in range(far))
+    return [position for position in found if isinstance(position, int)]

@@ -114,6 +114,12 @@ def test_a_bad_line_names_itself_and_spares_the_others(
     assert tokens(source, 2) == [98]
 
 
+def test_blank_lines_of_any_kind_do_no_harm_to_the_line_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\r\n \x0b\x0c\r\n{"text": "b"}')
+    assert [tokens(Jsonl(path), item) for item in range(2)] == [[97], [98]]
+
+
 def test_a_missing_file_is_named_when_it_is_used(tmp_path: Path) -> None:
     source = Jsonl(tmp_path / "absent.jsonl")
     with pytest.raises(FileError, match=r"absent.jsonl cannot be read \(No such file"):

@@ -18,7 +18,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.world import World
 from evenstep.data.lengths import Lengths
 from evenstep.data.planned import PlannedStream
-from evenstep.errors import ConfigError, CursorError, InputError, SampleError
+from evenstep.errors import ConfigError, CursorError, InputError, PlanError, SampleError
 
 LAYOUTS: tuple[Layout, ...] = (
     Packed(max_tokens=40),
@@ -340,3 +340,35 @@ def test_a_stream_that_skips_promises_no_totals_that_may_turn_out_wrong() -> Non
     unsure = next(iter(PlannedStream(Faulty(), recipe, loss_tokens=labels, on_error="skip")))
     assert {"samples", "loss_tokens", "sequences"} <= sure.totals.keys()
     assert unsure.totals.keys().isdisjoint({"samples", "loss_tokens", "sequences"})
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_samples_dropped_at_the_end_of_an_epoch_are_counted_with_its_last_step(
+    steps: Steps,
+) -> None:
+    lengths = np.array([30, 2, 2, *[30] * 200])
+    recipe = Recipe(layout=Packed(max_tokens=4), steps=steps, overflow="drop")
+    found = list(PlannedStream(Lengths(lengths), recipe, shuffle=False))
+    assert sum(step.lost.get("dropped", 0) for step in found) == 201
+    assert found[-1].cursor.place["position"] == len(lengths)
+
+
+def test_a_group_that_no_step_can_hold_is_named() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=40), steps=Steps(samples=2))
+    groups = np.array([7, 5, 5, 5])
+    with pytest.raises(PlanError, match="group 5 has 3 samples but a step holds 2"):
+        list(PlannedStream(Lengths(np.full(4, 3)), recipe, groups=groups))
+    # Those that are dropped take no room.
+    recipe = replace(recipe, overflow="drop")
+    lengths = np.array([3, 3, 3, 50])
+    (first, second) = PlannedStream(Lengths(lengths), recipe, groups=groups, shuffle=False)
+    assert [first.totals["samples"], second.totals["samples"]] == [1, 2]
+
+
+def test_a_cursor_behind_the_end_of_other_groups_is_refused() -> None:
+    lengths, recipe = Lengths(np.full(40_000, 3)), Recipe(layout=Packed(max_tokens=40))
+    groups = np.arange(40_000)
+    (step,) = PlannedStream(lengths, replace(recipe, groups="step"), groups=groups)
+    groups[5] = groups[4]  # not among those that are looked at
+    with pytest.raises(CursorError, match="40000 of 39999"):
+        PlannedStream(lengths, recipe, groups=groups).load_state_dict(step.cursor.to_dict())

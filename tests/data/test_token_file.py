@@ -141,6 +141,13 @@ def test_a_header_that_makes_no_sense_is_refused(file: TokenFile, dtype: str, sa
         len(file)
 
 
+def test_a_header_without_the_digest_of_a_section_is_refused(file: TokenFile) -> None:
+    header = Header({"input_ids": np.dtype("<u2")}, 3, 6, {"input_ids": "f" * 32})
+    file.path.write_bytes(header.encode() + bytes(200))
+    with pytest.raises(FileError, match="its header makes no sense"):
+        len(file)
+
+
 def test_offsets_that_do_not_span_the_tokens_are_noticed_on_opening(file: TokenFile) -> None:
     spoil(file.path, -8)
     with pytest.raises(FileError, match="its samples span 0 to"):

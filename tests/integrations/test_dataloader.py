@@ -30,7 +30,7 @@ from evenstep.data.memory import InMemory
 from evenstep.data.planned import PlannedStream
 from evenstep.data.pool import Pool
 from evenstep.data.pooled import PooledStream, merge_cursors
-from evenstep.data.stream import Stream
+from evenstep.data.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError, SampleError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.tensors.batch import Batch
@@ -541,3 +541,30 @@ def _no_worker_is_left() -> Iterator[None]:
     while set(multiprocessing.active_children()) - before:
         gc.collect()
         assert time.monotonic() < deadline, "workers are still there"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_iterations_at_once_keep_their_own_places(kind: str) -> None:
+    expected = [step.cursor.to_dict() for step in ours(stream_of(kind), workers=2)]
+    loader = ours(stream_of(kind), workers=2)
+    ahead, behind = iter(loader), iter(loader)
+    for _ in range(4):
+        next(ahead)
+    for done in range(2):
+        assert next(behind).cursor.to_dict() == expected[done]
+        assert next(ahead).cursor.to_dict() == expected[4 + done]
+        assert loader.state_dict() == expected[4 + done]
+
+
+@pytest.mark.parametrize("state", [None, 5, [], {}])
+def test_what_is_no_state_at_all_is_refused(state: Any) -> None:
+    for loader in (StreamDataset(stream_of("pooled")), ours(stream_of("planned"))):
+        with pytest.raises(CursorError, match="not an Evenstep cursor"):
+            loader.load_state_dict(state)
+
+
+def test_the_cursors_of_ranks_that_wait_for_others_count_on() -> None:
+    steps = iter(stream_of("pooled", source=InMemory([{"input_ids": [1]}])))
+    agreed = iter([True, True, True, False])
+    found = list(until_all_end(steps, lambda mine: next(agreed), RECIPES["pooled"]))
+    assert [step.cursor.step for step in found] == [1, 2, 3]

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.world import World
@@ -172,6 +173,68 @@ def test_a_step_with_less_work_than_ranks_is_refused_or_left_out() -> None:
         seen += [i for batch in sampler for i in batch]
         assert sampler.dropped == 2
     assert len(seen) == len(set(seen)) == 24
+
+
+def test_a_step_that_was_left_out_is_behind_the_state() -> None:
+    lengths = np.full(26, 5)
+    sampler = PlannedBatchSampler(stream_of(0, 4, lengths=lengths), drop_last=True)
+    list(sampler)
+    alone = PlannedBatchSampler(stream_of(lengths=lengths))
+    alone.load_state_dict(sampler.state_dict())
+    assert list(alone) == []
+
+
+def test_leaving_out_every_step_is_refused_instead_of_going_on_for_ever() -> None:
+    few = stream_of(0, 4, lengths=np.full(3, 5), infinite_loop=True)
+    with pytest.raises(PlanError, match=r"all steps of epoch 1 .* never go on"):
+        next(iter(PlannedBatchSampler(few, drop_last=True)))
+
+
+def test_resuming_within_the_first_step_of_a_later_epoch_is_exact() -> None:
+    sampler = PlannedBatchSampler(stream_of(0, 2, infinite_loop=True))
+    batches, states = [], []
+    for batch in sampler:
+        batches.append(batch)
+        states.append(json.loads(json.dumps(sampler.state_dict())))
+        if len(batches) == 40:
+            break
+    assert {state["place"]["epoch"] for state in states} >= {0, 1}
+    for done, state in enumerate(states[:-1], 1):
+        resumed = PlannedBatchSampler(stream_of(0, 2, infinite_loop=True))
+        resumed.load_state_dict(state)
+        assert next(iter(resumed)) == batches[done]
+
+
+def test_the_rest_of_a_step_that_is_too_little_for_more_ranks_says_so() -> None:
+    lengths, recipe = np.full(8, 2), Recipe(layout=Packed(max_tokens=4), steps=Steps(samples=8))
+    sampler = PlannedBatchSampler(stream_of(0, 2, lengths=lengths, recipe=recipe))
+    next(iter(sampler))
+    more = [
+        PlannedBatchSampler(stream_of(r, 5, lengths=lengths, recipe=recipe), drop_last=True)
+        for r in range(5)
+    ]
+    for one in more:
+        one.load_state_dict(sampler.state_dict())
+    with pytest.raises(PlanError, match="Go on with fewer ranks"):
+        [list(one) for one in more]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_keeps_the_place_behind_what_it_handed_on(workers: int) -> None:
+    def loader() -> Any:
+        sampler = PlannedBatchSampler(stream_of())
+        return StatefulDataLoader(
+            Rows(), batch_sampler=sampler, collate_fn=whole, num_workers=workers
+        )
+
+    expected = list(PlannedBatchSampler(stream_of()))
+    first = loader()
+    for count, _ in enumerate(first, 1):
+        if count == 5:
+            break
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert [[sample["id"] for sample in batch] for batch in second] == expected[5:]
 
 
 def test_what_a_sampler_cannot_name_is_refused() -> None:

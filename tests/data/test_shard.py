@@ -1,0 +1,263 @@
+"""Shards at the edges: ends of data and epochs, faults inside items, and counts that stay right."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep import Limits, Packed, PackedStatic, Recipe, Steps, Topology
+from evenstep.core.cursor import Cursor
+from evenstep.core.identity import sample_number
+from evenstep.core.step import Step
+from evenstep.core.world import World
+from evenstep.data.iterated import Iterated
+from evenstep.data.memory import InMemory
+from evenstep.data.pool import Pool
+from evenstep.data.pooled import PooledStream, merge_cursors
+from evenstep.errors import ConfigError, CursorError, InputError, SampleError
+
+PACKED = Recipe(layout=Packed(max_tokens=9))
+SMALL = Pool(samples=2, tokens=0)
+
+
+def sample(item: int, length: int) -> dict[str, Any]:
+    return {"input_ids": [item] * length}
+
+
+def stream_of(source: Any, rank: int = 0, ranks: int = 1, **more: Any) -> PooledStream:
+    recipe = replace(more.pop("recipe", PACKED), topology=Topology(dp=ranks))
+    more = {"pool": SMALL, "shuffle": False, **more}
+    return PooledStream(source, recipe, world=World(rank, ranks), **more)
+
+
+def first_tokens(steps: Any) -> list[int]:
+    """The first token of every segment, which says where it really comes from."""
+    return [
+        samples[number]["input_ids"][0]
+        for step in steps
+        for micro, samples in step
+        for number in micro.segments.sample.tolist()
+    ]
+
+
+def reloaded(cursor: Any) -> Any:
+    return json.loads(json.dumps(cursor.to_dict()))
+
+
+# The ends of epochs --------------------------------------------------------------------------
+
+
+def test_what_is_left_of_an_epoch_may_be_less_than_there_are_shards() -> None:
+    source = InMemory([sample(i, 3) for i in range(10)])
+    alone = stream_of(source, recipe=Recipe(layout=Packed(max_tokens=3)), infinite_loop=True)
+    last = list(islice(alone, 9))[-1]
+    for rank in range(4):
+        stream = stream_of(source, rank, 4, recipe=alone.recipe, infinite_loop=True)
+        stream.load_state_dict(reloaded(last.cursor))
+        assert len(list(islice(stream, 3))) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=12, max_size=24),
+    ranks=st.integers(2, 4),
+    later=st.integers(1, 3),
+    ahead=st.lists(st.integers(0, 9), min_size=4, max_size=4),
+)
+@settings(deadline=None, max_examples=60)
+def test_shards_that_found_the_end_and_others_leave_the_rest_of_the_epoch(
+    shuffle: bool, lengths: list[int], ranks: int, later: int, ahead: list[int]
+) -> None:
+    later += later >= ranks  # always another number
+    data = [sample(i, n) for i, n in enumerate(lengths)]
+    sources = {False: Iterated(data, fingerprint="x"), True: InMemory(data)}
+    seen: list[int] = []
+    cursors = []
+    for rank in range(ranks):
+        stream = stream_of(sources[shuffle], rank, ranks, shuffle=shuffle, infinite_loop=True)
+        steps = list(islice(stream, ahead[rank]))
+        seen += first_tokens(steps)
+        cursors.append(steps[-1].cursor if steps else stream.start())
+    state = reloaded(merge_cursors(cursors))
+    # A finite stream goes to the end of the last epoch that anybody has begun.
+    for rank in range(later):
+        stream = stream_of(sources[shuffle], rank, later, shuffle=shuffle)
+        stream.load_state_dict(state)
+        seen += first_tokens(stream)
+    assert set(seen) == set(range(len(lengths)))
+    assert len(set(Counter(seen).values())) == 1
+
+
+def test_data_that_ends_within_one_span_may_go_on_in_the_next() -> None:
+    data = [sample(i, 9) for i in range(7)]  # shard 0 has items 0 3 6, the others two each
+    cursors: list[Cursor] = []
+    seen: list[int] = []
+    for rank, count in enumerate((3, 1, 1)):
+        stream = stream_of(Iterated(data, fingerprint="x"), rank, 3, pool=Pool(samples=1, tokens=0))
+        steps = list(islice(stream, count))
+        seen += first_tokens(steps)
+        cursors.append(steps[-1].cursor)
+    alone = stream_of(Iterated(data, fingerprint="x"), pool=Pool(samples=1, tokens=0))
+    alone.load_state_dict(reloaded(merge_cursors(cursors)))
+    assert sorted(seen + first_tokens(alone)) == list(range(7))
+
+
+def test_an_epoch_of_dropped_samples_is_not_waited_for_in_vain() -> None:
+    source = InMemory([sample(i, 30) for i in range(4)])
+    recipe = Recipe(layout=Packed(max_tokens=9), overflow="drop")
+    with pytest.raises(InputError, match=r"no sample that could run.* 8 dropped"):
+        next(iter(stream_of(source, recipe=recipe, infinite_loop=True)))
+    with pytest.raises(InputError, match="no sample that could run"):
+        next(iter(stream_of(InMemory([[], []]), infinite_loop=True)))
+    # With several shards another epoch may deal better: one of four samples can run.
+    source = InMemory([sample(i, 30 if i else 3) for i in range(4)])
+    stream = stream_of(source, 0, 2, recipe=recipe, infinite_loop=True, shuffle=True)
+    assert len(list(islice(stream, 4))) == 4
+
+
+def test_samples_of_two_epochs_at_one_position_are_told_apart_in_a_step() -> None:
+    def items(epoch: int) -> Iterator[dict[str, Any]]:
+        return (sample(10 * epoch + i, 1 + (i + epoch) % 3) for i in range(3))
+
+    recipe = Recipe(layout=Packed(max_tokens=9), steps=Steps(micro_batches=3))
+    stream = stream_of(Iterated(items), recipe=recipe, infinite_loop=True)
+    for step in islice(stream, 5):
+        for micro, samples in step.loaded():
+            found = [len(samples[n]["input_ids"]) for n in micro.segments.sample.tolist()]
+            assert found == micro.segments.length.tolist()
+    seen = first_tokens(islice(stream, 5))
+    assert seen[:6] == [0, 1, 2, 10, 11, 12]
+    assert len(seen) == len(set(seen))
+
+
+# Faults and counts ---------------------------------------------------------------------------
+
+
+def test_the_good_samples_of_an_item_come_although_one_of_it_is_skipped() -> None:
+    source = InMemory([[sample(i, 2), sample(i, 0), sample(i, 3)] for i in range(3)])
+    steps = list(stream_of(source, on_error="skip"))
+    numbers = [n for step in steps for m in step.micro_batches for n in m.segments.sample.tolist()]
+    assert sorted(numbers) == sorted(sample_number(i, part) for i in range(3) for part in (0, 2))
+    assert sum(step.lost.get("skipped", 0) for step in steps) == 3
+    with pytest.raises(SampleError, match=r"sample 0 \(part 1\) has length 0"):
+        list(stream_of(source))
+
+
+def test_labels_that_cannot_be_counted_name_the_sample() -> None:
+    source = InMemory([{"input_ids": [1, 2], "labels": [[1], [2, 3]]}])
+    pool = Pool(samples=2, tokens=0, trained_tokens=4)
+    with pytest.raises(SampleError, match="sample 0 cannot be read"):
+        list(stream_of(source, pool=pool))
+    with pytest.warns(UserWarning, match="1 skipped"):
+        assert list(stream_of(source, pool=pool, on_error="skip")) == []
+
+
+def test_what_goes_missing_behind_the_last_step_is_not_silent() -> None:
+    source = InMemory([sample(0, 9), sample(1, 30), sample(2, 0)])
+    recipe = Recipe(layout=Packed(max_tokens=9), overflow="drop")
+    stream = stream_of(source, recipe=recipe, pool=Pool(samples=1, tokens=0), on_error="skip")
+    with pytest.warns(UserWarning, match="behind its last step .* 1 dropped, 1 skipped"):
+        steps = list(stream)
+    assert [dict(step.lost) for step in steps] == [{}]
+
+
+def test_the_parts_of_an_item_are_read_again_at_once() -> None:
+    opened: list[int] = []
+
+    def items(start: int = 0) -> Iterator[Any]:
+        opened.append(start)
+        return iter([[sample(i, 2)] * 3 for i in range(start, 40)])
+
+    def stream() -> PooledStream:
+        return stream_of(Iterated(items, fingerprint="x"), pool=Pool(samples=9, tokens=0))
+
+    before = list(islice(stream(), 5))
+    opened.clear()
+    resumed = stream()
+    resumed.load_state_dict(reloaded(before[-1].cursor))
+    next(iter(resumed))
+    assert len(opened) == 1
+
+
+# Limits --------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_a_micro_batch_share_its_trained_tokens_and_its_warm_up() -> None:
+    source = InMemory([sample(i, 5) for i in range(200)])
+    recipe = Recipe(layout=PackedStatic(rows=4, width=20))
+    limited = stream_of(source, recipe=recipe, pool=Pool(samples=16, trained_tokens=10))
+    assert {m.tokens for step in limited for m in step.micro_batches} == {10}
+    warming = Pool(samples=16, warmup_steps=4, warmup_tokens=20)
+    grown = stream_of(source, recipe=recipe, pool=warming)
+    assert [step.micro_batches[0].tokens for step in islice(grown, 6)] == [20, 20, 40, 60, 80, 80]
+
+
+def test_limits_that_rows_cannot_share_are_refused() -> None:
+    source, layout = InMemory([sample(0, 5)]), PackedStatic(rows=4, width=20)
+    with pytest.raises(ConfigError, match=r"limits\.segments is 3, shared by the 4 rows"):
+        stream_of(source, recipe=Recipe(layout=layout, limits=Limits(segments=3)))
+    with pytest.raises(ConfigError, match=r"pool\.trained_tokens is 3"):
+        stream_of(source, recipe=Recipe(layout=layout), pool=Pool(trained_tokens=3))
+
+
+# Places --------------------------------------------------------------------------------------
+
+
+def test_steps_skipped_twice_add_up_and_are_part_of_the_state() -> None:
+    source = InMemory([sample(i, 4) for i in range(30)])
+    steps = list(stream_of(source))
+    stream = stream_of(source)
+    stream.load_state_dict(reloaded(steps[0].cursor))
+    stream.skip_batches(2)
+    stream.skip_batches(3)
+    assert stream.state_dict()["step"] == 6
+    resumed = stream_of(source)
+    resumed.load_state_dict(stream.state_dict())
+    expected = first_tokens(steps[6:])
+    assert first_tokens(stream) == first_tokens(resumed) == expected
+    stream.skip_batches(0)
+    assert stream.state_dict()["step"] == len(steps)
+
+
+def test_a_growing_budget_resumes_exactly_when_other_workers_have_ended() -> None:
+    # Of three workers the first has longer samples and ends last, while the budget still grows.
+    source = InMemory([sample(i, 1 if i % 3 else 4) for i in range(120)])
+    recipe = Recipe(layout=Packed(max_tokens=40))
+    pool = Pool(samples=16, tokens=0, warmup_steps=40, warmup_tokens=4)
+
+    def run(state: Any = None) -> list[tuple[Any, Any]]:
+        """(what a step holds, the state behind it), as a loader of three workers gives it."""
+        stream = stream_of(source, pool=pool, recipe=recipe)
+        if state is not None:
+            stream.load_state_dict(state)
+        now = stream.start(3)
+        walks: list[Iterator[Step]] = [stream.walk(worker, 3) for worker in range(3)]
+        found = []
+        while walks:
+            step = next(walks[0], None)
+            if step is None:
+                del walks[0]
+                continue
+            walks.append(walks.pop(0))
+            now = replace(stream.join([now, step.cursor]), step=now.step + 1)
+            found.append(([m.segments.sample.tolist() for m in step.micro_batches], reloaded(now)))
+        return found
+
+    whole = run()
+    assert len(whole) < pool.warmup_steps
+    for done, (_, state) in enumerate(whole, 1):
+        assert [held for held, _ in run(state)] == [held for held, _ in whole[done:]]
+
+
+def test_the_cursor_of_a_planned_stream_needs_no_merging() -> None:
+    planned = Cursor(belongs={"stream": "planned"}, step=0, place={"epoch": 0, "position": 0})
+    with pytest.raises(CursorError, match="whole by itself"):
+        merge_cursors([planned])
