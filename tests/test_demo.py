@@ -1,8 +1,11 @@
-"""The parts of the demo that do not need minutes; `make demo` runs the whole."""
+"""The demo: its parts, and a short run of the whole; `make demo` takes minutes."""
 
 from __future__ import annotations
 
 import io
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -48,3 +51,16 @@ def test_the_table_has_a_column_for_each_layout_and_a_row_for_each_loss() -> Non
     assert all(name in shown for name in demo.LAYOUTS)
     assert "loss of step 1" in shown
     assert "4.250000" in shown
+
+
+def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> None:
+    short = "from evenstep import demo; demo.main(steps=2, each=6)"
+    done = subprocess.run(
+        [sys.executable, "-c", short], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "dynamically batched" in done.stdout
+    spread = re.search(r"differ by at most ([0-9.e+-]+):", done.stdout)
+    assert spread is not None
+    assert float(spread[1]) < 1e-5
+    assert (tmp_path / "build" / "demo.html").read_text().startswith("<!doctype html>")

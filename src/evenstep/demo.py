@@ -53,21 +53,24 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def main() -> None:
-    """Store the corpus, train three times, print one table, and leave a page with a picture."""
+def main(steps: int = STEPS, each: int = SAMPLES) -> None:
+    """Store the corpus, train three times, print one table, and leave a page with a picture.
+
+    So many `steps` of `each` so many samples.
+    """
     console = screen.console()
     FOLDER.mkdir(exist_ok=True)
     with screen.progress("Reading the standard library"):
-        corpus = write_token_file(FOLDER / "demo.tokens", samples(STEPS * SAMPLES), dtype=np.uint8)
+        corpus = write_token_file(FOLDER / "demo.tokens", samples(steps * each), dtype=np.uint8)
     lengths = corpus.lengths_of(np.arange(len(corpus)))
     console.print(
         f"Functions and classes of the Python standard library, a byte is a token: "
         f"{len(lengths):,} samples, {lengths.sum():,} tokens, the median "
         f"{int(np.median(lengths)):,}, the longest {lengths.max():,}.\n{RANKS} processes, "
-        f"{SAMPLES} samples a step, micro-batches of at most {BUDGET:,} slots.\n"
+        f"{each} samples a step, micro-batches of at most {BUDGET:,} slots.\n"
     )
-    entries = [plan(name, layout, lengths) for name, layout in LAYOUTS.items()]
-    records = train_all(corpus.path)
+    entries = [plan(name, recipe_of(layout, each), lengths) for name, layout in LAYOUTS.items()]
+    records = train_all(corpus.path, each)
     console.print(table(records))
     losses = np.array([record["losses"] for record in records.values()])
     console.print(
@@ -75,7 +78,7 @@ def main() -> None:
         f"samples, the same gradient, however they were cut."
     )
     page = FOLDER / "demo.html"
-    title = f"{STEPS} steps of the Python standard library on {RANKS} ranks"
+    title = f"{steps} steps of the Python standard library on {RANKS} ranks"
     replace_file(page, comparison_page(entries, title).encode())
     console.print(f"The plans are drawn in {page}: open it in a browser.")
 
@@ -115,26 +118,26 @@ def definitions(path: Path) -> Iterator[bytes]:
 # Plans and training -----------------------------------------------------------------------------
 
 
-def recipe_of(layout: Layout) -> Recipe:
+def recipe_of(layout: Layout, each: int = SAMPLES) -> Recipe:
     """The same for all layouts but the layout itself."""
     return Recipe(
         layout=layout,
         topology=Topology(dp=RANKS),
-        steps=Steps(samples=SAMPLES),
+        steps=Steps(samples=each),
         cost=Cost.of_model(**SHAPE),
         clock="step",
     )
 
 
-def plan(name: str, layout: Layout, lengths: Any) -> Entry:
+def plan(name: str, recipe: Recipe, lengths: Any) -> Entry:
     """The plan of all steps, for the picture; the ranks make the same by themselves."""
     from evenstep.planning import make_plan
 
     with screen.progress(f"Planning: {name} (the first time compiles kernels)"):
-        return Entry(name, make_plan(lengths, recipe_of(layout)))
+        return Entry(name, make_plan(lengths, recipe))
 
 
-def train_all(corpus: Path) -> dict[str, dict[str, Any]]:
+def train_all(corpus: Path, each: int) -> dict[str, dict[str, Any]]:
     """Train with every layout in real processes that find each other; what rank 0 recorded."""
     import torch
 
@@ -142,12 +145,12 @@ def train_all(corpus: Path) -> dict[str, dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     records = FOLDER / "demo.json"
-    torch.multiprocessing.spawn(train_rank, (port, corpus, records), nprocs=RANKS)
+    torch.multiprocessing.spawn(train_rank, (port, corpus, each, records), nprocs=RANKS)
     found: dict[str, dict[str, Any]] = json.loads(records.read_text())
     return found
 
 
-def train_rank(rank: int, port: int, corpus: Path, records: Path) -> None:
+def train_rank(rank: int, port: int, corpus: Path, each: int, records: Path) -> None:
     """One process."""
     import torch
 
@@ -155,13 +158,14 @@ def train_rank(rank: int, port: int, corpus: Path, records: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
     )
-    found = {name: train(rank, name, layout, corpus) for name, layout in LAYOUTS.items()}
+    recipes = {name: recipe_of(layout, each) for name, layout in LAYOUTS.items()}
+    found = {name: train(rank, name, recipe, corpus) for name, recipe in recipes.items()}
     if rank == 0:
         replace_file(records, json.dumps(found).encode())
     torch.distributed.destroy_process_group()
 
 
-def train(rank: int, name: str, layout: Layout, corpus: Path) -> dict[str, Any]:
+def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     """Train from the same beginning with one layout."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -178,7 +182,7 @@ def train(rank: int, name: str, layout: Layout, corpus: Path) -> dict[str, Any]:
     source = TokenFile(corpus)
     stream = PlannedStream(
         source,
-        recipe_of(layout),
+        recipe,
         world=World(rank, RANKS),
         loss_tokens=source.lengths_of(np.arange(len(source))) - 1,  # all but each first token
     )
@@ -190,7 +194,7 @@ def train(rank: int, name: str, layout: Layout, corpus: Path) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            advance(len(results), STEPS)
+            advance(len(results), len(stream))
     steady = results[1:]  # the first step warms everything up
     seconds = sum(result.timings.total for result in steady)
     return {

@@ -300,11 +300,3 @@ def test_what_may_not_be_read_or_written_is_said(
     lengths.chmod(0)
     run("plan", lengths, *BUDGET, code=2)
     assert "Permission denied" in capsys.readouterr().err
-
-
-def test_the_demo_plans_the_standard_library(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "evenstep.demo"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "dynamically batched" in done.stdout
-    assert (tmp_path / "build" / "demo.html").read_text().startswith("<!doctype html>")

@@ -91,6 +91,18 @@ def test_shards_in_different_epochs_leave_parts_of_both() -> None:
     assert (second.epoch, sorted(map(str, elements(second)))) == (1, ["1", "2", "3", "4", "5"])
 
 
+def test_an_epoch_of_which_nothing_was_left_is_not_begun_again() -> None:
+    behind = (Chapter(3, ((1, 0),)), Chapter(5, ((2, 0),)), Chapter.whole(6, 4))
+    states = [
+        ShardState(shard=0, shards=2, chapters=behind),
+        ShardState(shard=1, shards=2, chapters=(Chapter.whole(8, 4),)),
+    ]
+    left = {chapter.epoch: elements(chapter) for chapter in merged(states, 4)}
+    # Shard 0 has its half of epochs 6 and 7 before it, and nothing of epoch 4.
+    half = [0, 2]
+    assert left == {3: [(1, 0)], 4: [], 5: [(2, 0)], 6: half, 7: half, 8: [0, 1, 2, 3]}
+
+
 def test_an_epoch_without_a_known_end_leaves_a_tail_without_one() -> None:
     states = [
         ShardState(shard=s, shards=2, chapters=(Chapter.whole(0, None),), read=read)

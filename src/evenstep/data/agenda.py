@@ -208,8 +208,10 @@ def merged(states: Sequence[ShardState], count: int | None) -> tuple[Chapter, ..
     for epoch in sorted({*range(min(current), max(current) + 1), *known, *waiting}):
         chapter = known.get(epoch)
         if chapter is None:
-            started = epoch >= min(current)
-            chapter = Chapter.whole(epoch, count) if started else Chapter(epoch)
+            # Between a shard's chapters is nothing left; behind its last all is whole.
+            begun = min(current) <= epoch
+            passed = any(s.chapters[0].epoch < epoch < s.chapters[-1].epoch for s in states)
+            chapter = Chapter.whole(epoch, count) if begun and not passed else Chapter(epoch)
         read = [
             None if now > epoch else state.read if now == epoch else 0
             for state, now in zip(states, current, strict=True)

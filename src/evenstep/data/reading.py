@@ -15,8 +15,9 @@ OnError: TypeAlias = Literal["raise", "skip"]
 class Reader:
     """Reads the samples of a planned stream. With `on_error="skip"` a bad one reads as None.
 
-    >>> Reader({7: "seven"}, "raise")[7]  # doctest: +SKIP
-    'seven'
+    >>> from evenstep.data.memory import InMemory
+    >>> Reader(InMemory(["zero", "one"]), "raise")[1]
+    'one'
     """
 
     def __init__(self, source: SampleSource, on_error: OnError) -> None:
