@@ -444,3 +444,20 @@ def test_the_state_is_bounded_by_the_pool_however_long_the_run() -> None:
     )
     sizes = [len(json.dumps(step.cursor.to_dict())) for step in stream]
     assert max(sizes) < 900
+
+
+def test_after_a_change_of_shards_a_state_holds_its_own_share_alone() -> None:
+    given = {
+        "source": InMemory(samples_of([3] * 4000)),
+        "recipe": Recipe(layout=Packed(max_tokens=9)),
+        "pool": Pool(samples=16, tokens=0),
+    }
+    cursors = [next(in_turn(stream, 2)).cursor for stream in ranks_of(given, 4)]
+    cursors += [stream.start(2) for stream in ranks_of(given, 4)]
+    place = roundtrip(merge_cursors(cursors))
+    waiting = sum(len(state["waiting"]) for state in place["place"]["shards"].values())
+    for stream in ranks_of(given, 3):
+        stream.load_state_dict(place)
+        for shard in stream.start(3).place["shards"].values():
+            assert len(shard["waiting"]) <= -(-waiting // 9)
+            assert not any(pieces for _, pieces, _ in shard["chapters"])

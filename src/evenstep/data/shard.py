@@ -271,10 +271,21 @@ def fresh(shard: int, shards: int, epoch: int, count: int | None) -> ShardState:
 
 
 def redealt(states: list[ShardState], shard: int, shards: int, count: int | None) -> ShardState:
-    """The state of a new shard, when what `states` had left is shared anew by `shards`."""
+    """The state of a new shard, when what `states` had left is shared anew by `shards`.
+
+    What waited in their pools waits in the new ones, so that a state never holds more than its own
+    shard's share of it.
+    """
+    chapters = merged(states, count)
+    waiting = [(c.epoch, number, start) for c in chapters for number, start in c.pieces]
     lost = {
         reason: sum(state.lost.get(reason, 0) for state in states)
         for reason in sorted({reason for state in states for reason in state.lost})
     }
-    state = ShardState(shard=shard, shards=shards, chapters=merged(states, count))
-    return replace(state, lost=lost) if shard == 0 else state
+    return ShardState(
+        shard=shard,
+        shards=shards,
+        chapters=tuple(Chapter(chapter.epoch, (), chapter.spans) for chapter in chapters),
+        waiting=tuple(waiting[shard::shards]),
+        lost=lost if shard == 0 else {},
+    )
