@@ -136,11 +136,20 @@ def test_best_fit_decreasing_is_that_of_the_definition(lengths: list[int], capac
     assert len(pack(lengths, capacity)) == best_fit_bins(lengths, capacity)
 
 
-@pytest.mark.parametrize("capacity", [31, 32, 33, 1023, 1024, 1025, 8192, 40_000])
+@pytest.mark.parametrize("capacity", [1, 2, 63, 64, 65, 127, 4095, 4096, 4097, 40_000])
 def test_best_fit_holds_at_the_edges_of_its_bitmap(capacity: int) -> None:
     rng = np.random.default_rng(capacity)
     lengths = rng.integers(1, capacity + 1, 300)
     assert len(pack(lengths, capacity)) == best_fit_bins(lengths.tolist(), capacity)
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 1000])
+def test_best_fit_writes_every_item_once_whatever_is_left_of_the_last_block(count: int) -> None:
+    lengths = np.random.default_rng(count).integers(1, 65, count)
+    bins = pack(lengths, 64)
+    assert sorted(bins.values.tolist()) == list(range(count))
+    assert bins.sums(lengths).max() <= 64
+    assert all(np.diff(lengths[items]).max(initial=0) <= 0 for items in bins), "longest first"
 
 
 @settings(max_examples=150)

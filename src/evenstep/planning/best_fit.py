@@ -1,9 +1,14 @@
 """Best-fit decreasing in near-linear time.
 
-Lengths are small integers, so nothing is compared or even sorted: items are counted by length,
-open bins wait in stacks by remaining space, and a two-level bitmap finds the smallest space that
-is large enough. Equal lengths are placed together: a bin that was the best fit for one stays the
-best fit for the next, as long as it has room, and then its whole stack is.
+Lengths are small integers, so nothing is compared: items are sorted by counting, open bins wait in
+stacks by remaining space, and a two-level bitmap finds the smallest space that is large enough.
+Equal lengths are placed together: a bin that was the best fit for one stays the best fit for the
+next, as long as it has room, and then its whole stack is.
+
+What is left is memory. Both passes that scatter (items by length, then items by bin) first work
+out a block of targets and ask for them, then write: a write that has to wait for its cache line
+holds up all that come after it, and that took half of the time. Arrays of scratch are unsigned,
+because an index that cannot be negative needs no test for it.
 """
 
 from typing import TypeAlias
@@ -12,21 +17,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.kernel import kernel, trailing_zeros
+from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
 
-Int32Array: TypeAlias = NDArray[np.int32]
+Natural: TypeAlias = NDArray[np.unsignedinteger]
+
+BLOCK = 256  # targets asked for at a time: enough to hide memory, few enough to stay in cache
+NONE = np.uint32(2**32 - 1)  # no bin
 
 
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     """Items by bin, longest first. Lengths lie between 1 and capacity."""
     n = len(lengths)
-    # One large array of numpy's comes in huge pages; a kernel's own, or three small ones, do not,
-    # and touching a million small pages for the first time costs a third of the whole.
-    bin_of, below, size = np.empty((3, n), np.int32)
-    end = count_ends(lengths, capacity)
-    bins = place_items(end, capacity, bin_of, below, size)
-    values, offsets = np.empty(n, np.int64), np.empty(bins + 1, np.int64)
-    gather_items(lengths, end, bin_of, size, offsets, values)
+    naturals = lengths.view(np.uint64)
+    following, present, stops = count_lengths(naturals, capacity)
+    # One large array of numpy's comes in huge pages; a kernel's own, or two small ones, do not.
+    order, bin_of = np.empty((2, n), np.uint32)
+    sort_items(naturals, following, order)
+    # Until the bins are filled, the memory of the result serves as that of the stacks.
+    values = np.empty(n, np.int64)
+    below, size = values.view(np.uint32).reshape(2, n)
+    offsets = np.empty(place_items(present, stops, capacity, bin_of, below, size) + 1, np.int64)
+    start_bins(size, offsets)
+    fill_bins(bin_of, order, offsets[1:], values)
     return Ragged(values, offsets)
 
 
@@ -41,130 +53,166 @@ def extent(lengths: IntArray) -> tuple[int, int]:
 
 
 @kernel
-def count_ends(lengths: IntArray, longest: int) -> Int32Array:
-    """Where each length's run would end if the items were sorted, longest first.
+def count_lengths(lengths: Natural, longest: int) -> tuple[Natural, Natural, Natural]:
+    """Where each length's items would lie if they were sorted, longest first.
 
-    lengths [2, 5, 2] -> end[5] = 1, end[4] = end[3] = 1, end[2] = 3
+    Gives the first place of each length, the lengths that occur, and where each of these stops:
+    lengths [2, 5, 2] -> following[5] = 0, following[2] = 1, present [5, 2], stops [1, 3]
     """
-    end = np.zeros(longest + 1, np.int32)
-    for i in range(lengths.shape[0]):
-        end[lengths[i]] += 1
+    following = np.zeros(longest + 1, np.uint32)
+    other = np.zeros(longest + 1, np.uint32)  # in turn, because equal lengths wait for each other
+    for i in range(0, lengths.shape[0] - 1, 2):
+        following[lengths[i]] += 1
+        other[lengths[i + 1]] += 1
+    if lengths.shape[0] % 2:
+        following[lengths[-1]] += 1
+    present = np.empty(longest, np.uint32)
+    stops = np.empty(longest, np.uint32)
+    distinct = 0
     total = 0
-    for length in range(longest, -1, -1):
-        total += end[length]
-        end[length] = total
-    return end
+    for length in range(longest, 0, -1):
+        count = int(following[length]) + int(other[length])
+        following[length] = total
+        total += count
+        present[distinct] = length
+        stops[distinct] = total
+        distinct += count > 0  # no branch: half of all lengths may be missing
+    return following, present[:distinct], stops[:distinct]
 
 
 @kernel
-def smallest_space(low: IntArray, high: IntArray, length: int) -> int:
+def sort_items(lengths: Natural, following: Natural, order: Natural) -> None:
+    """Fill `order` with the items, longest first. `following` is used up."""
+    targets = np.empty(BLOCK, np.uint32)
+    n = lengths.shape[0]
+    for start in range(0, n, BLOCK):
+        stop = min(BLOCK, n - start)
+        for i in range(stop):
+            length = lengths[start + i]
+            place = following[length]
+            following[length] = place + 1
+            targets[i] = place
+            prefetch(order, place)
+        for i in range(stop):
+            order[targets[i]] = start + i
+
+
+@kernel
+def bit(number: int) -> np.uint64:
+    """The bit of `number` in its word of 64: 66 -> 0b100."""
+    return np.uint64(1) << np.uint64(number & 63)
+
+
+@kernel
+def smallest_space(low: Natural, high: Natural, length: int) -> int:
     """The smallest space of `length` or more that some open bin has, or -1.
 
-    `low` has a bit per space, 32 to a word; `high` has a bit per word of `low`.
+    `low` has a bit per space, 64 to a word; `high` has a bit per word of `low`.
     """
-    word = length >> 5
-    bits = low[word] >> (length & 31)
+    word = length >> 6
+    bits = low[word] >> np.uint64(length & 63)
     if bits != 0:
         return length + trailing_zeros(bits)
     word += 1
     if word >= low.shape[0]:
         return -1
-    group = word >> 5
-    bits = high[group] >> (word & 31)
+    group = word >> 6
+    bits = high[group] >> np.uint64(word & 63)
     if bits != 0:
         word += trailing_zeros(bits)
-        return (word << 5) + trailing_zeros(low[word])
+        return (word << 6) + trailing_zeros(low[word])
     for later in range(group + 1, high.shape[0]):
         if high[later] != 0:
-            word = (later << 5) + trailing_zeros(high[later])
-            return (word << 5) + trailing_zeros(low[word])
+            word = (later << 6) + trailing_zeros(high[later])
+            return (word << 6) + trailing_zeros(low[word])
     return -1
 
 
 @kernel
 def place_items(
-    end: Int32Array,
+    present: Natural,
+    stops: Natural,
     capacity: int,
-    bin_of: Int32Array,
-    below: Int32Array,
-    size: Int32Array,
+    bin_of: Natural,
+    below: Natural,
+    size: Natural,
 ) -> int:
     """Fill `bin_of` (the bin of each item, longest first) and `size` (items by bin); count bins."""
-    top = np.full(capacity + 1, -1, np.int32)  # the newest bin of each remaining space
-    low = np.zeros((capacity >> 5) + 1, np.int64)
-    high = np.zeros((capacity >> 10) + 1, np.int64)
+    top = np.full(capacity + 1, NONE, np.uint32)  # the newest bin of each remaining space
+    low = np.zeros((capacity >> 6) + 1, np.uint64)
+    high = np.zeros((capacity >> 12) + 1, np.uint64)
     bins = 0
     position = 0
-    for length in range(capacity, 0, -1):
-        stop = end[length]
+    for at in range(present.shape[0]):
+        length, stop = int(present[at]), int(stops[at])
         while position < stop:
             space = smallest_space(low, high, length)
             fresh = space < 0  # nothing open is large enough: all that are left open new bins
             if fresh:
                 space = capacity
-            each = 1 if space < 2 * length else space // length  # most need no division
-            chosen = bins if fresh else top[space]
-            while position < stop and (fresh or chosen >= 0):
-                together = min(each, stop - position)
-                if fresh:
-                    after = chosen + 1
-                    size[chosen] = together
-                else:
-                    after = below[chosen]
-                    size[chosen] += together
-                bin_of[position] = chosen
-                for i in range(position + 1, position + together):
-                    bin_of[i] = chosen
-                position += together
-                rest = space - together * length
-                if rest > 0:
-                    low[rest >> 5] |= 1 << (rest & 31)
-                    high[rest >> 10] |= 1 << ((rest >> 5) & 31)
-                    below[chosen] = top[rest]
-                    top[rest] = chosen
-                chosen = after
+            # Most need no division.
+            each = 1 if space < 2 * length else min(space // length, stop - position)
+            rest = space - each * length
+            newest = top[rest]
             if fresh:
-                bins = chosen
+                while position + each <= stop:
+                    size[bins] = each
+                    below[bins] = newest
+                    newest = bins
+                    bin_of[position] = bins  # most hold one: no loop for it
+                    for i in range(position + 1, position + each):
+                        bin_of[i] = bins
+                    position += each
+                    bins += 1
             else:
+                chosen = top[space]
+                while chosen != NONE and position + each <= stop:
+                    size[chosen] += each
+                    after = below[chosen]
+                    below[chosen] = newest
+                    newest = chosen
+                    bin_of[position] = chosen  # most hold one: no loop for it
+                    for i in range(position + 1, position + each):
+                        bin_of[i] = chosen
+                    position += each
+                    chosen = after
                 top[space] = chosen
-                if chosen < 0:
-                    low[space >> 5] &= ~(1 << (space & 31))
-                    if low[space >> 5] == 0:
-                        high[space >> 10] &= ~(1 << ((space >> 5) & 31))
+                if chosen == NONE:
+                    low[space >> 6] &= ~bit(space)
+                    if low[space >> 6] == 0:
+                        high[space >> 12] &= ~bit(space >> 6)
+            # A full bin goes onto the stack of space 0, where no length ever looks.
+            top[rest] = newest
+            low[rest >> 6] |= bit(rest)
+            high[rest >> 12] |= bit(rest >> 6)
     return bins
 
 
 @kernel
-def gather_items(
-    lengths: IntArray,
-    end: Int32Array,
-    bin_of: Int32Array,
-    size: Int32Array,
-    offsets: IntArray,
-    values: IntArray,
-) -> None:
-    """Items by bin: `offsets` and `values` of a Ragged.
+def start_bins(size: Natural, offsets: IntArray) -> None:
+    """Set `offsets[b + 1]` to where bin b begins; once it is filled, that is where it ends.
 
-    Which item of a length goes where is free, so each takes the next place of its length and
-    nothing is ever sorted. `bin_of` is used up: it turns into where each place lies in `values`.
+    sizes [2, 1, 3] -> offsets [0, 0, 2, 3], and when all are filled [0, 2, 3, 6]
     """
     total = 0
-    bins = offsets.shape[0] - 1
-    for b in range(bins):
-        offsets[b] = total
+    offsets[0] = 0
+    for b in range(offsets.shape[0] - 1):
+        offsets[b + 1] = total
         total += size[b]
-        size[b] = offsets[b]  # from here on, where the bin's next item goes
-    offsets[bins] = total
-    following = np.empty_like(end)  # the next place of each length
-    for length in range(end.shape[0] - 1):
-        following[length] = end[length + 1]
-    following[end.shape[0] - 1] = 0
-    for place in range(lengths.shape[0]):
-        chosen = bin_of[place]
-        bin_of[place] = size[chosen]
-        size[chosen] += 1
-    for i in range(lengths.shape[0]):
-        length = lengths[i]
-        place = following[length]
-        following[length] = place + 1
-        values[bin_of[place]] = i
+
+
+@kernel
+def fill_bins(bin_of: Natural, order: Natural, following: IntArray, values: IntArray) -> None:
+    """Write each item into its bin, at the next free place that `following` has for the bin."""
+    targets = np.empty(BLOCK, np.uint32)
+    n = order.shape[0]
+    for start in range(0, n, BLOCK):
+        stop = min(BLOCK, n - start)
+        for i in range(stop):
+            chosen = bin_of[start + i]
+            place = following[chosen]
+            following[chosen] = place + 1
+            targets[i] = place
+            prefetch(values, place)
+        for i in range(stop):
+            values[targets[i]] = order[start + i]

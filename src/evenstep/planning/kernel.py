@@ -5,9 +5,11 @@ It is also correct as plain Python: set `NUMBA_DISABLE_JIT=1` to step through it
 """
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
+import numpy as np
 from numba import config, njit
+from numpy.typing import NDArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,9 +25,34 @@ def _trailing_zeros(word: int) -> int:
     return (int(word) & -int(word)).bit_length() - 1
 
 
-trailing_zeros: Callable[[int], int] = _trailing_zeros
-if not config.DISABLE_JIT:
-    from numba.cpython.unsafe import numbers
+def _prefetch(array: NDArray[Any], index: int) -> None:
+    """Ask for the cache line of `array[index]`, which is about to be written; wait for nothing."""
 
-    # One machine instruction.
-    trailing_zeros = cast(Callable[[int], int], numbers.trailing_zeros)
+
+trailing_zeros: Callable[[int], int] = _trailing_zeros
+prefetch: Callable[[NDArray[Any], int], None] = _prefetch
+if not config.DISABLE_JIT:
+    from llvmlite import ir
+    from numba import types
+    from numba.cpython.unsafe import numbers
+    from numba.extending import intrinsic
+
+    # One machine instruction each.
+    def _trailing_zeros_of(word: int) -> np.int64:
+        return np.int64(numbers.trailing_zeros(word))  # signed, also of an unsigned word
+
+    def _prefetch_line(_typing: Any, array: Any, index: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            place = context.cast(builder, arguments[1], signature.args[1], types.intp)
+            address = builder.gep(data, [place])
+            word = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
+            call = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+            builder.call(call, [address, word(1), word(3), word(1)])  # write, keep, data
+            return context.get_dummy_value()
+
+        return types.void(array, index), emit
+
+    trailing_zeros = cast(Callable[[int], int], kernel(_trailing_zeros_of))
+    prefetch = cast(Callable[[NDArray[Any], int], None], intrinsic(_prefetch_line))
