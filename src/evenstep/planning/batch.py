@@ -95,7 +95,7 @@ def turning_end(
         width = -(-worse // between) - 1  # the later one also wins where both cost the same
     else:
         width = worse // between
-    return min(expires[early], first_wider(widths, width) + 1)
+    return min(int(expires[early]), first_wider(widths, width) + 1)
 
 
 @kernel
