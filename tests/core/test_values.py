@@ -1,10 +1,20 @@
 """Topology, cost, layouts, recipes: what they derive and what they refuse."""
 
+import json
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from evenstep import Cost, Fixed, Limits, Packed, PackedStatic, Padded, Recipe, Steps, Topology
 from evenstep.core.ragged import Ragged
+from evenstep.core.validate import whole_number
+from evenstep.core.world import World
+from evenstep.data.memory import InMemory
+from evenstep.data.planned import PlannedStream
+from evenstep.data.pool import Pool
+from evenstep.data.pooled import PooledStream
 from evenstep.errors import ConfigError, InputError
 
 
@@ -67,6 +77,53 @@ def test_a_topology_derives_what_a_plan_must_keep(
 def test_what_contradicts_itself_is_refused_with_its_name(make: object, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         make()  # type: ignore[operator]
+
+
+def test_whole_numbers_of_numpy_become_plain_ones() -> None:
+    for kind in (np.int64, np.int32, np.uint8):
+        number = whole_number("seed", kind(3))
+        assert type(number) is int
+        assert number == 3
+    for other in (True, np.bool_(True), 3.0, np.float64(3), "3", None):
+        with pytest.raises(ConfigError, match="not a whole number"):
+            whole_number("seed", other)
+    with pytest.raises(ConfigError, match="seed is -1"):
+        whole_number("seed", np.int64(-1), least=0)
+
+
+def test_whatever_is_made_with_numbers_of_numpy_is_plain_data() -> None:
+    one: Any = np.int64(1)
+    two: Any = np.int64(2)
+    recipe = Recipe(
+        layout=Packed(max_tokens=two, round_to=two, pad_to=two),
+        topology=Topology(dp=two),
+        steps=Steps(samples=two),
+        limits=Limits(segments=two, columns={"patches": two}),
+        seed=two,
+    )
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    source = InMemory([{"input_ids": [0]}] * 6)
+    world = World(one, two)
+    for stream in (
+        PlannedStream(
+            source,
+            recipe,
+            columns={"patches": np.ones(6, int)},
+            world=world,
+            seed=two,
+            max_num_steps=two,
+        ),
+        PooledStream(
+            source,
+            replace(recipe, steps=Steps(micro_batches=two), limits=Limits()),
+            pool=Pool(samples=two, tokens=two),
+            world=world,
+            seed=two,
+            max_num_steps=two,
+        ),
+    ):
+        stream.set_epoch(two)
+        assert json.dumps([step.cursor.to_dict() for step in stream])
 
 
 def test_a_models_cost_counts_its_matrices() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.validate import one_of, whole_field
 from evenstep.errors import ConfigError
 
 PackerName: TypeAlias = Literal[
@@ -28,10 +28,10 @@ Cut: TypeAlias = Literal["optimal", "greedy"]
 PACKER_NAMES: tuple[PackerName, ...] = get_args(PackerName)
 
 
-def _positive(**fields: int | None) -> None:
-    for name, value in fields.items():
-        if value is not None:
-            whole_number(f"layout.{name}", value)
+def _positive(layout: object, *names: str) -> None:
+    for name in names:
+        if getattr(layout, name) is not None:
+            whole_field(layout, f"layout.{name}")
 
 
 def _static(layout: str, pad_to: int | None, max_tokens: int | None, round_to: int) -> None:
@@ -65,7 +65,7 @@ class Padded:
     cut: Cut = "optimal"
 
     def __post_init__(self) -> None:
-        _positive(max_tokens=self.max_tokens, round_to=self.round_to, pad_to=self.pad_to)
+        _positive(self, "max_tokens", "round_to", "pad_to")
         _static("padded", self.pad_to, self.max_tokens, self.round_to)
         one_of("layout.cut", self.cut, Cut)
 
@@ -84,7 +84,7 @@ class Packed:
     packer: PackerName = "best_fit_decreasing"
 
     def __post_init__(self) -> None:
-        _positive(max_tokens=self.max_tokens, round_to=self.round_to, pad_to=self.pad_to)
+        _positive(self, "max_tokens", "round_to", "pad_to")
         _static("packed", self.pad_to, self.max_tokens, self.round_to)
         one_of("layout.packer", self.packer, PackerName)
 
@@ -99,7 +99,7 @@ class PackedStatic:
     packer: PackerName = "best_fit_decreasing"
 
     def __post_init__(self) -> None:
-        _positive(rows=self.rows, width=self.width)
+        _positive(self, "rows", "width")
         one_of("layout.packer", self.packer, PackerName)
 
     @property
@@ -122,12 +122,7 @@ class Fixed:
     pad_to: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(
-            samples=self.samples,
-            max_tokens=self.max_tokens,
-            round_to=self.round_to,
-            pad_to=self.pad_to,
-        )
+        _positive(self, "samples", "max_tokens", "round_to", "pad_to")
         _static("fixed", self.pad_to, self.max_tokens, self.round_to)
 
 

@@ -25,14 +25,8 @@ class MicroBatch:
     sample_lengths: IntArray
     """The whole length of each segment's sample, to notice samples that are not the plan's."""
     alignment: int = 1
-    sample_ends: IntArray = None  # type: ignore[assignment]  # sample_lengths where not given
-    """Where each segment's sample ends in this plan: its length, or what truncation leaves of it.
-    A segment that ends earlier was split off, and its sample goes on elsewhere in the step."""
-
-    def __post_init__(self) -> None:
-        given: object = self.sample_ends
-        if given is None:
-            object.__setattr__(self, "sample_ends", self.sample_lengths)
+    truncated_to: IntArray | None = None
+    """What truncation leaves of each segment's sample; None where all run to their end."""
 
     @property
     def rows(self) -> int:
@@ -48,6 +42,13 @@ class MicroBatch:
     def tokens(self) -> int:
         """Real tokens."""
         return int(self.segments.length.sum())
+
+    @property
+    def sample_ends(self) -> IntArray:
+        """Where each segment's sample ends in this plan: its length, or what truncation leaves of
+        it. A segment that ends earlier was split off, and its sample goes on elsewhere in the
+        step."""
+        return self.sample_lengths if self.truncated_to is None else self.truncated_to
 
     @property
     def placement(self) -> Placement:
@@ -68,7 +69,7 @@ class MicroBatch:
             segments=self.segments.take(np.flatnonzero(keep)),
             row_offsets=kept_before[self.row_offsets],
             sample_lengths=self.sample_lengths[keep],
-            sample_ends=self.sample_ends[keep],
+            truncated_to=self.sample_ends[keep],
         )
 
     def renumbered(self, numbers: IntArray) -> MicroBatch:
@@ -103,5 +104,5 @@ class MicroBatch:
             row_offsets=offsets,
             width=width,
             sample_lengths=self.sample_lengths[chosen],
-            sample_ends=self.sample_ends[chosen],
+            truncated_to=self.sample_ends[chosen],
         )

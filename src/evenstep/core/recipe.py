@@ -12,7 +12,7 @@ import numpy as np
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout, PackedStatic, Padded
 from evenstep.core.topology import Topology
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.validate import one_of, whole_field, whole_number
 from evenstep.errors import ConfigError
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
@@ -35,21 +35,14 @@ class Steps:
     micro_batches: int | None = None
 
     def __post_init__(self) -> None:
-        given = {
-            name: value
-            for name, value in (
-                ("samples", self.samples),
-                ("tokens", self.tokens),
-                ("micro_batches", self.micro_batches),
-            )
-            if value is not None
-        }
+        names = ("samples", "tokens", "micro_batches")
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
                 f"steps fixes {' and '.join(given)} at once, and both cannot hold. Keep one."
             )
-        for name, value in given.items():
-            whole_number(f"steps.{name}", value)
+        for name in given:
+            whole_field(self, f"steps.{name}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +60,13 @@ class Limits:
     columns: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "columns", dict(self.columns))
         if self.segments is not None:
-            whole_number("limits.segments", self.segments)
-        for name, most in self.columns.items():
-            whole_number(f"limits.columns.{name}", most)
+            whole_field(self, "limits.segments")
+        columns = {
+            name: whole_number(f"limits.columns.{name}", most)
+            for name, most in dict(self.columns).items()
+        }
+        object.__setattr__(self, "columns", columns)
         if self.cost is not None and not 0 < self.cost < float("inf"):
             raise ConfigError(
                 f"limits.cost is {self.cost}, so no sample would ever fit. Set it above 0."
@@ -103,7 +98,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
-        whole_number("seed", self.seed, least=0, most=2**64)
+        whole_field(self, "seed", least=0, most=2**64)
         layout, unit = self.layout, self.width_unit
         for name in ("pad_to", "width"):
             fixed = getattr(layout, name, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenstep.core.validate import MOST_RANKS, whole_number
+from evenstep.core.validate import MOST_RANKS, whole_field
 from evenstep.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp", "vpp"):
-            whole_number(f"topology.{name}", getattr(self, name), most=MOST_RANKS)
+            whole_field(self, f"topology.{name}", most=MOST_RANKS)
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
                 f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages only exist "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, get_args
 
 from evenstep.errors import ConfigError
@@ -10,18 +11,35 @@ MOST = 2**40  # beyond any budget; sums of as many still fit 64 bits
 MOST_RANKS = 2**20
 
 
-def whole_number(path: str, value: object, *, least: int = 1, most: int = MOST) -> None:
-    """Refuse what is not a whole number between `least` and `most`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def whole_number(path: str, value: object, *, least: int = 1, most: int = MOST) -> int:
+    """A whole number between `least` and `most`, numpy's among them, as a plain int.
+
+    >>> import numpy as np
+    >>> whole_number("seed", np.int64(3))
+    3
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(
             f"{path} is {value!r}, which is not a whole number, so nothing could be planned by it. "
             f"Set it to an integer of {least} or more."
         )
-    if not least <= value <= most:
+    number = int(value)
+    if not least <= number <= most:
         raise ConfigError(
-            f"{path} is {value}, and with that nothing would fit or ever run. Set it between "
+            f"{path} is {number}, and with that nothing would fit or ever run. Set it between "
             f"{least} and {most}."
         )
+    return number
+
+
+def whole_field(owner: object, path: str, *, least: int = 1, most: int = MOST) -> None:
+    """Let a field of a frozen dataclass hold a plain int, or refuse what it holds.
+
+    "pool.samples" is the field `samples` of a `Pool`, as a message calls it.
+    """
+    name = path.rpartition(".")[2]
+    value = whole_number(path, getattr(owner, name), least=least, most=most)
+    object.__setattr__(owner, name, value)
 
 
 def one_of(path: str, value: object, words: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evenstep.core.topology import Topology
-from evenstep.core.validate import MOST_RANKS, whole_number
+from evenstep.core.validate import MOST_RANKS, whole_field
 from evenstep.errors import ConfigError
 
 
@@ -23,12 +23,13 @@ class World:
     size: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("world.size", self.size, most=MOST_RANKS)
+        whole_field(self, "world.size", most=MOST_RANKS)
         if not 0 <= self.rank < self.size:
             raise ConfigError(
                 f"world.rank is {self.rank} of {self.size} ranks, so it has no share of the work. "
                 f"Ranks count from 0 to {self.size - 1}."
             )
+        whole_field(self, "world.rank", least=0, most=MOST_RANKS)
 
     @classmethod
     def detect(

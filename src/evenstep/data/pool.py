@@ -14,7 +14,7 @@ from evenstep.core.layout import Fixed, PackedStatic, Padded
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.core.segments import Segments
-from evenstep.core.validate import MOST, one_of, whole_number
+from evenstep.core.validate import MOST, one_of, whole_field
 from evenstep.data.source import Sample
 from evenstep.errors import ConfigError
 from evenstep.planning.select import Room, select
@@ -48,19 +48,19 @@ class Pool:
     warmup_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        whole_number("pool.samples", self.samples)
+        whole_field(self, "pool.samples")
         if self.tokens is not None:
-            whole_number("pool.tokens", self.tokens, least=0)
-        whole_number("pool.warmup_steps", self.warmup_steps, least=0)
+            whole_field(self, "pool.tokens", least=0)
+        whole_field(self, "pool.warmup_steps", least=0)
         if self.trained_tokens is not None:
-            whole_number("pool.trained_tokens", self.trained_tokens)
+            whole_field(self, "pool.trained_tokens")
         if (self.warmup_steps > 0) != (self.warmup_tokens is not None):
             raise ConfigError(
                 "pool.warmup_steps and pool.warmup_tokens go together: over how many steps the "
                 "budget grows, and from where. One alone has no effect. Set both or neither."
             )
         if self.warmup_tokens is not None:
-            whole_number("pool.warmup_tokens", self.warmup_tokens)
+            whole_field(self, "pool.warmup_tokens")
 
     def budget(self, full: int, step: int) -> int:
         """The budget of a step: 200 growing to 1000 over 4 steps gives 200, 400, 600, 800, 1000.
@@ -258,9 +258,7 @@ def micro_batch(
     columns = np.array([entry[1:6] for row in rows for entry in row], np.int64).reshape(-1, 5).T
     sample, start, length, whole, end = columns
     offsets = np.array([0, *accumulate(map(len, rows))], np.int64)
-    return MicroBatch(
-        Segments(sample, start, length), offsets, width, whole, align, sample_ends=end
-    )
+    return MicroBatch(Segments(sample, start, length), offsets, width, whole, align, end)
 
 
 def trained_tokens_of(sample: Any, start: int, end: int) -> int:

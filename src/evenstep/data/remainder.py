@@ -97,4 +97,4 @@ class Remainder:
 def _named(micro: MicroBatch, pieces: Segments, whole: IntArray, ends: IntArray) -> MicroBatch:
     """A micro-batch of pieces -> of the samples' own segments."""
     at = micro.segments.sample
-    return replace(micro, segments=pieces.take(at), sample_lengths=whole[at], sample_ends=ends[at])
+    return replace(micro, segments=pieces.take(at), sample_lengths=whole[at], truncated_to=ends[at])
