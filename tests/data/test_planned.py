@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.world import World
@@ -160,6 +160,32 @@ def test_the_epochs_of_an_endless_stream_are_those_of_set_epoch() -> None:
         finite.set_epoch(epoch)
         by_epoch += run(finite)
     assert by_epoch == endless
+
+
+def test_set_epoch_keeps_a_place_that_was_loaded_within_it() -> None:
+    whole, expected, states = stream_of([3] * 10), [], []
+    for epoch in range(3):
+        whole.set_epoch(epoch)
+        for step in whole:
+            expected.append((step.number, step.epoch, [micro_key(m) for m in step.micro_batches]))
+            states.append((epoch, step.cursor.to_dict()))
+    for done, (begun, state) in enumerate(states, 1):
+        resumed, found = stream_of([3] * 10), []
+        resumed.load_state_dict(state)
+        for epoch in range(begun, 3):
+            resumed.set_epoch(epoch)
+            for step in resumed:
+                micros = [micro_key(m) for m in step.micro_batches]
+                found.append((step.number, step.epoch, micros))
+        assert found == expected[done:]
+    # What was iterated since, and another epoch, begin anew.
+    resumed.load_state_dict(states[0][1])
+    rest = run(resumed)
+    resumed.set_epoch(0)
+    assert run(resumed)[1:] == rest
+    resumed.load_state_dict(states[0][1])
+    resumed.set_epoch(0, done=0)
+    assert run(resumed)[1:] == rest
 
 
 @pytest.mark.parametrize("infinite", [False, True])
@@ -356,8 +382,12 @@ def test_samples_dropped_at_the_end_of_an_epoch_are_counted_with_its_last_step(
 def test_a_group_that_no_step_can_hold_is_named() -> None:
     recipe = Recipe(layout=Packed(max_tokens=40), steps=Steps(samples=2))
     groups = np.array([7, 5, 5, 5])
-    with pytest.raises(PlanError, match="group 5 has 3 samples but a step holds 2"):
-        list(PlannedStream(Lengths(np.full(4, 3)), recipe, groups=groups))
+    for plan in (
+        lambda: list(PlannedStream(Lengths(np.full(4, 3)), recipe, groups=groups)),
+        lambda: make_plan(np.full(4, 3), recipe, groups=groups),
+    ):
+        with pytest.raises(PlanError, match="group 5 has 3 samples but a step holds 2"):
+            plan()
     # Those that are dropped take no room.
     recipe = replace(recipe, overflow="drop")
     lengths = np.array([3, 3, 3, 50])

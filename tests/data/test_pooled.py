@@ -347,6 +347,48 @@ def test_set_epoch_and_skip_batches_choose_where_to_begin() -> None:
     assert steps[0].budget == 9
 
 
+@pytest.mark.parametrize("skip", [0, 2])
+def test_set_epoch_keeps_a_place_that_was_loaded_within_it(skip: int) -> None:
+    def make() -> PooledStream:
+        return PooledStream(InMemory(samples_of([3] * 20)), Recipe(layout=Packed(max_tokens=9)))
+
+    whole, expected, states = make(), [], []
+    for epoch in range(3):
+        whole.set_epoch(epoch)
+        for step in whole:
+            expected.append((step.number, step.epoch, key(step)))
+            states.append(roundtrip(step.cursor))
+    for done, state in enumerate(states, 1):
+        resumed, found = make(), []
+        resumed.load_state_dict(state)
+        if 0 < done % 7 < 5:  # of 7 steps an epoch, that many are left
+            resumed.skip_batches(skip)
+        begins = resumed.done
+        for epoch in range((done - 1) // 7, 3):
+            resumed.set_epoch(epoch)
+            found += [(step.number, step.epoch, key(step)) for step in resumed]
+        assert found == expected[begins:]
+    # What was iterated since, and another epoch, begin anew.
+    resumed.load_state_dict(states[2])
+    assert len(list(resumed)) == 4
+    resumed.set_epoch(0)
+    assert [key(step) for step in resumed] == [held for _, _, held in expected[:7]]
+    resumed.load_state_dict(states[2])
+    resumed.set_epoch(0, done=0)
+    assert [step.number for step in resumed] == list(range(7))
+
+
+def test_the_length_after_skipping_is_what_is_left() -> None:
+    stream = PooledStream(
+        InMemory(samples_of([3] * 20)),
+        Recipe(layout=Packed(max_tokens=9)),
+        max_num_steps=9,
+        infinite_loop=True,
+    )
+    stream.skip_batches(4)
+    assert len(stream) == len(list(stream)) == 5
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_skipping_is_the_same_for_any_number_of_workers(workers: int) -> None:
     def make() -> PooledStream:

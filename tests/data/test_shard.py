@@ -85,7 +85,8 @@ def test_shards_that_found_the_end_and_others_leave_the_rest_of_the_epoch(
         stream = stream_of(sources[shuffle], rank, ranks, shuffle=shuffle, infinite_loop=True)
         steps = list(islice(stream, ahead[rank]))
         seen += first_tokens(steps)
-        cursors.append(steps[-1].cursor if steps else stream.start())
+        cursor = steps[-1].cursor if steps else stream.start()
+        cursors.append(replace(cursor, step=9))  # as if in 9 steps all had come so unequally far
     state = reloaded(merge_cursors(cursors))
     # A finite stream goes to the end of the last epoch that anybody has begun.
     for rank in range(later):
@@ -187,6 +188,69 @@ def test_the_parts_of_an_item_are_read_again_at_once() -> None:
     assert len(opened) == 1
 
 
+class Fading:
+    """Six samples, some of which can no longer be read after a while."""
+
+    fingerprint = "fading"
+
+    def __init__(self, gone: tuple[int, ...] = (), length: int = 3) -> None:
+        self.gone, self.length = gone, length
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, item: int) -> Any:
+        if item in self.gone:
+            raise OSError("disk on fire")
+        return sample(item, self.length)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_waiting_sample_that_became_unreadable_is_skipped_on_resume_too(ranks: int) -> None:
+    more: dict[str, Any] = {
+        "pool": Pool(samples=4, tokens=0),
+        "recipe": Recipe(layout=Packed(max_tokens=3)),
+    }
+    first = next(iter(stream_of(Fading(), on_error="skip", **more)))
+    (state,) = first.cursor.place["shards"].values()
+    assert [number for _, number, _ in state["waiting"]] == [1, 2, 3]
+    resumed = [stream_of(Fading((2, 4)), r, ranks, on_error="skip", **more) for r in range(ranks)]
+    for stream in resumed:
+        stream.load_state_dict(reloaded(first.cursor))
+    steps = [step for stream in resumed for step in stream]
+    assert sorted(first_tokens(steps)) == [1, 3, 5]
+    assert sum(step.lost.get("skipped", 0) for step in steps) == 2
+    # It is counted once, also by who resumes again behind that.
+    again = stream_of(Fading((2, 4)), 0, ranks, on_error="skip", **more)
+    again.load_state_dict(reloaded(next(iter(resumed[0])).cursor))
+    assert sum(step.lost.get("skipped", 0) for step in again) == 0
+    strict = stream_of(Fading((2, 4)), ranks - 1, ranks, **more)
+    strict.load_state_dict(reloaded(first.cursor))
+    with pytest.raises(SampleError, match="sample 2 cannot be read"):
+        next(iter(strict))
+
+
+def test_a_split_sample_that_became_unreadable_is_counted_once() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=3), overflow="split")
+    first = next(iter(stream_of(Fading(length=9), recipe=recipe, on_error="skip")))
+    resumed = stream_of(Fading((0,), length=9), recipe=recipe, on_error="skip")
+    resumed.load_state_dict(reloaded(first.cursor))
+    steps = list(resumed)
+    assert first_tokens(steps) == [item for item in range(1, 6) for _ in range(3)]
+    assert [dict(step.lost) for step in steps[:2]] == [{"skipped": 1}, {}]
+
+
+def test_data_that_has_become_less_is_not_skipped() -> None:
+    data = [[sample(i, 3)] * 3 for i in range(3)]
+    first = next(iter(stream_of(InMemory(data), recipe=Recipe(layout=Packed(max_tokens=3)))))
+    source = InMemory([[*parts[:1]] for parts in data])
+    less = stream_of(source, recipe=Recipe(layout=Packed(max_tokens=3)), on_error="skip")
+    state = {**first.cursor.belongs, "data": f"3 items, {source.fingerprint}"}
+    less.load_state_dict(reloaded(replace(first.cursor, belongs=state)))
+    with pytest.raises(CursorError, match="item 0 holds 1 samples but part 1"):
+        next(iter(less))
+
+
 # Limits --------------------------------------------------------------------------------------
 
 
@@ -255,6 +319,44 @@ def test_a_growing_budget_resumes_exactly_when_other_workers_have_ended() -> Non
     assert len(whole) < pool.warmup_steps
     for done, (_, state) in enumerate(whole, 1):
         assert [held for held, _ in run(state)] == [held for held, _ in whole[done:]]
+
+
+@pytest.mark.parametrize("pool", [SMALL, Pool(samples=1, tokens=0)])
+def test_ranks_behind_different_steps_are_not_merged(pool: Pool) -> None:
+    source = InMemory([sample(i, 5) for i in range(40)])
+    runs = [list(stream_of(source, rank, 2, pool=pool)) for rank in range(2)]
+    for one, other in ((3, 5), (5, 3), (2, 1)):
+        cursors = [runs[0][one - 1].cursor, runs[1][other - 1].cursor]
+        few, many = (0, 1) if one < other else (1, 0)
+        with pytest.raises(
+            CursorError,
+            match=f"rank {few} was taken after {min(one, other)} steps and that of rank {many} "
+            f"after {max(one, other)}",
+        ):
+            merge_cursors(cursors)
+    # Of several cursors of a rank its last counts.
+    every = [step.cursor for run in runs for step in run[:4]]
+    assert merge_cursors(every) == merge_cursors([run[3].cursor for run in runs])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", [InMemory, Iterated])
+def test_ranks_that_ended_earlier_are_merged_with_those_that_go_on(kind: Any, workers: int) -> None:
+    # The samples of rank 0 are short, so it ends long before rank 1.
+    data = [sample(i, 1 if i // workers % 2 == 0 else 9) for i in range(40)]
+    cursors: list[Cursor] = []
+    seen: list[int] = []
+    for rank in range(2):
+        stream = stream_of(kind(data), rank, 2)
+        cursors.append(stream.start(workers))
+        for worker in range(workers):
+            steps = list(islice(stream.walk(worker, workers), 12 // workers))
+            cursors += [step.cursor for step in steps]
+            seen += first_tokens(steps)
+    assert max(cursor.step for cursor in cursors if "0" in cursor.place["turns"]) < 12
+    alone = stream_of(kind(data))
+    alone.load_state_dict(reloaded(merge_cursors(cursors)))
+    assert sorted(seen + first_tokens(alone)) == list(range(40))
 
 
 def test_the_cursor_of_a_planned_stream_needs_no_merging() -> None:

@@ -35,6 +35,7 @@ from evenstep.errors import ConfigError, CursorError, SampleError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
+from tests.train.processes import results_of
 
 pytestmark = [
     # More workers than this machine has cores, on purpose.
@@ -309,6 +310,36 @@ def test_our_loader_counts_steps_over_epochs() -> None:
     assert loader.state_dict()["step"] == 18
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loader", ["ours", "stateful"])
+def test_a_run_that_resumes_sets_its_epochs_like_any(
+    loader: str, kind: str, persistent: bool
+) -> None:
+    def make() -> tuple[Any, Any]:
+        stream = stream_of(kind, rank=1, ranks=2)
+        ended = {"anyone": lambda mine: mine} if loader == "ours" else {}
+        made = LOADERS[loader](stream, 2, persistent_workers=persistent, **ended)
+        return made, made if loader == "ours" else made.dataset
+
+    made, target = make()
+    expected, states = [], []
+    for epoch in range(3):
+        target.set_epoch(epoch)
+        for step in made:
+            expected.append((step.epoch, content(step)))
+            states.append((epoch, json.dumps(made.state_dict())))
+    for done in (1, len(states) // 2, len(states) - 1):
+        begun, state = states[done - 1]
+        resumed, target = make()
+        resumed.load_state_dict(json.loads(state))
+        found = []
+        for epoch in range(begun, 3):
+            target.set_epoch(epoch)
+            found += [(step.epoch, content(step)) for step in resumed]
+        assert found == expected[done:]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_later_epoch_of_persisting_workers_resumes_exactly(kind: str) -> None:
     def make() -> Any:
@@ -492,45 +523,20 @@ def test_ranks_that_end_apart_need_somebody_to_ask() -> None:
         next(iter(ours(stream_of("pooled", ranks=2))))
 
 
-def test_processes_of_uneven_ranks_end_together(tmp_path: Path) -> None:
-    # Rank 0 reads 30 samples of 24 tokens, each a micro-batch; rank 1 reads 30 of one token.
-    code = """
-        import sys
-        import numpy as np
-        import torch
-        from evenstep.data.memory import InMemory
-        from tests.integrations.test_dataloader import numbers, ours, stream_of
+def read_uneven(rank: int, size: int) -> tuple[int, list[int]]:
+    """Rank 0 reads 30 samples of 24 tokens, each a micro-batch; rank 1 reads 30 of one token."""
+    source = InMemory([{"input_ids": np.full(24 if i % 4 < 2 else 1, i)} for i in range(60)])
+    stream = stream_of("pooled", source, rank=rank, ranks=size, shuffle=False)
+    steps = list(ours(stream, 2))
+    assert all(len(step) == 2 for step in steps)
+    assert [step.number for step in steps] == list(range(len(steps)))
+    return len(steps), numbers(steps)
 
-        rank, path = int(sys.argv[1]), sys.argv[2]
-        store = torch.distributed.FileStore(path, 2)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        source = InMemory([{"input_ids": np.full(24 if i % 4 < 2 else 1, i)} for i in range(60)])
-        stream = stream_of("pooled", source, rank=rank, ranks=2, shuffle=False)
-        steps = list(ours(stream, 2))
-        assert all(len(step) == 2 for step in steps)
-        assert [step.number for step in steps] == list(range(len(steps)))
-        print(len(steps), *numbers(steps))
-        torch.distributed.destroy_process_group()
-    """
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]
-    counts, seen = [], list[int]()
-    for process in processes:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        count, *found = map(int, out.split())
-        counts.append(count)
-        seen += found
-    assert counts[0] == counts[1] >= 15
-    assert sorted(seen) == list(range(60))
+
+def test_processes_of_uneven_ranks_end_together(tmp_path: Path) -> None:
+    (one, first), (other, second) = results_of(2, read_uneven, tmp_path / "ranks")
+    assert one == other >= 15
+    assert sorted(first + second) == list(range(60))
 
 
 @pytest.fixture(autouse=True)

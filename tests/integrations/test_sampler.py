@@ -253,6 +253,22 @@ def test_epochs_and_lengths() -> None:
     assert sorted(i for b in second for i in b) == list(range(96))
 
 
+def test_a_sampler_that_resumes_sets_its_epochs_like_any() -> None:
+    sampler, expected, states = PlannedBatchSampler(stream_of()), [], []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in sampler:
+            expected.append(batch)
+            states.append((epoch, json.dumps(sampler.state_dict())))
+    for done, (begun, state) in enumerate(states, 1):
+        resumed, found = PlannedBatchSampler(stream_of()), []
+        resumed.load_state_dict(json.loads(state))
+        for epoch in range(begun, 2):
+            resumed.set_epoch(epoch)
+            found += list(resumed)
+        assert found == expected[done:]
+
+
 def test_the_hugging_face_trainer_trains_on_planned_micro_batches(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 

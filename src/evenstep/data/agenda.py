@@ -78,6 +78,10 @@ class Chapter:
         at = min(bisect_right(self._ends, index), len(self.spans) - 1)
         return self.spans[at][1] * shards
 
+    def holds(self, index: int) -> bool:
+        """Whether element `index` is there for sure: not where nobody knows the end of the data."""
+        return len(self._ends) == len(self.spans) and self[index] is not None
+
     def span_end(self, index: int) -> int | None:
         """The first element behind the span of element `index`; None where that has no end."""
         at = bisect_right(self._ends, index)
@@ -160,6 +164,18 @@ class ShardState:
     waiting: tuple[tuple[int, int, int], ...] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
+
+    @property
+    def epochs(self) -> set[int]:
+        """The epochs of what waits and of what is being read."""
+        return {c.epoch for c in self.chapters} | {epoch for epoch, _, _ in self.waiting}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether something is left for sure, in the pool or to be read."""
+        now, *later = self.chapters
+        ahead = now.holds(self.shard + self.shards * self.read)
+        return bool(self.waiting) or ahead or any(c.holds(self.shard) for c in later)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; who it belongs to is told by the cursor."""

@@ -16,7 +16,7 @@ from evenstep.data.source import (
     has_random_access,
     read_samples,
 )
-from evenstep.errors import SampleError
+from evenstep.errors import CursorError
 
 _AHEAD = 256  # positions whose samples are looked up at once
 
@@ -64,7 +64,7 @@ class Items:
             self._again_for = (epoch, item)
         samples = self._again
         if part >= len(samples):
-            raise SampleError(
+            raise CursorError(
                 f"item {item} holds {len(samples)} samples but part {part} of it was read before, "
                 f"so the data has changed and cannot be resumed. Restore the data, or begin anew."
             )

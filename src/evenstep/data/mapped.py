@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.ragged import IntArray, frozen
-from evenstep.data.source import Sample
+from evenstep.data.source import Sample, check_items
 from evenstep.data.text import Transform
 from evenstep.errors import InputError
 
@@ -89,8 +89,7 @@ class MeasuredMapped:
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items, as they were given."""
-        if len(items) and (np.min(items) < 0 or np.max(items) >= len(self)):
-            raise IndexError(f"items {np.min(items)} to {np.max(items)} of {len(self)}")
+        check_items(items, len(self))
         return self._lengths[items]
 
     @cached_property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from evenstep.core.ragged import IntArray
-from evenstep.data.source import Sample, length_of
+from evenstep.data.source import Sample, check_items, length_of
 from evenstep.errors import InputError
 
 _LOOKED_AT = 64
@@ -38,8 +39,7 @@ class InMemory:
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items. Items of several samples have none."""
-        if len(items) and (np.min(items) < 0 or np.max(items) >= len(self)):
-            raise IndexError(f"items {np.min(items)} to {np.max(items)} of {len(self)}")
+        check_items(items, len(self))
         return self._lengths[items]
 
     @cached_property
@@ -77,9 +77,9 @@ def _length(item: int, sample: Sample) -> int:
 
 def _content(sample: Sample) -> bytes:
     """The tokens of a sample; of anything else only its length, for its text may not be stable."""
-    tokens = sample.get("input_ids") if isinstance(sample, Mapping) else sample
+    tokens: Any = sample.get("input_ids") if isinstance(sample, Mapping) else sample
     try:
-        size = len(tokens)  # type: ignore[arg-type]
+        size = len(tokens)
     except TypeError:
         return b" -"
     array = np.asarray(tokens)

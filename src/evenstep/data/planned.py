@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -28,8 +26,9 @@ from evenstep.data.place import Place
 from evenstep.data.reading import OnError, Reader
 from evenstep.data.remainder import Remainder
 from evenstep.data.source import MeasuredSource
+from evenstep.data.stream import digest_of, steps_of_pass, world_for
 from evenstep.data.units import Units
-from evenstep.errors import ConfigError, CursorError, InputError, PlanError
+from evenstep.errors import CursorError, InputError
 from evenstep.planning.planner import plan_step, step_size
 
 _LOOKS = 4096  # lengths that an estimate is made from
@@ -78,19 +77,11 @@ class PlannedStream:
         infinite_loop: bool = False,
         on_error: OnError = "raise",
     ) -> None:
-        self.source, self.recipe = source, recipe
-        self.world = World() if world is None else world
-        self.seed, self.shuffle = seed, shuffle
-        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
-        whole_number("seed", seed, least=0, most=2**64)
         if max_num_steps is not None:
-            whole_number("max_num_steps", max_num_steps, least=0)
-        if self.world.size != recipe.topology.dp:
-            raise ConfigError(
-                f"the recipe plans for {recipe.topology.dp} data-parallel ranks but the world has "
-                f"{self.world.size}, so some work would be done twice or never. Set topology.dp "
-                f"to {self.world.size}."
-            )
+            max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
+        self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
+        self.seed, self.shuffle = whole_number("seed", seed, least=0, most=2**64), shuffle
+        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
         self._columns = dict(columns or {})
         self._loss_tokens = loss_tokens
         for name, column in {**self._columns, "groups": groups, "loss_tokens": loss_tokens}.items():
@@ -102,6 +93,12 @@ class PlannedStream:
         self._units = Units.of(len(source), groups)
         self._reader = Reader(source, on_error)
         self._start = self._now = Place()
+        self._walked = False  # whether the place was iterated since it was chosen
+
+    @property
+    def done(self) -> int:
+        """Steps before the chosen place, over all epochs."""
+        return self._start.step
 
     @property
     def ends_together(self) -> bool:
@@ -119,6 +116,7 @@ class PlannedStream:
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
         """The steps of one of several workers, who take them in turn. Its first is number `turn`
         from the chosen place on, `worker` if not given. Those of others are not even planned."""
+        self._walked = True
         turn = worker if turn is None else turn
         for before, after, last in self._bounds(self._start):
             if (before.step - self._start.step) % workers == turn:
@@ -126,6 +124,7 @@ class PlannedStream:
 
     def walk_all(self) -> Iterator[list[Step]]:
         """Each step as all ranks see it, for whoever deals micro-batches to ranks by itself."""
+        self._walked = True
         for before, after, last in self._bounds(self._start):
             ranks = range(self.world.size)
             yield [self._step(before, after, last, rank) for rank in ranks]
@@ -167,7 +166,6 @@ class PlannedStream:
             if size == 0:
                 return None
             if size is not None:
-                self._check_group(samples[:size], lengths[:size])
                 units = int(np.searchsorted(ends, size)) + 1
                 if self.recipe.overflow == "drop" and self._all_dropped(place, units):
                     units = rest  # nothing follows that could tell of them
@@ -184,21 +182,6 @@ class PlannedStream:
                 return False
             at, window = at + count, 2 * window
         return True
-
-    def _check_group(self, samples: IntArray, lengths: IntArray) -> None:
-        """Refuse a group that no step of so many samples can hold, as `make_plan` does."""
-        fixed, longest = self.recipe.steps.samples, self.recipe.longest_segment
-        if fixed is None or len(samples) <= fixed:
-            return
-        if self.recipe.overflow == "drop" and longest is not None:
-            samples = samples[lengths <= longest]
-        if len(samples) > fixed:
-            groups = self._units.groups_of(samples)
-            assert groups is not None, "only a group is never divided"
-            raise PlanError(
-                f"group {groups[-1]} has {len(samples)} samples but a step holds {fixed}; it could "
-                f"never stay together. Raise steps.samples or use smaller groups."
-            )
 
     def _samples(self, place: Place, units: int) -> tuple[IntArray, IntArray]:
         """(the samples of the next units, how many there are up to the end of each unit)."""
@@ -284,12 +267,23 @@ class PlannedStream:
                 f"from other data or other groups, and resuming would lose samples. Restore them, "
                 f"or use the cursor of this stream."
             )
-        self._start = self._now = place
+        self._choose(place)
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin at the first step of `epoch`, after `done` steps: those given out so far."""
-        whole_number("epoch", epoch, least=0)
-        self._start = self._now = Place(epoch, 0, self._now.step if done is None else done)
+        """Begin at the first step of `epoch`, after `done` steps: those given out so far.
+
+        A place that was loaded or skipped to within this very epoch is kept, unless it was
+        iterated since or `done` is given. So a run that resumes goes through its epochs like any:
+
+            stream.load_state_dict(state)  # behind step 40 of epoch 3
+            for epoch in range(3, 10):
+                stream.set_epoch(epoch)  # 3: goes on behind step 40; 4: begins anew
+                for step in stream: ...
+        """
+        epoch = whole_number("epoch", epoch, least=0)
+        if done is None and not self._walked and epoch == self._start.epoch:
+            return
+        self._choose(Place(epoch, 0, self._now.step if done is None else done))
 
     def start(self, workers: int = 1) -> Cursor:
         """The cursor before the first step; the number of workers makes no difference to it."""
@@ -302,9 +296,12 @@ class PlannedStream:
 
     def skip_batches(self, steps: int) -> None:
         """Begin so many steps later. Nothing is read or planned."""
-        whole_number("steps to skip", steps, least=0)
+        steps = whole_number("steps to skip", steps, least=0)
         for _, after, _ in islice(self._bounds(self._start), steps):
-            self._start = self._now = after
+            self._choose(after)
+
+    def _choose(self, place: Place) -> None:
+        self._start, self._now, self._walked = place, place, False
 
     def cursor(self, place: Place) -> Cursor:
         """The cursor of a place."""
@@ -321,8 +318,7 @@ class PlannedStream:
         if inside:
             recipe = self.recipe.to_dict()
             recipe["topology"] = {**recipe["topology"], "dp": None}
-            text = json.dumps(recipe, sort_keys=True).encode()
-            belongs["recipe"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+            belongs["recipe"] = digest_of(recipe)
         return belongs
 
     @cached_property
@@ -371,14 +367,4 @@ class PlannedStream:
     def __len__(self) -> int:
         """The steps of one pass: those left to `max_num_steps`, or of an epoch, which may be an
         estimate (see `steps_per_epoch`)."""
-        left = None
-        if self.max_num_steps is not None:
-            left = max(self.max_num_steps - self._start.step, 0)
-        if self.infinite_loop:
-            if left is None:
-                raise TypeError(
-                    "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
-                )
-            return left
-        steps = self.steps_per_epoch.steps
-        return steps if left is None else min(steps, left)
+        return steps_of_pass(self, self.infinite_loop)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,7 +20,8 @@ from evenstep.data.pool import Former, Measure, Pool
 from evenstep.data.reading import OnError
 from evenstep.data.shard import Shard, fresh, redealt
 from evenstep.data.source import Source, has_random_access, length_of
-from evenstep.errors import ConfigError, CursorError
+from evenstep.data.stream import digest_of, steps_of_pass, world_for
+from evenstep.errors import CursorError
 
 
 class PooledStream:
@@ -39,7 +38,8 @@ class PooledStream:
     cursors of all shards (`merge_cursors`).
 
     In a finite stream shards end at different times, so ranks must agree on the end: see
-    `until_all_end`.
+    `until_all_end`. With `on_error="skip"` samples that cannot be read are left out and counted,
+    be it at first or on resume, when the pool is read again.
 
     >>> from evenstep import Packed
     >>> from evenstep.data.memory import InMemory
@@ -63,27 +63,26 @@ class PooledStream:
         on_error: OnError = "raise",
         length_of: Measure = length_of,
     ) -> None:
-        self.source, self.recipe = source, recipe
-        self.world = World() if world is None else world
-        self.pool = Pool() if pool is None else pool
-        self.seed, self.shuffle = seed, shuffle
-        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
-        self.on_error, self.length_of = on_error, length_of
-        whole_number("seed", seed, least=0, most=2**64)
         one_of("on_error", on_error, OnError)
         if max_num_steps is not None:
-            whole_number("max_num_steps", max_num_steps, least=0)
-        if self.world.size != recipe.topology.dp:
-            raise ConfigError(
-                f"the recipe is for {recipe.topology.dp} data-parallel ranks but the world has "
-                f"{self.world.size}. Set topology.dp to {self.world.size}."
-            )
+            max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
+        self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
+        self.pool = Pool() if pool is None else pool
+        self.seed, self.shuffle = whole_number("seed", seed, least=0, most=2**64), shuffle
+        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
+        self.on_error, self.length_of = on_error, length_of
         self._former = Former(recipe, self.pool)
         self._epoch = 0
         self._skip = 0
         self._begin: Cursor | None = None
         self._now: Cursor | None = None
         self._done = 0
+        self._walked = False  # whether the place was iterated since it was chosen
+
+    @property
+    def done(self) -> int:
+        """Steps before the chosen place, over all epochs."""
+        return self._first + self._skip
 
     @property
     def ends_together(self) -> bool:
@@ -101,15 +100,14 @@ class PooledStream:
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
         """The steps of one of this rank's workers, who take turns. Its first is number `turn` from
         the chosen place on: `worker`, unless the cursor is the worker's own."""
+        self._walked = True
         shard, shard_turn, number = self._opened(worker, workers, turn)
-        lost = shard.lost
         # Of several workers some may end early, so only who gathers their steps can count them.
         counted = workers == 1 or self.infinite_loop
         while self.max_num_steps is None or number < self.max_num_steps or not counted:
             epoch = shard.epoch
             found = shard.step(number)
-            before, lost = lost, shard.lost
-            missing = {reason: n - before.get(reason, 0) for reason, n in lost.items()}
+            missing = shard.newly_lost()
             if found is None:
                 _say_lost(missing, shard)
                 return
@@ -120,7 +118,7 @@ class PooledStream:
                 micro_batches=tuple(found[0]),
                 samples=found[1],
                 cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, here),
-                lost={reason: n for reason, n in missing.items() if n},
+                lost=missing,
                 budget=self.recipe.layout.max_tokens,
             )
             number += workers
@@ -144,6 +142,8 @@ class PooledStream:
         ahead = 0 if state.step is None else state.step - number
         while number < self._first + self._skip and shard.step(number + ahead) is not None:
             number += workers
+        if self._skip:
+            shard.newly_lost()  # told when those steps were run
         return shard, shard_turn, number + ahead
 
     @property
@@ -163,7 +163,7 @@ class PooledStream:
         states = {
             str(shard.number): {**shard.state_dict(), "step": number} for shard, _, number in opened
         }
-        return self._cursor(self._first + self._skip, workers, opened[0][1], states)
+        return self._cursor(self.done, workers, opened[0][1], states)
 
     def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ShardState, int]:
         """(the state that worker number `worker` begins with, whose turn that is). A loader
@@ -213,22 +213,34 @@ class PooledStream:
         cursor.check(self._belongs)
         _states(cursor.place)
         self._begin = self._now = cursor
-        self._skip = 0
+        self._skip, self._walked = 0, False
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin at the first sample of `epoch`, after `done` steps: those given out so far."""
-        whole_number("epoch", epoch, least=0)
-        so_far = self._first + self._skip if self._now is None else self._now.step
+        """Begin at the first sample of `epoch`, after `done` steps: those given out so far.
+
+        A place that was loaded or skipped to within this very epoch is kept, unless it was
+        iterated since or `done` is given, as in a `PlannedStream`.
+        """
+        epoch = whole_number("epoch", epoch, least=0)
+        if done is None and not self._walked and epoch in self._epochs():
+            return
+        so_far = self.done if self._now is None else self._now.step
         self._done = so_far if done is None else done
         self._begin = self._now = None
-        self._epoch, self._skip = epoch, 0
+        self._epoch, self._skip, self._walked = epoch, 0, False
+
+    def _epochs(self) -> set[int]:
+        """The epochs that the place lies in: several where shards run on without an end."""
+        if self._begin is None:
+            return {self._epoch}
+        return {e for state in _states(self._begin.place).values() for e in state.epochs}
 
     def skip_batches(self, steps: int) -> None:
         """Begin so many steps later. Their samples are read, because only they tell where that
         is; to resume, load a cursor instead."""
-        whole_number("steps to skip", steps, least=0)
+        steps = whole_number("steps to skip", steps, least=0)
         if steps:
-            self._skip, self._now = self._skip + steps, None
+            self._skip, self._now, self._walked = self._skip + steps, None, False
 
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
@@ -246,8 +258,8 @@ class PooledStream:
             "stream": "pooled",
             "data": f"{count}{self.source.fingerprint}",
             "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
-            "layout": _digest({**shape, "topology": topology}),
-            "pool": _digest(pool),
+            "layout": digest_of({**shape, "topology": topology}),
+            "pool": digest_of(pool),
         }
 
     # Length ------------------------------------------------------------------------------------
@@ -263,22 +275,13 @@ class PooledStream:
     def __len__(self) -> int:
         """The steps of one pass: those left to `max_num_steps`, or as many as an epoch can have
         at most, which is an estimate from above."""
-        left = None
-        if self.max_num_steps is not None:
-            left = max(self.max_num_steps - self._first, 0)
-        if self.infinite_loop or (left is not None and not has_random_access(self.source)):
-            if left is None:
-                raise TypeError(
-                    "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
-                )
-            return left
-        steps = self.steps_per_epoch.steps
-        return steps if left is None else min(steps, left)
+        unknown = self.max_num_steps is not None and not has_random_access(self.source)
+        return steps_of_pass(self, self.infinite_loop or unknown)
 
 
 def _say_lost(missing: Mapping[str, int], shard: Shard) -> None:
     """A warning of what went missing behind the last step, which no step can tell of."""
-    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(missing.items()) if n)
+    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(missing.items()))
     if counts:
         warnings.warn(
             f"shard {shard.number} came to its end, and behind its last step samples went missing: "
@@ -291,7 +294,8 @@ def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
     """The cursors of several shards of a `PooledStream`, taken after the same step on every rank,
     as one. With those of all ranks and workers it resumes on any number of either.
 
-    Of several cursors of one shard the last counts.
+    Of several cursors of one shard the last counts. A rank that came to its end may stand behind
+    an earlier step than the others.
     """
     found = [c if isinstance(c, Cursor) else Cursor.from_dict(c) for c in cursors]
     if not found:
@@ -317,8 +321,31 @@ def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
             )
         turns |= cursor.place["turns"]
         shards |= cursor.place["shards"]
+    _check_steps(found, shards)
     place = {"ranks": shape[0], "workers": shape[1], "turns": turns, "shards": shards}
     return Cursor(belongs=first.belongs, step=max(c.step for c in found), place=place)
+
+
+def _check_steps(cursors: Sequence[Cursor], shards: Mapping[str, Any]) -> None:
+    """Refuse ranks behind different steps. One with a shard that may have ended is not asked: it
+    has no more steps, or those of its other workers are counted ahead."""
+    place, steps = cursors[0].place, dict[int, int]()
+    for cursor in cursors:
+        for number in cursor.place["shards"]:
+            rank = int(number) // place["workers"]
+            steps[rank] = max(cursor.step, steps.get(rank, 0))
+    if len(set(steps.values())) <= 1:
+        return
+    for number, state in _states({**place, "shards": shards}).items():
+        if not state.goes_on:
+            steps.pop(number // place["workers"], None)
+    if len(set(steps.values())) > 1:
+        (behind, fewest), *_, (ahead, most) = sorted(steps.items(), key=lambda pair: pair[1])
+        raise CursorError(
+            f"the cursor of rank {behind} was taken after {fewest} steps and that of rank {ahead} "
+            f"after {most}, so samples of the steps between would run twice or never. Merge "
+            f"cursors that all ranks took after the same step."
+        )
 
 
 def _states(place: Mapping[str, Any]) -> dict[int, ShardState]:
@@ -336,8 +363,3 @@ def _states(place: Mapping[str, Any]) -> dict[int, ShardState]:
             f"checkpoint."
         ) from None
     return {number: ShardState.from_dict(data, number, shards) for number, data in given.items()}
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    text = json.dumps(data, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=8).hexdigest()

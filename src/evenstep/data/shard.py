@@ -42,7 +42,7 @@ class Shard:
         self._fruitful = True  # of what came before this state nothing is known
         self._barren = 0
         self._ended = False
-        self._lost = dict(state.lost)
+        self._lost, self._told = dict(state.lost), dict(state.lost)
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
 
@@ -51,10 +51,11 @@ class Shard:
         """Which of all shards this is."""
         return self._shard
 
-    @property
-    def lost(self) -> dict[str, int]:
-        """What went missing so far, by reason."""
-        return dict(self._lost)
+    def newly_lost(self) -> dict[str, int]:
+        """What went missing since this was asked last, or since the state, by reason."""
+        before, self._told = self._told, dict(self._lost)
+        new = {reason: count - before.get(reason, 0) for reason, count in self._told.items()}
+        return {reason: count for reason, count in new.items() if count}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the shard is now: `ShardState` as plain data."""
@@ -119,7 +120,8 @@ class Shard:
                     self._read = -(-(behind - self._shard) // self._shards)
                     continue
             else:
-                entries = self._piece(chapter.epoch, *element)
+                number, start = element
+                entries = [e for e in self._again(chapter.epoch, number) if e.start == start]
             if entries is not None:
                 self._read += 1
                 self._fruitful = self._fruitful or len(entries) > 0
@@ -188,20 +190,29 @@ class Shard:
             self._lose("skipped")
             return []
 
-    def _piece(self, epoch: int, number: int, start: int) -> list[Entry]:
-        """The entries of a piece that was read before, on this shard or another."""
+    def _again(self, epoch: int, number: int) -> list[Entry]:
+        """The pieces of a sample that was read before, on this shard or another; none if it can
+        no longer be read and may be skipped."""
         before = dict(self._lost)
-        entries = self._entries(epoch, number, self._items.again(epoch, number))
+        try:
+            entries = self._entries(epoch, number, self._items.again(epoch, number))
+        except SampleError:
+            if not self._skip or self._items.failed:
+                raise
+            self._lose("skipped")
+            return []
         self._lost = before  # counted when it was first read
-        return [entry for entry in entries if entry.start == start]
+        return entries
 
     def _restored(self, state: ShardState) -> list[Entry]:
         """The pool as it was. Read in order of items, which is cheap for any source."""
+        samples = {(epoch, number) for epoch, number, _ in state.waiting}
         found = {
-            piece: self._piece(*piece)
-            for piece in sorted(set(state.waiting), key=lambda p: (p[0], item_and_part(p[1])))
+            (epoch, number, entry.start): entry
+            for epoch, number in sorted(samples, key=lambda s: (s[0], item_and_part(s[1])))
+            for entry in self._again(epoch, number)
         }
-        return [entry for piece in state.waiting for entry in found[piece]]
+        return [found[piece] for piece in state.waiting if piece in found]
 
     def _entries(self, epoch: int, number: int, sample: Sample) -> list[Entry]:
         """The pieces of a sample, by what is done with over-long ones."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
+import numpy as np
+
 from evenstep.core.identity import sample_name, sample_number
 from evenstep.core.ragged import IntArray
 from evenstep.errors import FileError, SampleError
@@ -60,6 +62,12 @@ class SequentialSource(Protocol):
 def has_random_access(source: Source) -> TypeGuard[SampleSource]:
     """Whether items can be read by number."""
     return hasattr(source, "__getitem__")
+
+
+def check_items(items: IntArray, count: int) -> None:
+    """Refuse numbers of items that a source of `count` does not have; -1 is not its last."""
+    if len(items) and (np.min(items) < 0 or np.max(items) >= count):
+        raise IndexError(f"items {np.min(items)} to {np.max(items)} of {count}")
 
 
 def read_samples(source: Source, number: int, raw: Any = None) -> list[tuple[int, Sample]]:

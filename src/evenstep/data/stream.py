@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -11,7 +13,9 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.core.step import Step
 from evenstep.core.world import World
+from evenstep.data.estimate import Estimate
 from evenstep.data.pool import micro_batch
+from evenstep.errors import ConfigError
 
 
 class Stream(Protocol):
@@ -21,6 +25,14 @@ class Stream(Protocol):
     recipe: Recipe
     infinite_loop: bool
     max_num_steps: int | None
+
+    @property
+    def done(self) -> int:
+        """Steps before the chosen place, over all epochs."""
+
+    @property
+    def steps_per_epoch(self) -> Estimate:
+        """How many steps an epoch has, as far as that is known."""
 
     @property
     def ends_together(self) -> bool:
@@ -47,10 +59,44 @@ class Stream(Protocol):
         """Begin behind the step that the state was taken after."""
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin at the beginning of an epoch."""
+        """Begin at the beginning of an epoch, or at the place within it that was loaded."""
 
     def skip_batches(self, steps: int) -> None:
         """Begin so many steps later."""
+
+
+def world_for(recipe: Recipe, world: World | None) -> World:
+    """The world of a stream, a single rank where none is given; refused if the recipe plans for
+    another number of ranks."""
+    found = World() if world is None else world
+    if found.size != recipe.topology.dp:
+        raise ConfigError(
+            f"the recipe plans for {recipe.topology.dp} data-parallel ranks but the world has "
+            f"{found.size}, so some work would be done twice or never. Set topology.dp to "
+            f"{found.size}."
+        )
+    return found
+
+
+def steps_of_pass(stream: Stream, endless: bool) -> int:
+    """The steps of one pass: those of an epoch, and no more than are left to `max_num_steps`; all
+    that are left where the data is `endless`."""
+    most = stream.max_num_steps
+    left = None if most is None else max(most - stream.done, 0)
+    if not endless:
+        steps = stream.steps_per_epoch.steps
+        return steps if left is None else min(steps, left)
+    if left is None:
+        raise TypeError(
+            "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
+        )
+    return left
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """A digest of plain data, by which a cursor knows what it belongs to."""
+    text = json.dumps(data, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def until_all_end(
@@ -61,8 +107,12 @@ def until_all_end(
     `anyone(mine)` says whether any rank has a step: a reduction that all ranks take part in, once
     for each step. So nobody waits for a rank that has left, and no sample is dropped.
 
-    >>> list(until_all_end(iter([]), lambda mine: mine, recipe=None))  # type: ignore
-    []
+    >>> from evenstep import Packed
+    >>> others = iter([True, False])  # they have one more step, this rank has none
+    >>> recipe = Recipe(layout=Packed(max_tokens=8))
+    >>> steps = until_all_end(iter([]), lambda mine: mine or next(others), recipe)
+    >>> [step.micro_batches[0].is_dummy for step in steps]
+    [True]
     """
     before: Step | None = None
     while True:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from evenstep.core.ragged import IntArray
+from evenstep.data.source import check_items
 from evenstep.errors import FileError
 
 MAGIC = b"EVENSTEP TOKS 1\n"
@@ -67,8 +68,7 @@ class TokenFile:
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items; no others are read."""
-        if len(items) and (np.min(items) < 0 or np.max(items) >= len(self)):
-            raise IndexError(f"items {np.min(items)} to {np.max(items)} of {len(self)}")
+        check_items(items, len(self))
         offsets, at = self._opened.offsets, np.asarray(items, np.int64)
         lengths: IntArray = (offsets[at + 1] - offsets[at]).astype(np.int64)
         if len(at) and lengths.min() < 1:

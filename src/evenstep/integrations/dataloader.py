@@ -69,9 +69,10 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         return len(self.stream)
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin the next iteration at the beginning of `epoch`, in all workers."""
+        """Begin the next iteration at the beginning of `epoch`, in all workers; or at the place
+        within it that was loaded and not iterated yet."""
         self.stream.set_epoch(epoch, done)
-        self._applied = [epoch, self.stream.start().step]
+        self._applied = [epoch, self.stream.done]
         self._turn = None
         self._epoch.copy_(torch.tensor(self._applied))
 
@@ -182,7 +183,8 @@ class StreamLoader:
         self._loader, self._now = None, None  # workers that persist would not hear of it
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration at the beginning of `epoch`."""
+        """Begin the next iteration at the beginning of `epoch`, or at the place within it that was
+        loaded and not iterated yet."""
         done = None if self._now is None else self._now.step
         self._dataset.set_epoch(epoch, done)
         self._now = None

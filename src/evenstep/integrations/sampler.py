@@ -145,7 +145,8 @@ class PlannedBatchSampler:
         return len(stream) * each * (stream.world.size if self.all_ranks else 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration at the beginning of `epoch`."""
+        """Begin the next iteration at the beginning of `epoch`, or at the place within it that was
+        loaded and not iterated yet."""
         self.stream.set_epoch(epoch, None if self._now is None else self._now.step)
 
     def state_dict(self) -> dict[str, Any]:

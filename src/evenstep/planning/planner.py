@@ -20,7 +20,7 @@ from evenstep.planning.cells import place_step
 from evenstep.planning.joint import pack_units
 from evenstep.planning.limits import check_units, units_of
 from evenstep.planning.segment import cut_samples
-from evenstep.planning.steps import deal_steps, first_step, most_units, too_large
+from evenstep.planning.steps import check_groups, deal_steps, first_step, most_units, too_large
 
 
 def make_plan(
@@ -120,7 +120,10 @@ def step_size(
     limit = steps.samples or steps.tokens
     if limit is None:
         return (int(work.kept[-1]) + 1 if len(work.kept) else 0) if complete else None
-    units = first_step(np.add.reduceat(amount, begins) if n else amount, limit, complete=complete)
+    amounts = np.add.reduceat(amount, begins) if n else amount
+    units = first_step(amounts, limit, complete=complete)
+    if units and steps.samples is not None and work.groups is not None:
+        check_groups(work.groups[begins[:units]], amounts[:units], steps.samples)
     return None if units is None else int(ends[units])
 
 

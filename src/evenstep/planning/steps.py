@@ -41,14 +41,8 @@ def deal_steps(
         size = np.bincount(unit)
         weight = np.bincount(unit, weights=tokens).astype(np.int64)
     if steps.samples is not None:
-        if int(size.max()) > steps.samples:
-            large = int(np.argmax(size))
-            assert groups is not None
-            name = groups[np.flatnonzero(unit == large)[0]]
-            raise PlanError(
-                f"group {name} has {size[large]} samples but a step holds {steps.samples}; it "
-                f"could never stay together. Raise steps.samples or use smaller groups."
-            )
+        if groups is not None:
+            check_groups(groups[np.sort(first)], size, steps.samples)
         return next_fit_kernel(size, steps.samples)[unit]
     if steps.tokens is not None:
         return next_fit_kernel(weight, steps.tokens)[unit]
@@ -71,6 +65,19 @@ def deal_steps(
 
 def _fits_first(fits: Callable[[IntArray], bool], samples: IntArray, count: int) -> bool:
     return fits(samples[:count])
+
+
+def check_groups(groups: IntArray, sizes: IntArray, most: int) -> None:
+    """Refuse a group of more samples than a step holds.
+
+    groups [7, 5] of sizes [1, 3], at most 2 a step -> group 5 is refused
+    """
+    large = int(np.argmax(sizes))
+    if sizes[large] > most:
+        raise PlanError(
+            f"group {groups[large]} has {sizes[large]} samples but a step holds {most}; it could "
+            f"never stay together. Raise steps.samples or use smaller groups."
+        )
 
 
 def too_large(whose: str, tokens: int, steps: Steps) -> PlanError:
