@@ -2,6 +2,7 @@
 
 collate    samples of one micro-batch -> Batch: tokens, labels, positions, boundaries, extras
 beyond     what follows a piece where its sample was split, so that no label is lost
+slots      what a Batch and a Shard of it have in common
 attention  q, k, v of a Batch -> output, with one meaning on every backend; masks for others
 context    a Batch cut for context-parallel ranks (sequence: for sequence-parallel ones) -> Shard
 sequences  a function of one sequence on all of a batch; losses and metrics are such functions

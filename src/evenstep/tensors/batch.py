@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.beyond import Beyond
-from evenstep.tensors.extras import Alignment, RaggedTensor
+from evenstep.tensors.slots import Slots
 
 IGNORE_INDEX = -100
 
-# label: token-aligned, but moved to the slot that predicts the token, as labels are
-Aligned: TypeAlias = Alignment | Literal["label"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
-class Batch:
+class Batch(Slots):
     """Rows times width. Slots are numbered row by row; pieces tile them.
 
     A piece is a segment with its alignment padding, or the tail padding of a row. `cu_seqlens`
@@ -33,48 +27,6 @@ class Batch:
     sample was split, the last slot of a piece predicts the first token of the next piece, wherever
     that runs; `beyond` knows it, and is None where nothing of this batch was split.
     """
-
-    tokens: Tensor  # (rows, width) int64
-    targets: Tensor  # (rows, width) int64: what each slot should have been predicted as, unshifted
-    labels: Tensor  # (rows, width) int64
-    position_ids: Tensor  # (rows, width) int64, from 0 in each piece
-    segment_ids: Tensor  # (rows, width) int64: the piece of each slot
-    loss_weights: Tensor  # (rows, width) float32
-    cu_seqlens: Tensor  # (pieces + 1) int32
-    seqlens: Tensor  # (pieces) int64
-    sample_ids: Tensor  # (pieces) int64
-    starts: Tensor  # (pieces) int64
-    trained: Tensor  # (pieces) int64: labels that the piece's whole sample trains, 0 for a tail
-    max_seqlen: int
-    beyond: Beyond | None = None
-    extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
-    aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
-
-    @property
-    def rows(self) -> int:
-        """Rows, empty ones included."""
-        return int(self.tokens.shape[0])
-
-    @property
-    def width(self) -> int:
-        """Slots of a row."""
-        return int(self.tokens.shape[1])
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.tokens.device
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether nothing in it is real."""
-        return bool((self.sample_ids < 0).all())
-
-    @property
-    def token_mask(self) -> Tensor:
-        """(rows, width) bool: which slots hold real tokens. A one-token segment is real."""
-        flat = self.segment_ids.reshape(-1)
-        return (self.position_ids.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
 
     def labels_at(self, distance: int = 1) -> Tensor:
         """Labels for predicting `distance` tokens ahead (multi-token prediction).
@@ -153,20 +105,3 @@ class Batch:
         piece is lost, and `trained` counts more than the model trains. `labels` lose none.
         """
         return self.labels_at(0).masked_fill(self.position_ids == 0, IGNORE_INDEX)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; from pinned memory the copy does not block."""
-        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, as `DataLoader(pin_memory=True)` asks for it."""
-        return self._map(lambda value: value.pin_memory())
-
-    def _map(self, change: Callable[[Any], Any]) -> Batch:
-        moved = {
-            name: change(value)
-            for name, value in ((f.name, getattr(self, f.name)) for f in fields(self))
-            if isinstance(value, (Tensor, Beyond))
-        }
-        extras = {name: change(value) for name, value in self.extras.items()}
-        return replace(self, **moved, extras=extras)

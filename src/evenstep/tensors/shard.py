@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import InputError
-from evenstep.tensors.batch import Aligned, Batch
-from evenstep.tensors.beyond import Beyond
-from evenstep.tensors.extras import RaggedTensor
-
-_PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-_WHOLE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "trained", "max_seqlen", "beyond")
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.slots import PER_PIECE, PER_SLOT, Slots
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Shard:
+class Shard(Slots):
     """Rows times width / size. What is per slot is cut; what describes pieces is the whole batch's.
 
     A type of its own, because a shard cannot do all that a batch can: the token after a slot may
@@ -29,50 +25,9 @@ class Shard:
     needs them; `local_cu_seqlens` and `local_seqlens` describe what lies here.
     """
 
-    tokens: Tensor  # (rows, width / size) int64
-    targets: Tensor  # (rows, width / size) int64
-    labels: Tensor  # (rows, width / size) int64
-    position_ids: Tensor  # (rows, width / size) int64, in the whole piece
-    segment_ids: Tensor  # (rows, width / size) int64, of the whole batch
-    loss_weights: Tensor  # (rows, width / size) float32
     slot_ids: Tensor  # (rows, width / size) int64: which slots of the whole batch these are
-    cu_seqlens: Tensor  # (pieces + 1) int32
-    seqlens: Tensor  # (pieces) int64
-    sample_ids: Tensor  # (pieces) int64
-    starts: Tensor  # (pieces) int64
-    trained: Tensor  # (pieces) int64
-    max_seqlen: int
     rank: int
     size: int
-    beyond: Beyond | None = None  # the whole batch's; labels were shifted already
-    extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
-    aligned: Mapping[str, Aligned] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        """Rows, as many as the whole batch has."""
-        return int(self.tokens.shape[0])
-
-    @property
-    def width(self) -> int:
-        """Slots of a row here."""
-        return int(self.tokens.shape[1])
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.tokens.device
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether nothing in the whole batch is real."""
-        return bool((self.sample_ids < 0).all())
-
-    @property
-    def token_mask(self) -> Tensor:
-        """(rows, width / size) bool: which slots hold real tokens."""
-        flat = self.segment_ids.reshape(-1)
-        return (self.position_ids.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
 
     @property
     def real_cu_seqlens(self) -> Tensor:
@@ -99,27 +54,12 @@ class Shard:
         """
         return _take(values, self.slot_ids)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Shard:
-        """The same shard on a device; from pinned memory the copy does not block."""
-        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Shard:
-        """The same shard in page-locked memory."""
-        return self._map(lambda value: value.pin_memory())
-
-    def _map(self, change: Callable[[Any], Any]) -> Shard:
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        kinds = (Tensor, Beyond)
-        moved = {name: change(value) for name, value in values if isinstance(value, kinds)}
-        extras = {name: change(value) for name, value in self.extras.items()}
-        return replace(self, **moved, extras=extras)
-
 
 def cut(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> Shard:
     """The shard of `batch` that holds these slots, (rows, width / size) of them, in order."""
     return Shard(
-        **{name: _take(getattr(batch, name), slot_ids) for name in _PER_SLOT},
-        **{name: getattr(batch, name) for name in _WHOLE},
+        **{name: _take(getattr(batch, name), slot_ids) for name in PER_SLOT},
+        **{name: getattr(batch, name) for name in PER_PIECE},
         slot_ids=slot_ids,
         rank=rank,
         size=size,
@@ -143,8 +83,8 @@ def join_shards(shards: Sequence[Shard]) -> Batch:
         )
     whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
     return Batch(
-        **{name: put([getattr(s, name) for s in shards], slot_ids) for name in _PER_SLOT},
-        **{name: getattr(whole, name) for name in _WHOLE},
+        **{name: put([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
+        **{name: getattr(whole, name) for name in PER_PIECE},
         extras={
             name: put([s.extras[name] for s in shards], slot_ids)
             if _is_per_slot(whole, name)
