@@ -106,9 +106,10 @@ def test_labels_further_ahead_stay_inside_their_segment() -> None:
         batch.labels_at(-1)
 
 
-def test_a_loss_mask_hides_labels_and_not_tokens() -> None:
-    samples = [{"input_ids": ids(5, 6, 7, 8), "loss_mask": torch.tensor([0, 0, 1, 1])}]
-    batch = one_batch(samples)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float64])
+def test_a_loss_mask_hides_labels_and_not_tokens(dtype: Any) -> None:
+    mask = torch.tensor([0, 0, 1, 1]).to(dtype)
+    batch = one_batch([{"input_ids": ids(5, 6, 7, 8), "loss_mask": mask}])
     assert batch.tokens.tolist() == [[5, 6, 7, 8]]
     assert batch.labels.tolist() == [[-100, 7, 8, -100]]
     assert batch.loss_weights.tolist() == [[0, 1, 1, 0]]
@@ -294,6 +295,15 @@ def test_samples_may_come_by_number() -> None:
         (
             {"input_ids": ids(1, 2, 3), "loss_masking_spans": [(2, 5)]},
             "sample 1 masks tokens 2 to 5 but has 3",
+        ),
+        (
+            {"input_ids": ids(1, 2, 3), "loss_mask": [1, 0.25, 0]},
+            "sample 1 has 0.25 in its 'loss_mask', .* Give 0 or 1. To weigh tokens",
+        ),
+        ({"input_ids": ids(1, 2, 3), "loss_mask": [2, 1, 0]}, "sample 1 has 2 in its 'loss_mask'"),
+        (
+            {"input_ids": ids(1, 2, 3), "loss_mask": torch.tensor([1, torch.nan, 0])},
+            "sample 1 has nan in its 'loss_mask'",
         ),
         ({"input_ids": ids(1, 2, 3)}, "sample 1 has no 'advantages'"),
     ],

@@ -46,12 +46,14 @@ COLLATOR = Collator(
         "group": Extra(aligned="sequence", dtype=torch.int64),
         "group_tokens": Extra(aligned="sequence"),
         "weight": Extra(aligned="sequence", dtype=torch.float64),
+        "token_weight": Extra(aligned="token", dtype=torch.float64),
     }
 )
 
 
-def by_label(batch: Batch) -> Tensor:
-    return batch.labels.double() + 1
+def by_token(batch: Batch) -> Tensor:
+    """What a mask between 0 and 1 would say, if there were one."""
+    return batch.ahead("token_weight")
 
 
 NORMALIZATIONS: dict[str, Normalization] = {
@@ -61,7 +63,7 @@ NORMALIZATIONS: dict[str, Normalization] = {
     "constant": Constant(7.0),
     "fixed length": FixedLength(5.0),
     "sample weights": SampleWeights(),
-    "custom": Custom("by_label", by_label),
+    "token weights": Custom("token_weights", by_token),
 }
 
 
@@ -81,7 +83,7 @@ class Work:
         masks = [sample["loss_mask"][1:] for sample in self.samples]
         counts = [int(mask.sum()) for mask in masks]
         groups = {s["group"] for s, n in zip(self.samples, counts, strict=True) if n}
-        trained = [s["input_ids"][1:][s["loss_mask"][1:]] for s in self.samples]
+        by_token = [s["token_weight"][1:][s["loss_mask"][1:]] for s in self.samples]
         weights = [float(s["weight"]) * n for s, n in zip(self.samples, counts, strict=True)]
         return {
             "loss_tokens": sum(counts),
@@ -89,7 +91,7 @@ class Work:
             "groups": len(groups),
             "samples": len(self.samples),
             "sample_weights(weight)": sum(weights),
-            "by_label": float(sum((tokens + 1).sum() for tokens in trained)),
+            "token_weights": float(sum(each.sum() for each in by_token)),
         }
 
 
@@ -106,6 +108,7 @@ def make_work(
                 "loss_mask": (rng.random(length) > masked) & kept,
                 "group": int(rng.integers(0, groups)),
                 "weight": float(rng.random()),
+                "token_weight": rng.random(length),
             }
         )
     for sample in samples:
@@ -165,7 +168,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def by_definition(name: str, model: Decoder, work: Work) -> Tensor:
     """The step's loss from its samples' log-likelihoods, with nothing of ours but the model."""
-    nll, tokens = [], []
+    nll, by_token = [], []
     ends = work.plan.segments
     for number, sample in enumerate(work.samples):
         mine = ends.sample == number
@@ -173,7 +176,7 @@ def by_definition(name: str, model: Decoder, work: Work) -> Tensor:
         parts = [_nll(model, sample, start, length) for start, length in cuts]
         kept = torch.as_tensor(sample["loss_mask"])[1:]
         nll.append(torch.cat(parts)[kept])
-        tokens.append(torch.as_tensor(sample["input_ids"])[1:][kept])
+        by_token.append(torch.as_tensor(sample["token_weight"])[1:][kept])
     everything = torch.cat(nll)
     if not everything.numel():
         return everything.sum()
@@ -193,9 +196,9 @@ def by_definition(name: str, model: Decoder, work: Work) -> Tensor:
     if name == "sample weights":
         each_weight = weight.repeat_interleave(torch.tensor([each.numel() for each in nll]))
         return (everything * each_weight).sum() / each_weight.sum()
-    if name == "custom":
-        labels = torch.cat(tokens) + 1
-        return (everything * labels).sum() / labels.sum()
+    if name == "token weights":
+        each_weight = torch.cat(by_token)
+        return (everything * each_weight).sum() / each_weight.sum()
     assert name == "token mean"
     return everything.mean()
 

@@ -34,7 +34,8 @@ class Collator:
 
     labels              what each token should have been predicted as, -100 where nothing is
                         trained; the tokens themselves by default. Never shifted by the caller.
-    loss_mask           per token, 0 where nothing is trained
+    loss_mask           per token, 1 where it is trained and 0 where not; nothing between, as tokens
+                        are counted by it (weights are a normalization's: `train.loss.Custom`)
     loss_masking_spans  (begin, end) pairs of tokens that are not trained
 
     and every declared extra. Unknown keys are an error. Labels reach past the cuts of a split

@@ -53,7 +53,10 @@ class Columns:
             ]
             pieces = self._pieces("loss_mask", given, torch.float32)
             mask = self._spread("loss_mask", pieces, torch.float32, 0)
-            targets.masked_fill_(mask == 0, IGNORE_INDEX)
+            hidden = mask == 0
+            if not bool((hidden | (mask == 1)).all()):
+                self._refuse_mask(pieces)
+            targets.masked_fill_(hidden, IGNORE_INDEX)
         if "loss_masking_spans" in keys:
             for number, sample in enumerate(self.chosen):
                 self._mask_spans(targets, number, sample.get("loss_masking_spans", ()))
@@ -65,7 +68,8 @@ class Columns:
         given = sample["labels"] if "labels" in sample else sample["input_ids"]
         targets = _tensors([given])[0].to(torch.int64, copy=True)
         if "loss_mask" in sample:
-            targets.masked_fill_(_tensors([sample["loss_mask"]])[0] == 0, IGNORE_INDEX)
+            mask = _tensors([sample["loss_mask"]])[0].to(torch.float32)
+            targets.masked_fill_(mask == 0, IGNORE_INDEX)
         for begin, end in sample.get("loss_masking_spans", ()):
             targets[int(begin) : int(end)] = IGNORE_INDEX
         return targets
@@ -220,6 +224,16 @@ class Columns:
             f"sample {self._name(at)} was planned with {self.expected[at]} tokens but its {key!r} "
             f"has {found}; the batch would mix samples up. Plan with the lengths of these samples, "
             f"and give token-aligned columns one entry per token."
+        )
+
+    def _refuse_mask(self, masks: list[Tensor]) -> NoReturn:
+        odd = [mask[(mask != 0) & (mask != 1)] for mask in masks]
+        at = next(n for n, values in enumerate(odd) if len(values))
+        raise InputError(
+            f"sample {self._name(at)} has {odd[at][0].item():g} in its 'loss_mask', but a token is "
+            f"trained or it is not, and denominators count those that are, so it would weigh 1. "
+            f"Give 0 or 1. To weigh tokens, declare a token-aligned extra 'token_weight' and "
+            f"normalize by Custom('weighted', lambda batch: batch.ahead('token_weight'))."
         )
 
 
