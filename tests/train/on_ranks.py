@@ -26,6 +26,8 @@ from evenstep.data.feed import Feed
 from evenstep.errors import EvenstepError
 from evenstep.tensors.context import shard_context
 from evenstep.tensors.losses import cross_entropy
+from evenstep.tensors.metrics import Metric
+from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Distributed
 from evenstep.train.model import Block, Decoder
 from evenstep.train.result import StepResult
@@ -237,6 +239,38 @@ def wrappings(rank: int, size: int, samples: Samples) -> dict[str, Outcome]:
             found[name] = Outcome(result.loss, gradient(model), 0, result.micro_batches)
         except EvenstepError as error:
             found[name] = Outcome(0.0, torch.zeros(1), 0, 0, str(error))
+    return found
+
+
+# Bundles ----------------------------------------------------------------------------------------
+
+
+def bundled(rank: int, size: int) -> tuple[float, float]:
+    """A sum and a greatest, over all ranks."""
+    ranks = Distributed()
+    assert (ranks.rank, ranks.size) == (rank, size)
+    metrics = {"most": Metric.max(torch.tensor([rank + 1.0]))}
+    reduced = Bundle({"loss": torch.tensor(rank + 0.5)}, metrics).reduce(ranks)
+    return float(reduced.sums["loss"]), float(reduced.metrics["most"].value)
+
+
+# Sparse gradients -------------------------------------------------------------------------------
+
+
+def sparse_steps(rank: int, size: int, samples: Samples) -> dict[bool, tuple[Tensor, bool]]:
+    """(the gradient of two steps, whether the embedding's is sparse), known and deferred."""
+    found = {}
+    for known in (True, False):
+        model, ranks = decoder(torch.float64), Distributed()
+        model.embed.sparse = True
+        plan = Plan("planned", Packed(max_tokens=LIMIT), dp=size)
+        step = steps_of(plan, _work(samples), known)[rank]
+        runner = Runner(model=model, loss=cross_entropy(), collective=ranks, collate=COLLATOR)
+        for _ in range(2):
+            runner.run(step).reduce(ranks)
+        sparse = bool(model.embed.weight.grad.is_sparse)
+        model.embed.weight.grad = model.embed.weight.grad.to_dense()
+        found[known] = (gradient(model), sparse)
     return found
 
 

@@ -1,8 +1,5 @@
 """Ranks alone, in threads and in processes."""
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,8 @@ import torch
 from evenstep.errors import ConfigError
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Alone, Collective, Distributed
+from tests.train import on_ranks
+from tests.train.processes import results_of
 
 
 def test_alone_a_sum_is_what_was_given() -> None:
@@ -76,33 +75,4 @@ def test_without_a_process_group_there_is_a_remedy() -> None:
 
 
 def test_two_processes_reduce_a_bundle(tmp_path: Path) -> None:
-    code = """
-        import sys
-        import torch
-        from evenstep.tensors.metrics import Metric
-        from evenstep.train.bundle import Bundle
-        from evenstep.train.collectives import Distributed
-
-        rank, path = int(sys.argv[1]), sys.argv[2]
-        store = torch.distributed.FileStore(path, 2)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        ranks = Distributed()
-        assert (ranks.rank, ranks.size) == (rank, 2)
-        metrics = {"most": Metric.max(torch.tensor([rank + 1.0]))}
-        reduced = Bundle({"loss": torch.tensor(rank + 0.5)}, metrics).reduce(ranks)
-        print(float(reduced.sums["loss"]), float(reduced.metrics["most"].value))
-        torch.distributed.destroy_process_group()
-    """
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        assert out.split() == ["2.0", "2.0"]
+    assert results_of(2, on_ranks.bundled, tmp_path / "ranks") == [(2.0, 2.0)] * 2

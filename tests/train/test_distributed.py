@@ -101,6 +101,15 @@ def test_compiled_models_have_the_same_gradient(tmp_path: Path) -> None:
     check(results_of(2, on_ranks.outcomes, tmp_path / "ranks", cases, WORK.samples), cases)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_sparse_gradients_are_exact_and_stay_sparse(size: int, tmp_path: Path) -> None:
+    _, exact = giant()
+    for found in results_of(size, on_ranks.sparse_steps, tmp_path / "ranks", WORK.samples):
+        for gradient, sparse in found.values():
+            assert sparse
+            assert distance(gradient, 2 * exact) < 1e-12
+
+
 # Fed ------------------------------------------------------------------------------------------
 
 

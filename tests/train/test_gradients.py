@@ -8,8 +8,11 @@ import torch
 
 from evenstep import Packed, Recipe
 from evenstep.errors import ConfigError, InputError
+from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle
-from evenstep.train.gradients import SeparateGradients, rescale
+from evenstep.train.collectives import Collective
+from evenstep.train.framework import sum_gradients
+from evenstep.train.gradients import SeparateGradients, rescale, set_aside
 from evenstep.train.loss import Custom, TokenMean
 from evenstep.train.normalizer import Normalizer, power_of_two
 from tests.train.steps import LIMIT, make_work
@@ -53,6 +56,23 @@ def test_gradients_are_multiplied_in_place_whatever_their_type() -> None:
     rescale(parameters, 0.0)
     assert parameters[0].grad.tolist() == [0.0] * 3
     rescale([], 2.0)
+
+
+def test_a_sparse_gradient_is_summed_whatever_other_ranks_have() -> None:
+    def rank(ranks: Collective) -> tuple[list[list[float]], bool]:
+        embedding = torch.nn.Embedding(4, 2, sparse=True)
+        weight = embedding.weight
+        weight.grad = torch.tensor([[9.0, 9.0], [0, 0], [0, 0], [0, 0]]).to_sparse(1)
+        with set_aside([weight]):
+            if ranks.rank < 2:  # the third rank has no gradient of this step
+                embedding(torch.tensor([[1, 1], [3, 1]][ranks.rank])).sum().backward()
+            sum_gradients([weight], ranks)
+            sparse = bool(weight.grad.is_sparse)
+        return weight.grad.to_dense().tolist(), sparse
+
+    ran = run_ranks(3, rank)
+    assert [values for values, _ in ran] == [[[9, 9], [3, 3], [0, 0], [1, 1]]] * 3
+    assert [sparse for _, sparse in ran] == [True, True, False]
 
 
 def test_separate_gradients_bear_unused_and_shared_parameters() -> None:

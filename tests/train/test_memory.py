@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed, Padded
+from evenstep import Fixed, Packed, Padded
 from evenstep.core.layout import Layout
 from evenstep.core.step import Step
 from evenstep.errors import ConfigError, MicroBatchError
+from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
@@ -32,14 +36,17 @@ WIDE: list[Layout] = [
 ]
 
 
-def run(plan: Plan, work: Work, most: int, where: str = "forward", known: bool = False) -> Any:
+def run(
+    plan: Plan, work: Work, most: int, where: str = "forward", known: bool = False, **more: Any
+) -> Any:
     model, steps = model_of(), steps_of(plan, work, known)
 
     def rank(ranks: Collective) -> tuple[Any, Tensor]:
         own = Small(copy.deepcopy(model), most, where)
         runner = Runner(
-            model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR, on_memory="split"
-        )
+            model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR, on_memory="split",
+            **more,
+        )  # fmt: skip
         return runner.run(steps[ranks.rank]).reduce(ranks), gradient_of(own)
 
     return run_ranks(plan.dp, rank)
@@ -98,6 +105,89 @@ def test_the_error_names_shape_position_and_samples() -> None:
     )
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert not prefetching()
+
+
+# A device without room for what is prepared ahead ---------------------------------------------
+
+
+@contextmanager
+def room_for(slots: int, ahead: int) -> Iterator[None]:
+    """Batches can be moved if they have so many slots; while another runs, `ahead` many."""
+    moved = Batch.to
+
+    def to(batch: Batch, *where: Any, **how: Any) -> Batch:
+        in_turn = threading.current_thread().name != "evenstep-prefetch"
+        if batch.rows * batch.width > (slots if in_turn else ahead):
+            raise torch.OutOfMemoryError("there is no more")
+        return moved(batch, *where, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "to", to)
+        yield
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_copy_that_has_no_room_is_an_error_in_its_turn(prefetch: int) -> None:
+    work = samples_of([3, LIMIT, 2])
+    (step,) = steps_of(Plan("planned", Fixed(samples=1)), work)
+    assert isinstance(step, Step)
+    at = [micro.slots for micro in step.micro_batches].index(LIMIT)
+    ran: list[int] = []
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        ran.append(1)
+        return model(batch)
+
+    runner = Runner(
+        model=model_of(), loss=cross_entropy(), collate=COLLATOR, forward=forward, device="cpu",
+        prefetch=prefetch,
+    )  # fmt: skip
+    with room_for(LIMIT - 1, ahead=LIMIT - 1), pytest.raises(MicroBatchError) as caught:
+        runner.run(step)
+    assert str(caught.value).startswith(
+        f"micro-batch {at} of 3 of step 0 on rank 0 (1 x 8 slots, 1 segments of samples 1) ran out "
+        f"of memory, so the step cannot go on. Lower the budget below 8 slots"
+    )
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert len(ran) == at
+    assert not prefetching()
+
+
+def test_what_finds_no_room_ahead_is_copied_in_its_turn() -> None:
+    work = samples_of([8, 3, 5, 7], masked=0.0)
+    (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), work)
+    model = model_of()
+    _, gradient = expected("token mean", model, work, [step])
+    with room_for(LIMIT, ahead=0):
+        Runner(model=model, loss=cross_entropy(), collate=COLLATOR, device="cpu").run(step)
+    assert distance(gradient_of(model), gradient) < 1e-12
+
+
+@settings(max_examples=12)
+@given(work=worlds(), dp=st.integers(1, 3), known=st.booleans())
+def test_a_copy_that_has_no_room_is_split_on_all_ranks(work: Work, dp: int, known: bool) -> None:
+    plan = Plan("planned", Packed(max_tokens=3 * LIMIT), dp=dp)
+    _, gradient = expected("token mean", model_of(), work, steps_of(plan, work, known))
+    with room_for(LIMIT, ahead=LIMIT - 1):
+        ran = run(plan, work, most=99, known=known, device="cpu")
+    for result, found in ran:
+        assert distance(found, gradient) < 1e-12
+        assert result.slots <= LIMIT * result.micro_batches
+
+
+def test_a_collate_that_takes_the_room_is_named_with_its_samples() -> None:
+    (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), samples_of([LIMIT]))
+
+    def collate(micro: Any, samples: Any) -> Batch:
+        raise torch.OutOfMemoryError("there is no more")
+
+    message = r"of step 0 on rank 0 \(1 x 8 slots, 1 segments of samples 0\) ran out .* collated"
+    with pytest.raises(MicroBatchError, match=message):
+        Runner(model=model_of(), loss=cross_entropy(), collate=collate).run(step)
+    assert not prefetching()
+
+
+# Splitting ------------------------------------------------------------------------------------
 
 
 def test_a_segment_that_cannot_be_split_is_an_error_on_every_rank() -> None:

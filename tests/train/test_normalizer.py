@@ -1,13 +1,11 @@
 """Known, deferred, per micro-batch: the gradient of the exact loss, or its error is told."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import ConfigError
@@ -15,6 +13,7 @@ from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
 from evenstep.train.loss import Constant, FixedLength, SequenceMean, TokenMean
 from evenstep.train.normalizer import Mode, Normalized, Normalizer
+from tests.train.running import Counting
 from tests.train.steps import (
     LIMIT,
     NORMALIZATIONS,
@@ -206,26 +205,6 @@ def test_a_second_denominator_is_refused_where_one_factor_has_to_undo_both(other
         Normalizer(losses=losses)
     Normalizer(losses=losses, separate=True)
     Normalizer(losses=losses, mode="known")
-
-
-@dataclass
-class Counting:
-    """A collective that counts its calls."""
-
-    ranks: Collective
-    calls: list[int] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def size(self) -> int:
-        return self.ranks.size
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        self.calls.append(tensor.numel())
-        return self.ranks.all_reduce_sum(tensor)
 
 
 @pytest.mark.parametrize("mode", ["known", "deferred"])

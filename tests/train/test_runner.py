@@ -383,7 +383,7 @@ def test_a_group_that_is_counted_in_two_micro_batches_is_refused() -> None:
     work = samples_of([8, 8, 8], masked=0.0)
     for number, sample in enumerate(work.samples):
         sample["group"] = number // 2
-        del sample["group_tokens"], sample["weight"]
+        del sample["group_tokens"], sample["weight"], sample["token_weight"]
     collate = Collator(extras={"group": COLLATOR.extras["group"]})
     (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), work)
     runner = Runner(

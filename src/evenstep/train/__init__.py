@@ -2,6 +2,7 @@
 
 runner       a step: micro-batches one at a time, and in the end one exact gradient
 attempt      one try at it; prefetch prepares the next micro-batch, stopwatch and result measure
+checks       what an attempt refuses, before a wrong gradient comes of it
 framework    when DDP, fully_shard or we ourselves exchange gradients
 loss         normalizations: the weight of every token, and what a batch adds to the denominator
 normalizer   from sums of micro-batches to the gradient of the step's exact loss; gradients helps

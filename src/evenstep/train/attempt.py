@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,23 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
 from evenstep.data.feed import Fed, Feed
-from evenstep.errors import ConfigError, InputError, MicroBatchError
+from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.tensors.sequences import Sums
 from evenstep.tensors.shard import Shard
 from evenstep.train.bundle import Bundle
+from evenstep.train.checks import (
+    check_constants,
+    check_counts,
+    extremes,
+    extremes_of,
+    refuse_groups_in_parts,
+    refuse_skipped,
+)
 from evenstep.train.framework import Framework, sum_gradients
-from evenstep.train.loss import GroupMean, weighted
+from evenstep.train.loss import weighted
 from evenstep.train.normalizer import Mode, Normalizer, power_of_two
-from evenstep.train.pieces import groups_of
 from evenstep.train.prefetch import Prefetch
 from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS, StepResult, Timings
 from evenstep.train.stopwatch import Busy, Stopwatch
@@ -43,6 +50,8 @@ class Ready:
     samples: IntArray
     labels: int
     born: tuple[float, ...] = ()
+    moved: bool = True
+    """Whether it is on its device. Where that had no room yet, it is moved in its turn."""
 
 
 def nothing() -> MicroBatch:
@@ -64,7 +73,6 @@ class Work:
     """What a rank runs that has nothing to run."""
 
 
-LEAST, MOST = "evenstep/least", "evenstep/most"
 _HOPELESS = (
     "ran out of memory with a single segment, which cannot be split. Lower max_tokens, split "
     "over-long samples, or use context parallelism."
@@ -140,7 +148,7 @@ class Attempt:
         if self.normalizer.mode != "known" or runner.collective.size == 1:
             with self.communicate:
                 reduced = bundle.reduce(runner.collective)
-            _check_constant(reduced)
+            check_constants(reduced)
             numbers = self.normalizer.finish(parameters, reduced, work.totals)
         clock = "micro_batch" if self.framework.kind == "fsdp" else "step"
         return StepResult(
@@ -169,60 +177,46 @@ class Attempt:
         for item in self.work.items:
             if isinstance(item, Fed):
                 yield self._ready(
-                    self.runner.collate(item.micro, item.samples), tuple(item.born.values())
+                    self._collated(item.micro, item.samples), tuple(item.born.values())
                 )
             elif isinstance(item, tuple):
-                self._refuse_skipped(item[1])
-                yield self._ready(self.runner.collate(*item))
+                refuse_skipped(item[1], self.normalizer)
+                yield self._ready(self._collated(*item))
             else:
                 yield self._ready(item)
 
     def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
-        self._check_groups(batch)
+        refuse_groups_in_parts(
+            batch, self.normalizer, self.groups, self.runner.on_memory == "split"
+        )
         real = batch.sample_ids >= 0
         lengths, samples = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
         labels = int((batch.labels != IGNORE_INDEX).sum())
+        try:
+            return Ready(self._moved(batch), lengths, samples, labels, born)
+        except torch.OutOfMemoryError:
+            # What runs now takes the room; when its turn has come, that has been given back.
+            return Ready(batch, lengths, samples, labels, born, moved=False)
+
+    def _moved(self, batch: Batch) -> Batch:
         if self.stream is not None:
-            # Where the model runs, whose stream this thread does not have by itself.
+            # Where the model runs, whose stream another thread does not have by itself.
             with torch.cuda.stream(self.stream):
                 batch = batch.pin_memory() if batch.device.type == "cpu" else batch
-                batch = batch.to(self.runner.device, non_blocking=True)
-        elif self.runner.device is not None:
-            batch = batch.to(self.runner.device)
-        return Ready(batch, lengths, samples, labels, born)
+                return batch.to(self.runner.device, non_blocking=True)
+        return batch if self.runner.device is None else batch.to(self.runner.device)
 
-    def _refuse_skipped(self, samples: Mapping[int, Any]) -> None:
-        """Whoever skips samples breaks what was promised, which the others would not notice."""
-        skipped = [number for number, sample in samples.items() if sample is None]
-        promised = [n for n in self.normalizer.denominators.values() if n.known({}) is None]
-        if skipped and promised and self.normalizer.mode == "known":
-            raise InputError(
-                f"sample {skipped[0]} was skipped, but {promised[0].name!r} was known before the "
-                f"step and counts it, so the gradients would be off. Set mode='deferred' where "
-                f"samples may be skipped."
-            )
-
-    def _check_groups(self, batch: Batch) -> None:
-        """Where GroupMean counts groups by itself, each must lie in one micro-batch."""
-        means = (isinstance(loss.normalization, GroupMean) for loss in self.losses.values())
-        if "group_tokens" in batch.aligned or not any(means):
-            return
-        if self.runner.on_memory == "split":
-            raise ConfigError(
-                "on_memory='split' may divide a group between two micro-batches, but GroupMean "
-                "counts each group's tokens in its micro-batch, so the group would count twice. "
-                "Give samples the sequence-aligned extra 'group_tokens'."
-            )
-        groups = groups_of(batch)[batch.trained > 0].unique().tolist()
-        again = sorted(self.groups.intersection(groups))
-        if again:
-            raise InputError(
-                f"group {again[0]} lies in two micro-batches of this rank, but GroupMean counts "
-                f"each group's tokens in its micro-batch, so the group would count twice. Plan "
-                f"with groups='micro_batch', or give samples the sequence-aligned extra "
-                f"'group_tokens'."
-            )
-        self.groups.update(groups)
+    def _collated(self, micro: MicroBatch, samples: Mapping[int, Any]) -> Batch:
+        try:
+            return self.runner.collate(micro, samples)
+        except torch.OutOfMemoryError as error:
+            held = _described(micro.rows, micro.width, micro.segments.sample)
+            raise MicroBatchError(
+                f"a micro-batch of step {self.work.number} on rank {self.runner.collective.rank} "
+                f"({held}) ran out of memory while it was collated, ahead of its turn, so the step "
+                f"cannot go on. Collate on the CPU and name the `device` to the runner, lower "
+                f"`prefetch`, or lower the budget."
+            ) from error
 
     def _dummy(self) -> Ready:
         return self._ready(self.runner.collate(self.work.dummy, {}))
@@ -246,11 +240,12 @@ class Attempt:
         now = time.time()
         self.ages += [now - born for born in ready.born]
         try:
-            shard = (self.runner.cut or _whole)(ready.batch)
-            amounts = self.normalizer.amounts(ready.batch, getattr(shard, "rank", 0) == 0)
+            batch = ready.batch if ready.moved else self._moved(ready.batch)
+            shard = (self.runner.cut or _whole)(batch)
+            amounts = self.normalizer.amounts(batch, getattr(shard, "rank", 0) == 0)
             scales = self._scales(amounts)
             with self.compute, self.busy, self.framework.exchange(exchange and not self._by_hand):
-                self._forward_backward(ready.batch, shard, amounts, scales)
+                self._forward_backward(batch, shard, amounts, scales)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # its frames would keep the memory alive
         except Exception as error:
@@ -277,11 +272,11 @@ class Attempt:
         """By what this micro-batch's sums are multiplied before backward."""
         reduced: Mapping[str, Tensor] | None = None
         if self.normalizer.mode == "per_micro_batch":
-            count = torch.tensor(float(self.work.count or 0))
-            counts = {LEAST: Metric.min(count), MOST: Metric.max(count)}
             with self.communicate:
-                bundle = Bundle(amounts, counts).reduce(self.runner.collective)
-            _check_counts([float(bundle.metrics[name].value) for name in (LEAST, MOST)])
+                bundle = Bundle(amounts, extremes(self.work.count or 0)).reduce(
+                    self.runner.collective
+                )
+            check_counts(extremes_of(bundle))
             reduced = bundle.sums
         micro_batches = max(self.work.count or 0, 1)
         return self.normalizer.scales(
@@ -318,7 +313,7 @@ class Attempt:
         flags[1, ranks.rank] = self.work.count or 0
         with self.communicate:
             found, counts = ranks.all_reduce_sum(flags).tolist()
-        _check_counts(counts)
+        check_counts(counts)
         if 2 in found and failure is not None:
             raise MicroBatchError(f"{self._where(ready)} {_HOPELESS}") from failure
         if 2 in found:
@@ -328,13 +323,11 @@ class Attempt:
             raise TooLargeError(self.position)
 
     def _where(self, ready: Ready) -> str:
-        shown = ", ".join(map(str, ready.samples[:4])) + ("..." if len(ready.samples) > 4 else "")
-        held = f"{len(ready.samples)} segments of samples {shown}" if shown else "no segment"
         total = "" if self.work.count is None else f" of {self.work.count}"
-        shape = f"{ready.batch.rows} x {ready.batch.width} slots"
         return (
             f"micro-batch {self.position}{total} of step {self.work.number} on rank "
-            f"{self.runner.collective.rank} ({shape}, {held})"
+            f"{self.runner.collective.rank} "
+            f"({_described(ready.batch.rows, ready.batch.width, ready.samples)})"
         )
 
     def _measures(self) -> Bundle:
@@ -348,8 +341,7 @@ class Attempt:
             SLOTS: Metric.sum(torch.tensor(self.slots * self.share, dtype=torch.float64)),
         }
         if self.normalizer.mode == "deferred":
-            constant = torch.tensor(self.normalizer.constant, dtype=torch.float64)
-            metrics |= {LEAST: Metric.min(constant), MOST: Metric.max(constant)}
+            metrics |= extremes(self.normalizer.constant)
         if self.runner.cost is not None:
             # A mean over ranks, as MFU compares with what one rank could have done.
             mine = torch.tensor(self.flops * self.share, dtype=torch.float64)
@@ -361,26 +353,11 @@ def _whole(batch: Batch) -> Batch:
     return batch
 
 
-def _check_counts(counts: Sequence[float]) -> None:
-    """Where ranks meet at every micro-batch, they need as many."""
-    if min(counts) != max(counts):
-        raise InputError(
-            f"ranks have from {min(counts):.0f} to {max(counts):.0f} micro-batches but meet at "
-            f"each, so some would wait for ever. Give every rank its step of one plan, which has "
-            f"as many on each."
-        )
-
-
-def _check_constant(reduced: Bundle) -> None:
-    if LEAST not in reduced.metrics:
-        return
-    least, most = (float(reduced.metrics[name].value) for name in (LEAST, MOST))
-    if least != most:
-        raise InputError(
-            f"ranks scaled their losses by constants from {least:g} to {most:g}, because their "
-            f"steps have other budgets, so the sum of their gradients means nothing. Give every "
-            f"rank a step of the same stream (`until_all_end` for those that ended)."
-        )
+def _described(rows: int, width: int, samples: IntArray) -> str:
+    """1 x 8 slots, 3 segments of samples 4, 0, 7"""
+    shown = ", ".join(map(str, samples[:4])) + ("..." if len(samples) > 4 else "")
+    held = f"{len(samples)} segments of samples {shown}" if shown else "no segment"
+    return f"{rows} x {width} slots, {held}"
 
 
 def _stream(device: torch.device | str | None) -> Any:

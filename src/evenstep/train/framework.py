@@ -137,14 +137,22 @@ def _refuse_unsharded(model: Any) -> None:
 
 
 def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
-    """Sum gradients over ranks in place, in buckets. A rank without a gradient brings zeros."""
+    """Sum gradients over ranks in place, in buckets. A rank without a gradient brings zeros.
+
+    A sparse gradient (`nn.Embedding(sparse=True)`) travels as a dense one and is made sparse again:
+    rows 1 on one rank and 3 on another -> rows 1 and 3 on both. A rank that had none has it dense.
+    """
     if collective.size == 1:
         return
     # A frozen parameter stays without: with zeros, an optimizer would decay it.
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    sparse: list[tuple[Tensor, int]] = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            sparse.append((parameter, parameter.grad.sparse_dim()))
+            parameter.grad = parameter.grad.to_dense()
     bucket: list[Tensor] = []
     held = 0
     for parameter in parameters:
@@ -157,6 +165,8 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
         held += grad.numel() * grad.element_size()
     if bucket:
         _sum_bucket(bucket, collective)
+    for parameter, dimensions in sparse:
+        parameter.grad = parameter.grad.to_sparse(dimensions)
 
 
 def _sum_bucket(gradients: list[Tensor], collective: Collective) -> None:

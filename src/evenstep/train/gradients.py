@@ -48,7 +48,7 @@ def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[No
             continue
         if parameter.grad is None:
             parameter.grad = before
-        elif copied:
+        elif copied or (before.is_sparse and not parameter.grad.is_sparse):
             parameter.grad.add_(before)
         else:
             parameter.grad = before.add_(parameter.grad)  # whoever holds the tensor still does

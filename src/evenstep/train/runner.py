@@ -60,7 +60,8 @@ class Runner:
                   metrics together. `per_micro_batch` is another loss; see `Normalizer`
     forward       from model and batch to what the loss takes
     cut           the part of a batch that this context-parallel rank runs
-    prefetch      micro-batches that are prepared ahead; prefetch + 1 are alive
+    prefetch      micro-batches that are prepared ahead; prefetch + 1 are alive. One for which the
+                  device has no room yet is copied in its turn
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second
     on_memory     `split` halves a micro-batch that runs out of memory on all ranks and runs the
                   step again; it costs a small all-reduce a micro-batch

@@ -1,0 +1,101 @@
+"""Checks: what an attempt at a step refuses, before a wrong gradient comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.metrics import Metric
+from evenstep.train.bundle import Bundle
+from evenstep.train.loss import GroupMean
+from evenstep.train.normalizer import Normalizer
+from evenstep.train.pieces import groups_of
+
+LEAST, MOST = "evenstep/least", "evenstep/most"
+
+
+# Of samples and batches -------------------------------------------------------------------------
+
+
+def refuse_skipped(samples: Mapping[int, Any], normalizer: Normalizer) -> None:
+    """Whoever skips samples breaks what was promised, which the others would not notice."""
+    skipped = [number for number, sample in samples.items() if sample is None]
+    promised = [n for n in normalizer.denominators.values() if n.known({}) is None]
+    if skipped and promised and normalizer.mode == "known":
+        raise InputError(
+            f"sample {skipped[0]} was skipped, but {promised[0].name!r} was known before the "
+            f"step and counts it, so the gradients would be off. Set mode='deferred' where "
+            f"samples may be skipped."
+        )
+
+
+def refuse_groups_in_parts(
+    batch: Batch, normalizer: Normalizer, seen: set[int], split: bool
+) -> None:
+    """Where GroupMean counts groups by itself, each must lie in one micro-batch.
+
+    `seen` are the groups of this rank's earlier micro-batches; those of `batch` are added.
+    """
+    means = (isinstance(n, GroupMean) for n in normalizer.denominators.values())
+    if "group_tokens" in batch.aligned or not any(means):
+        return
+    if split:
+        raise ConfigError(
+            "on_memory='split' may divide a group between two micro-batches, but GroupMean "
+            "counts each group's tokens in its micro-batch, so the group would count twice. "
+            "Give samples the sequence-aligned extra 'group_tokens'."
+        )
+    groups = groups_of(batch)[batch.trained > 0].unique().tolist()
+    again = sorted(seen.intersection(groups))
+    if again:
+        raise InputError(
+            f"group {again[0]} lies in two micro-batches of this rank, but GroupMean counts "
+            f"each group's tokens in its micro-batch, so the group would count twice. Plan "
+            f"with groups='micro_batch', or give samples the sequence-aligned extra "
+            f"'group_tokens'."
+        )
+    seen.update(groups)
+
+
+# Of ranks ---------------------------------------------------------------------------------------
+
+
+def extremes(value: float) -> dict[str, Metric]:
+    """What a rank brings to a bundle, for all to learn whether they have the same number.
+
+    Ranks that bring 8, 8 and 4 all read (4, 8) with `extremes_of`.
+    """
+    mine = torch.tensor(value, dtype=torch.float64)
+    return {LEAST: Metric.min(mine), MOST: Metric.max(mine)}
+
+
+def extremes_of(reduced: Bundle) -> tuple[float, float]:
+    """(the least, the most) of what ranks brought."""
+    return float(reduced.metrics[LEAST].value), float(reduced.metrics[MOST].value)
+
+
+def check_counts(counts: Sequence[float]) -> None:
+    """Where ranks meet at every micro-batch, they need as many."""
+    if min(counts) != max(counts):
+        raise InputError(
+            f"ranks have from {min(counts):.0f} to {max(counts):.0f} micro-batches but meet at "
+            f"each, so some would wait for ever. Give every rank its step of one plan, which has "
+            f"as many on each."
+        )
+
+
+def check_constants(reduced: Bundle) -> None:
+    """Gradients that were deferred with different constants cannot be added up."""
+    if LEAST not in reduced.metrics:
+        return
+    least, most = extremes_of(reduced)
+    if least != most:
+        raise InputError(
+            f"ranks scaled their losses by constants from {least:g} to {most:g}, because their "
+            f"steps have other budgets, so the sum of their gradients means nothing. Give every "
+            f"rank a step of the same stream (`until_all_end` for those that ended)."
+        )
