@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evenstep import Packed, Recipe, make_plan
+from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.core.step import Step
+from evenstep.core.world import World
+from evenstep.data.memory import InMemory
+from evenstep.data.planned import PlannedStream
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
@@ -96,6 +100,34 @@ def test_divisors_of_ones_own_are_wrong_over_micro_batches_and_over_ranks() -> N
 def test_totals_that_are_not_the_steps_own_are_an_error() -> None:
     with pytest.raises(InputError, match="promised 5 for 'loss_tokens' but the micro-batches had"):
         run_step(as_step(two_batches(), {"loss_tokens": 5}), Scalar(), told)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_sample_that_trains_other_labels_than_the_stream_said_is_named(ahead: bool) -> None:
+    samples = [{"input_ids": [7] * n} for n in (5, 3, 4, 2)]
+    counts = np.array([4, 2, 4, 1])  # sample 2 of four tokens has three labels
+
+    def labels(x: Tensor, batch: Batch) -> Tensor:
+        return x * (batch.labels != IGNORE_INDEX).sum()
+
+    def rank(ranks: Collective) -> None:
+        stream = PlannedStream(
+            InMemory(samples),
+            Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)),
+            world=World(ranks.rank, 2),
+            loss_tokens=counts,
+        )
+        step = next(iter(stream))
+        assert step.loss_tokens == {
+            n: counts[n] for micro in step.micro_batches for n in micro.segments.sample.tolist()
+        }
+        if ahead:
+            step = step.collated(Collator())
+        assert run_step(step, Scalar(), labels, collective=ranks, mode="deferred").loss == 1
+        run_step(step, Scalar(), labels, collective=ranks)
+
+    with pytest.raises(InputError, match=r"sample 2 trains 3 labels but .* say 4"):
+        run_ranks(2, rank)
 
 
 @pytest.mark.parametrize(

@@ -202,16 +202,24 @@ class PlannedStream:
         over = plan.recipe.longest_segment
         beyond = 0 if over is None else int((plan.lengths > over).sum())
         overflow = {"drop": "dropped", "truncate": "truncated"}.get(self.recipe.overflow)
+        totals = {} if place.inside else self._totals(samples, plan)
         return Step(
             number=place.step,
             epoch=place.epoch,
             micro_batches=tuple(micro_batches),
             samples=self._reader,
             cursor=self.cursor(after),
-            totals={} if place.inside else self._totals(samples, plan),
+            totals=totals,
             lost={overflow: beyond} if overflow and beyond else {},
             budget=self.recipe.layout.max_tokens,
+            loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
         )
+
+    def _labels(self, micro_batches: list[MicroBatch]) -> dict[int, int]:
+        """How many labels each sample of the micro-batches trains."""
+        assert self._loss_tokens is not None
+        numbers = sorted({n for micro in micro_batches for n in micro.segments.sample.tolist()})
+        return dict(zip(numbers, self._loss_tokens[numbers].tolist(), strict=True))
 
     def _planned(
         self, samples: IntArray, place: Place, last: bool, rank: int

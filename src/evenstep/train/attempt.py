@@ -25,6 +25,7 @@ from evenstep.train.bundle import Bundle
 from evenstep.train.checks import (
     check_constants,
     check_counts,
+    check_labels,
     extremes,
     extremes_of,
     refuse_groups_in_parts,
@@ -69,6 +70,8 @@ class Work:
     number: int
     totals: Mapping[str, float]
     budget: int | None
+    loss_tokens: Mapping[int, int] = field(default_factory=dict)
+    """The labels that each sample trains, where `totals` counts on it."""
     dummy: MicroBatch = field(default_factory=nothing)
     """What a rank runs that has nothing to run."""
 
@@ -189,6 +192,8 @@ class Attempt:
         refuse_groups_in_parts(
             batch, self.normalizer, self.groups, self.runner.on_memory == "split"
         )
+        if self.normalizer.mode == "known":
+            check_labels(batch, self.work.loss_tokens)
         real = batch.sample_ids >= 0
         lengths, samples = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
         labels = int((batch.labels != IGNORE_INDEX).sum())

@@ -61,6 +61,20 @@ def refuse_groups_in_parts(
     seen.update(groups)
 
 
+def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
+    """Where a denominator was known before the step, each sample must train what it counts on."""
+    if not loss_tokens:
+        return
+    for number, trained in zip(batch.sample_ids.tolist(), batch.trained.tolist(), strict=True):
+        told = loss_tokens.get(number, trained)
+        if told != trained:
+            raise InputError(
+                f"sample {number} trains {trained} labels but the stream's loss_tokens say {told}, "
+                f"and the step is divided by them, so its gradient would be off. Count the labels "
+                f"that the collator leaves (the first token has none), or leave loss_tokens out."
+            )
+
+
 # Of ranks ---------------------------------------------------------------------------------------
 
 

@@ -176,4 +176,5 @@ def _work(step: Step) -> Work:
         number=step.number,
         totals=step.totals,
         budget=step.budget,
+        loss_tokens=step.loss_tokens,
     )
