@@ -116,14 +116,24 @@ def _by_rank(
 
 
 def _deal_groups(units: Units, ranks: int) -> IntArray:
-    """The rank of each unit: most segments first, to the rank with the fewest of them."""
+    """The rank of each unit: most segments first, to the rank with the fewest of them; where that
+    leaves ranks uneven, by number of segments alone.
+
+    Groups of 3, 3, 2, 2 and 2 on two ranks -> 3 + 3 and 2 + 2 + 2
+    """
     rank_of = np.empty(len(units), np.int64)
     held = [(0, 0.0, rank) for rank in range(ranks)]
     for unit in np.lexsort((-units.cost, -units.count)).tolist():
         count, cost, rank = heapq.heappop(held)
         rank_of[unit] = rank
         heapq.heappush(held, (count + int(units.count[unit]), cost + units.cost[unit], rank))
-    return rank_of
+    by_count = partition(units.count, ranks) if _unevenness(rank_of, units, ranks) > 1 else rank_of
+    return by_count if _unevenness(by_count, units, ranks) <= 1 else rank_of
+
+
+def _unevenness(rank_of: IntArray, units: Units, ranks: int) -> int:
+    """By how many segments the ranks differ at most."""
+    return int(np.ptp(np.bincount(rank_of, weights=units.count, minlength=ranks)))
 
 
 def _rows_of_one_width(units: Units, recipe: Recipe) -> int | None:
@@ -143,12 +153,14 @@ def _rows_of_one_width(units: Units, recipe: Recipe) -> int | None:
 
 
 def _check_sizes(rank: IntArray, units: Units, ranks: int) -> None:
-    """Raise where groups of unequal sizes kept the ranks from holding equally many segments."""
-    sizes = np.bincount(rank, weights=units.count, minlength=ranks)
-    if sizes.max() - sizes.min() > 1:
+    """Raise where groups kept the ranks from holding equally many segments."""
+    if _unevenness(rank, units, ranks) > 1:
+        held = np.bincount(rank, weights=units.count, minlength=ranks)
         raise PlanError(
-            "equal_sizes asks for as many segments on each rank, but the groups of this step have "
-            "unequal sizes and cannot be dealt so. Use groups of one size, or equal_sizes=False."
+            f"equal_sizes asks for as many segments on each rank, but the {len(units)} groups of "
+            f"this step could not be dealt so: ranks would hold from {held.min():.0f} to "
+            f"{held.max():.0f}. Use groups of one size, a multiple of {ranks} in each step, or "
+            f"equal_sizes=False."
         )
 
 

@@ -12,6 +12,7 @@ from evenstep.planning.kernel import kernel
 from evenstep.planning.pack import pack
 from evenstep.planning.relieve import refine_waves
 from evenstep.planning.split import split_bins
+from evenstep.planning.spread import spread_units
 from evenstep.planning.units import Units
 from evenstep.planning.waves import best_waves
 
@@ -115,6 +116,8 @@ def place_units(
         most = (recipe.steps.micro_batches or 0) * ranks
         if most and len(filled) > most:  # the step was dealt by best fit
             filled = pack_units(units, capacity, "best_fit_decreasing", recipe.seed)
+        if len(units.caps) and len(filled) > count * ranks:
+            filled = _spread(units, capacity, count * ranks, ranks * multiple, filled)
         if refined and len(filled) > count * ranks and len(units) <= _SEARCHED:
             better = pack_units(units, capacity, "optimal", recipe.seed)
             filled = better if len(better) < len(filled) else filled
@@ -130,6 +133,23 @@ def place_units(
     dealt = [_dealt(pack_of, units, recipe, ranks, count) for pack_of in candidates]
     place, _ = min(dealt, key=lambda pair: pair[1])
     return place, count
+
+
+def _spread(units: Units, capacity: int, packs: int, more: int, filled: Ragged) -> Ragged:
+    """Under several limits, units spread over `packs`, or `more` again and again, if that takes
+    fewer than were filled one after the other."""
+    for count in range(packs, len(filled), more):
+        found = spread_units(units, capacity, count)
+        if found is not None:
+            return found
+    return filled
+
+
+def fits_packs(units: Units, capacity: int, packs: int) -> bool:
+    """Whether `place_units` finds room for the units in so many packs."""
+    if len(pack_units(units, capacity, "best_fit_decreasing", 0)) <= packs:
+        return True
+    return len(units.caps) > 0 and spread_units(units, capacity, packs) is not None
 
 
 def _could_be_better(found: IntArray, units: Units, recipe: Recipe, ranks: int, count: int) -> bool:

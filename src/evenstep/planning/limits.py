@@ -74,8 +74,8 @@ def rows_that_fit(recipe: Recipe, widths: IntArray) -> IntArray:
     assert recipe.capacity is not None
     most = np.where(widths > recipe.capacity, 1, recipe.layout.max_tokens // widths)
     if limits.cost is not None:
-        each = cost.of_lengths(widths)
-        most = np.minimum(most, ((limits.cost - cost.per_micro_batch) / each + 1e-9).astype(int))
+        dear = (limits.cost - cost.per_micro_batch) / cost.of_lengths(widths) + 1e-9
+        most = np.minimum(most, dear).astype(np.int64)  # a limit may be beyond any integer
     return np.maximum(most, 1)
 
 

@@ -17,7 +17,7 @@ from evenstep.core.validate import MOST
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.assemble import StepLayout, assemble
 from evenstep.planning.cells import place_step
-from evenstep.planning.joint import pack_units
+from evenstep.planning.joint import fits_packs
 from evenstep.planning.limits import check_units, units_of
 from evenstep.planning.segment import cut_samples
 from evenstep.planning.steps import check_groups, deal_steps, first_step, most_units, too_large
@@ -193,7 +193,7 @@ class _Work:
         return assemble(recipe, self.counts, step_of, laid, self.groups, self.limited)
 
     def fits_step(self, samples: IntArray) -> bool:
-        """Whether these samples fill no more micro-batches than a step has, by best fit."""
+        """Whether these samples fill no more micro-batches than a step has."""
         recipe = self.recipe
         asked, ranks = recipe.steps.micro_batches, recipe.topology.dp
         assert asked is not None
@@ -205,9 +205,8 @@ class _Work:
         if isinstance(layout, Fixed):
             units, capacity = units.by_count(capacity), layout.samples
         assert capacity is not None
-        bins = len(pack_units(units, capacity, "best_fit_decreasing", 0))
         rows = layout.rows if isinstance(layout, PackedStatic) else 1
-        return bins <= asked * ranks * rows
+        return fits_packs(units, capacity, asked * ranks * rows)
 
 
 def _segments_of(samples: IntArray, segments: Segments) -> IntArray:

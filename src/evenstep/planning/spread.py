@@ -1,0 +1,112 @@
+"""Spreading: units over a given number of packs, so that none is fuller than it must be.
+
+Filling packs one after the other uses up one limit while there is room under another: with at most
+seven segments, the last packs hold seven short ones and are nearly empty. Spread over all packs,
+every limit is used up evenly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evenstep.core.ragged import FloatArray, IntArray, Ragged
+from evenstep.planning.kernel import kernel
+from evenstep.planning.units import Units
+
+_CHOICE = 4  # packs with room that a unit chooses from
+_LOOK = 64  # packs looked at for these, from the emptiest on
+
+
+def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
+    """Units by pack, spread over so many packs within all limits; None if one fits nowhere.
+
+    Heaviest first, by the sum of its shares of all limits; what breaks one by itself before all.
+    """
+    shares = np.column_stack((units.size / capacity, units.extra / np.maximum(units.caps, 1e-9)))
+    alone = (units.size > capacity) | (units.extra > units.caps).any(axis=1)
+    order = np.lexsort((-shares.sum(axis=1), ~alone))
+    pack_of = spread_kernel(units.size, units.extra, order, capacity, units.caps, packs)
+    return Ragged.group(pack_of, packs) if len(pack_of) == len(units) else None
+
+
+@kernel
+def spread_kernel(
+    sizes: IntArray, extra: FloatArray, order: IntArray, capacity: int, caps: FloatArray, packs: int
+) -> IntArray:
+    """The pack of each unit, taken in `order`: of the emptiest packs with room, the one that it
+    leaves emptiest. A pack is as full as its largest share of any limit.
+
+    A unit that breaks a limit by itself takes an empty pack. Empty if a unit fits nowhere.
+    """
+    n = sizes.shape[0]
+    pack_of = np.empty(n, np.int64)
+    size = np.zeros(packs, np.int64)
+    held = np.zeros((packs, caps.shape[0]))
+    full = np.zeros(packs)
+    heap = np.arange(packs)  # the emptiest at the root
+    count = packs
+    seen = np.empty(_LOOK, np.int64)
+    for unit in order:
+        looked, found = 0, 0
+        chosen, least = -1, np.inf
+        while count > 0 and looked < _LOOK and found < _CHOICE:
+            pack = heap[0]
+            fit = size[pack] + sizes[unit] <= capacity
+            share = (size[pack] + sizes[unit]) / capacity
+            for d in range(caps.shape[0]):
+                taken = held[pack, d] + extra[unit, d]
+                fit = fit and taken <= caps[d]
+                if taken > 0:
+                    share = max(share, taken / max(caps[d], 1e-9))
+            if fit or full[pack] == 0:
+                found += 1
+                if share < least:
+                    chosen, least = pack, share
+            seen[looked] = pack
+            looked += 1
+            count -= 1
+            heap[0] = heap[count]
+            sink(heap, count, full)
+        if chosen < 0:
+            return np.empty(0, np.int64)
+        pack_of[unit] = chosen
+        size[chosen] += sizes[unit]
+        held[chosen] += extra[unit]
+        full[chosen] = least
+        for k in range(looked):
+            heap[count] = seen[k]
+            count += 1
+            rise(heap, count, full)
+    return pack_of
+
+
+@kernel
+def sink(heap: IntArray, count: int, full: FloatArray) -> None:
+    """Let the pack at the root sink until both below it are fuller; ties by number."""
+    node = 0
+    while True:
+        child = 2 * node + 1
+        if child >= count:
+            return
+        if child + 1 < count and emptier(heap[child + 1], heap[child], full):
+            child += 1
+        if not emptier(heap[child], heap[node], full):
+            return
+        heap[node], heap[child] = heap[child], heap[node]
+        node = child
+
+
+@kernel
+def rise(heap: IntArray, count: int, full: FloatArray) -> None:
+    """Let the last of `count` packs rise until the one above it is emptier."""
+    node = count - 1
+    while node > 0 and emptier(heap[node], heap[(node - 1) // 2], full):
+        above = (node - 1) // 2
+        heap[node], heap[above] = heap[above], heap[node]
+        node = above
+
+
+@kernel
+def emptier(a: int, b: int, full: FloatArray) -> bool:
+    """Whether pack a comes before pack b."""
+    return full[a] < full[b] or (full[a] == full[b] and a < b)
