@@ -15,8 +15,9 @@ from benchmarks.peers import packer_peers
 from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import best, fresh_memory, interleave
 from evenstep.core.bounds import pack_bound
+from evenstep.core.layout import PACKER_NAMES
 from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning import PACKERS, pack
+from evenstep.planning import pack
 
 CAPACITY = 8192
 OURS, FROM_LIST = "evenstep best_fit_decreasing", "evenstep, given a Python list"
@@ -125,7 +126,9 @@ def _own(bench: Bench) -> Table:
         drawn = draw(lengths, n, CAPACITY)
         bound = pack_bound(drawn, CAPACITY)
         bench.say(f"our packers on {corpus}")
-        calls = {name: partial(pack, drawn, CAPACITY, name) for name in PACKERS}
+        calls: dict[str, Callable[[], Ragged]] = {
+            name: partial(pack, drawn, CAPACITY, name) for name in PACKER_NAMES
+        }
         for name, run in interleave(calls, repeats=3, patience=bench.pick(1.0, 0.2)).items():
             _assert_packed(run.result, drawn, CAPACITY)
             table.add(corpus, name, len(run.result), bound, len(run.result) / bound, run.ms)

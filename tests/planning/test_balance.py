@@ -1,6 +1,7 @@
 """Dealing costs to parts: never worse than the simple ways, near the best possible."""
 
 from itertools import product
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,18 +10,24 @@ from hypothesis import strategies as st
 
 from evenstep.core.bounds import makespan_bound
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.recipe import Balance
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning import DEALS, partition
+from evenstep.planning import partition
 from evenstep.planning.deal import deal_packs
 
 costs_lists = st.lists(st.floats(0.1, 100), min_size=1, max_size=40)
+
+
+def test_costs_too_small_to_be_scaled_are_dealt() -> None:
+    part_of = partition([5e-324] * 5, 2)
+    assert sorted(np.bincount(part_of).tolist()) == [2, 3]
 
 
 def loads(costs: FloatArray, part_of: IntArray, parts: int) -> FloatArray:
     return sum_by(part_of, costs, parts)
 
 
-@given(costs_lists, st.integers(1, 12), st.sampled_from(sorted(DEALS)), st.booleans())
+@given(costs_lists, st.integers(1, 12), st.sampled_from(get_args(Balance)), st.booleans())
 def test_every_item_gets_one_part_and_equal_sizes_hold(
     costs: list[float], parts: int, algorithm: str, equal_sizes: bool
 ) -> None:
@@ -82,7 +89,7 @@ def test_unknown_algorithms_and_impossible_costs_are_refused() -> None:
         partition([float("nan")], 1)
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 99), st.sampled_from(sorted(DEALS)))
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 99), st.sampled_from(get_args(Balance)))
 def test_packs_are_dealt_one_to_each_place(
     ranks: int, positions: int, seed: int, balance: str
 ) -> None:

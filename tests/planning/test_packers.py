@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.core.bounds import pack_bound
-from evenstep.planning import PACKERS, pack
+from evenstep.core.layout import PACKER_NAMES
+from evenstep.planning import pack
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -103,7 +104,7 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     return best
 
 
-@given(items, st.integers(40, 100), st.sampled_from(sorted(PACKERS)), st.integers(0, 3))
+@given(items, st.integers(40, 100), st.sampled_from(PACKER_NAMES), st.integers(0, 3))
 def test_every_item_is_packed_once_and_no_bin_overflows(
     lengths: list[int], capacity: int, packer: str, seed: int
 ) -> None:
@@ -152,6 +153,36 @@ def test_best_fit_writes_every_item_once_whatever_is_left_of_the_last_block(coun
     assert all(np.diff(lengths[items]).max(initial=0) <= 0 for items in bins), "longest first"
 
 
+@pytest.mark.parametrize("packer", ["best_fit_decreasing", "optimal"])
+def test_far_more_spaces_than_items_take_no_table(packer: str) -> None:
+    lengths = [2**39 + 1, 2**39 + 2, 5, 2**39 - 1]
+    bins = pack(lengths, 2**40, packer).tolist()
+    assert sorted(map(sorted, bins)) == [[0, 3], [1, 2]]
+
+
+@given(items, st.integers(40, 100), st.sampled_from(PACKER_NAMES), st.integers(1, 12))
+def test_more_bins_than_needed_are_even(
+    lengths: list[int], capacity: int, packer: str, multiple: int
+) -> None:
+    needed = len(pack(lengths, capacity, packer))
+    target = -(-needed // multiple) * multiple
+    if needed < target <= len(lengths):
+        bins = pack(lengths, capacity, packer, bin_count_multiple=multiple)
+        loads = bins.sums(np.array(lengths))
+        assert len(bins) == target
+        assert sorted(bins.values.tolist()) == list(range(len(lengths)))
+        assert 0 < loads.min() <= loads.max() <= capacity
+        # No part holds more than the mean and one more item: as even as longest-first at least.
+        assert loads.max() <= sum(lengths) / target + max(lengths)
+
+
+def test_many_small_items_in_more_bins_are_level() -> None:
+    assert pack([10] * 12, 120, min_bin_count=3).sums(np.full(12, 10)).tolist() == [40, 40, 40]
+    lengths = np.random.default_rng(0).integers(1, 100, 400)
+    loads = pack(lengths, 8192, min_bin_count=9).sums(lengths)
+    assert loads.max() <= 1.001 * loads.mean()
+
+
 @settings(max_examples=150)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(30, 50))
 def test_the_bound_never_exceeds_the_fewest_bins_and_optimal_often_meets_them(
@@ -196,7 +227,7 @@ def test_bins_are_raised_to_the_count_and_multiple(
 
 
 def test_nothing_packs_into_nothing() -> None:
-    assert all(pack([], 10, packer).tolist() == [] for packer in PACKERS)
+    assert all(pack([], 10, packer).tolist() == [] for packer in PACKER_NAMES)
 
 
 def test_kernels_give_the_same_plan_without_their_compiler() -> None:

@@ -276,7 +276,7 @@ def _to_the_brim(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
     least = max(float(costs.sum()) / parts, float(costs.max()))
     if len(costs) > _FEW or most <= least * (1 + _STUCK):
         return part_of
-    sizes = np.maximum(np.ceil(costs * (_UNITS / least)), 1).astype(np.int64)
+    sizes = np.maximum(np.ceil(costs / least * _UNITS), 1).astype(np.int64)
     for over in (_STUCK / 2, _STUCK * 0.9):
         found = optimal_kernel(sizes, int(_UNITS * (1 + over)), parts, parts + 1)
         if len(found):

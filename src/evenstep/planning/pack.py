@@ -16,9 +16,9 @@ from evenstep.planning.first_fit import (
     next_fit_kernel,
 )
 from evenstep.planning.optimal import optimal_kernel
-from evenstep.planning.split import split_bins
+from evenstep.planning.split import even_bins
 
-_LARGE = 2**22  # a table of that many spaces is worth avoiding
+_LARGE, _EACH = 2**22, 64  # spaces of a table, in all or for each item, that are worth their memory
 
 Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
 
@@ -60,13 +60,14 @@ def first_fit_shuffle(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged
 
 
 def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
-    """Longest first into the fullest bin with room.
+    """Longest first into the fullest bin with room; where there are far more spaces than items,
+    into the first, which takes no table of them and promises as much.
 
     >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
     [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
     """
-    if capacity > _LARGE and int(lengths.sum()) <= capacity:
-        return Ragged(np.argsort(-lengths, kind="stable"), np.array([0, len(lengths)]))
+    if capacity > max(_LARGE, _EACH * len(lengths)):
+        return first_fit_decreasing(lengths, capacity)
     return best_fit(lengths, capacity)
 
 
@@ -74,14 +75,14 @@ def optimal(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
     """As few bins as the search finds; certified where they meet `pack_bound`.
 
     Best fit first. If that misses the bound, bins are filled to the brim by subset sums, under
-    several tolerances, until one meets it.
+    several tolerances, until one meets it; beyond four million spaces there is no such search.
 
     >>> len(optimal(np.array([6, 5, 4, 3, 2]), 10)), pack_bound(np.array([6, 5, 4, 3, 2]), 10)
     (2, 2)
     """
     packed = best_fit_decreasing(lengths, capacity)
     bound = pack_bound(lengths, capacity)
-    if len(packed) > bound:
+    if len(packed) > bound and capacity <= _LARGE:
         better = optimal_kernel(lengths, capacity, bound, len(packed))
         if len(better):
             return _grouped(better)
@@ -112,8 +113,8 @@ def pack(
 ) -> Ragged:
     """Put items of these lengths into bins of `capacity`; bin i holds the items `result[i]`.
 
-    The number of bins is raised to `min_bin_count` and to a multiple of `bin_count_multiple` by
-    dividing the fullest bins evenly, so that work stays balanced.
+    Where the number of bins is raised to `min_bin_count` or to a multiple of
+    `bin_count_multiple`, items are dealt anew to so many bins, balanced instead of filled.
 
     >>> pack([5, 4, 3, 2], 7).tolist()
     [[0, 3], [1, 2]]
@@ -160,7 +161,7 @@ def pack(
                 f"{target} bins were asked for but there are {len(items)} items; some bins would "
                 f"stay empty. Lower min_bin_count or bin_count_multiple."
             )
-        packed = split_bins(items, packed, target)
+        packed = even_bins(items, packed, capacity, target)
     return packed
 
 

@@ -1,10 +1,33 @@
-"""Dividing bins until there are as many as are needed, with the work kept even."""
+"""More bins than are needed, with the work kept even."""
 
 import heapq
 
 import numpy as np
 
 from evenstep.core.ragged import IntArray, Ragged
+from evenstep.planning.balance import partition
+from evenstep.planning.spread import spread_kernel
+
+_REFINED = 1024  # bins up to which swaps are worth their time
+_NONE: IntArray = np.empty(0, np.int64)
+
+
+def even_bins(sizes: IntArray, bins: Ragged, capacity: int, target: int) -> Ragged:
+    """The items of `bins` in `target` bins, as even as they can be found: dealt anew and refined;
+    if that breaks the capacity, or for very many, longest first each to the emptiest with room;
+    if one has room nowhere, by dividing the bins that are there.
+
+    >>> even_bins(np.full(12, 10), Ragged.of([[*range(12)]]), 120, 3).sums(np.full(12, 10)).tolist()
+    [40, 40, 40]
+    """
+    bin_of = partition(sizes, target) if target <= _REFINED else _NONE
+    if len(bin_of) == 0 or np.bincount(bin_of, sizes, target).max() > capacity:
+        nothing = np.zeros((len(sizes), 0))
+        order = np.argsort(-sizes, kind="stable")
+        bin_of = spread_kernel(sizes, nothing, order, capacity, np.zeros(0), target)
+    if len(bin_of) < len(sizes) or np.bincount(bin_of, minlength=target).min() == 0:
+        return split_bins(sizes, bins, target)
+    return Ragged.group(bin_of, target)
 
 
 def split_bins(sizes: IntArray, bins: Ragged, target: int) -> Ragged:
