@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from evenstep import demo
+from evenstep.data.token_writer import write_token_file
 from evenstep.planning import make_plan
 
 
@@ -40,13 +41,25 @@ def test_every_layout_runs_the_same_samples_in_every_step() -> None:
     assert all((plan.step_of == plans[0].step_of).all() for plan in plans)
 
 
+def test_the_plans_that_are_drawn_are_those_that_run(tmp_path: Path) -> None:
+    corpus = write_token_file(tmp_path / "tokens", demo.samples(24), dtype=np.uint8)
+    recipe = demo.recipe_of(demo.LAYOUTS["packed"], each=12)
+    drawn = demo.plan("packed", recipe, corpus.lengths_of(np.arange(24))).plan
+    assert drawn is not None
+    for rank in range(demo.RANKS):
+        for number, step in enumerate(demo.stream_of(corpus, recipe, rank)):
+            ran = [micro.segments.sample.tolist() for micro in step.micro_batches]
+            assert ran == [micro.segments.sample.tolist() for micro in drawn[number, rank]]
+
+
 def test_the_table_has_a_column_for_each_layout_and_a_row_for_each_loss() -> None:
     record = {
-        "losses": [5.5, 4.25], "tokens_per_second": 1000.0, "padding": 0.5, "micro_batches": 7,
-        "planned": 1.01, "measured": 1.02, "waiting": 0.0,
+        "losses": [5.5, 4.25], "tokens_per_second": 1000.0, "micro_batches": 7, "planned": 1.01,
+        "measured": 1.02, "waiting": 0.0,
     }  # fmt: skip
     screen = Console(file=io.StringIO(), width=120)
-    screen.print(demo.table(dict.fromkeys(demo.LAYOUTS, record)))
+    entries = [demo.plan(n, demo.recipe_of(layout), [9, 5]) for n, layout in demo.LAYOUTS.items()]
+    screen.print(demo.table(dict.fromkeys(demo.LAYOUTS, record), entries))
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert all(name in shown for name in demo.LAYOUTS)
     assert "loss of step 1" in shown

@@ -12,6 +12,7 @@ import json
 import random
 import socket
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
     )
     entries = [plan(name, recipe_of(layout, each), lengths) for name, layout in LAYOUTS.items()]
     records = train_all(corpus.path, each)
-    console.print(table(records))
+    console.print(table(records, entries))
     losses = np.array([record["losses"] for record in records.values()])
     console.print(
         f"\nThe losses of a step differ by at most {np.ptp(losses, axis=0).max():.1e}: the same "
@@ -134,7 +135,10 @@ def plan(name: str, recipe: Recipe, lengths: Any) -> Entry:
     from evenstep.planning import make_plan
 
     with screen.progress(f"Planning: {name} (the first time compiles kernels)"):
-        return Entry(name, make_plan(lengths, recipe))
+        make_plan(lengths, recipe)
+    began = time.perf_counter()
+    made = make_plan(lengths, recipe)
+    return Entry(name, made, time.perf_counter() - began)
 
 
 def train_all(corpus: Path, each: int) -> dict[str, dict[str, Any]]:
@@ -165,6 +169,18 @@ def train_rank(rank: int, port: int, corpus: Path, each: int, records: Path) -> 
     torch.distributed.destroy_process_group()
 
 
+def stream_of(source: TokenFile, recipe: Recipe, rank: int) -> PlannedStream:
+    """A rank's steps, in the corpus's own order: it is a random one, and that of the picture."""
+    lengths = source.lengths_of(np.arange(len(source)))
+    return PlannedStream(
+        source,
+        recipe,
+        world=World(rank, RANKS),
+        shuffle=False,
+        loss_tokens=lengths - 1,  # all but each first token
+    )
+
+
 def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     """Train from the same beginning with one layout."""
     import torch
@@ -179,13 +195,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Decoder(DecoderShape(**SHAPE)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    source = TokenFile(corpus)
-    stream = PlannedStream(
-        source,
-        recipe,
-        world=World(rank, RANKS),
-        loss_tokens=source.lengths_of(np.arange(len(source))) - 1,  # all but each first token
-    )
+    stream = stream_of(TokenFile(corpus), recipe, rank)
     runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
     results = []
     with Watch(timeout=60), progress(rank, name) as advance:
@@ -200,7 +210,6 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     return {
         "losses": [result.loss for result in results],
         "tokens_per_second": sum(r.tokens_per_second * r.timings.total for r in steady) / seconds,
-        "padding": float(np.mean([result.padding for result in results])),
         "micro_batches": sum(result.micro_batches for result in results),
         "planned": float(np.mean([result.planned_imbalance for result in results])),
         "measured": float(np.mean([result.measured_imbalance for result in steady])),
@@ -221,7 +230,7 @@ class _Silent:
         pass
 
 
-def table(records: dict[str, dict[str, Any]]) -> Table:
+def table(records: dict[str, dict[str, Any]], entries: list[Entry]) -> Table:
     """One column for each layout; the loss of every step below."""
     found = list(records.values())
     least = found[0]["tokens_per_second"]
@@ -231,10 +240,13 @@ def table(records: dict[str, dict[str, Any]]) -> Table:
         made.add_column(name, justify="right")
     speeds = [record["tokens_per_second"] for record in found]
     made.add_row("real tokens a second", *(f"{s:,.0f} ({s / least:.2f}×)" for s in speeds))
-    made.add_row("padding", *(f"{record['padding']:.1%}" for record in found))
+    made.add_row("slots", *(f"{entry.stats['slots']:,}" for entry in entries))
+    made.add_row("padding", *(f"{entry.stats['padding_ratio']:.1%}" for entry in entries))
     made.add_row("micro-batches a rank", *(f"{record['micro_batches']:,}" for record in found))
     made.add_row("imbalance, planned", *(f"{record['planned']:.4f}×" for record in found))
     made.add_row("imbalance, measured", *(f"{record['measured']:.3f}×" for record in found))
+    each = [entry.seconds / len(found[0]["losses"]) for entry in entries]
+    made.add_row("time to plan a step", *(f"{seconds * 1e3:.1f} ms" for seconds in each))
     made.add_row("waiting for data", *(f"{record['waiting']:.1%}" for record in found))
     made.add_section()
     for step in range(len(found[0]["losses"])):
