@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import PACKER_NAMES
+from evenstep.errors import ConfigError, InputError
 from evenstep.planning import pack
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -174,6 +175,13 @@ def test_more_bins_than_needed_are_even(
         assert 0 < loads.min() <= loads.max() <= capacity
         # No part holds more than the mean and one more item: as even as longest-first at least.
         assert loads.max() <= sum(lengths) / target + max(lengths)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"capacity is 8\.5"):
+        pack([3], 8.5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="item 1 has length 9223372036854775813"):
+        pack(np.array([3, 2**63 + 5], np.uint64), 8)
 
 
 def test_many_small_items_in_more_bins_are_level() -> None:

@@ -55,7 +55,8 @@ class Padded:
 
     `cut` is where the sorted samples are divided: `optimal` (dynamic programming: the fewest
     micro-batches, then the fewest slots) or `greedy` (the same cuts on every rank, as NeMo-RL
-    and ROLL make them). `pad_to` fixes the width of every row.
+    and ROLL make them). Where a pipeline needs one width, no cut saves any, and rows are dealt by
+    cost. `pad_to` fixes the width of every row.
     """
 
     kind: Literal["padded"] = "padded"

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 
 from evenstep.core.bounds import pack_bound, rounded_up
 from evenstep.core.ragged import IntArray, Ragged
+from evenstep.core.validate import MOST, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.best_fit import best_fit, extent
 from evenstep.planning.first_fit import (
@@ -127,12 +128,15 @@ def pack(
             f"lengths have shape {items.shape} and type {items.dtype}, not one integer each, so "
             f"nothing can be packed. Pass a flat sequence of whole numbers."
         )
-    items = np.ascontiguousarray(items, np.int64)
-    if capacity < 1 or min_bin_count < 0 or bin_count_multiple < 1:
-        raise ConfigError(
-            f"capacity {capacity}, min_bin_count {min_bin_count} and bin_count_multiple "
-            f"{bin_count_multiple} leave no way to pack. Use 1, 0 and 1 or more."
+    if items.dtype.kind == "u" and items.size and int(items.max()) > MOST:
+        at = int(items.argmax())
+        raise InputError(
+            f"item {at} has length {items[at]}, beyond what sums of lengths can hold. Check it."
         )
+    items = np.ascontiguousarray(items, np.int64)
+    capacity = whole_number("capacity", capacity)
+    min_bin_count = whole_number("min_bin_count", min_bin_count, least=0)
+    bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
     if packer.lower() not in PACKERS:
         raise ConfigError(
             f"packer {packer!r} is unknown, so nothing was packed. Choose one of "

@@ -24,10 +24,13 @@ def cut_samples(lengths: IntArray, recipe: Recipe, names: IntArray) -> tuple[Seg
         return Segments(everything, np.zeros_like(lengths), lengths), none
     assert limit is not None
     if recipe.overflow == "error" or limit == 0:
+        by = "" if recipe.limits.cost is None else " within limits.cost"
+        what = "the budget" if recipe.limits.cost is None else "the budget or limits.cost"
+        ways = "split, truncate, alone or drop" if limit else "alone"  # nothing else leaves a token
         raise PlanError(
             f"sample {names[over[0]]} has {lengths[over[0]]} tokens but a micro-batch holds "
-            f"{limit}; it could never run{_and_more(len(over))}. Raise the budget or set overflow "
-            f"to split, truncate, alone or drop."
+            f"{limit}{by}; it could never run{_and_more(len(over))}. Raise {what}, or set overflow "
+            f"to {ways}."
         )
     if recipe.overflow == "drop":
         kept = np.delete(everything, over)

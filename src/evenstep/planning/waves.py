@@ -111,6 +111,7 @@ def fill_waves(
         rate = min(rate, costs[u] / sizes[u])
         cost_left += costs[u]
         size_left += sizes[u]
+    rate = rate if n else 0.0
     for p in range(positions):
         first = p * ranks
         mean = size_left / ((positions - p) * ranks)
