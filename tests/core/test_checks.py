@@ -1,5 +1,6 @@
 """Each check finds the fault it is named for, and only a broken plan fails."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from evenstep.core.checks import CHECKS
 from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
+from tests.handmade import handmade
 
 LENGTHS = [5, 3, 7, 2, 6, 4, 1, 8]
 
@@ -80,8 +82,108 @@ def one_rank_short(plan: Plan) -> Plan:
     return changed(plan, cell_offsets=offsets)
 
 
+def steps_reversed(plan: Plan) -> Plan:
+    """The last step first, all of it in its right place."""
+    last = plan.steps - 1
+    nested = [
+        [
+            [
+                [
+                    micro.segments.sample[a:b].tolist()
+                    for a, b in itertools.pairwise(micro.row_offsets.tolist())
+                ]
+                for micro in plan[last - step, rank]
+            ]
+            for rank in range(plan.ranks)
+        ]
+        for step in range(plan.steps)
+    ]
+    return handmade(plan.lengths.tolist(), nested, plan.recipe)
+
+
+def a_step_of_dummies(plan: Plan) -> Plan:
+    """One more step at the end in which every rank runs one micro-batch of nothing."""
+    rows, micros, cells = plan.row_offsets, plan.micro_offsets, plan.cell_offsets
+    more = np.arange(1, plan.ranks + 1)
+    return changed(
+        plan,
+        row_offsets=np.append(rows, np.full(plan.ranks, rows[-1])),
+        micro_offsets=np.append(micros, micros[-1] + more),
+        cell_offsets=np.append(cells, cells[-1] + more),
+        widths=np.append(plan.widths, np.full(plan.ranks, plan.recipe.width_unit)),
+    )
+
+
 packed = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
+counted = Recipe(layout=Packed(max_tokens=8), steps=Steps(micro_batches=2))
+patches = Recipe(layout=Packed(max_tokens=16), limits=Limits(columns={"patches": 5}))
 FAULTS = {
+    "offsets go back through an overflow": Fault(
+        "offsets_nest",
+        packed,
+        lambda p: changed(
+            p, row_offsets=np.array([0, 2**63 - 1, -(2**63), -1, *p.row_offsets[4:]])
+        ),
+    ),
+    "rows times width overflow to nothing": Fault(
+        "numbers_in_range",
+        Recipe(layout=PackedStatic(rows=4, width=8)),
+        lambda p: changed(p, widths=at(p.widths, 0, 2**62)),
+    ),
+    "rows times width overflow below zero": Fault(
+        "numbers_in_range",
+        Recipe(layout=PackedStatic(rows=4, width=8)),
+        lambda p: changed(p, widths=at(p.widths, 0, 2**61)),
+    ),
+    "all slots together overflow": Fault(
+        "numbers_in_range", packed, lambda p: changed(p, widths=np.full(len(p.widths), 2**61))
+    ),
+    "a length is beyond any plan": Fault(
+        "numbers_in_range", packed, lambda p: changed(p, lengths=at(p.lengths, 0, 2**62))
+    ),
+    "a negative column makes room": Fault(
+        "numbers_in_range",
+        patches,
+        lambda p: changed(p, columns={"patches": [9, 9, -99, 9, 9, 9, 9, -99]}),
+        {"columns": {"patches": [1] * 8}},
+    ),
+    "a column overflows to nothing": Fault(
+        "numbers_in_range",
+        patches,
+        lambda p: changed(p, columns={"patches": np.full(8, 2**62)}),
+        {"columns": {"patches": [1] * 8}},
+    ),
+    "without a budget, a width is far too wide": Fault(
+        "slots_within_budget",
+        Recipe(layout=Fixed(samples=2)),
+        lambda p: changed(p, widths=at(p.widths, 0, 2**50)),
+    ),
+    "steps of micro-batches run backwards": Fault("samples_stay_in_step", counted, steps_reversed),
+    "a step but the last has too few micro-batches": Fault(
+        "samples_stay_in_step",
+        counted,
+        lambda p: changed(
+            p, recipe=Recipe(layout=Packed(max_tokens=8), steps=Steps(micro_batches=4))
+        ),
+    ),
+    "steps of samples end with one of dummies": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), steps=Steps(samples=4)),
+        a_step_of_dummies,
+    ),
+    "the one step is followed by one of dummies": Fault(
+        "samples_stay_in_step", packed, a_step_of_dummies
+    ),
+    "steps of micro-batches end with one of dummies": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=16), steps=Steps(micro_batches=1)),
+        a_step_of_dummies,
+    ),
+    "a sample is in no step and not dropped": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=16), steps=Steps(micro_batches=1), overflow="drop"),
+        lambda p: changed(p, step_of=at(p.step_of, 0, -5)),
+    ),
     "a row is counted twice": Fault(
         "offsets_nest", packed, lambda p: changed(p, row_offsets=at(p.row_offsets, 1, 99))
     ),
@@ -244,3 +346,17 @@ def test_a_fault_is_found_by_the_check_that_is_named_for_it(fault: Fault) -> Non
 
 def test_every_check_has_a_fault_that_it_finds() -> None:
     assert {fault.check for fault in FAULTS.values()} == set(CHECKS)
+
+
+def test_steps_of_micro_batches_may_end_with_a_short_one() -> None:
+    plan = make_plan([8] * 5, counted)
+    assert np.diff(plan.cell_offsets).tolist() == [2, 2, 1]
+    assert not any(violations(plan).values())
+
+
+def test_groups_in_steps_of_micro_batches_stand_where_they_begin() -> None:
+    plan = make_plan([4, 8, 4, 8, 8], counted, groups=[7, 1, 7, 2, 3])
+    assert plan.step_of.tolist() == [0, 0, 0, 1, 1]
+    late = make_plan([4, 8, 8, 8, 4], counted, groups=[7, 1, 2, 3, 7])
+    assert late.step_of.tolist() == [0, 0, 1, 1, 0]
+    assert not any(violations(late).values())

@@ -1,11 +1,25 @@
 """The plan as data: cells, order, files, measures."""
 
+import copy
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from evenstep import Cost, Packed, PackedStatic, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep import (
+    Cost,
+    Limits,
+    Packed,
+    PackedStatic,
+    Padded,
+    Plan,
+    Recipe,
+    Steps,
+    Topology,
+    make_plan,
+)
 from evenstep.errors import EvenstepError, FileError, InputError
 
 
@@ -138,6 +152,49 @@ def test_costs_count_padding_where_it_is_computed() -> None:
     assert padded.costs.tolist() == [2 * (4 + 16 + 10) + 100]
     packed = make_plan([2, 4], Recipe(layout=Packed(max_tokens=8, pad_to=8), cost=cost))
     assert packed.costs.tolist() == [8 + (4 + 16) + 2 * 10 + 100]
+
+
+def test_a_square_that_does_not_fit_64_bits_costs_what_it_should() -> None:
+    packed = Recipe(layout=Packed(max_tokens=2**33), cost=Cost(per_token=0, per_pair=1))
+    assert make_plan([2**32], packed).costs.tolist() == [2.0**64]
+    padded = Recipe(layout=Padded(max_tokens=2**33), cost=Cost(per_token=0, per_pair=1))
+    assert make_plan([2**32], padded).costs.tolist() == [2.0**64]
+
+
+def test_whole_coefficients_do_not_overflow() -> None:
+    large = Recipe(layout=Packed(max_tokens=10**5), cost=Cost(per_token=10**14, per_pair=1))
+    assert make_plan([10**5], large).costs.tolist() == [1e19 + 1e10]
+    larger = Recipe(layout=Packed(max_tokens=10**5), cost=Cost(per_token=10**20))
+    plan = make_plan([10**5, 10], larger)
+    assert plan.costs.tolist() == [1e25, 1e21]
+    assert plan.stats()["imbalance_cost_step"] == 1
+
+
+@pytest.mark.parametrize("number", [int, float, np.int64, np.float32, np.float64])
+def test_equal_plans_have_equal_fingerprints_whatever_numbers_they_were_made_with(
+    number: Any, tmp_path: Path
+) -> None:
+    def made(kind: Any) -> Plan:
+        cost = Cost(per_token=kind(24576), per_pair=kind(1))
+        recipe = Recipe(layout=Packed(max_tokens=8), cost=cost, limits=Limits(cost=kind(10**6)))
+        return make_plan([5, 3], recipe)
+
+    plan = made(number)
+    assert plan.recipe == made(float).recipe
+    assert plan.fingerprint == made(float).fingerprint
+    plan.save(tmp_path / "plan")
+    assert Plan.load(tmp_path / "plan").fingerprint == plan.fingerprint
+
+
+def test_a_plan_crosses_processes_and_can_be_copied() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=12), limits=Limits(columns={"patches": 9}))
+    plan = make_plan([5, 3, 7], recipe, groups=[0, 0, 1], columns={"patches": [1, 2, 3]})
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)):
+        assert again.fingerprint == plan.fingerprint
+        assert again.recipe == plan.recipe
+        assert again.columns["patches"].tolist() == [1, 2, 3]
+        for array in (again.widths, again.segments.length, again.columns["patches"]):
+            assert not array.flags.writeable
 
 
 def test_static_rows_never_share_a_segment() -> None:

@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep import Cost, Fixed, Limits, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep import (
+    Cost,
+    Fixed,
+    Limits,
+    Packed,
+    PackedStatic,
+    Padded,
+    Recipe,
+    Steps,
+    Topology,
+    make_plan,
+)
 from evenstep.core.ragged import Ragged
 from evenstep.core.validate import whole_number
 from evenstep.core.world import World
@@ -16,6 +27,9 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.pool import Pool
 from evenstep.data.pooled import PooledStream
 from evenstep.errors import ConfigError, InputError
+
+WORD: Any = "3"
+HALF: Any = 8.5
 
 
 @pytest.mark.parametrize(
@@ -55,7 +69,19 @@ def test_a_topology_derives_what_a_plan_must_keep(
         (lambda: Limits(columns={"patches": -1}), "limits.columns.patches is -1"),
         (lambda: Cost(per_token=-1), "cost.per_token is -1"),
         (lambda: Cost(per_token=0), "no work at all"),
+        (lambda: Cost(per_pair=float("nan")), "cost.per_pair is nan"),
+        (lambda: Cost(per_pair=10**400), "cost.per_pair is inf"),
+        (lambda: Cost(per_pair=WORD), "cost.per_pair is '3', which is not a number"),
+        (lambda: Cost(per_pair=True), "cost.per_pair is True"),
+        (lambda: Limits(cost=WORD), "limits.cost is '3', which is not a number"),
+        (lambda: Limits(cost=0), "limits.cost is 0"),
         (lambda: Cost.of_model(layers=0, hidden=1, ffn=1, heads=1), "layers is 0"),
+        (lambda: Cost.of_model(layers=1, hidden=4, ffn=1, heads=8), "hidden is 4 but there are 8"),
+        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, kv_heads=-2), "kv_heads is -2"),
+        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, kv_heads=0), "kv_heads is 0"),
+        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, head_dim=-1), "head_dim is -1"),
+        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, vocab=-5), "vocab is -5"),
+        (lambda: Cost.of_model(layers=1, hidden=HALF, ffn=1, heads=2), "hidden is 8.5"),
         (
             lambda: Recipe(layout=PackedStatic(rows=1, width=6), topology=Topology(cp=2)),
             "layout.width is 6, not a multiple of 4",
@@ -158,6 +184,44 @@ def test_fitting_nothing_is_refused() -> None:
         Cost.fit([])
     with pytest.raises(InputError):
         Cost.fit([([1], 0.0)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fault"),
+    [
+        ([5, 0], "measurement 1 has a segment of 0 tokens"),
+        ([5, -3], "measurement 1 has a segment of -3 tokens"),
+        ([5, float("nan")], "measurement 1 has a segment of nan tokens"),
+        ([1e300], "measurement 1 has a segment of 1e"),
+        ([], "measurement 1 has no lengths"),
+    ],
+)
+def test_a_measurement_that_no_micro_batch_gave_is_refused_by_number(
+    lengths: list[Any], fault: str
+) -> None:
+    with pytest.raises(InputError, match=fault):
+        Cost.fit([([5], 1.0), (lengths, 2.0), ([7], 3.0)])
+
+
+def test_times_that_do_not_grow_give_no_cost() -> None:
+    for shrink in (0.0, 0.001):
+        seen = [([n] * m, 3.0 - shrink * n * m) for n in range(1, 50) for m in (1, 2, 5)]
+        with pytest.raises(InputError, match="do not grow with the lengths"):
+            Cost.fit(seen)
+
+
+def test_equal_recipes_have_equal_hashes() -> None:
+    def made(**columns: int) -> Recipe:
+        return Recipe(layout=Packed(max_tokens=8), limits=Limits(columns=columns))
+
+    assert len({made(a=1, b=2), made(b=2, a=1), made(a=1)}) == 2
+
+
+def test_which_samples_are_dropped_is_the_one_say_that_a_budget_has_in_steps() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=512), steps=Steps(samples=2), overflow="drop")
+    assert make_plan([5, 600, 5, 5], recipe).step_of.tolist() == [0, -1, 0, 1]
+    larger = replace(recipe, layout=Packed(max_tokens=1024))
+    assert make_plan([5, 600, 5, 5], larger).step_of.tolist() == [0, 0, 1, 1]
 
 
 def test_a_recipe_survives_plain_data() -> None:

@@ -24,7 +24,7 @@ def test_every_section_has_its_rows() -> None:
 def test_a_plan_that_cannot_be_better_says_so() -> None:
     bounds = {section.title: section.rows for section in sections(EVEN.stats())}["Bounds"]
     assert "as few per rank as any plan can have" in bounds[0].note
-    assert "no plan can be faster" in bounds[1].note
+    assert "no plan of this recipe can be faster" in bounds[1].note
 
 
 def test_the_table_of_steps_has_a_row_for_each() -> None:

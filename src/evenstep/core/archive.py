@@ -2,7 +2,8 @@
 
     magic, 16 bytes | sha256 of the rest, 32 bytes | zlib( header size, 8 bytes | header | arrays )
 
-No pickle, no code, no zip. A file whose digest does not match is never parsed.
+No pickle, no code, no zip. A file whose digest does not match is never parsed, and none is
+expanded beyond the sizes that its header declares.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from evenstep.core.ragged import IntArray
 from evenstep.errors import FileError
 
+PathLike: TypeAlias = str | os.PathLike[str]
+
 MAGIC = b"EVENSTEP PLAN 1\n"
 _DIGEST = 32
+_LEVEL = 3
+_MOST_HEADER = 2**26
+# At our level zlib makes nothing but zeros 229 times smaller; what claims more is no plan of ours.
+_LARGE, _MOST_RATIO = 2**30, 256
 
 
 def encode(header: Mapping[str, Any], arrays: Mapping[str, IntArray]) -> bytes:
@@ -36,27 +43,53 @@ def encode(header: Mapping[str, Any], arrays: Mapping[str, IntArray]) -> bytes:
 def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, IntArray]]:
     """The inverse of `encode`."""
     size = int.from_bytes(payload[:8], "little")
-    data = json.loads(payload[8 : 8 + size])
+    header, counts = _parse(payload[8 : 8 + size])
     arrays: dict[str, IntArray] = {}
     at = 8 + size
-    for name in sorted(data["arrays"]):
-        count = data["arrays"][name]
-        if not isinstance(count, int) or count < 0:
-            raise ValueError(f"{name} has {count} entries")
-        arrays[name] = np.frombuffer(payload, "<i8", count, at).astype(np.int64)
-        at += 8 * count
-    if at != len(payload):
-        raise ValueError(f"{len(payload) - at} bytes are left over")
-    return data["header"], arrays
+    if at + 8 * sum(counts.values()) != len(payload):
+        raise ValueError(f"its {len(payload)} bytes are not those that its header declares")
+    for name in sorted(counts):
+        arrays[name] = np.frombuffer(payload, "<i8", counts[name], at).astype(np.int64)
+        at += 8 * counts[name]
+    return header, arrays
 
 
-def write(path: str | os.PathLike[str], payload: bytes) -> None:
+def pack(payload: bytes) -> bytes:
+    """The bytes of a file that holds `payload`."""
+    body = zlib.compress(payload, _LEVEL)
+    return MAGIC + hashlib.sha256(body).digest() + body
+
+
+def unpack(data: bytes, name: PathLike) -> bytes:
+    """The payload in the bytes of a file, after its digest was checked; `name` is for errors."""
+    if not data.startswith(MAGIC):
+        if MAGIC.startswith(data[: len(MAGIC)]):
+            raise FileError(f"{name} is cut short, so its plan is lost. Save the plan again.")
+        raise FileError(
+            f"{name} is not an Evenstep plan of version 1, so it cannot be read. "
+            f"Make one with `evenstep plan ... --out FILE`."
+        )
+    start = len(MAGIC) + _DIGEST
+    digest, body = data[len(MAGIC) : start], data[start:]
+    if hashlib.sha256(body).digest() != digest:
+        raise FileError(
+            f"{name} is damaged or cut short (its digest does not match), so nothing in it can "
+            f"be trusted. Save the plan again."
+        )
+    try:
+        return _expand(body)
+    except (zlib.error, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FileError(
+            f"{name} holds no plan ({error}), so there is nothing to read. Save the plan again."
+        ) from None
+
+
+def write(path: PathLike, payload: bytes) -> None:
     """Write the file whole or not at all."""
-    body = zlib.compress(payload, 3)
-    replace_file(path, MAGIC + hashlib.sha256(body).digest() + body)
+    replace_file(path, pack(payload))
 
 
-def read(path: str | os.PathLike[str]) -> bytes:
+def read(path: PathLike) -> bytes:
     """The payload of a file, after its digest was checked."""
     try:
         data = Path(path).read_bytes()
@@ -65,45 +98,108 @@ def read(path: str | os.PathLike[str]) -> bytes:
             f"{path} cannot be read ({error.strerror or error}), so there is no plan. "
             f"Check the path."
         ) from None
-    if not data.startswith(MAGIC):
-        if MAGIC.startswith(data[: len(MAGIC)]):
-            raise FileError(f"{path} is cut short, so its plan is lost. Save the plan again.")
-        raise FileError(
-            f"{path} is not an Evenstep plan of version 1, so it cannot be read. "
-            f"Make one with `evenstep plan ... --out FILE`."
-        )
-    start = len(MAGIC) + _DIGEST
-    digest, body = data[len(MAGIC) : start], data[start:]
-    if hashlib.sha256(body).digest() != digest:
-        raise FileError(
-            f"{path} is damaged or cut short (its digest does not match), so nothing in it can "
-            f"be trusted. Save the plan again."
-        )
-    try:
-        return zlib.decompress(body)
-    except zlib.error as error:
-        raise FileError(
-            f"{path} holds no plan ({error}), so there is nothing to read. Save the plan again."
-        ) from None
+    return unpack(data, path)
 
 
-def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
+def replace_file(path: PathLike, data: bytes) -> None:
     """Put `data` at `path` in one move, so that nobody ever sees half of it."""
-    target = Path(path)
+    replace_files({Path(path): data})
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Put each file in place in one move, and none before all of them are written.
+
+    Each is written beside its target, under a short name: the target's own may be as long as
+    names can be. A link stays, and what it points to is replaced.
+    """
+    prepared: dict[Path, Path] = {}
+    placed: list[str] = []
+    at = Path()
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
+        for at, data in contents.items():
+            target = _target(at)
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".evenstep.")
+            prepared[at] = Path(temporary)
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
             umask = os.umask(0)
             os.umask(umask)
             Path(temporary).chmod(0o666 & ~umask)
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        for at in contents:
+            prepared[at].replace(_target(at))
+            placed.append(str(at))
     except OSError as error:
+        saved = f"only {' and '.join(placed)} was saved" if placed else "nothing was saved"
         raise FileError(
-            f"{path} cannot be written ({error.strerror or error}), so nothing was saved. "
+            f"{at} cannot be written ({error.strerror or error}), so {saved}. "
             f"Choose a folder that exists and is writable."
         ) from None
+    finally:
+        for temporary_path in prepared.values():
+            temporary_path.unlink(missing_ok=True)
+
+
+def _target(path: Path) -> Path:
+    """Where `path` leads; a pipe, a device or a folder would be lost by putting a file there."""
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not target.is_file():
+        raise FileError(
+            f"{path} cannot be written because it is no regular file, so nothing was "
+            f"saved. Name a file."
+        )
+    return target
+
+
+def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """The header, and how many entries each array has."""
+    data = json.loads(text, parse_int=_integer)
+    counts = data["arrays"]
+    for name, count in counts.items() if isinstance(counts, dict) else [("arrays", counts)]:
+        if type(count) is not int or not 0 <= count < 2**60:
+            raise ValueError(f"{name} cannot have {str(count)[:40]} entries")
+    return data["header"], counts
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20:  # nothing in a plan has more than 64 bits
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _expand(body: bytes) -> bytes:
+    """The payload, expanded no further than its header declares."""
+    stream = _Stream(body)
+    start = stream.take(8)
+    size = int.from_bytes(start, "little")
+    if size > _MOST_HEADER:
+        raise ValueError(f"a header of {size} bytes")
+    text = stream.take(size)
+    _, counts = _parse(text)
+    rest = 8 * sum(counts.values())
+    if rest > max(_LARGE, _MOST_RATIO * len(body)):
+        raise ValueError(f"{len(body)} bytes would expand to {rest}")
+    arrays = stream.take(rest)
+    if stream.take(1):
+        raise ValueError("more follows than its header declares")
+    return b"".join((start, text, arrays))
+
+
+class _Stream:
+    """Compressed bytes, taken by counts of expanded ones."""
+
+    def __init__(self, body: bytes) -> None:
+        self._left = body
+        self._zlib = zlib.decompressobj()
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes, fewer where the stream ends."""
+        parts: list[bytes] = []
+        while count > 0 and not self._zlib.eof:
+            part = self._zlib.decompress(self._left, count)
+            stuck = not part and len(self._left) == len(self._zlib.unconsumed_tail)
+            self._left = self._zlib.unconsumed_tail
+            if stuck:
+                raise ValueError("its compressed bytes end too early")
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import FloatArray, IntArray
+
+_PARTS = 2**30  # of a limit that is not a whole number
+_SLACK = 2e-9  # what a sum of floats may exceed such a limit by, and some more
 
 
 def pack_bound(sizes: NDArray[np.integer], capacity: int) -> int:
@@ -71,32 +74,69 @@ def _l2(ordered: IntArray, capacity: int) -> int:
     return int(max(bound.max(), -(-int(total[-1]) // capacity)))
 
 
-def row_bound(widths: NDArray[np.integer], budget: int) -> int:
-    """At least so many padded micro-batches are needed for rows of these widths.
+def bins_bound(taken: FloatArray, caps: FloatArray) -> int:
+    """At least so many bins are needed, by every limit: `taken[i, d]` of `caps[d]` for item i.
 
-    From the widest down, a micro-batch takes rows while rows times its widest stays in budget;
-    no grouping does better.
+    An item over a limit by itself has a bin to itself; the others need as many as the limit that
+    asks for the most.
 
-    >>> row_bound(np.array([8, 8, 3, 3]), 16)
+    >>> two = np.array([[5.0, 50.0]] * 16)  # tokens, patches
+    >>> bins_bound(two, np.array([100.0, 1000.0])), bins_bound(two, np.array([100.0, 100.0]))
+    (1, 8)
+    """
+    alone = (taken > caps).any(axis=1)
+    rest = taken[~alone]
+    least = (_column_bound(rest[:, d], float(cap)) for d, cap in enumerate(caps))
+    return int(alone.sum()) + max(least, default=0)
+
+
+def _column_bound(column: FloatArray, cap: float) -> int:
+    """At least so many bins that hold `cap` of this column each; none of it is over the cap.
+
+    What is not whole is rounded down to a share of the cap, so that whatever fits still does.
+    """
+    column = column[column > 0]
+    if len(column) == 0:
+        return 0
+    if cap == np.floor(cap) and (column == np.floor(column)).all() and column.sum() < 2**53:
+        return pack_bound(column.astype(np.int64), int(cap))
+    share = column / (cap * (1 + _SLACK))
+    parts = np.floor(share * _PARTS).astype(np.int64)
+    return max(pack_bound(parts[parts > 0], _PARTS), int(np.ceil(share.sum() * (1 - _SLACK))))
+
+
+def row_bound(most: NDArray[np.integer]) -> int:
+    """At least so many padded micro-batches are needed for these rows.
+
+    `most[i]` rows fit where row i is the widest, and no fewer where a narrower one is. From the
+    widest down, a micro-batch takes rows while they fit; no grouping does better.
+
+    >>> row_bound(16 // np.array([8, 8, 3, 3]))
     2
     """
-    ordered = np.sort(widths)[::-1]
+    ordered = np.sort(most)
     bound, at = 0, 0
     while at < len(ordered):
-        at += max(budget // int(ordered[at]), 1)
+        at += max(int(ordered[at]), 1)
         bound += 1
     return bound
 
 
 def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
-    """The slowest rank carries at least the mean load and at least the largest item.
+    """The slowest rank carries at least the mean load, and what must share a rank.
+
+    Of the ranks * j + 1 largest items, some rank has j + 1: the smallest of them at least. With
+    j = 0, that is the largest item. Of [3, 3, 2], two share one of two ranks: 5 at least.
 
     >>> makespan_bound(np.array([3.0, 3.0, 2.0]), 2), makespan_bound(np.array([9.0, 1.0]), 2)
-    (4.0, 9.0)
+    (5.0, 9.0)
     """
     if len(costs) == 0:
         return 0.0
-    return float(max(costs.sum() / ranks, costs.max()))
+    total = np.concatenate(([0.0], np.cumsum(np.sort(costs)[::-1])))
+    shared = np.arange((len(costs) - 1) // ranks + 1)
+    crowded = total[ranks * shared + 1] - total[ranks * shared - shared]
+    return float(max(costs.sum() / ranks, costs.max(), crowded.max()))
 
 
 def lock_step_bound(

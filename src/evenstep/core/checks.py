@@ -11,14 +11,17 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.core.dealing import dealt, out_of_order
 from evenstep.core.layout import Fixed, PackedStatic, Padded
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.validate import MOST
 from evenstep.errors import PlanError
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 _SHOWN = 3  # violations named per check; the rest is counted
+_COUNTABLE = 2.0**62
 
 
 def offsets_nest(plan: Plan) -> list[str]:
@@ -34,7 +37,7 @@ def offsets_nest(plan: Plan) -> list[str]:
             len(offsets) < 1
             or offsets[0] != 0
             or offsets[-1] != end
-            or (np.diff(offsets) < 0).any()
+            or (offsets[1:] < offsets[:-1]).any()
         ):
             wrong.append(f"{name} does not run from 0 to {end} without going back")
     if len(plan.widths) != len(plan.micro_offsets) - 1:
@@ -54,6 +57,27 @@ def offsets_nest(plan: Plan) -> list[str]:
     ]
     if ((plan.segments.sample < 0) | (plan.segments.sample >= count)).any():
         wrong.append("a segment names a sample that does not exist")
+    return wrong
+
+
+def numbers_in_range(plan: Plan) -> list[str]:
+    """Lengths, columns and slots are numbers that can be planned and added up."""
+    # 4 rows of 2**62 slots would count as 0 in 64 bits; a column of -150 would make room for more.
+    wrong = []
+    for name, column, least in (
+        ("length", plan.lengths, 1),
+        *((name, column, 0) for name, column in plan.columns.items()),
+    ):
+        wrong += [
+            f"sample {s} has {name} {column[s]}, not between {least} and {MOST}"
+            for s in _some((column < least) | (column > MOST))
+        ]
+    slots = plan.rows.astype(np.float64) * plan.widths
+    if slots.sum() >= _COUNTABLE:
+        widest = int(slots.argmax())
+        wrong.append(
+            f"micro-batch {widest} is {plan.widths[widest]} wide, more than can be counted"
+        )
     return wrong
 
 
@@ -111,12 +135,27 @@ def overflow_as_asked(plan: Plan) -> list[str]:
 def slots_within_budget(plan: Plan) -> list[str]:
     """No micro-batch has more slots than the budget, save an over-long sample by itself."""
     budget = plan.recipe.layout.max_tokens
-    if budget is None:
-        return []
+    if budget is None:  # then no more than its step needs
+        most = _needed_by_step(plan)
+        return [
+            f"micro-batch {m} has {plan.slots[m]} slots where its step needs {most[m]}"
+            for m in _some(plan.slots > most)
+        ]
     over = plan.slots > budget
     if plan.recipe.overflow == "alone":
         over &= ~_runs_alone(plan)
     return [f"micro-batch {m} has {plan.slots[m]} slots of {budget}" for m in _some(over)]
+
+
+def _needed_by_step(plan: Plan) -> IntArray:
+    """For each packed micro-batch, the width that the fullest of its step needs."""
+    layout, unit = plan.recipe.layout, plan.recipe.width_unit
+    used = plan.sum_by_micro_batch(plan.aligned_lengths)
+    widths = np.maximum(-(-used // unit) * unit, max(unit, getattr(layout, "pad_to", None) or 0))
+    step = plan.cell_of_micro_batch // plan.ranks
+    most = np.zeros(plan.steps, np.int64)
+    np.maximum.at(most, step, widths)
+    return most[step]
 
 
 def _runs_alone(plan: Plan) -> BoolArray:
@@ -190,39 +229,25 @@ def counts_agree(plan: Plan) -> list[str]:
 
 
 def samples_stay_in_step(plan: Plan) -> list[str]:
-    """Each sample runs in the step it was dealt to, and no step is larger than asked."""
+    """Each sample runs in the step it was dealt to; steps are as large as asked, none is empty."""
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
     sample = plan.segments.sample
     wrong = _named(sample[cell // plan.ranks != plan.step_of[sample]], "left its step")
-    asked = plan.recipe.steps
-    if asked.micro_batches is None:
-        return wrong + _named(np.flatnonzero(plan.step_of != _dealt(plan)), "is in a wrong step")
+    here = plan.step_of[(plan.step_of >= 0) & (plan.step_of < plan.steps)]
+    empty = np.bincount(here, minlength=plan.steps) == 0
+    wrong += [f"step {s} runs no sample" for s in _some(empty)]
+    asked = plan.recipe.steps.micro_batches
+    if asked is None:
+        return wrong + _named(np.flatnonzero(plan.step_of != dealt(plan)), "is in a wrong step")
+    # All but the last have just as many as asked, in the order of the samples. Whether a step took
+    # as many samples as fit is best fit's to say, which planning knows.
+    wrong += _named(out_of_order(plan), "is in a wrong step")
     count = np.diff(plan.cell_offsets)[:: plan.ranks]
-    most = asked.micro_batches
-    return wrong + [f"step {s} has {count[s]} micro-batches a rank" for s in _some(count > most)]
-
-
-def _dealt(plan: Plan) -> IntArray:
-    """The step that each sample belongs to by order alone; groups stand where they begin."""
-    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
-    expected = np.full(len(plan.lengths), -1, np.int64)
-    expected[kept] = 0
-    limit = asked.samples or asked.tokens
-    if limit is None or len(kept) == 0:
-        return expected
-    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
-    owner = np.arange(len(kept))
-    if plan.groups is not None:
-        _, first, owner = np.unique(plan.groups[kept], return_index=True, return_inverse=True)
-        owner = np.argsort(np.argsort(first))[owner]
-    step, held, steps = 0, 0, []
-    for load in sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64).tolist():
-        if held and held + load > limit:
-            step, held = step + 1, 0
-        held += load
-        steps.append(step)
-    expected[kept] = np.array(steps)[owner]
-    return expected
+    off = count != asked
+    off[-1:] = count[-1:] > asked
+    return wrong + [
+        f"step {s} has {count[s]} micro-batches a rank, not {asked}" for s in _some(off)
+    ]
 
 
 def groups_together(plan: Plan) -> list[str]:
@@ -303,6 +328,7 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
     check.__name__: check
     for check in (
         offsets_nest,
+        numbers_in_range,
         segments_once,
         overflow_as_asked,
         slots_within_budget,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import FloatArray
+from evenstep.core.validate import MOST, real_field, whole_number
 from evenstep.errors import ConfigError, InputError
 
 _MOST = 1e100
@@ -19,8 +20,12 @@ _MOST = 1e100
 class Cost:
     """`per_token * L + per_pair * L**2 + per_segment` a segment, `per_micro_batch` once more.
 
-    The unit is the user's: tokens, FLOPs, seconds. Plans only compare costs.
+    The unit is the user's: tokens, FLOPs, seconds. Plans only compare costs. All of it is
+    arithmetic of plain floats, whatever numbers were given: a square of integers may not fit 64
+    bits, and equal costs are to be equal data.
 
+    >>> Cost(per_token=3).per_token
+    3.0
     >>> Cost(per_token=24576, per_pair=1).of_lengths(np.array([1, 1000])).tolist()
     [24577.0, 25576000.0]
     """
@@ -32,10 +37,10 @@ class Cost:
 
     def __post_init__(self) -> None:
         for name in ("per_token", "per_pair", "per_segment", "per_micro_batch"):
-            value = getattr(self, name)
+            value = real_field(self, f"cost.{name}")
             if not 0 <= value <= _MOST:
                 raise ConfigError(
-                    f"cost.{name} is {value}; work cannot be negative, and beyond {_MOST:g} sums "
+                    f"cost.{name} is {value:g}; work cannot be negative, and beyond {_MOST:g} sums "
                     f"would overflow. Set it between 0 and {_MOST:g}."
                 )
         if self.per_token == self.per_pair == self.per_segment == 0:
@@ -66,18 +71,25 @@ class Cost:
         """Training FLOPs of a decoder (forward once, backward twice), from its shape.
 
         `gated` counts three feed-forward matrices (SwiGLU) instead of two; `causal` counts half
-        of the attention matrix.
+        of the attention matrix. Without `head_dim` the heads share `hidden`.
 
         >>> cost = Cost.of_model(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8)
         >>> round(cost.per_token / cost.per_pair)  # tokens until attention doubles the work
         53248
         """
-        sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"{name} is {size}; a model needs at least 1. Raise it.")
-        dim = head_dim or hidden // heads
-        queries, keys = heads * dim, (kv_heads or heads) * dim
+        layers = whole_number("layers", layers)
+        hidden = whole_number("hidden", hidden)
+        ffn = whole_number("ffn", ffn)
+        heads = whole_number("heads", heads)
+        groups = heads if kv_heads is None else whole_number("kv_heads", kv_heads)
+        vocab = whole_number("vocab", vocab, least=0)
+        if head_dim is None and hidden < heads:
+            raise ConfigError(
+                f"hidden is {hidden} but there are {heads} heads, so a head would have no width "
+                f"and attention no cost. Raise hidden, lower heads, or set head_dim."
+            )
+        dim = hidden // heads if head_dim is None else whole_number("head_dim", head_dim)
+        queries, keys = heads * dim, groups * dim
         weights = hidden * (2 * queries + 2 * keys) + (3 if gated else 2) * hidden * ffn
         attention = 4 * queries / (2 if causal else 1)  # q·k and p·v, 2 FLOPs a multiply-add
         return cls(
@@ -91,7 +103,7 @@ class Cost:
 
         Each measurement is (lengths of the segments in one micro-batch, time it took). All four
         terms are fitted by least squares over relative error; terms that measure as negative
-        are zero.
+        are zero. Times that do not grow with the lengths at all give no cost, and are refused.
 
         >>> seen = [([n] * m, 2.0 * n * m + 0.5 * n * n * m) for n in (1, 4, 9) for m in (1, 3)]
         >>> fitted = Cost.fit(seen)
@@ -106,6 +118,13 @@ class Cost:
                 raise InputError(
                     f"measurement {len(rows)} has no lengths, so its time says nothing about "
                     f"tokens. Leave it out."
+                )
+            wrong = row[~((row >= 1) & (row <= MOST))]
+            if len(wrong):
+                raise InputError(
+                    f"measurement {len(rows)} has a segment of {wrong[0]:g} tokens, which no "
+                    f"micro-batch could have run, so its time says nothing. Give every segment "
+                    f"a length between 1 and {MOST}."
                 )
             rows.append([row.sum(), (row**2).sum(), float(len(row)), 1.0])
             times.append(float(time))
@@ -127,6 +146,11 @@ class Cost:
                     best, best_error = np.zeros(4), error
                     best[list(terms)] = solution / scale[list(terms)]
         token, pair, segment, micro_batch = (float(value) for value in best)
+        if float((features[:, :3] @ best[:3]).max()) < 1e-9:  # of any time, the sequences' share
+            raise InputError(
+                f"the {len(rows)} measured times do not grow with the lengths, so there is no cost "
+                f"of a sequence to fit. Measure micro-batches of more and longer segments."
+            )
         return cls(per_token=token, per_pair=pair, per_segment=segment, per_micro_batch=micro_batch)
 
     def of_lengths(self, lengths: NDArray[np.integer]) -> FloatArray:

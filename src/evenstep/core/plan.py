@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from evenstep.core import archive
 from evenstep.core import stats as measures
 from evenstep.core.layout import Padded
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import FloatArray, IntArray, frozen
+from evenstep.core.ragged import FloatArray, IntArray, frozen, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.segments import Segments
 from evenstep.errors import FileError, InputError
@@ -133,12 +133,10 @@ class Plan:
         its aligned length, and every slot passes through the rest of the model.
         """
         cost = self.recipe.cost
-        width = self.widths.astype(np.float64)
         if isinstance(self.recipe.layout, Padded):
-            row = cost.per_token * width + cost.per_pair * width**2 + cost.per_segment
-            return self.rows * row + cost.per_micro_batch
-        aligned = self.aligned_lengths
-        pairs = self.sum_by_micro_batch(aligned * aligned)
+            return self.rows * cost.of_lengths(self.widths) + cost.per_micro_batch
+        aligned = self.aligned_lengths.astype(np.float64)  # a square may not fit 64 bits
+        pairs = sum_by(self.micro_batch_of_segment, aligned * aligned, self.micro_batches)
         count = np.diff(self.segment_offsets)
         return (
             cost.per_token * self.slots
@@ -198,6 +196,11 @@ class Plan:
         restored[self.order] = array
         return restored
 
+    def __reduce__(self) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
+        """To another process, a plan goes as the bytes it would be saved as: pickled or copied,
+        it is equal and just as read-only."""
+        return Plan._decode, (self._encode(),)
+
     # Measures, identity, files -----------------------------------------------------------------
 
     def stats(self, width: int | None = None) -> dict[str, measures.Value]:
@@ -220,13 +223,25 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan; a damaged, truncated or foreign file is a `FileError`."""
-        payload = archive.read(path)
+        return cls._read(archive.read(path), path)
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the file that `save` writes."""
+        return archive.pack(self._encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str | os.PathLike[str] = "the plan") -> Plan:
+        """Read a plan from the bytes of its file; `name` is what an error calls it."""
+        return cls._read(archive.unpack(data, name), name)
+
+    @classmethod
+    def _read(cls, payload: bytes, name: str | os.PathLike[str]) -> Plan:
         try:
             return cls._decode(payload)
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
             raise FileError(
-                f"{path} holds a plan that this version cannot read ({error}), so it is of no use "
-                f"here. Save it again with this version."
+                f"{os.fspath(name)} holds a plan that this version cannot read ({error}), so it "
+                f"is of no use here. Save it again with this version."
             ) from None
 
     def _encode(self) -> bytes:

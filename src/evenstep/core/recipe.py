@@ -12,7 +12,7 @@ import numpy as np
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout, PackedStatic, Padded
 from evenstep.core.topology import Topology
-from evenstep.core.validate import one_of, whole_field, whole_number
+from evenstep.core.validate import one_of, real_field, whole_field, whole_number
 from evenstep.errors import ConfigError
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
@@ -26,8 +26,12 @@ class Steps:
     """What stays fixed per optimizer step: so many samples, or tokens, or micro-batches a rank.
 
     A step takes the next samples in order, whatever the layout, packer or balance. With none of
-    the three, all samples form one step. Steps counted in micro-batches depend on the budget and
-    on the number of ranks by their nature.
+    the three, all samples form one step. Two things do depend on the budget: steps counted in
+    micro-batches, by their nature (and on the number of ranks), and which samples
+    `overflow="drop"` leaves out, since a dropped sample counts for no step.
+
+    lengths [5, 600, 5, 5], 2 samples a step, drop: steps [0, -1, 0, 1] at a budget of 512 and
+    [0, 0, 1, 1] at 1024
     """
 
     samples: int | None = None
@@ -67,10 +71,14 @@ class Limits:
             for name, most in dict(self.columns).items()
         }
         object.__setattr__(self, "columns", columns)
-        if self.cost is not None and not 0 < self.cost < float("inf"):
+        if self.cost is not None and not 0 < real_field(self, "limits.cost") < math.inf:
             raise ConfigError(
-                f"limits.cost is {self.cost}, so no sample would ever fit. Set it above 0."
+                f"limits.cost is {self.cost:g}, which is no limit that a sample could keep. Set it "
+                f"above 0."
             )
+
+    def __hash__(self) -> int:
+        return hash((self.segments, self.cost, frozenset(self.columns.items())))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,16 +165,17 @@ class Recipe:
         low, high = 0, fits // unit
         while low < high:
             middle = (low + high + 1) // 2
-            if self._alone_cost(middle * unit) <= self._cost_limit:
+            if self._alone_cost(middle * unit) <= self.cost_limit:
                 low = middle
             else:
                 high = middle - 1
         return low * unit
 
     @property
-    def _cost_limit(self) -> float:
-        """What the segments of one row may cost together."""
-        assert self.limits.cost is not None
+    def cost_limit(self) -> float:
+        """What the segments of one row may cost together; those of all rows, if padded."""
+        if self.limits.cost is None:
+            return math.inf
         rows = self.layout.rows if isinstance(self.layout, PackedStatic) else 1
         return (self.limits.cost - self.cost.per_micro_batch) / rows
 

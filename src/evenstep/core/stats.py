@@ -1,7 +1,9 @@
 """Measures of a plan, as plain numbers that any logger takes.
 
-Full: slots, padding, bin utilisation. Even: imbalance on both clocks. Near the best possible:
-the bound on packs, the bound on the slowest rank, and what stands in the way.
+Full: slots, padding, bin utilisation. Even: imbalance on both clocks, over the mean of what this
+plan runs. Near the best possible: packs and clock over what any plan of the same lengths and
+recipe needs (`core.floor`), whatever its packer, balance or cut, and what stands in the way.
+`packs_optimal` and `balance_optimal` are proofs; without them a plan may still be the best.
 """
 
 from __future__ import annotations
@@ -10,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from evenstep.core.bounds import lock_step_bound, makespan_bound, pack_bound, rounded_up, row_bound
-from evenstep.core.layout import Fixed, Packed, PackedStatic, Padded
+from evenstep.core.floor import Floors
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 
 if TYPE_CHECKING:
@@ -49,8 +50,10 @@ class _Columns:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.costs, self.tokens, self.slots = plan.costs, plan.tokens, plan.slots
-        self.segment_offsets, self.aligned = plan.segment_offsets, plan.aligned_lengths
-        self.segment_costs = plan.recipe.cost.of_lengths(self.aligned)
+        self.segment_offsets = plan.segment_offsets
+        self.floors = Floors(plan)
+        held = np.diff(self.segment_offsets)
+        self.alone = self.floors.over & (np.repeat(held, held) == 1)
         sample, count = plan.segments.sample, len(plan.lengths)
         self.kept = sum_by(sample, plan.segments.length, count).astype(np.int64)
         self.pieces = np.bincount(sample, minlength=count)
@@ -72,56 +75,12 @@ class _Step:
         self.costs: FloatArray = columns.costs[micro].reshape(shape)
         self.tokens: IntArray = columns.tokens[micro].reshape(shape)
         self.real = int((np.diff(offsets) > 0).sum())
-        self.packs_bound = _packs_bound(plan, self.segments, columns.aligned[self.segments])
-        per_rank = max(1, -(-self.packs_bound // ranks))
-        self.per_rank_bound = rounded_up(per_rank, plan.recipe.topology.multiple)
-        self.segment_costs = columns.segment_costs[self.segments]
+        self.floor = columns.floors.of_step(step, self.segments)
+        self.segment_costs = columns.floors.costs[self.segments]
         self.rank_sum = float(self.costs.sum(axis=1).max())
         self.lock_step = float(self.costs.max(axis=0).sum())
         self.ideal = float(self.costs.sum() / ranks)
-        self.floor = max(self.ideal, makespan_bound(self.segment_costs, ranks))
-        capacity = plan.recipe.capacity
-        if plan.recipe.clock == "micro_batch" and isinstance(plan.recipe.layout, Packed):
-            assert capacity is not None
-            aligned = columns.aligned[self.segments]
-            if int(aligned.max(initial=0)) <= capacity:  # none runs alone
-                bound = lock_step_bound(aligned, self.segment_costs, capacity, ranks)
-                self.floor = max(self.floor, bound)
-
-
-def _packs_bound(plan: Plan, segments: slice, sizes: IntArray) -> int:
-    """The fewest micro-batches that could hold these segments, given their slots.
-
-    Groups only count where their members share a row; elsewhere the bound ignores them.
-    """
-    recipe, layout, capacity = plan.recipe, plan.recipe.layout, plan.recipe.capacity
-    count = len(sizes)
-    if isinstance(layout, Padded):
-        unit = recipe.width_unit
-        widths = np.full_like(sizes, layout.pad_to) if layout.pad_to else -(-sizes // unit) * unit
-        alone = widths > layout.max_tokens
-        return int(alone.sum()) + row_bound(widths[~alone], layout.max_tokens)
-    bound = 0
-    if capacity is not None:
-        if not isinstance(layout, PackedStatic):
-            sizes = _by_group(plan, segments, sizes)
-        alone = sizes > capacity
-        bound = int(alone.sum()) + pack_bound(sizes[~alone], capacity)
-    if isinstance(layout, PackedStatic):
-        bound = -(-bound // layout.rows)
-    if isinstance(layout, Fixed):
-        bound = max(bound, -(-count // layout.samples))
-    if recipe.limits.segments is not None:
-        bound = max(bound, -(-count // recipe.limits.segments))
-    return bound
-
-
-def _by_group(plan: Plan, segments: slice, sizes: IntArray) -> IntArray:
-    """The slots of what must share a micro-batch: each segment, or each group."""
-    if plan.groups is None or plan.recipe.groups != "micro_batch":
-        return sizes
-    _, owner = np.unique(plan.groups[plan.segments.sample[segments]], return_inverse=True)
-    return sum_by(owner, sizes, int(owner.max(initial=-1)) + 1).astype(np.int64)
+        self.clock = self.lock_step if plan.recipe.clock == "micro_batch" else self.rank_sum
 
 
 def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[str, Value]:
@@ -133,13 +92,12 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
     slots = int(columns.slots[micro].sum())
     before = len(samples) * (width or int(plan.lengths[samples].max(initial=0)))
     real = sum(s.real for s in steps)
-    needed = sum(s.packs_bound for s in steps)
-    at_bound = all(s.per_rank == s.per_rank_bound for s in steps)
+    needed = sum(s.floor.packs for s in steps)
+    at_bound = all(s.per_rank == s.floor.per_rank for s in steps)
     ideal = sum(s.ideal for s in steps)
     rank_sum = sum(s.rank_sum for s in steps)
     lock_step = sum(s.lock_step for s in steps)
-    floor = sum(s.floor for s in steps)
-    clock = lock_step if recipe.clock == "micro_batch" else rank_sum
+    clock, floor = sum(s.clock for s in steps), sum(s.floor.time for s in steps)
     return {
         "samples": len(samples),
         "segments": len(picked),
@@ -164,9 +122,9 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
         "packs_optimal": at_bound,
         "clock": recipe.clock,
         "clock_over_bound": clock / floor if floor else 1.0,
-        "balance_optimal": bool(clock <= floor * (1 + 1e-9)),
+        "balance_optimal": all(s.clock <= s.floor.time * (1 + 1e-9) for s in steps),
         "bottleneck": _bottleneck(plan, steps),
-        **_overflow(columns, samples, micro),
+        **_overflow(columns, samples, picked),
     }
 
 
@@ -204,15 +162,14 @@ def _bottleneck(plan: Plan, steps: list[_Step]) -> str:
     return ""
 
 
-def _overflow(columns: _Columns, samples: IntArray, micro: IntArray) -> dict[str, Value]:
-    """How many samples were too long, and what became of them."""
+def _overflow(columns: _Columns, samples: IntArray, segments: IntArray) -> dict[str, Value]:
+    """How many samples were over the budget or a limit by themselves, and what became of them."""
     missing = columns.plan.lengths[samples] - columns.kept[samples]
-    budget = columns.plan.recipe.layout.max_tokens
     return {
         "truncated": int((missing > 0).sum()),
         "tokens_truncated": int(missing.sum()),
         "split": int((columns.pieces[samples] > 1).sum()),
-        "alone": 0 if budget is None else int((columns.slots[micro] > budget).sum()),
+        "alone": int(columns.alone[segments].sum()),
     }
 
 

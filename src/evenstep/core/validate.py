@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 from typing import Any, get_args
 
 from evenstep.errors import ConfigError
@@ -40,6 +41,27 @@ def whole_field(owner: object, path: str, *, least: int = 1, most: int = MOST) -
     name = path.rpartition(".")[2]
     value = whole_number(path, getattr(owner, name), least=least, most=most)
     object.__setattr__(owner, name, value)
+
+
+def real_field(owner: object, path: str) -> float:
+    """Let a field of a frozen dataclass hold a plain float, numpy's numbers among them.
+
+    "cost.per_token" is the field `per_token` of a `Cost`; 3 becomes 3.0, so that equal numbers are
+    equal data.
+    """
+    name = path.rpartition(".")[2]
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(
+            f"{path} is {value!r}, which is not a number, so nothing could be planned by it. "
+            f"Set it to a number."
+        )
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    object.__setattr__(owner, name, number)
+    return number
 
 
 def one_of(path: str, value: object, words: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.core.bounds import pack_bound, rounded_up
+from evenstep.core.bounds import bins_bound, rounded_up
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.planning.deal import deal_packs
@@ -80,20 +80,8 @@ def pack_units(units: Units, capacity: int, packer: str, seed: int) -> Ragged:
 
 def bins_needed(units: Units, capacity: int) -> int:
     """At least so many packs, by size and by every further limit."""
-    alone = units.size > capacity
-    bound = int(alone.sum()) + pack_bound(units.size[~alone], capacity)
-    for d, cap in enumerate(units.caps):
-        column = units.extra[:, d]
-        lonely = column > cap
-        rest = column[~lonely & (column > 0)]
-        whole = cap == np.floor(cap) and (rest == np.floor(rest)).all()
-        least = pack_bound(rest.astype(np.int64), int(cap)) if whole else _quotient(rest, cap)
-        bound = max(bound, int(lonely.sum()) + least)
-    return max(bound, 1)
-
-
-def _quotient(column: FloatArray, cap: float) -> int:
-    return int(np.ceil(column.sum() / cap - 1e-9))
+    taken = np.column_stack((units.size.astype(np.float64), units.extra))
+    return max(bins_bound(taken, np.append(float(capacity), units.caps)), 1)
 
 
 def place_units(

@@ -122,7 +122,7 @@ def _near(stats: Mapping[str, Value]) -> Section:
         packs += "; as few per rank as any plan can have"
     balance = "slowest over its lower bound"
     if stats["balance_optimal"]:
-        balance += "; no plan can be faster"
+        balance += "; no plan of this recipe can be faster"
     return Section(
         "Bounds",
         [
@@ -138,7 +138,11 @@ def _over_long(stats: Mapping[str, Value]) -> Section:
             "truncated", _int(stats, "truncated"), f"{_int(stats, 'tokens_truncated')} tokens lost"
         ),
         Row("split", _int(stats, "split"), "samples in several segments"),
-        Row("alone", _int(stats, "alone"), "micro-batches over budget"),
+        Row(
+            "alone",
+            _int(stats, "alone"),
+            "over a limit by themselves, in micro-batches of their own",
+        ),
         Row("dropped", _int(stats, "dropped"), f"{_int(stats, 'tokens_dropped')} tokens lost"),
     ]
     some = [row for row in rows if row.value != "0"]

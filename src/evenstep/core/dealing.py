@@ -1,0 +1,48 @@
+"""Dealing: which step each sample belongs to, by order alone, as a plan has to keep it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evenstep.core.plan import Plan
+from evenstep.core.ragged import IntArray, sum_by
+
+
+def dealt(plan: Plan) -> IntArray:
+    """The step that each sample belongs to by order alone; groups stand where they begin."""
+    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
+    expected = np.full(len(plan.lengths), -1, np.int64)
+    expected[kept] = 0
+    limit = asked.samples or asked.tokens
+    if limit is None or len(kept) == 0:
+        return expected
+    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
+    owner = _owners(plan, kept)
+    step, held, steps = 0, 0, []
+    for load in sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64).tolist():
+        if held and held + load > limit:
+            step, held = step + 1, 0
+        held += load
+        steps.append(step)
+    expected[kept] = np.array(steps)[owner]
+    return expected
+
+
+def out_of_order(plan: Plan) -> IntArray:
+    """Samples in an earlier step than one before them; groups stand where they begin.
+
+    steps [0, 1, 0] of samples in groups [7, 8, 7] are in order: both of group 7 come first
+    """
+    kept = np.flatnonzero(plan.step_of >= 0)
+    by = np.argsort(_owners(plan, kept), kind="stable")
+    step = plan.step_of[kept][by]
+    behind = kept[by][1:][step[1:] < step[:-1]]
+    return np.concatenate((behind, np.flatnonzero(plan.step_of < -1)))
+
+
+def _owners(plan: Plan, samples: IntArray) -> IntArray:
+    """What moves as a whole, numbered by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
+    if plan.groups is None:
+        return np.arange(len(samples))
+    _, first, owner = np.unique(plan.groups[samples], return_index=True, return_inverse=True)
+    return np.asarray(np.argsort(np.argsort(first))[owner], np.int64)
