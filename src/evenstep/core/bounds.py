@@ -98,7 +98,8 @@ def _column_bound(column: FloatArray, cap: float) -> int:
     column = column[column > 0]
     if len(column) == 0:
         return 0
-    if cap == np.floor(cap) and (column == np.floor(column)).all() and column.sum() < 2**53:
+    whole = cap == np.floor(cap) and (column == np.floor(column)).all()
+    if whole and max(cap, column.sum()) < 2**53:
         return pack_bound(column.astype(np.int64), int(cap))
     share = column / (cap * (1 + _SLACK))
     parts = np.floor(share * _PARTS).astype(np.int64)

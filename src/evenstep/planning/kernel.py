@@ -4,7 +4,10 @@ A kernel is a function over numpy arrays and numbers that numba compiles once an
 It is also correct as plain Python: set `NUMBA_DISABLE_JIT=1` to step through it or to see coverage.
 """
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -16,8 +19,37 @@ R = TypeVar("R")
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function`, cache it on disk, and let other threads run while it works."""
-    return cast(Callable[P, R], njit(cache=True, nogil=True)(function))
+    """Compile `function`, cache it on disk, and let other threads run while it works.
+
+    A read-only install without a home has no place for a cache; then every process compiles anew.
+    """
+    try:
+        compiled = njit(cache=True, nogil=True)(function)
+        _date_cache(compiled)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        compiled = njit(nogil=True)(function)
+    return cast(Callable[P, R], compiled)
+
+
+def _date_cache(compiled: Any) -> None:
+    """Let what is cached be valid only while no file with kernels changes.
+
+    Compiled code has the kernels that it calls inside, from whichever file, but numba looks at a
+    kernel's own file alone: after an upgrade it would run the old ones.
+    """
+    file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if file is not None:  # none as plain Python
+        file._source_stamp = (file._source_stamp, _digest_of_kernels())
+
+
+@cache
+def _digest_of_kernels() -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _trailing_zeros(word: int) -> int:
