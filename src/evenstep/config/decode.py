@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from evenstep.config.glimpse import cut, glimpse
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout, Packed
 from evenstep.core.recipe import Limits, Recipe, Steps
@@ -18,6 +21,10 @@ from evenstep.core.validate import MOST
 from evenstep.errors import ConfigError
 
 DEFAULT_KIND = "packed"
+
+# What stands in for a required field at fault, so that the faults of the others still show.
+_STAND_INS = {"max_tokens": MOST, "rows": 1, "width": MOST, "samples": 1}
+_MOST_FAULTS = 20
 
 _PARTS: dict[str, type] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
 
@@ -35,15 +42,15 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     layout, faults = _layout(rest.pop("layout", {}))
     # A layout that fails leaves this one in its place, so that the other faults still show.
     rest["layout"] = layout or Packed(max_tokens=MOST)
-    try:
-        recipe = cast(Recipe, _adapter(Recipe).validate_python(rest))
-    except ValidationError as error:
-        faults += [_sentence(detail, data) for detail in error.errors(include_url=False)]
+    recipe, others = _decode(Recipe, rest, ())
+    faults += others
     if not faults:
-        return recipe
+        return cast(Recipe, recipe)
     if len(faults) == 1:
         raise ConfigError(f"{source}: {faults[0]}" if source else faults[0])
-    numbered = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+    numbered = " ".join(
+        f"({number}) {fault}" for number, fault in enumerate(faults[:_MOST_FAULTS], 1)
+    )
     raise ConfigError(
         f"{source or 'the recipe'} has {len(faults)} faults, so nothing was planned: {numbered}"
     )
@@ -56,11 +63,74 @@ def _layout(data: object) -> tuple[Layout | None, list[str]]:
     kind = data.get("kind", DEFAULT_KIND)
     if not isinstance(kind, str) or kind not in LAYOUTS:
         return None, [_unknown_word("layout.kind", kind, " or ".join(map(repr, LAYOUTS)))]
-    try:
-        return _adapter(LAYOUTS[kind]).validate_python(dict(data)), []
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-        return None, [_sentence(detail, {"layout": data}, ("layout",)) for detail in details]
+    layout, faults = _decode(LAYOUTS[kind], data, ("layout",))
+    return (None if faults else layout), faults
+
+
+def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[Any, list[str]]:
+    """The object that `data` describes, or None, and everything that is wrong with it.
+
+    A class stops at its first fault. So what is at fault is taken out and the rest tried again:
+    {dp: 0, cp: 0} says that of dp, then {cp: 0} says that of cp.
+    """
+    rest = copy.deepcopy(dict(data))
+    faults: list[str] = []
+    removed: list[tuple[str, ...]] = []
+    while True:
+        try:
+            return _adapter(kind).validate_python(rest), faults
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        before = len(removed)
+        for detail in details:
+            sentence = _sentence(detail, kind, prefix)
+            # What names a field taken out earlier may follow from that alone.
+            if detail["type"] != "value_error" or not _mentions(sentence, removed[:before]):
+                faults.append(sentence)
+            place = _place(detail, sentence, prefix)
+            if _take_out(rest, place[len(prefix) :], _required(kind)):
+                removed.append(place)
+        if len(removed) == before:
+            return None, faults
+
+
+def _place(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of what is at fault; our own sentences begin with it: "topology.dp is 0, ..."."""
+    if detail["type"] == "value_error":
+        named = re.match(r"([\w.]+) is ", sentence)
+        return tuple(named[1].split(".")) if named else prefix
+    return (*prefix, *(str(part) for part in detail["loc"]))
+
+
+def _take_out(data: dict[str, Any], place: tuple[str, ...], required: set[str]) -> bool:
+    """Remove what stands at `place`, or put a stand-in where it may not be missing."""
+    if not place:
+        return False
+    if len(place) == 1 and place[0] in required:
+        before = data.get(place[0])
+        data[place[0]] = _STAND_INS.get(place[0])
+        return bool(before != data[place[0]])
+    inner: Any = data
+    for parent in place[:-1]:
+        inner = inner.get(parent) if isinstance(inner, dict) else None
+    keys = [key for key in inner if str(key) == place[-1]] if isinstance(inner, dict) else []
+    for key in keys:
+        del inner[key]
+    return bool(keys)
+
+
+def _required(kind: type) -> set[str]:
+    missing = dataclasses.MISSING
+    return {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is missing and field.default_factory is missing
+    }
+
+
+def _mentions(sentence: str, places: Iterable[tuple[str, ...]]) -> bool:
+    paths = (re.escape(".".join(place)) for place in places)
+    return any(re.search(rf"(?<![\w.]){path}(?![\w])", sentence) for path in paths)
 
 
 def _adapter(kind: type) -> TypeAdapter[Any]:
@@ -69,36 +139,42 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(either, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 
 
-def _sentence(detail: ErrorDetails, data: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> str:
+def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
     """One fault with its dotted path, its consequence and its remedy."""
     place = (*prefix, *(str(part) for part in detail["loc"]))
-    path, value = ".".join(place), detail["input"]
+    path, value = cut(".".join(place)), detail["input"]
     context = detail.get("ctx", {})
     match detail["type"]:
         case "value_error":
             return str(context["error"])  # already names its field
         case "unexpected_keyword_argument":
-            return _unknown_key(place, data)
+            return _unknown_key(place, kind)
         case "missing":
-            return f"{path} is missing and has no default. Set it with --set {path}=VALUE."
+            return (
+                f"{path} is missing and has no default, so nothing could be planned. "
+                f"Set it with --set {path}=VALUE."
+            )
         case "literal_error":
             return _unknown_word(path, value, context["expected"])
+        case "invalid_key":
+            return f"{path} is not a name, so it would have no effect. Write keys as words."
         case "dataclass_type" | "dict_type":
             return _not_a_mapping(path, value)
         case _:
-            kind = detail["type"].split("_")[0]
+            wanted = detail["type"].split("_")[0]
             needed = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+            right = needed.get(wanted, detail["msg"].removeprefix("Input should be "))
             return (
-                f"{path} is {value!r}, which it cannot be. It should be "
-                f"{needed.get(kind, detail['msg'].removeprefix('Input should be '))}."
+                f"{path} is {glimpse(value)}, which it cannot be, so nothing could be planned by "
+                f"it. It should be {right}."
             )
 
 
-def _unknown_key(place: tuple[str, ...], data: Mapping[str, Any]) -> str:
+def _unknown_key(place: tuple[str, ...], kind: type) -> str:
     *parents, key = place
     if parents == ["layout"]:
-        kind = data["layout"].get("kind", DEFAULT_KIND)
-        owner, known = f"a {kind} layout", _fields(LAYOUTS[kind])
+        word = next(word for word, layout in LAYOUTS.items() if layout is kind)
+        owner, known = f"a {word} layout", _fields(kind)
     elif parents:
         owner, known = ".".join(parents), _fields(_PARTS[parents[0]])
     else:
@@ -106,17 +182,23 @@ def _unknown_key(place: tuple[str, ...], data: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     return (
-        f"{'.'.join(place)} is unknown, so it would have no effect. {hint}"
+        f"{cut('.'.join(place))} is unknown, so it would have no effect. {hint}"
         f"{owner[0].upper()}{owner[1:]} knows {', '.join(known)}."
     )
 
 
 def _unknown_word(path: str, value: object, expected: str) -> str:
-    return f"{path} is {value!r}, which does not exist. Use {expected}."
+    return (
+        f"{path} is {glimpse(value)}, which does not exist, so nothing could be planned by it. "
+        f"Use {expected}."
+    )
 
 
 def _not_a_mapping(path: str, value: object) -> str:
-    return f"{path} is {value!r} but holds keys of its own. Write it as {path}.KEY=VALUE."
+    return (
+        f"{path} is {glimpse(value)} but holds keys of its own, so they are unknown. "
+        f"Write it as {path}.KEY=VALUE."
+    )
 
 
 def _fields(owner: type) -> list[str]:

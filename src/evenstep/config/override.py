@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from evenstep.config.decode import DEFAULT_KIND
+from evenstep.config.glimpse import cut, glimpse
 from evenstep.config.yaml import parse_yaml
 from evenstep.core.layout import LAYOUTS
 from evenstep.errors import ConfigError
@@ -34,8 +35,9 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
             if not isinstance(inner, dict):
                 above = ".".join(path[:depth])
                 raise ConfigError(
-                    f"{'.'.join(path)} cannot be set because {above} is {inner!r} and holds no "
-                    f"keys. Set {above} itself, or check the spelling."
+                    f"{cut('.'.join(path))} cannot be set because {cut(above)} is "
+                    f"{glimpse(inner)} and holds no keys, so nothing was planned. "
+                    f"Set {cut(above)} itself, or check the spelling."
                 )
         inner[key] = value
     return result
@@ -46,10 +48,10 @@ def _parse(override: str) -> tuple[tuple[str, ...], Any]:
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         raise ConfigError(
-            f"{override!r} sets nothing, because it is not of the form key=value. "
+            f"{glimpse(override)} sets nothing, because it is not of the form key=value. "
             f"Write for example layout.max_tokens=8192."
         )
-    return path, parse_yaml(text, f"the value of {key.strip()}")
+    return path, parse_yaml(text, f"the value of {cut(key.strip())}")
 
 
 def _change_kind(data: dict[str, Any], kind: object) -> None:

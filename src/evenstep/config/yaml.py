@@ -1,4 +1,4 @@
-"""YAML as people expect it: 1e6 is a number, and a key given twice is a fault."""
+"""YAML as people expect it: 1e6 is a number, a key given twice is a fault, no key is merged."""
 
 from __future__ import annotations
 
@@ -7,22 +7,38 @@ from typing import Any
 
 import yaml
 
+from evenstep.config.glimpse import cut
 from evenstep.errors import ConfigError
+
+_MOST_DIGITS = 100
+
+
+class _MergeKeyError(yaml.MarkedYAMLError):
+    """`<<: *base`, which YAML 1.2 no longer has."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the floats of YAML 1.2 and without silent duplicates."""
+    """SafeLoader with the floats of YAML 1.2, without its merge keys and silent duplicates."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise _MergeKeyError(problem_mark=key_node.start_mark)
             key = str(self.construct_object(key_node, deep=True))
             if key in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"{key} is given twice", problem_mark=key_node.start_mark
+                    problem=f"{cut(key)} is given twice", problem_mark=key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MOST_DIGITS:
+            raise yaml.MarkedYAMLError(
+                problem=f"a number of {len(node.value)} digits", problem_mark=node.start_mark
+            )
+        return super().construct_scalar(node)
 
 
 # YAML 1.1, and so SafeLoader, reads 1e6 as text.
@@ -41,11 +57,23 @@ def parse_yaml(text: str, source: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    except _MergeKeyError as error:
+        raise ConfigError(
+            f"{source} merges keys with <<{_place(error)}, which is not read here, so nothing in "
+            f"it was used. Write the merged keys out."
+        ) from None
+    # A tag that does not fit its value fails as it happens to: `!!bool maybe` is a KeyError.
+    except Exception as error:
+        said = "a value does not fit its tag"
+        if isinstance(error, yaml.YAMLError | RecursionError):
+            said = getattr(error, "problem", None) or str(error)
+        problem, where = cut(said.splitlines()[0], 120), _place(error)
         raise ConfigError(
             f"{source} is not YAML{where} ({problem}), so nothing in it was used. "
             f"Correct it; keys are written as `key: value`."
         ) from None
+
+
+def _place(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
