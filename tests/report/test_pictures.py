@@ -61,6 +61,13 @@ def test_titles_are_escaped() -> None:
     assert "<i>" not in comparison_page([Entry("<i>", plan), Entry("x", fault="<i>")], "t")
 
 
+def test_what_xml_has_no_place_for_is_replaced() -> None:
+    plan, name = some_plan(), "a\x00\x1b\ufffe\udcff×\t🙂"
+    for svg in (plan_picture(plan, name), comparison_picture({name: plan}, name)):
+        assert words(svg.encode().decode()).count("a\ufffd\ufffd\ufffd\ufffd×\t🙂") >= 2
+    comparison_page([Entry(name, plan), Entry("x", fault=name)], name).encode()
+
+
 def test_every_rank_has_a_lane_and_every_step_a_heading() -> None:
     said = words(plan_picture(some_plan(ranks=5)))
     assert all(f"rank {rank}" in said for rank in range(5))

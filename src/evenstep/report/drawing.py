@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 import numpy as np
 
 from evenstep.report import ink
 from evenstep.report.bars import Bars, bars_of
+from evenstep.report.markup import escape
 from evenstep.report.numbers import count, percent, times
 from evenstep.report.panel import Panel
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 
 from evenstep.core.plan import Plan
 from evenstep.core.stats import Value
 from evenstep.report import comparison, ink
 from evenstep.report.comparison import Entry
+from evenstep.report.markup import escape
 from evenstep.report.numbers import count
 from evenstep.report.picture import comparison_picture, plan_picture
 from evenstep.report.tables import sections, step_table

@@ -7,11 +7,11 @@ The same plan gives the same SVG, which needs nothing from elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
 from evenstep.core.plan import Plan
 from evenstep.report import ink
 from evenstep.report.drawing import LEFT, RIGHT, WIDTH, Drawing
+from evenstep.report.markup import escape
 from evenstep.report.numbers import factor, percent, times
 from evenstep.report.panel import Panel
 from evenstep.report.tables import Row, headline
