@@ -29,6 +29,19 @@ def nothing(path: Path) -> None:
     """Leaves the file missing."""
 
 
+def table(*names: str) -> Callable[[Path], object]:
+    """A Parquet file of one line under these names."""
+
+    def make(path: Path) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        columns = [pyarrow.array([3]) for _ in names]
+        parquet.write_table(pyarrow.Table.from_arrays(columns, names=list(names)), path)
+
+    return make
+
+
 GOOD = text("3 4 5\n")
 
 
@@ -61,6 +74,24 @@ FAULTS = {
     "binary junk as jsonl": Fault("neither text", "a.jsonl", raw(b"\xff\xfe\x00junk")),
     "binary junk as parquet": Fault("not readable Parquet", "a.parquet", raw(b"PAR1 junk PAR1")),
     "a damaged plan": Fault("damaged", make=raw(b"EVENSTEP PLAN 1\n" + bytes(99))),
+    "a zip in an npy file": Fault("not a readable .npy", "a.npy", raw(b"PK\x03\x04x")),
+    "an npy header that is not Python": Fault(
+        "not a readable .npy", "a.npy", raw(b"\x93NUMPY\x01\x00\x06\x00{'a':(")
+    ),
+    "an npy header of an impossible size": Fault(
+        "not a readable .npy",
+        "a.npy",
+        raw(
+            b"\x93NUMPY\x01\x00\x60\x00"
+            + b"{'descr':'<i8','fortran_order':False,'shape':(1152921504606846975,)}".ljust(96)
+        ),
+    ),
+    "two parquet columns of one name": Fault(
+        "2 columns named 'length'", "a.parquet", table("length", "length")
+    ),
+    "two csv columns of one name": Fault(
+        "2 columns named 'length'", "a.csv", text("length,length\n1,2\n")
+    ),
     "a pickle in an npy file": Fault("not a readable", "a.npy", npy({}, dtype=object)),
     "a table in an npy file": Fault("shape (2, 2)", "a.npy", npy([1, 2], [3, 4])),
     "words in an npy file": Fault("are not lengths", "a.npy", npy("a", "b")),
@@ -73,7 +104,10 @@ FAULTS = {
     "a fraction in jsonl": Fault("sample 0 has 4.5", "a.jsonl", text('{"length": 4.5}\n')),
     "null in jsonl": Fault("sample 0 has None", "a.jsonl", text('{"length": null}\n')),
     "true in jsonl": Fault("sample 0 has True", "a.jsonl", text('{"length": true}\n')),
-    "a length of more than 64 bits": Fault("64 bits", make=text("3 99999999999999999999")),
+    "a length of more than 64 bits": Fault(
+        "line 2: '99999999999999999999' has more than 64 bits", make=text("3\n" + 20 * "9")
+    ),
+    "a length of many digits": Fault("has more than 64 bits", make=text("9" * 5000)),
     "a length that no sum can hold": Fault(
         "sample 1 ",
         make=text(f"3 {2**62} {2**62}"),
@@ -103,6 +137,12 @@ FAULTS = {
     "an unknown key": Fault(
         "Did you mean max_tokens?", options=(*BUDGET, *sets("layout.max_token=1"))
     ),
+    "a time that is none": Fault("seed", options=(*BUDGET, *sets("seed=!!timestamp abc"))),
+    "a truth that is none": Fault("seed", options=(*BUDGET, *sets("seed=!!bool maybe"))),
+    "a number that is none": Fault("seed", options=(*BUDGET, *sets('seed=!!int ""'))),
+    "a number of many digits": Fault(
+        "5002 digits", options=(*BUDGET, *sets("seed=0x" + 5000 * "f"))
+    ),
     "an override without a value": Fault("key=value", options=sets("layout.max_tokens")),
     "a budget of more than 64 bits": Fault(
         "between 1 and", options=sets(f"layout.max_tokens={2**70}")
@@ -125,6 +165,16 @@ FAULTS = {
     "an output over the input": Fault("named twice", options=(*BUDGET, "--out", "lengths.txt")),
     "one output twice": Fault(
         "named twice", options=(*BUDGET, "--out", "a.svg", "--picture", "a.svg")
+    ),
+    "an output over the recipe": Fault(
+        "named twice", "a.yaml", GOOD, (*BUDGET, "--config", "a.yaml", "--out", "./a.yaml")
+    ),
+    "an output with too long a name": Fault(
+        "xxx cannot be written (File name too long)", options=(*BUDGET, "--out", "x" * 300)
+    ),
+    "a picture with too long a name": Fault(
+        "xxx.svg cannot be written (File name too long)",
+        options=(*BUDGET, "--picture", f"{'x' * 300}.svg"),
     ),
     "an unknown option": Fault("No such option", options=("--max-tokens", "3")),
     "an argument too many": Fault("unexpected", options=("another",)),

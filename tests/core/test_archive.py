@@ -40,6 +40,11 @@ def header_of(**changes: Any) -> bytes:
     return json.dumps({"header": header, "arrays": counts} | changes).encode()
 
 
+def body() -> bytes:
+    """The arrays of a good plan, as its file holds them."""
+    return b"".join(array.tobytes() for _, array in sorted(good()[1].items()))
+
+
 DEEP = b'{"arrays": {}, "header": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 CRAFTED = {
     "a header nested too deep": payload(DEEP),
@@ -54,7 +59,7 @@ CRAFTED = {
     "a header of more than the file": (2**62).to_bytes(8, "little"),
     "nothing at all": b"",
     "a cost of a hundred digits": payload(
-        header_of(header=good()[0] | {"cost": {"per_token": 10**99}})
+        header_of(header=good()[0] | {"cost": {"per_token": 10**99}}), body()
     ),
     "more than it declares": payload(header_of(), bytes(8 * 999)),
 }

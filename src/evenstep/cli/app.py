@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, plan, report
+from evenstep.cli import check, compare, plan, report, terminal
 from evenstep.errors import EvenstepError
 
 app = typer.Typer(
@@ -34,16 +34,23 @@ def _root(
     version: bool = typer.Option(False, "--version", help="Say which version this is."),
 ) -> None:
     if version:
-        typer.echo(f"evenstep {__version__}")
+        with terminal.printing():
+            typer.echo(f"evenstep {__version__}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        with terminal.printing():
+            typer.echo(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a fault is one line on standard error."""
     if arguments is None and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end as `evenstep ... | head` expects
+    with terminal.any_text():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = app(
             list(arguments) if arguments is not None else None,
@@ -56,9 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error.format_message())  # type: ignore[attr-defined]
         return _fault(f"{message.rstrip('.')}, so nothing was done. See `evenstep --help`.")
     except OSError as error:
+        terminal.silence()
+        what = "the system" if error.filename is None else str(error.filename)
         return _fault(
-            f"standard output cannot be written ({error.strerror or error}), so the result is "
-            f"lost. Free some space or choose another place."
+            f"{what} failed ({error.strerror or error}), so the command did not finish. "
+            f"Check the files and the space left."
         )
     except MemoryError:
         return _fault("memory does not suffice, so nothing was done. Plan fewer samples or ranks.")
@@ -66,5 +75,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fault(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {terminal.printable(' '.join(message.split()))}", file=sys.stderr)
     return 2

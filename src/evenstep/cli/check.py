@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenstep.cli import options
+from evenstep.cli import options, terminal
 
 
 def check(plan: options.SavedPlan, json: options.Json = False) -> int:
@@ -14,9 +14,10 @@ def check(plan: options.SavedPlan, json: options.Json = False) -> int:
     with screen.progress(f"Checking {plan.name}"):
         found = violations(Plan.load(plan))
     broken = any(found.values())
-    if json:
-        screen.print_json({"valid": not broken, "checks": found})
-    else:
-        promises = {name: (promise.__doc__ or name).strip() for name, promise in CHECKS.items()}
-        screen.print_checks(found, promises)
+    promises = {name: (promise.__doc__ or name).strip() for name, promise in CHECKS.items()}
+    with terminal.printing():
+        if json:
+            screen.print_json({"valid": not broken, "checks": found})
+        else:
+            screen.print_checks(found, promises)
     return int(broken)

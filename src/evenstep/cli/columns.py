@@ -10,21 +10,26 @@ from typing import Any
 
 import numpy as np
 
+from evenstep.cli.input import Input
+from evenstep.config.glimpse import glimpse
 from evenstep.core.ragged import IntArray
 from evenstep.errors import FileError, InputError
 
 
-def read_csv(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+def read_csv(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
     """The named columns of a CSV file with a header (tabs in .tsv); every value is text."""
+    path = source.path
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     table: dict[str, list[Any]] = {name: [] for name in names}
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with source.text() as file:
         reader = csv.reader(file, delimiter=delimiter)
         try:
-            header = [name.strip() for name in next(reader, [])]
+            lines = ([name.strip() for name in line] for line in reader)
+            header = next((line for line in lines if any(line)), [])
             if not header:
                 return table
             _refuse_missing(path, names, header)
+            _refuse_namesakes(path, names, header)
             places = [header.index(name) for name in names]
             for row in reader:
                 if not row:
@@ -44,10 +49,11 @@ def read_csv(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     return table
 
 
-def read_jsonl(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+def read_jsonl(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
     """The named columns of a file with one JSON object per line."""
+    path = source.path
     table: dict[str, list[Any]] = {name: [] for name in names}
-    with path.open(encoding="utf-8-sig") as file:
+    with source.text() as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -70,8 +76,9 @@ def read_jsonl(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     return table
 
 
-def read_parquet(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+def read_parquet(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
     """The named columns of a Parquet file; needs pyarrow."""
+    path = source.path
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -80,15 +87,18 @@ def read_parquet(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
             f"Install it with: pip install 'evenstep[parquet]'."
         ) from None
     try:
-        with parquet.ParquetFile(path) as file:
+        with source.open() as opened, parquet.ParquetFile(opened) as file:
             _refuse_missing(path, names, file.schema_arrow.names)
+            _refuse_namesakes(path, names, file.schema_arrow.names)
             data = file.read(columns=list(names))
-    except ArrowException as error:
+            return {name: data.column(name).to_pylist() for name in names}
+    except InputError:
+        raise
+    except (ArrowException, ArithmeticError, LookupError, ValueError) as error:
         raise InputError(
-            f"{path} is not readable Parquet ({str(error).splitlines()[0]}), so it holds no "
+            f"{path} is not readable Parquet ({first_line(error)}), so it holds no "
             f"lengths. Write it again."
         ) from None
-    return {name: data.column(name).to_pylist() for name in names}
 
 
 def integers(path: Path, column: str, values: Iterable[Any]) -> IntArray:
@@ -99,7 +109,7 @@ def integers(path: Path, column: str, values: Iterable[Any]) -> IntArray:
             return np.array(values, np.int64)
         return np.array([_integer(value) for value in values], np.int64)
     except (ValueError, OverflowError):
-        at = next(index for index, value in enumerate(values) if not _fits(value))
+        at = next(index for index, value in enumerate(values) if not fits(value))
     raise InputError(
         f"{path}: sample {at} has {shown(values[at])} as {column}, not a whole number of 64 bits, "
         f"so it cannot be planned. Correct it, or name another column."
@@ -114,15 +124,19 @@ def group_ids(path: Path, column: str, values: list[Any]) -> IntArray:
                 f"{path}: sample {index} has {shown(value)} as {column}, which names no group, so "
                 f"nobody knows whom to keep it with. Give it a number or a name."
             )
-    if all(_fits(value) for value in values):
+    if all(fits(value) for value in values):
         return integers(path, column, values)
     return np.unique([str(value) for value in values], return_inverse=True)[1].astype(np.int64)
 
 
 def shown(value: object) -> str:
     """A value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:36]}..."
+    return glimpse(value, 40)
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, in one line, or its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _integer(value: object) -> int:
@@ -131,11 +145,21 @@ def _integer(value: object) -> int:
     return int(value)
 
 
-def _fits(value: object) -> bool:
+def fits(value: object) -> bool:
+    """Whether a value is a whole number of 64 bits, or the text of one."""
     try:
         return -(2**63) <= _integer(value) < 2**63
     except ValueError:
         return False
+
+
+def _refuse_namesakes(path: Path, names: Sequence[str], present: Sequence[str]) -> None:
+    twice = [name for name in names if present.count(name) > 1]
+    if twice:
+        raise InputError(
+            f"{path} has {present.count(twice[0])} columns named {twice[0]!r}, so nobody knows "
+            f"which of them is meant. Rename one."
+        )
 
 
 def _refuse_missing(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from evenstep.cli import files, options
+from evenstep.cli import files, options, terminal
 
 if TYPE_CHECKING:
     from evenstep.report import Entry
@@ -36,15 +36,16 @@ def compare(
     """Plan the same lengths in several ways and put the results side by side."""
     from evenstep.cli import screen
     from evenstep.cli.job import load_job
-    from evenstep.cli.strategies import parse_strategy, refuse_namesakes, run, usual_strategies
+    from evenstep.cli.strategies import own_strategy, refuse_namesakes, run, usual_strategies
+    from evenstep.core.archive import replace_file
     from evenstep.errors import PlanError
     from evenstep.report import comparison_page, comparison_picture
 
     files.refuse_unknown_picture(picture)
-    files.refuse_unwritable(lengths, picture)
+    files.refuse_unwritable([lengths, config], picture)
     with screen.progress(f"Reading {lengths.name}"):
         job = load_job(lengths, config, set_ or [], column, groups)
-    own = [parse_strategy(text) for text in strategy or []]
+    own = [own_strategy(text, job) for text in strategy or []]
     entries: list[Entry] = []
     for each in refuse_namesakes([*usual_strategies(job), *own]):
         with screen.progress(f"Planning: {each.name}") as advance:
@@ -54,15 +55,17 @@ def compare(
         raise PlanError(f"no strategy can plan these lengths: {entries[0].fault}")
     title = f"Strategies for {lengths.name}"
     if picture is not None:
-        files.write_picture(
+        drawn = files.picture(
             picture,
             lambda: comparison_picture(plans, title),
             lambda: comparison_page(entries, title),
         )
-    if json:
-        screen.print_json([_summary(entry) for entry in entries])
-    else:
-        screen.print_comparison(entries, title)
+        replace_file(picture, drawn)
+    with terminal.printing([picture] if picture else []):
+        if json:
+            screen.print_json([_summary(entry) for entry in entries])
+        else:
+            screen.print_comparison(entries, title)
     if picture is not None:
         screen.remark(f"wrote {picture}")
 

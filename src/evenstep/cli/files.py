@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evenstep.errors import FileError
@@ -11,27 +12,62 @@ from evenstep.errors import FileError
 PICTURES = (".svg", ".html")
 
 
-def refuse_unwritable(source: Path, *targets: Path | None) -> None:
+def refuse_unwritable(inputs: Sequence[Path | None], *targets: Path | None) -> None:
     """Say before the work, not after it, that a file cannot be written or would be lost."""
-    seen: set[Path] = {source.resolve()}
+    seen = [path for path in inputs if path is not None]
     for target in targets:
         if target is None:
             continue
-        if target.resolve() in seen:
+        if any(_same(target, other) for other in seen):
             raise FileError(
                 f"{target} is named twice, so one file would overwrite another. "
                 f"Give every output a name of its own."
             )
-        seen.add(target.resolve())
-        if target.is_dir():
+        seen.append(target)
+        _refuse_special(target)
+        folder = Path(os.path.realpath(target)).parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise FileError(
-                f"{target} is a folder, so nothing can be saved under that name. Name a file in it."
-            )
-        if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-            raise FileError(
-                f"{target} cannot be written because {target.parent} is no writable folder, so "
+                f"{target} cannot be written because {folder} is no writable folder, so "
                 f"nothing was done. Create it or choose another."
             )
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both name one file, by a link or another spelling, there or yet to be written."""
+    try:
+        return os.path.samefile(one, other)  # noqa: PTH121 - also of names that are too long
+    except OSError:
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _refuse_special(target: Path) -> None:
+    """A file put in the place of a pipe or a device would end it; a folder cannot be replaced."""
+    try:
+        status = target.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise FileError(
+            f"{target} cannot be written ({error.strerror or error}), so nothing was done. "
+            f"Choose another name."
+        ) from None
+    if stat.S_ISDIR(status.st_mode):
+        raise FileError(
+            f"{target} is a folder, so nothing can be saved under that name. Name a file in it."
+        )
+    if not stat.S_ISREG(status.st_mode) or _is_standard_output(status):
+        raise FileError(
+            f"{target} is a pipe, a device or standard output, and a file in its place would end "
+            f"it, so nothing was done. Name a regular file."
+        )
+
+
+def _is_standard_output(status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(status, os.fstat(1))
+    except OSError:  # closed
+        return False
 
 
 def refuse_unknown_picture(path: Path | None) -> None:
@@ -43,9 +79,6 @@ def refuse_unknown_picture(path: Path | None) -> None:
         )
 
 
-def write_picture(path: Path, svg: Callable[[], str], html: Callable[[], str]) -> None:
-    """Draw in the format that the suffix asks for, and put the file there in one move."""
-    from evenstep.core.archive import replace_file
-
-    text = svg() if path.suffix.lower() == ".svg" else html()
-    replace_file(path, text.encode())
+def picture(path: Path, svg: Callable[[], str], html: Callable[[], str]) -> bytes:
+    """A drawing in the format that the suffix asks for."""
+    return (svg() if path.suffix.lower() == ".svg" else html()).encode()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep.cli.input import Input
 from evenstep.cli.samples import Samples, read_samples, samples_of, saved_plan
 from evenstep.config import load_recipe
 from evenstep.core.plan import Plan
@@ -48,10 +49,11 @@ def load_job(
     groups: str | None,
 ) -> Job:
     """Read lengths and recipe. A saved plan brings its samples, and its recipe as the base."""
-    saved = saved_plan(path)
-    recipe = load_recipe(config, overrides, saved.recipe.to_dict() if saved else None)
+    source = Input.at(path)
+    saved = saved_plan(source)
+    recipe = load_recipe(config, overrides, None if saved is None else saved.recipe.to_dict())
     if saved is None:
-        return Job(read_samples(path, column, groups, list(recipe.limits.columns)), recipe)
+        return Job(read_samples(source, column, groups, list(recipe.limits.columns)), recipe)
     if column or groups:
         raise InputError(
             f"{path} is a saved plan and brings its own lengths and groups, so --column and "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenstep.cli import files, options
+from evenstep.cli import files, options, terminal
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
@@ -23,31 +24,34 @@ def plan(
     """Plan steps for these lengths, and say how full and even they are."""
     from evenstep.cli import screen
     from evenstep.cli.job import load_job
+    from evenstep.core.archive import replace_files
     from evenstep.core.checks import assert_valid
     from evenstep.report import plan_page, plan_picture
 
     files.refuse_unknown_picture(picture)
-    files.refuse_unwritable(lengths, out, picture)
+    files.refuse_unwritable([lengths, config], out, picture)
     with screen.progress(f"Reading {lengths.name}"):
         job = load_job(lengths, config, set_ or [], column, groups)
     with screen.progress("Planning") as advance:
         made = job.plan(job.recipe, advance)
         assert_valid(made)
         stats = made.stats()
+    title = f"Plan of {lengths.name}"
+    contents: dict[Path, bytes] = {}
     if out is not None:
-        made.save(out)
+        contents[out] = made.to_bytes()
     if picture is not None:
-        title = f"Plan of {lengths.name}"
-        files.write_picture(
+        contents[picture] = files.picture(
             picture, lambda: plan_picture(made, title), lambda: plan_page(made, title)
         )
-    if json:
-        screen.print_json(summary(made, stats))
-    else:
-        screen.print_stats(stats, f"Plan of {lengths.name}")
-    for path in (out, picture):
-        if path is not None:
-            screen.remark(f"wrote {path}")
+    replace_files(contents)
+    with terminal.printing(contents):
+        if json:
+            screen.print_json(summary(made, stats))
+        else:
+            screen.print_stats(stats, title)
+    for path in contents:
+        screen.remark(f"wrote {path}")
 
 
 def summary(made: Plan, stats: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenstep.cli import files, options
+from evenstep.cli import files, options, terminal
 
 
 def report(
@@ -13,25 +13,28 @@ def report(
     """Show how full and even a saved plan is, as a whole and step by step."""
     from evenstep.cli import screen
     from evenstep.cli.plan import summary
+    from evenstep.core.archive import replace_file
     from evenstep.core.checks import assert_valid
     from evenstep.core.plan import Plan
     from evenstep.report import plan_page, plan_picture
 
     files.refuse_unknown_picture(picture)
-    files.refuse_unwritable(plan, picture)
+    files.refuse_unwritable([plan], picture)
     with screen.progress(f"Measuring {plan.name}"):
         made = Plan.load(plan)
         assert_valid(made)
         stats, steps = made.stats(), made.step_stats()
     title = f"Report on {plan.name}"
     if picture is not None:
-        files.write_picture(
+        drawn = files.picture(
             picture, lambda: plan_picture(made, title), lambda: plan_page(made, title)
         )
-    if json:
-        screen.print_json({**summary(made, stats), "steps": steps})
-    else:
-        screen.print_stats(stats, title)
-        screen.print_steps(steps)
+        replace_file(picture, drawn)
+    with terminal.printing([picture] if picture else []):
+        if json:
+            screen.print_json({**summary(made, stats), "steps": steps})
+        else:
+            screen.print_stats(stats, title)
+            screen.print_steps(steps)
     if picture is not None:
         screen.remark(f"wrote {picture}")

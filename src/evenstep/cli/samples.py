@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.cli import columns as tables
+from evenstep.cli.input import Input
 from evenstep.core.archive import MAGIC
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
@@ -34,17 +36,17 @@ class Samples:
     columns: Mapping[str, IntArray] = field(default_factory=dict)
 
 
-def saved_plan(path: Path) -> Plan | None:
-    """The plan in this file, or None where the file holds something else."""
+def saved_plan(source: Input) -> Plan | None:
+    """The plan in this input, or None where it holds something else."""
     try:
-        with path.open("rb") as file:
-            ours = file.read(len(MAGIC)) == MAGIC
+        with source.open() as file:
+            start = file.read(len(MAGIC))
+            return Plan.from_bytes(start + file.read(), source.path) if start == MAGIC else None
     except OSError as error:
         raise FileError(
-            f"{path} cannot be read ({error.strerror or error}), so there is nothing to plan. "
-            f"Check the path."
+            f"{source.path} cannot be read ({error.strerror or error}), so there is nothing to "
+            f"plan. Check the path."
         ) from None
-    return Plan.load(path) if ours else None
 
 
 def samples_of(plan: Plan) -> Samples:
@@ -53,16 +55,17 @@ def samples_of(plan: Plan) -> Samples:
 
 
 def read_samples(
-    path: Path, column: str | None, groups: str | None, extra: Sequence[str]
+    source: Input, column: str | None, groups: str | None, extra: Sequence[str]
 ) -> Samples:
-    """Read a file by its suffix; anything unknown is text. `extra` names limit columns."""
+    """Read an input by its suffix; anything unknown is text. `extra` names limit columns."""
+    path = source.path
     suffix = path.suffix.lower()
     try:
         if suffix in _TABLES:
-            samples = _from_table(path, column or "length", groups, extra)
+            samples = _from_table(source, column or "length", groups, extra)
         else:
             _refuse_columns(path, column, groups, extra)
-            samples = Samples(_read_npy(path) if suffix == ".npy" else _read_text(path))
+            samples = Samples(_read_npy(source) if suffix == ".npy" else _read_text(source))
     except UnicodeDecodeError:
         raise InputError(
             f"{path} is neither text nor a saved plan, so it holds no lengths. "
@@ -78,9 +81,10 @@ def read_samples(
     return samples
 
 
-def _from_table(path: Path, column: str, groups: str | None, extra: Sequence[str]) -> Samples:
+def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[str]) -> Samples:
     names = list(dict.fromkeys([column, *([groups] if groups else []), *extra]))
-    table = _TABLES[path.suffix.lower()](path, names)
+    path = source.path
+    table = _TABLES[path.suffix.lower()](source, names)
     return Samples(
         tables.integers(path, column, table[column]),
         tables.group_ids(path, groups, table[groups]) if groups else None,
@@ -100,50 +104,48 @@ def _refuse_columns(
             )
 
 
-def _read_npy(path: Path) -> NDArray[Any]:
+def _read_npy(source: Input) -> NDArray[Any]:
+    path = source.path
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputError(
-            f"{path} is not a readable .npy file ({str(error).splitlines()[0]}), so it holds no "
+        with source.open() as file, warnings.catch_warnings(action="ignore"):
+            array = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header may fail anywhere in Python's own parser
+        raise FileError(
+            f"{path} is not a readable .npy file ({tables.first_line(error)}), so it holds no "
             f"lengths. Save it with numpy.save, as integers."
         ) from None
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iuf":
-        shape = getattr(array, "shape", "?")
-        kind = getattr(array, "dtype", type(array).__name__)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise InputError(
-            f"{path} holds {kind} of shape {shape}, which are not lengths. "
+            f"{path} holds {array.dtype} of shape {array.shape}, which are not lengths. "
             f"Save one integer per sample."
         )
-    return array
+    # A float of 16 bits has no room for the bounds that lengths are compared with.
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-def _read_text(path: Path) -> IntArray:
-    text = path.read_text("utf-8-sig")
+def _read_text(source: Input) -> IntArray:
+    path = source.path
+    with source.text() as file:
+        text = file.read()
     if "\0" in text:
         raise InputError(
             f"{path} is binary, not text, so it holds no lengths. "
             f"Use .npy, .csv, .jsonl, .parquet or text with one length per line."
         )
     try:
-        values = [int(word) for word in text.split()]
-    except ValueError:
+        return np.array([int(word) for word in text.split()], np.int64)
+    except (ValueError, OverflowError):
         number, word = next(
             (number, word)
             for number, line in enumerate(text.splitlines(), 1)
             for word in line.split()
-            if not _is_integer(word)
+            if not tables.fits(word)
         )
-        raise InputError(
-            f"{path}, line {number}: {tables.shown(word)} is not a whole number, so it is no "
-            f"length. Write lengths as integers, separated by spaces or lines."
-        ) from None
-    return tables.integers(path, "text", values)
-
-
-def _is_integer(word: str) -> bool:
-    try:
-        int(word)
-    except ValueError:
-        return False
-    return True
+    digits = word.removeprefix("-").removeprefix("+")
+    fault = "has more than 64 bits" if digits.isdecimal() else "is not a whole number"
+    raise InputError(
+        f"{path}, line {number}: {tables.shown(word)} {fault}, so it is no length. "
+        f"Write lengths as integers, separated by spaces or lines."
+    )

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from evenstep.cli.terminal import printable
 from evenstep.report.comparison import HEADER, LEGEND, Entry, cells
 from evenstep.report.tables import sections, step_table
 
@@ -40,7 +41,7 @@ def print_whole(screen: Console, table: Table) -> None:
 
 def remark(text: str) -> None:
     """Say something beside the result, such as where a file went."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 def print_json(data: Any) -> None:
@@ -59,13 +60,13 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[steps]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, steps="")
+        task = bar.add_task(printable(what), total=None, steps="")
 
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, steps=f"step {done:,} of {total:,}")
@@ -75,7 +76,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def print_stats(stats: Mapping[str, Any], title: str) -> None:
     """The table of one plan, and what stands in its way."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(title=_title(title), title_justify="left", box=None, pad_edge=False)
     for name, style in (("label", ""), ("value", "bold"), ("note", "dim")):
         table.add_column(name, style=style, justify="right" if name == "value" else "left")
     table.show_header = False
@@ -91,12 +92,16 @@ def print_stats(stats: Mapping[str, Any], title: str) -> None:
         screen.print(Text.assemble(("bottleneck: ", "bold red"), str(stats["bottleneck"])))
 
 
+def _title(text: str) -> Text:
+    """A title as it is: a file may be named `[red].txt`."""
+    return Text(printable(text), "bold")
+
+
 def print_comparison(entries: Sequence[Entry], title: str) -> None:
     """Strategies side by side; the best of each column stands out."""
     table = Table(
-        title=title,
+        title=_title(title),
         title_justify="left",
-        title_style="bold",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,

@@ -41,6 +41,14 @@ def parse_strategy(text: str) -> Strategy:
     return Strategy(name.strip(), overrides)
 
 
+def own_strategy(text: str, job: Job) -> Strategy:
+    """A strategy that the user wrote; one that makes no recipe is refused before any work."""
+    strategy = parse_strategy(text)
+    data = overridden(job.recipe.to_dict(), strategy.overrides)
+    recipe_from(data, f"--strategy {strategy.name!r}")
+    return strategy
+
+
 def refuse_namesakes(strategies: list[Strategy]) -> list[Strategy]:
     """The strategies, unless two of them have one name and could not be told apart."""
     names = [strategy.name for strategy in strategies]
