@@ -141,10 +141,11 @@ def growth(bench: Bench) -> Section:
         "Growth",
         notes=[
             f"Best-fit decreasing. Doubling counts as about double up to {DOUBLING:g}. "
-            "The sizes of one corpus run in turn, each in fresh memory, as in a program that packs "
-            "its corpus once: an allocator that hands out the same warm pages again does so up to "
-            "some size only, and would make the step to the next one look steep. A single step "
-            "varies by a fifth from run to run, so the target is taken of the three together."
+            "The sizes of one corpus run in turn, each once at a time and in fresh memory, as in a "
+            "program that packs its corpus once: what fits the cache would still be there at a "
+            "second run, an allocator hands out the same warm pages again up to some size, and "
+            "both would make the step to the next size look steep. A single step varies by a "
+            "fifth from run to run, so the target is taken of the three together."
         ],
     )
     smallest = bench.pick(1_250_000, 62_500)
@@ -167,7 +168,8 @@ def growth(bench: Bench) -> Section:
             for n, drawn in ((n, draw(lengths, n, CAPACITY)) for n in sizes)
         }
         with fresh_memory():
-            ms = [run.ms for run in interleave(calls, repeats=4, patience=12.0).values()]
+            timed = interleave(calls, repeats=10, burst=1, patience=12.0)
+        ms = [run.ms for run in timed.values()]
         ratios = [large / small for small, large in pairwise(ms)]
         overall = float(np.exp(np.log(ratios).mean()))
         worst, steepest = max(worst, overall), max(steepest, *ratios)
