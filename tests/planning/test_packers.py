@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import PACKER_NAMES
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning import pack
+from evenstep.planning import best_fit, pack
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -189,6 +189,15 @@ def test_many_small_items_in_more_bins_are_level() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 400)
     loads = pack(lengths, 8192, min_bin_count=9).sums(lengths)
     assert loads.max() <= 1.001 * loads.mean()
+
+
+def test_two_threads_pack_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.default_rng(0).integers(1, 300, 5000)
+    alone = pack(lengths, 1000)
+    monkeypatch.setattr(best_fit, "_TOGETHER", 1)
+    together = pack(lengths, 1000)
+    assert np.array_equal(alone.values, together.values)
+    assert np.array_equal(alone.offsets, together.offsets)
 
 
 @settings(max_examples=150)

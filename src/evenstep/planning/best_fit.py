@@ -11,6 +11,7 @@ holds up all that come after it, and that took half of the time. Arrays of scrat
 because an index that cannot be negative needs no test for it.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
 
 Natural: TypeAlias = NDArray[np.unsignedinteger]
 
+_TOGETHER = 2**21  # lengths from which sorting and placing, which need not wait, run at once
 BLOCK = 256  # targets asked for at a time: enough to hide memory, few enough to stay in cache
 NONE = np.uint32(2**32 - 1)  # no bin
 
@@ -32,11 +34,18 @@ def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     following, present, stops = count_lengths(naturals, capacity)
     # One large array of numpy's comes in huge pages; a kernel's own, or two small ones, do not.
     order, bin_of = np.empty((2, n), np.uint32)
-    sort_items(naturals, following, order)
     # Until the bins are filled, the memory of the result serves as that of the stacks.
     values = np.empty(n, np.int64)
     below, size = values.view(np.uint32).reshape(2, n)
-    offsets = np.empty(place_items(present, stops, capacity, bin_of, below, size) + 1, np.int64)
+    if n < _TOGETHER:
+        sort_items(naturals, following, order)
+        bins = place_items(present, stops, capacity, bin_of, below, size)
+    else:
+        with ThreadPoolExecutor(1) as beside:
+            sorting = beside.submit(sort_items, naturals, following, order)
+            bins = place_items(present, stops, capacity, bin_of, below, size)
+            sorting.result()
+    offsets = np.empty(bins + 1, np.int64)
     start_bins(size, offsets)
     fill_bins(bin_of, order, offsets[1:], values)
     return Ragged(values, offsets)
