@@ -5,7 +5,7 @@ import numpy as np
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.kernel import kernel
 
-_CLOSE = 5e-4  # a heaviest pack this near its wave's mean is left alone
+_CLOSE = 1e-3  # a heaviest pack this near its wave's mean is left alone
 _ROUNDS = 100  # exchanges per wave
 _SEEN = 64  # units of a pack that are considered for an exchange
 
