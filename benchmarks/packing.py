@@ -145,8 +145,8 @@ def growth(bench: Bench) -> Section:
             "program that packs its corpus once: what fits the cache would still be there at a "
             "second run, an allocator hands out the same warm pages again up to some size, and "
             "both would make the step to the next size look steep. A single step varies by a "
-            "fifth from run to run, so the target is taken of the three together. From 2^21 lengths "
-            "on, sorting and placing run in two threads."
+            "fifth from run to run, so the target is taken of the three together. From 2^21 "
+            "lengths on, sorting and placing run in two threads."
         ],
     )
     smallest = bench.pick(1_250_000, 62_500)
