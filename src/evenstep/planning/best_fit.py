@@ -22,7 +22,7 @@ from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
 
 Natural: TypeAlias = NDArray[np.unsignedinteger]
 
-_TOGETHER = 2**21  # lengths from which sorting and placing, which need not wait, run at once
+_TOGETHER = 2**21  # lengths from which two threads share what need not wait for each other
 BLOCK = 256  # targets asked for at a time: enough to hide memory, few enough to stay in cache
 NONE = np.uint32(2**32 - 1)  # no bin
 
@@ -31,24 +31,37 @@ def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     """Items by bin, longest first. Lengths lie between 1 and capacity."""
     n = len(lengths)
     naturals = lengths.view(np.uint64)
-    following, present, stops = count_lengths(naturals, capacity)
     # One large array of numpy's comes in huge pages; a kernel's own, or two small ones, do not.
-    order, bin_of = np.empty((2, n), np.uint32)
+    scratch = np.empty((2, n), np.uint32)
+    order, bin_of = scratch
     # Until the bins are filled, the memory of the result serves as that of the stacks.
     values = np.empty(n, np.int64)
     below, size = values.view(np.uint32).reshape(2, n)
     if n < _TOGETHER:
+        following, present, stops = count_lengths(naturals, capacity)
         sort_items(naturals, following, order)
         bins = place_items(present, stops, capacity, bin_of, below, size)
     else:
         with ThreadPoolExecutor(1) as beside:
+            touching = beside.submit(touch, scratch.reshape(-1))
+            following, present, stops = count_lengths(naturals, capacity)
             sorting = beside.submit(sort_items, naturals, following, order)
+            touching.result()
             bins = place_items(present, stops, capacity, bin_of, below, size)
+            touch(below[bins:])
+            touch(size[bins:])
             sorting.result()
     offsets = np.empty(bins + 1, np.int64)
     start_bins(size, offsets)
     fill_bins(bin_of, order, offsets[1:], values)
     return Ragged(values, offsets)
+
+
+@kernel
+def touch(memory: Natural) -> None:
+    """Have the system provide every page now, while there is time: it clears each one first."""
+    for i in range(0, memory.shape[0], 1024):  # a page has 4,096 bytes or more
+        memory[i] = 0
 
 
 @kernel
