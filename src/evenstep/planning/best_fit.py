@@ -18,17 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, Ragged
+from evenstep.planning.items import check_items
 from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
 
 Natural: TypeAlias = NDArray[np.unsignedinteger]
 
-_TOGETHER = 2**21  # lengths from which two threads share what need not wait for each other
+_TOGETHER = 2**19  # lengths from which two threads share what need not wait for each other
 BLOCK = 256  # targets asked for at a time: enough to hide memory, few enough to stay in cache
 NONE = np.uint32(2**32 - 1)  # no bin
 
 
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:
-    """Items by bin, longest first. Lengths lie between 1 and capacity."""
+    """Items by bin, longest first."""
     n = len(lengths)
     naturals = lengths.view(np.uint64)
     # One large array of numpy's comes in huge pages; a kernel's own, or two small ones, do not.
@@ -38,13 +39,13 @@ def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     values = np.empty(n, np.int64)
     below, size = values.view(np.uint32).reshape(2, n)
     if n < _TOGETHER:
-        following, present, stops = count_lengths(naturals, capacity)
+        following, present, stops = _counted(lengths, capacity)
         sort_items(naturals, following, order)
         bins = place_items(present, stops, capacity, bin_of, below, size)
     else:
         with ThreadPoolExecutor(1) as beside:
             touching = beside.submit(touch, scratch.reshape(-1))
-            following, present, stops = count_lengths(naturals, capacity)
+            following, present, stops = _counted(lengths, capacity)
             sorting = beside.submit(sort_items, naturals, following, order)
             touching.result()
             bins = place_items(present, stops, capacity, bin_of, below, size)
@@ -57,6 +58,13 @@ def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     return Ragged(values, offsets)
 
 
+def _counted(lengths: IntArray, capacity: int) -> tuple[Natural, Natural, Natural]:
+    following, present, stops = count_lengths(lengths.view(np.uint64), capacity)
+    if stops[-1:].sum() < len(lengths):
+        check_items(lengths, capacity)  # says which one it was
+    return following, present, stops
+
+
 @kernel
 def touch(memory: Natural) -> None:
     """Have the system provide every page now, while there is time: it clears each one first."""
@@ -65,29 +73,21 @@ def touch(memory: Natural) -> None:
 
 
 @kernel
-def extent(lengths: IntArray) -> tuple[int, int]:
-    """The shortest and the longest, in one pass."""
-    low, high = lengths[0], lengths[0]
-    for i in range(lengths.shape[0]):
-        low = min(low, lengths[i])
-        high = max(high, lengths[i])
-    return low, high
-
-
-@kernel
 def count_lengths(lengths: Natural, longest: int) -> tuple[Natural, Natural, Natural]:
     """Where each length's items would lie if they were sorted, longest first.
 
+    What is not between 1 and `longest` is left out, a negative length too: unsigned it is huge.
     Gives the first place of each length, the lengths that occur, and where each of these stops:
     lengths [2, 5, 2] -> following[5] = 0, following[2] = 1, present [5, 2], stops [1, 3]
     """
     following = np.zeros(longest + 1, np.uint32)
     other = np.zeros(longest + 1, np.uint32)  # in turn, because equal lengths wait for each other
+    none, bound = np.uint64(0), np.uint64(longest)
     for i in range(0, lengths.shape[0] - 1, 2):
-        following[lengths[i]] += 1
-        other[lengths[i + 1]] += 1
+        following[lengths[i] if lengths[i] <= bound else none] += 1
+        other[lengths[i + 1] if lengths[i + 1] <= bound else none] += 1
     if lengths.shape[0] % 2:
-        following[lengths[-1]] += 1
+        following[lengths[-1] if lengths[-1] <= bound else none] += 1
     present = np.empty(longest, np.uint32)
     stops = np.empty(longest, np.uint32)
     distinct = 0

@@ -10,12 +10,13 @@ from evenstep.core.bounds import pack_bound, rounded_up
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.validate import MOST, whole_number
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.best_fit import best_fit, extent
+from evenstep.planning.best_fit import best_fit
 from evenstep.planning.first_fit import (
     first_fit_kernel,
     modified_first_fit_kernel,
     next_fit_kernel,
 )
+from evenstep.planning.items import check_items
 from evenstep.planning.optimal import optimal_kernel
 from evenstep.planning.split import even_bins
 
@@ -30,6 +31,7 @@ def concatenative(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
     >>> concatenative(np.array([4, 1, 3, 2, 1, 3, 4, 5]), 5).tolist()
     [[0, 1], [2, 3], [4, 5], [6], [7]]
     """
+    check_items(lengths, capacity)
     return _grouped(next_fit_kernel(lengths, capacity))
 
 
@@ -39,6 +41,7 @@ def first_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Rag
     >>> first_fit_decreasing(np.array([30, 30, 30, 30, 30]), 100).tolist()
     [[4, 3, 2], [1, 0]]
     """
+    check_items(lengths, capacity)
     order = np.argsort(lengths, kind="stable")[::-1]
     return _placed(first_fit_kernel(lengths, order, capacity, 0), order)
 
@@ -50,12 +53,14 @@ def modified_first_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 
     >>> sorted(sorted(b) for b in modified_first_fit_decreasing(sizes, 100).tolist())
     [[0], [1, 2, 7], [3, 4], [5, 6]]
     """
+    check_items(lengths, capacity)
     order = np.argsort(-lengths, kind="stable")
     return _placed(modified_first_fit_kernel(lengths, order, capacity), order)
 
 
 def first_fit_shuffle(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
     """First fit in an order drawn from `seed`, and from nothing else."""
+    check_items(lengths, capacity)
     order = np.random.default_rng(seed).permutation(len(lengths))
     return _placed(first_fit_kernel(lengths, order, capacity, 0), order)
 
@@ -145,18 +150,6 @@ def pack(
     if len(items) == 0:
         packed = Ragged.of([])
     else:
-        shortest, longest = extent(items)
-        if shortest < 1:
-            at = int(items.argmin())
-            raise InputError(
-                f"item {at} has length {items[at]}; it holds nothing to pack. Remove it."
-            )
-        if longest > capacity:
-            at = int(items.argmax())
-            raise InputError(
-                f"item {at} has length {items[at]} but a bin holds {capacity}; it could never be "
-                f"packed. Raise the capacity, or split or drop the item."
-            )
         packed = PACKERS[packer.lower()](items, capacity, seed)
     target = rounded_up(max(len(packed), min_bin_count), bin_count_multiple)
     if target > len(packed):
