@@ -60,7 +60,7 @@ def best_fit(lengths: IntArray, capacity: int) -> Ragged:
 
 def _counted(lengths: IntArray, capacity: int) -> tuple[Natural, Natural, Natural]:
     following, present, stops = count_lengths(lengths.view(np.uint64), capacity)
-    if stops[-1:].sum() < len(lengths):
+    if len(stops) == 0 or stops[-1] < len(lengths):
         check_items(lengths, capacity)  # says which one it was
     return following, present, stops
 
