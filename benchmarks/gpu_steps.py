@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import tables
-from benchmarks.tables import Section, Table, Target
+from benchmarks.tables import Cell, Section, Table, Target
 from evenstep import Cost, Packed, Padded, Recipe, Steps
 from evenstep.core.layout import Layout
 from evenstep.data.memory import InMemory
@@ -59,7 +59,7 @@ class Slow:
         return self.source.lengths_of(items)
 
     def __getitem__(self, item: int) -> Any:
-        sample = self.source[item]
+        sample: Any = self.source[item]
         time.sleep(self.seconds * len(sample["input_ids"]))
         return sample
 
@@ -123,7 +123,7 @@ def _gradient(
 
 def training(device: str, quick: bool) -> Section:
     """Some steps of a decoder in bfloat16: real tokens a second, MFU, and the loss."""
-    sizes = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 4, "ffn": 2816}
+    sizes: dict[str, Any] = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 4, "ffn": 2816}
     vocab, longest, budget, steps, samples = 32_000, 8192, 32_768, 8, 128
     if quick:
         sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64}
@@ -132,7 +132,7 @@ def training(device: str, quick: bool) -> Section:
     labels = source.lengths_of(np.arange(len(source))) - 1
     cost = Cost.of_model(**sizes, vocab=vocab)
     peak = PEAK.get(torch.cuda.get_device_name()) if device == "cuda" else None
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     losses: list[list[float]] = []
     speed: dict[str, float] = {}
     for name, layout in layouts(budget, longest).items():
@@ -194,7 +194,7 @@ def prefetching(device: str, quick: bool) -> Section:
     sizes: dict[str, Any] = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 1408}
     if quick:
         sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64}
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     ratios = {}
     model = Decoder(DecoderShape(vocab=101, **sizes)).to(device, torch.bfloat16)
     recipe = Recipe(layout=Packed(max_tokens=8192))

@@ -341,10 +341,11 @@ def _drain_plainly(source: InMemory, budget: int) -> list[int]:
     """The document's loop over the same samples: read, scan the pool, take what fits."""
     order = np.random.default_rng(0).permutation(len(source)).tolist()
     waiting: list[tuple[int, Any]] = []
-    sizes, at, held = [], 0, 0
+    sizes: list[int] = []
+    at, held = 0, 0
     while True:
         while (len(waiting) < POOL or held < AHEAD * budget) and at < len(order):
-            sample = source[order[at]]
+            sample: Any = source[order[at]]
             waiting.append((len(sample["input_ids"]), sample))
             held += waiting[-1][0]
             at += 1
