@@ -14,6 +14,9 @@ from evenstep.core.cursor import Cursor
 from evenstep.core.step import Step
 from evenstep.data.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
+from evenstep.integrations import parcel
+
+parcel.register()
 
 Collate = Callable[[Any, Mapping[int, Any]], Any]
 
