@@ -31,31 +31,40 @@ NONE = np.uint32(2**32 - 1)  # no bin
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     """Items by bin, longest first."""
     n = len(lengths)
-    naturals = lengths.view(np.uint64)
     # One large array of numpy's comes in huge pages; a kernel's own, or two small ones, do not.
     scratch = np.empty((2, n), np.uint32)
-    order, bin_of = scratch
-    # Until the bins are filled, the memory of the result serves as that of the stacks.
     values = np.empty(n, np.int64)
-    below, size = values.view(np.uint32).reshape(2, n)
-    if n < _TOGETHER:
+    run = _alone if n < _TOGETHER else _together
+    return Ragged(values, run(lengths, capacity, scratch, values))
+
+
+def _alone(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray) -> IntArray:
+    """Fill `values` with the items by bin; the offsets of the bins."""
+    following, present, stops = _counted(lengths, capacity)
+    return fit_counted(
+        lengths.view(np.uint64), following, present, stops, capacity, scratch, values
+    )
+
+
+def _together(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray) -> IntArray:
+    """The same by two threads: neither sorting nor placing needs the other, and one that would
+    wait has the system provide the memory that comes next."""
+    naturals = lengths.view(np.uint64)
+    order, bin_of = scratch
+    below, size = values.view(np.uint32).reshape(2, -1)
+    with ThreadPoolExecutor(1) as beside:
+        touching = beside.submit(touch, scratch.reshape(-1))
         following, present, stops = _counted(lengths, capacity)
-        sort_items(naturals, following, order)
+        sorting = beside.submit(sort_items, naturals, following, order)
+        touching.result()
         bins = place_items(present, stops, capacity, bin_of, below, size)
-    else:
-        with ThreadPoolExecutor(1) as beside:
-            touching = beside.submit(touch, scratch.reshape(-1))
-            following, present, stops = _counted(lengths, capacity)
-            sorting = beside.submit(sort_items, naturals, following, order)
-            touching.result()
-            bins = place_items(present, stops, capacity, bin_of, below, size)
-            touch(below[bins:])
-            touch(size[bins:])
-            sorting.result()
+        touch(below[bins:])
+        touch(size[bins:])
+        sorting.result()
     offsets = np.empty(bins + 1, np.int64)
     start_bins(size, offsets)
     fill_bins(bin_of, order, offsets[1:], values)
-    return Ragged(values, offsets)
+    return offsets
 
 
 def _counted(lengths: IntArray, capacity: int) -> tuple[Natural, Natural, Natural]:
@@ -238,3 +247,28 @@ def fill_bins(bin_of: Natural, order: Natural, following: IntArray, values: IntA
             prefetch(values, place)
         for i in range(stop):
             values[targets[i]] = order[start + i]
+
+
+@kernel
+def fit_counted(
+    lengths: Natural,
+    following: Natural,
+    present: Natural,
+    stops: Natural,
+    capacity: int,
+    scratch: Natural,
+    values: IntArray,
+) -> IntArray:
+    """Fill `values` with the items by bin; the offsets of the bins.
+
+    Until the bins are filled, the memory of the result serves as that of the stacks.
+    """
+    order, bin_of = scratch[0], scratch[1]
+    halves = values.view(np.uint32)
+    below, size = halves[: order.shape[0]], halves[order.shape[0] :]
+    sort_items(lengths, following, order)
+    bins = place_items(present, stops, capacity, bin_of, below, size)
+    offsets = np.empty(bins + 1, np.int64)
+    start_bins(size, offsets)
+    fill_bins(bin_of, order, offsets[1:], values)
+    return offsets
