@@ -66,6 +66,10 @@ _LATER = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Planning brings its compiler along, so it is loaded when it is first used."""
     if name in _LATER:

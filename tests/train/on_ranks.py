@@ -376,3 +376,16 @@ def doomed(
             time.sleep(600)
         raise
     return [thread.name for thread in threading.enumerate()]
+
+
+def forgetful(rank: int, size: int, samples: Samples) -> list[str]:
+    """What a runner says that was not told of the others, of a shared step and of one's own."""
+    said = []
+    for dp in (size, 1):
+        step = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=dp), _work(samples))[rank % dp]
+        try:
+            Runner(model=Decoder(SHAPE), loss=cross_entropy(), collate=COLLATOR).run(step)
+            said.append("")
+        except EvenstepError as error:
+            said.append(str(error))
+    return said

@@ -110,6 +110,13 @@ def test_sparse_gradients_are_exact_and_stay_sparse(size: int, tmp_path: Path) -
             assert distance(gradient, 2 * exact) < 1e-12
 
 
+def test_a_runner_that_was_not_told_of_the_other_ranks_is_an_error(tmp_path: Path) -> None:
+    for shared, own in results_of(2, on_ranks.forgetful, tmp_path / "ranks", WORK.samples):
+        assert "shared by 2 ranks" in shared
+        assert "collective=Distributed()" in shared
+        assert own == ""
+
+
 # Fed ------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,8 @@ class Step:
     """The micro-batches as tensors, where a loader has collated them already."""
     budget: int | None = None
     """The most slots of a micro-batch, the same on all ranks."""
+    ranks: int = 1
+    """Data-parallel ranks that share the step."""
     loss_tokens: Mapping[int, int] = field(default_factory=dict)
     """How many labels each sample of this rank trains, where `totals` counts on it: whoever
     collates a sample can tell whether that is so."""

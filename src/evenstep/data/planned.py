@@ -212,6 +212,7 @@ class PlannedStream:
             totals=totals,
             lost={overflow: beyond} if overflow and beyond else {},
             budget=self.recipe.layout.max_tokens,
+            ranks=self.world.size,
             loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
         )
 

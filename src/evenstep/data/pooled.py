@@ -120,6 +120,7 @@ class PooledStream:
                 cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, here),
                 lost=missing,
                 budget=self.recipe.layout.max_tokens,
+                ranks=self.world.size,
             )
             number += workers
 

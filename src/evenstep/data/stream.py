@@ -138,6 +138,7 @@ def _empty(before: Step | None, recipe: Recipe) -> Step:
             samples={},
             cursor=nowhere,
             budget=recipe.layout.max_tokens,
+            ranks=recipe.topology.dp,
         )
     return replace(
         before,

@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use: plans are tested without torch.
     if name in ("Leak", "LeakError", "assert_no_leaks", "find_leaks"):

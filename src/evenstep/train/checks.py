@@ -11,6 +11,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
+from evenstep.train.collectives import Collective
 from evenstep.train.loss import GroupMean
 from evenstep.train.normalizer import Normalizer
 from evenstep.train.pieces import groups_of
@@ -90,6 +91,17 @@ def extremes(value: float) -> dict[str, Metric]:
 def extremes_of(reduced: Bundle) -> tuple[float, float]:
     """(the least, the most) of what ranks brought."""
     return float(reduced.metrics[LEAST].value), float(reduced.metrics[MOST].value)
+
+
+def refuse_alone(ranks: int, collective: Collective) -> None:
+    """Ranks that share a step in processes of one group have to meet; who plays all of them in
+    one process, one after the other, need not."""
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks > 1 and collective.size == 1 and group and torch.distributed.get_world_size() > 1:
+        raise ConfigError(
+            f"the step is shared by {ranks} ranks but this runner meets none of them, so each "
+            f"would train a model of its own. Pass collective=Distributed()."
+        )
 
 
 def check_counts(counts: Sequence[float]) -> None:

@@ -20,6 +20,7 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.sequences import Sums
 from evenstep.tensors.shard import Shard
 from evenstep.train.attempt import Attempt, TooLargeError, Work, nothing
+from evenstep.train.checks import refuse_alone
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
 from evenstep.train.gradients import set_aside
@@ -107,6 +108,7 @@ class Runner:
             )
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
+        refuse_alone(step.ranks, self.collective)
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
     def run_fed(self, feed: Iterable[Fed], number: int = 0) -> StepResult:
