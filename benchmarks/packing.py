@@ -233,8 +233,9 @@ def optimal(bench: Bench) -> Section:
         notes=[
             f"{', '.join(map(str, sizes))} lengths × capacity "
             f"{', '.join(f'{c:,}' for c in capacities)} × {seeds} draws from each corpus, "
-            "over-long ones cut to the capacity. Certified: as many bins as the L2 lower bound; "
-            "an uncertified packing may still be optimal. Time of an instance: best of 5.",
+            "over-long ones cut to the capacity. Certified: as many bins as "
+            "`core.bounds.pack_bound`, which is L2 or better; an uncertified packing may "
+            "still be optimal. Time of an instance: best of 5.",
         ],
     )
     table = Table(

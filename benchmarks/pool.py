@@ -195,7 +195,7 @@ def drain(
 
 
 def drain_plainly(lengths: list[int], budget: int) -> tuple[int, int, int]:
-    """The document's packing with lists: (tokens, micro-batches, samples)."""
+    """Packing by cosmos-rl's rule, with lists: (tokens, micro-batches, samples)."""
     waiting: list[int] = []
     read = tokens = count = held = 0
     while True:
@@ -255,7 +255,7 @@ def _rule(layout: str) -> str:
 def _how() -> str:
     return (
         "Fill is tokens over micro-batches times budget. Times are per sample and include refill "
-        "and removal; all three run in turn. Plain Python scans a list as the document says and "
+        "and removal; all three run in turn. Plain Python scans a list by cosmos-rl's rule and "
         "removes in the same scan; beside choosing, the compiled ones pay for some numpy calls "
         "per micro-batch. The longest wait is in micro-batches, with subset_sum."
     )
@@ -265,7 +265,7 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {"packed": packed, "padded": p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Choosing from a pool, beside the document's rule."""
+    """Choosing from a pool, beside cosmos-rl's rule."""
     return run("pool", "Choosing from a pool, measured", SECTIONS, arguments)
 
 

@@ -241,16 +241,17 @@ def _status(name: str) -> int:
 
 
 def pooled(bench: Bench) -> Section:
-    """The whole way of a sample through a pooled stream, beside the document's loop."""
+    """The whole way of a sample through a pooled stream, beside a plain loop."""
     section = Section(
         "Pooled",
         notes=[
             f"{POOLED:,} samples under half the budget in memory, packed, a pool of {POOL} that "
             f"holds {AHEAD} budgets at least. Time is per sample and includes reading it, "
-            "choosing, and building micro-batches with a cursor for each step. The document's "
-            "loop reads the same samples into a list and scans it, which gives lists of samples "
-            "and nothing to resume from. Fill is tokens over micro-batches times budget, the "
-            "last few left out, which no longer find a full pool."
+            "choosing, and building micro-batches with a cursor for each step. The plain "
+            "loop has the same pool and cosmos-rl's rule: it reads the same samples into a list "
+            "and scans it, which gives lists of samples and nothing to resume from. Fill is "
+            "tokens over micro-batches times budget, the last few left out, which no longer find "
+            "a full pool."
         ],
     )
     table = Table(
@@ -260,9 +261,9 @@ def pooled(bench: Bench) -> Section:
             "budget": ",d",
             "samples a step": ".1f",
             "PooledStream, µs": ".2f",
-            "the document's loop, µs": ".2f",
+            "plain loop, µs": ".2f",
             "PooledStream, fill": ".5f",
-            "the document's, fill": ".5f",
+            "plain loop, fill": ".5f",
             "target": "",
         },
     )
@@ -317,7 +318,7 @@ def pooled(bench: Bench) -> Section:
         )
     rows = len(table.rows)
     section.targets.append(
-        Target("as full as the document's loop or fuller", f"{above} of {rows}", above == rows)
+        Target("as full as the plain loop or fuller", f"{above} of {rows}", above == rows)
     )
     return section
 
@@ -338,7 +339,7 @@ def _drain(stream: PooledStream) -> list[MicroBatch]:
 
 
 def _drain_plainly(source: InMemory, budget: int) -> list[int]:
-    """The document's loop over the same samples: read, scan the pool, take what fits."""
+    """cosmos-rl's rule over the same samples: read, scan the pool, take what fits."""
     order = np.random.default_rng(0).permutation(len(source)).tolist()
     waiting: list[tuple[int, Any]] = []
     sizes: list[int] = []

@@ -1,6 +1,7 @@
 """The README works as written."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ def test_its_python_runs_from_top_to_bottom(
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
     assert (tmp_path / "steps.evenstep").exists()
@@ -31,3 +32,14 @@ def test_its_tree_names_what_there_is() -> None:
         if path.name not in ("py.typed", "__pycache__", "__init__.py", "__main__.py")
     }
     assert named == there
+
+
+def test_its_table_says_where_names_are() -> None:
+    rows = re.findall(r"^\| `(evenstep\..*?) \| (.*?) \|$", README.read_text("utf-8"), re.M)
+    assert len(rows) == 6
+    for modules, names in rows:
+        first, *others = re.findall(r"[\w.]+", modules)
+        package = first.rsplit(".", 1)[0]
+        there = [import_module(name) for name in (first, *(package + name for name in others))]
+        for name in re.findall(r"\w+", names):
+            assert any(hasattr(module, name) for module in there), name

@@ -1,4 +1,4 @@
-"""cosmos-rl's datasets: the document's batches, and ours where the document is wrong."""
+"""cosmos-rl's datasets: the batches that it documents, and ours where those are wrong."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_batches_keep_the_budget_and_hold_every_sample_once(workers: int, packin
             assert used <= 40
 
 
-def test_the_defaults_are_the_documents() -> None:
+def test_the_defaults_are_those_of_cosmos_rl() -> None:
     dataset = LoadBalancedDataset(Rows(4))
     assert dataset.stream.pool.samples == 32
     assert dataset.stream.recipe.layout.max_tokens == 32768

@@ -1,4 +1,4 @@
-"""Choosing from a pool: replays of the documents, and every strategy against plain Python."""
+"""Choosing from a pool: replays of cosmos-rl and VeOmni, every strategy against plain Python."""
 
 import os
 import subprocess
@@ -253,7 +253,7 @@ def test_large_pools_are_filled_to_the_brim(capacity: int, unit: int) -> None:
 
 @settings(max_examples=300)
 @given(cases(), st.sampled_from(["prefer_closest", "prefer_first"]))
-def test_growing_by_the_fewest_slots_is_that_of_the_document(
+def test_growing_by_the_fewest_slots_is_that_of_cosmos_rl(
     case: tuple[IntArray, Room, IntArray], strategy: str
 ) -> None:
     sizes, room, counted = case

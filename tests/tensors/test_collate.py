@@ -43,7 +43,7 @@ def batches(plan: Plan, samples: list[dict[str, Any]], collator: Collator) -> li
     ]
 
 
-class TestDocuments:
+class TestSystems:
     def test_veomni_packs_and_pads_with_the_tail_as_one_piece(self) -> None:
         samples = [
             {"input_ids": ids(11, 12, 13), "labels": ids(2, 3, 4)},

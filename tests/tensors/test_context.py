@@ -62,7 +62,7 @@ def test_our_tail_is_a_piece_of_its_own_and_dealt_as_one() -> None:
     assert positions[1] == [*range(4, 12), *range(4, 12), 2, 3, 4, 5]
 
 
-def test_the_documents_picture_of_four_sequences() -> None:
+def test_nemos_picture_of_four_sequences() -> None:
     # 0 0 0 0 0 p p p | 1 1 1 1 1 1 1 1 | 2 p p p | 3 3 3 p, with p = 9
     tokens = [*[0] * 5, 9, 9, 9, *[1] * 8, 2, 9, 9, 9, 3, 3, 3, 9]
     first, second = shards_of(handmade([8, 8, 4, 4], [5, 8, 1, 3], tokens), 2)
@@ -84,7 +84,7 @@ def test_labels_at_the_edges_of_chunks_are_the_next_ranks_tokens() -> None:
     ]
 
 
-def test_the_work_of_the_documents_example_is_even() -> None:
+def test_the_work_of_that_example_is_even() -> None:
     work = context_work(handmade([8], [6], [*range(6), 0, 0]), 2)
     assert work.zigzag.tolist() == [18, 18]
     assert work.contiguous.tolist() == [10, 26]

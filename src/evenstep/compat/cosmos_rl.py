@@ -1,8 +1,8 @@
 """cosmos-rl's load-balanced datasets, over a `PooledStream`.
 
-Parameters, defaults and batches are the document's. What it gets wrong is right here: resume is
-exact and costs the pool alone, seeds of shards and epochs never collide, and a fault inside a
-sample is raised with its name instead of ending the data.
+Parameters, defaults and batches are those that it documents. What it gets wrong is right here:
+resume is exact and costs the pool alone, seeds of shards and epochs never collide, and a fault
+inside a sample is raised with its name instead of ending the data.
 """
 
 from __future__ import annotations

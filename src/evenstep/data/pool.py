@@ -30,7 +30,7 @@ class Pool:
     It is filled until it holds `samples` samples and `tokens` tokens; then one micro-batch is
     taken, always with the oldest sample in it, so nothing waits for more than as many
     micro-batches as the pool holds samples. `tokens` is two budgets unless given: a pool that
-    holds less than one cannot fill it. The documents' strategies count samples alone.
+    holds less than one cannot fill it. cosmos-rl counts samples alone.
 
     strategy        packed rows: `subset_sum` fills the rest as full as it can be, `greedy` takes
                     what fits in order. Padded rows: `fullest` chooses the width and rows that

@@ -25,6 +25,11 @@ class PlannedBatchSampler:
     them out; it is stopped. Give it `PlannedBatchSampler.for_accelerate(stream)`, which names the
     micro-batches of all ranks in turn, so that each process is dealt its own.
 
+    A trainer that counts batches makes an optimizer step after `gradient_accumulation_steps` of
+    them. Plan with `Steps(micro_batches=gradient_accumulation_steps)`, so that its steps are the
+    plan's. With steps of samples or tokens `len` is an estimate, by which a trainer may stop a
+    little before the end of its last epoch.
+
     `state_dict` is exact after any micro-batch, also within a step, and also on another number of
     ranks. It is the place behind what the loader has asked for: torch's own `DataLoader` asks
     ahead for its workers, so with `num_workers` above 0 save the state of torchdata's

@@ -1,6 +1,6 @@
 """Balance: dealing items of known cost to parts (ranks) so that the heaviest part is light.
 
-stride          sorted, then dealt round-robin, as the documents do
+stride          sorted, then dealt round-robin, as NeMo-RL and ROLL do
 lpt             longest first, each to the lightest part
 karmarkar_karp  largest differencing: combine the two most uneven partial deals, opposed
 refined         lpt, then swaps that relieve the heaviest part (the default); where these are stuck

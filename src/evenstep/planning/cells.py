@@ -50,7 +50,7 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
     position, lane = place // lanes, place % lanes
     rank, row = lane // rows_per_micro, lane % rows_per_micro
     if width_order is not None:
-        row = width_order  # narrow to wide, as the documents order rows
+        row = width_order  # narrow to wide, as NeMo-RL and ROLL order rows
     if recipe.equal_sizes:
         _check_sizes(rank, units, ranks)
     micro = (rank * count + position)[units.of_segment]
@@ -187,7 +187,7 @@ def _cut(units: Units, recipe: Recipe, ranks: int, wanted: int | None) -> tuple[
 
 
 def _greedy(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int, IntArray]:
-    """The documents' dynamic batching: (place of each unit, positions, width of each position)."""
+    """Dynamic batching of NeMo-RL and ROLL: (place of each unit, positions, width of each)."""
     ranks, multiple = recipe.topology.dp, recipe.topology.multiple
     width = row_widths(units, recipe)
     order = np.lexsort((np.arange(len(units)), units.widest))

@@ -1,4 +1,4 @@
-"""The worked cases of the five systems' documents, with the numbers as they should be."""
+"""The worked cases of NeMo-RL, ROLL and VeOmni, with the numbers as they should be."""
 
 import numpy as np
 import pytest
