@@ -18,6 +18,7 @@ from evenstep.report import (
 )
 from evenstep.report.bars import bars_of
 from evenstep.report.ink import SHADES, Shading
+from evenstep.report.markup import shortened
 from evenstep.report.timeline import timelines
 from tests.handmade import first_fit, handmade
 
@@ -46,6 +47,110 @@ def test_a_picture_is_well_formed_and_needs_nothing_from_elsewhere() -> None:
     links = set(re.findall(r"(?:https?:)?//[^\"' ]+", svg)) - {"http://www.w3.org/2000/svg"}
     assert not links
     assert "<script" not in svg
+
+
+def light_and_dark(svg: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The colours by selector, such as {".evenstep .pad fill": "#eceef1"}."""
+    style = re.findall("<style>(.*?)</style>", svg)[0]
+    light, _, dark = style.partition("@media(prefers-color-scheme:dark){")
+    return _colours(light), _colours(dark.removesuffix("}"))
+
+
+def _colours(rules: str) -> dict[str, str]:
+    return {
+        f"{selector} {name}": value
+        for selectors, body in re.findall("([^{}]+){([^{}]*)}", rules)
+        for selector in selectors.split(",")
+        for name, value in re.findall("(fill|stroke):([^;]+)", body)
+    }
+
+
+WITH_DUMMIES = handmade(
+    [5, 600, 7], [[[[[0]], [[1]]], [[[2]], [[]]]]], recipe(Packed(max_tokens=999))
+)
+
+
+@pytest.mark.parametrize(
+    "svg", [plan_picture(WITH_DUMMIES), comparison_picture({"a": some_plan(), "b": some_plan()})]
+)
+def test_a_picture_has_colours_where_css_variables_are_unknown(svg: str) -> None:
+    light, dark = light_and_dark(svg)
+    assert "var(" not in svg
+    assert set(dark) <= set(light)
+    assert all(re.fullmatch(r"#[0-9a-f]{6}|none|url\(#.*\)", value) for value in light.values())
+    painted = {selector.split()[-2] for selector in light}
+    for shape in ET.fromstring(svg).iter():
+        tag = shape.tag.rpartition("}")[2]
+        if tag in ("text", "rect", "path"):
+            names = {tag, *(f".{name}" for name in shape.get("class", "").split())}
+            assert names & painted, names
+
+
+def test_every_colour_of_a_picture_has_its_dark_one() -> None:
+    light, dark = light_and_dark(plan_picture(some_plan()))
+    coloured = {selector for selector, value in light.items() if value.startswith("#")}
+    assert coloured == set(dark)
+    assert all(light[selector] != dark[selector] for selector in coloured)
+
+
+@pytest.mark.parametrize(("letter", "ems"), [("x", 0.7), ("W", 1.1), ("長", 1), ("\udcff", 1)])
+def test_a_long_name_is_cut_in_the_middle(letter: str, ems: float) -> None:
+    name = f"Plan of {letter * 300}.parquet"
+    svg = plan_picture(some_plan(), name)
+    root = ET.fromstring(svg)
+    headline = next(text.text or "" for text in root.iter() if text.get("class") == "h1")
+    assert headline.startswith("Plan of ")
+    assert headline.endswith(".parquet")
+    middle = headline.removeprefix("Plan of ").removesuffix(".parquet")
+    assert "…" in middle
+    assert 21 * (ems * len(middle) + 0.7 * (len(headline) - len(middle))) <= 1240 - 2 * 28
+    assert root[0].text == name.replace("\udcff", "\ufffd")
+
+
+def test_a_long_strategy_keeps_its_figure() -> None:
+    svg = comparison_picture({"layout.round_to=64, " * 30: some_plan()})
+    heading = next(e.text or "" for e in ET.fromstring(svg).iter() if e.get("class") == "h2")
+    assert heading.endswith(": 1.0000×")
+    assert 14 * 0.7 * len(heading) < 1240 - 28
+
+
+def test_a_name_that_fits_is_left_alone() -> None:
+    assert shortened("a" * 80, 56.4) == "a" * 80
+    assert shortened("a" * 81, 56.4) == f"{'a' * 39}…{'a' * 39}"
+    assert shortened("", 56.4) == ""
+
+
+@pytest.mark.parametrize("lengths", [[500], [500, 400], [500, 500, 500, 499], [500] * 4])
+def test_the_last_tick_stays_clear_of_the_name_of_its_axis(lengths: list[int]) -> None:
+    plan = first_fit(lengths, recipe(Packed(max_tokens=500), 4), 9)
+    texts = [e for e in ET.fromstring(plan_picture(plan)).iter() if e.text]
+    (name,) = (float(e.get("x", 0)) for e in texts if e.text == "even loads")
+    ends = [
+        float(e.get("x", 0)) + 7 * len(e.text or "") / 2 for e in texts if e.get("class") == "tick"
+    ]
+    assert len(ends) > 1
+    assert max(ends) <= name - 10
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slowest"),
+    [([5, 5, 5, 5], []), ([5, 3, 4, 2], [0]), ([3, 5, 5, 2], [1, 2])],
+)
+def test_all_that_are_slowest_stand_out_unless_that_is_every_rank(
+    lengths: list[int], slowest: list[int]
+) -> None:
+    rows = [[[[sample]]] for sample in range(4)]
+    plan = handmade(lengths, [rows], recipe(Packed(max_tokens=5), 4))
+    kinds = re.findall('class="(busy[^"]*)"', plan_picture(plan))
+    assert [rank for rank, kind in enumerate(kinds) if kind == "busy slowest"] == slowest
+
+
+def test_one_of_a_kind_is_singular() -> None:
+    svg = plan_picture(handmade([1], [[[[[0]]]]], recipe(Packed(max_tokens=9), 1)))
+    said = [element.text or "" for element in ET.fromstring(svg).iter()]
+    assert {"sample", "real token", "micro-batch; bound 1"} <= set(said)
+    assert any("1 row × 1 = 1 slot, 1 token, " in text for text in said)
+    assert not re.search(r"\b1 \S+s\b", " | ".join(said).replace("1 even loads", ""))
 
 
 def test_the_same_plan_gives_the_same_picture() -> None:

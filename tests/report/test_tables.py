@@ -27,6 +27,16 @@ def test_a_plan_that_cannot_be_better_says_so() -> None:
     assert "no plan of this recipe can be faster" in bounds[1].note
 
 
+def test_one_of_a_kind_is_singular() -> None:
+    stats = handmade([10], [[[[[0]]]]], Recipe(layout=Packed(max_tokens=10))).stats()
+    stats |= {"truncated": 1, "tokens_truncated": 1, "dropped": 2, "tokens_dropped": 30}
+    notes = [row.note for section in sections(stats) for row in section.rows]
+    assert "1 token lost" in notes
+    assert "30 tokens lost" in notes
+    assert any(note.startswith("at least 1 is needed") for note in notes)
+    assert any("of the 10 slots at full width" in note for note in notes)
+
+
 def test_the_table_of_steps_has_a_row_for_each() -> None:
     header, rows = step_table(EVEN.step_stats())
     assert [len(row) for row in rows] == [len(header)]

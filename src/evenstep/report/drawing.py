@@ -9,7 +9,7 @@ import numpy as np
 
 from evenstep.report import ink
 from evenstep.report.bars import Bars, bars_of
-from evenstep.report.markup import escape
+from evenstep.report.markup import escape, shortened
 from evenstep.report.numbers import count, percent, times
 from evenstep.report.panel import Panel
 
@@ -21,6 +21,7 @@ _RIGHT = WIDTH - RIGHT - _BUSY
 _LANES = _RIGHT - _X
 _MOST_BARS = 24_000  # per picture
 _MOST_HOVERS = 2500  # with more blocks, no micro-batch has a tooltip
+_DIGIT = 7  # pixels of a digit under the axis
 _THINNEST = 2.5  # pixels of a row, below which rows share one
 _APART = 4  # pixels of a bar, from which on a line sets it apart from the next
 
@@ -72,8 +73,9 @@ class Drawing:
             for position in range(panel.positions):
                 hovers.append(self._block(paint, panel, rank, position, scale, lane_y))
         self._left_out += [note for note in panel.notes() if note not in self._left_out]
+        heading = escape(fitting(panel.heading, 14))
         parts = [
-            f'<text class="h2" x="{LEFT}" y="{y + 12:g}">{escape(panel.heading)}</text>',
+            f'<text class="h2" x="{LEFT}" y="{y + 12:g}">{heading}</text>',
             f'<text class="note" x="{LEFT}" y="{y + 30:g}">{escape(panel.detail)}</text>',
             f'<text class="unit" x="{_RIGHT + 10}" y="{y + 30:g}">busy</text>',
             *labels,
@@ -146,7 +148,9 @@ class Drawing:
         for tick in _ticks(end):
             x = _X + tick * unit * scale
             parts.append(f'<path class="axis" d="M{_n(x)} {_n(bottom + 2)}v4"/>')
-            parts.append(f'<text class="tick" x="{_n(x)}" y="{_n(bottom + 18)}">{tick:g}</text>')
+            text = f"{tick:g}"
+            x = min(x, _RIGHT - _DIGIT / 2 * len(text))  # clear of the name of the axis
+            parts.append(f'<text class="tick" x="{_n(x)}" y="{_n(bottom + 18)}">{text}</text>')
         name = "even loads" if self.unit is None else "× shortest"
         label = f'<text class="unit" x="{_RIGHT + 10}" y="{_n(bottom + 18)}">{name}</text>'
         parts.append(label)
@@ -156,11 +160,15 @@ class Drawing:
         return "".join(parts)
 
 
+def fitting(text: str, size: float) -> str:
+    """Text that a picture has room for in one line of this size."""
+    return shortened(text, (WIDTH - LEFT - RIGHT) / size)
+
+
 def _lane_labels(panel: Panel, rank: int, y: float) -> str:
     busy = panel.line.busy
     size = min(12.0, panel.height)
-    slowest = rank == int(busy.argmax()) and len(busy) > 1
-    kind = "busy slowest" if slowest else "busy"
+    kind = "busy slowest" if panel.line.slowest[rank] else "busy"
     x = _RIGHT + 10
     return (
         f'<text class="rank" x="{_X - 8}" y="{_n(y)}" style="font-size:{size:g}px">rank {rank}'
@@ -175,8 +183,8 @@ def _hover(panel: Panel, rank: int, position: int, bars: Bars, box: str) -> str:
     width = int(plan.widths[micro])
     text = (
         f"rank {rank}, micro-batch {position}: {times(bars.segments, 'segment')}, "
-        f"{times(rows, 'row')} × {count(width)} = {count(rows * width)} slots, "
-        f"{count(bars.tokens)} tokens, cost {panel.line.costs[rank, position]:.6g}"
+        f"{times(rows, 'row')} × {count(width)} = {times(rows * width, 'slot')}, "
+        f"{times(bars.tokens, 'token')}, cost {panel.line.costs[rank, position]:.6g}"
     )
     return f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>'
 

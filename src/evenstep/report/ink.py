@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from string import Template
 
 from evenstep.report.numbers import count
 
@@ -51,9 +52,16 @@ _DARK = {
 
 def variables() -> str:
     """The colours as CSS variables; dark where the reader's screen is."""
-    light = "".join(f"--{name}:{value};" for name, value in _LIGHT.items())
-    dark = "".join(f"--{name}:{value};" for name, value in _DARK.items())
-    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return themed(f":root{{{''.join(f'--{name}:${name};' for name in _LIGHT)}}}")
+
+
+def themed(rules: str) -> str:
+    """CSS rules with `$ink` for a colour, light and then dark where the reader's screen is.
+
+    Plain values, because what draws an SVG outside a browser often knows no CSS variables.
+    """
+    light, dark = (Template(rules).substitute(inks) for inks in (_LIGHT, _DARK))
+    return f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"

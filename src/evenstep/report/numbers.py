@@ -33,7 +33,12 @@ def seconds(value: float) -> str:
 
 def times(number: float, noun: str) -> str:
     """(1, "step") -> 1 step, (3, "step") -> 3 steps."""
-    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {plural(noun)}"
+    return f"{count(number)} {agreeing(number, noun)}"
+
+
+def agreeing(number: float, noun: str) -> str:
+    """(1, "step") -> step, (3, "step") -> steps."""
+    return noun if number == 1 else plural(noun)
 
 
 def plural(noun: str) -> str:

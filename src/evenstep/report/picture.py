@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from evenstep.core.plan import Plan
 from evenstep.report import ink
-from evenstep.report.drawing import LEFT, RIGHT, WIDTH, Drawing
+from evenstep.report.drawing import LEFT, RIGHT, WIDTH, Drawing, fitting
 from evenstep.report.markup import escape
 from evenstep.report.numbers import factor, percent, times
 from evenstep.report.panel import Panel
@@ -78,7 +78,8 @@ def _compose(
     drawing = Drawing(panels, unit)
     parts: list[str] = []
     y = 44.0
-    parts.append(f'<text class="h1" x="{LEFT}" y="{y:g}">{escape(title)}</text>')
+    heading = escape(fitting(title, 21))
+    parts.append(f'<text class="h1" x="{LEFT}" y="{y:g}">{heading}</text>')
     y += 18
     if figures:
         parts.append(_figures(figures, y))
@@ -96,7 +97,7 @@ def _compose(
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="evenstep" role="img" '
         f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}">'
-        f"<title>{escape(title)}</title><style>{_style()}</style>{_PATTERN}"
+        f"<title>{escape(title)}</title><style>{_FORM}{ink.themed(_COLOURS)}</style>{_PATTERN}"
         f'<rect class="paper" width="{WIDTH}" height="{height:g}"/>{"".join(parts)}</svg>\n'
     )
 
@@ -138,37 +139,42 @@ def _legend(drawing: Drawing, y: float) -> str:
     return "".join(parts)
 
 
-def _style() -> str:
-    shades = "".join(f".evenstep .s{shade}{{fill:var(--s{shade})}}" for shade in range(ink.SHADES))
-    return (
-        f"{ink.variables()}"
-        f".evenstep{{font-family:{ink.FONT}}}"
-        ".evenstep .paper{fill:var(--paper)}"
-        ".evenstep text{fill:var(--ink);font-size:12px}"
-        ".evenstep .h1{font-size:21px;font-weight:650}"
-        ".evenstep .h2{font-size:14px;font-weight:650}"
-        ".evenstep .figure{font-size:22px;font-weight:600}"
-        ".evenstep .note,.evenstep .tick,.evenstep .rank{fill:var(--muted)}"
-        ".evenstep .tick{font-size:11px;text-anchor:middle}"
-        ".evenstep .unit{fill:var(--muted);font-size:11px}"
-        ".evenstep .rank{text-anchor:end;dominant-baseline:central}"
-        ".evenstep .busy{fill:var(--muted);dominant-baseline:central}"
-        ".evenstep .slowest{fill:var(--mark);font-weight:650}"
-        f"{shades}"
-        ".evenstep .apart{stroke:var(--paper);stroke-width:.7}"
-        ".evenstep .pad{fill:var(--pad)}"
-        ".evenstep .hatch{fill:url(#evenstep-hatch)}"
-        ".evenstep .hatching{stroke:var(--hatch);stroke-width:1.4}"
-        ".evenstep .idle{fill:var(--idle)}"
-        ".evenstep .dummy{fill:var(--paper);stroke:var(--muted);stroke-dasharray:2 2}"
-        ".evenstep .block{fill:none;stroke:var(--paper);stroke-width:2.6}"
-        ".evenstep .barrier{stroke:var(--muted);stroke-width:.6;stroke-dasharray:1 2;fill:none}"
-        ".evenstep .axis{stroke:var(--rule);stroke-width:1;fill:none}"
-        ".evenstep .even{stroke:var(--mark);stroke-width:1.5;stroke-dasharray:5 3;fill:none}"
-        ".evenstep .hover{fill:transparent}"
-    )
-
-
+_FORM = (
+    f".evenstep{{font-family:{ink.FONT}}}"
+    ".evenstep text{font-size:12px}"
+    ".evenstep .h1{font-size:21px;font-weight:650}"
+    ".evenstep .h2{font-size:14px;font-weight:650}"
+    ".evenstep .figure{font-size:22px;font-weight:600}"
+    ".evenstep .tick{font-size:11px;text-anchor:middle}"
+    ".evenstep .unit{font-size:11px}"
+    ".evenstep .rank{text-anchor:end;dominant-baseline:central}"
+    ".evenstep .busy{dominant-baseline:central}"
+    ".evenstep .slowest{font-weight:650}"
+    ".evenstep .apart{stroke-width:.7}"
+    ".evenstep .hatch{fill:url(#evenstep-hatch)}"
+    ".evenstep .hatching{stroke-width:1.4}"
+    ".evenstep .dummy{stroke-dasharray:2 2}"
+    ".evenstep .block{fill:none;stroke-width:2.6}"
+    ".evenstep .barrier{stroke-width:.6;stroke-dasharray:1 2;fill:none}"
+    ".evenstep .axis{stroke-width:1;fill:none}"
+    ".evenstep .even{stroke-width:1.5;stroke-dasharray:5 3;fill:none}"
+    ".evenstep .hover{fill:none;pointer-events:all}"
+)
+_COLOURS = (
+    ".evenstep .paper{fill:$paper}"
+    ".evenstep text{fill:$ink}"
+    ".evenstep .note,.evenstep .tick,.evenstep .unit,.evenstep .rank,.evenstep .busy{fill:$muted}"
+    ".evenstep .slowest{fill:$mark}"
+    f"{''.join(f'.evenstep .s{shade}{{fill:$s{shade}}}' for shade in range(ink.SHADES))}"
+    ".evenstep .apart,.evenstep .block{stroke:$paper}"
+    ".evenstep .pad{fill:$pad}"
+    ".evenstep .hatching{stroke:$hatch}"
+    ".evenstep .idle{fill:$idle}"
+    ".evenstep .dummy{fill:$paper;stroke:$muted}"
+    ".evenstep .barrier{stroke:$muted}"
+    ".evenstep .axis{stroke:$rule}"
+    ".evenstep .even{stroke:$mark}"
+)
 _PATTERN = (
     '<defs><pattern id="evenstep-hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><path class="hatching" d="M0 0V5"/></pattern></defs>'

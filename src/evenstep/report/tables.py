@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evenstep.core.stats import Value
-from evenstep.report.numbers import count, factor, percent, times
+from evenstep.report.numbers import agreeing, count, factor, percent, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,17 @@ def headline(stats: Mapping[str, Value]) -> list[Row]:
             factor(_number(stats, f"imbalance_cost_{clock}")),
             f"ranks meet {clock_name}",
         ),
-        Row(f"micro-batches; bound {_int(stats, 'packs_bound')}", _int(stats, "packs")),
-        Row("samples", _int(stats, "samples")),
-        Row("real tokens", _int(stats, "tokens")),
+        Row(
+            f"{_noun(stats, 'packs', 'micro-batch')}; bound {_int(stats, 'packs_bound')}",
+            _int(stats, "packs"),
+        ),
+        Row(_noun(stats, "samples", "sample"), _int(stats, "samples")),
+        Row(_noun(stats, "tokens", "real token"), _int(stats, "tokens")),
     ]
 
 
 def _holds(stats: Mapping[str, Value]) -> Section:
-    where = f"{times(_number(stats, 'steps'), 'step')} on {times(_number(stats, 'ranks'), 'rank')}"
+    where = f"{_times(stats, 'steps', 'step')} on {_times(stats, 'ranks', 'rank')}"
     dummies = _number(stats, "dummies")
     return Section(
         "Plan",
@@ -83,7 +86,7 @@ def _full(stats: Mapping[str, Value]) -> Section:
                 "padding removed",
                 _int(stats, "removed_padding"),
                 f"{percent(_number(stats, 'removed_padding_ratio'))} of the "
-                f"{_int(stats, 'slots_before')} slots at full width",
+                f"{_times(stats, 'slots_before', 'slot')} at full width",
             ),
             Row(
                 "budget used",
@@ -117,7 +120,8 @@ def _even(stats: Mapping[str, Value]) -> Section:
 
 
 def _near(stats: Mapping[str, Value]) -> Section:
-    packs = f"at least {_int(stats, 'packs_bound')} are needed"
+    verb = "is" if stats["packs_bound"] == 1 else "are"
+    packs = f"at least {_int(stats, 'packs_bound')} {verb} needed"
     if stats["packs_optimal"]:
         packs += "; as few per rank as any plan can have"
     balance = "slowest over its lower bound"
@@ -134,19 +138,21 @@ def _near(stats: Mapping[str, Value]) -> Section:
 
 def _over_long(stats: Mapping[str, Value]) -> Section:
     rows = [
-        Row(
-            "truncated", _int(stats, "truncated"), f"{_int(stats, 'tokens_truncated')} tokens lost"
-        ),
+        Row("truncated", _int(stats, "truncated"), _lost(stats, "tokens_truncated")),
         Row("split", _int(stats, "split"), "samples in several segments"),
         Row(
             "alone",
             _int(stats, "alone"),
             "over a limit by themselves, in micro-batches of their own",
         ),
-        Row("dropped", _int(stats, "dropped"), f"{_int(stats, 'tokens_dropped')} tokens lost"),
+        Row("dropped", _int(stats, "dropped"), _lost(stats, "tokens_dropped")),
     ]
     some = [row for row in rows if row.value != "0"]
     return Section("Over-long samples", some or [Row("none", "")])
+
+
+def _lost(stats: Mapping[str, Value], key: str) -> str:
+    return f"{_times(stats, key, 'token')} lost"
 
 
 def step_table(steps: Sequence[Mapping[str, Value]]) -> tuple[list[str], list[list[str]]]:
@@ -185,3 +191,11 @@ def _number(stats: Mapping[str, Value], key: str) -> float:
 
 def _int(stats: Mapping[str, Value], key: str) -> str:
     return count(_number(stats, key))
+
+
+def _times(stats: Mapping[str, Value], key: str, noun: str) -> str:
+    return times(_number(stats, key), noun)
+
+
+def _noun(stats: Mapping[str, Value], key: str, noun: str) -> str:
+    return agreeing(_number(stats, key), noun)

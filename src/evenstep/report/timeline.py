@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray
@@ -38,6 +39,13 @@ class Timeline:
     def busy(self) -> FloatArray:
         """The share of the step that each rank works rather than waits."""
         return np.asarray(self.costs.sum(axis=1) / (self.end or 1.0))
+
+    @property
+    def slowest(self) -> NDArray[np.bool_]:
+        """Which ranks work the longest; none where all work as long."""
+        busy = self.busy
+        most = busy >= busy.max() * (1 - 1e-9)
+        return np.asarray(most & ~most.all())
 
     @property
     def barriers(self) -> FloatArray:
