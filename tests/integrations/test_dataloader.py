@@ -574,3 +574,52 @@ def test_the_cursors_of_ranks_that_wait_for_others_count_on() -> None:
     agreed = iter([True, True, True, False])
     found = list(until_all_end(steps, lambda mine: next(agreed), RECIPES["pooled"]))
     assert [step.cursor.step for step in found] == [1, 2, 3]
+
+
+def test_the_empty_steps_of_a_rank_that_has_ended_are_collated_too() -> None:
+    source = InMemory([{"input_ids": np.arange(3)}] * 3)
+    recipe = replace(RECIPES["pooled"], topology=Topology(dp=2), steps=Steps(micro_batches=1))
+    stream = PooledStream(source, recipe, world=World(1, 2))
+    answers = iter([True, True, True, False])
+    loader = StreamLoader(stream, collate=Collator(pad_token=9), anyone=lambda mine: next(answers))
+    steps = list(loader)
+    assert len(steps) == 3
+    for step in steps:
+        assert step.batches is not None
+        assert len(step.batches) == len(step)
+    assert steps[2].micro_batches[0].is_dummy
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"in_order": False}, "in_order=False"),
+        ({"collate_fn": list}, "collate_fn"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"shuffle": True}, "shuffle"),
+    ],
+)
+def test_options_that_would_undo_the_stream_are_refused(option: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        StreamLoader(stream_of("planned"), **option)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_draws_nothing_from_the_generator_of_the_model(workers: int) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    for _ in StreamLoader(stream_of("planned"), num_workers=workers):
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loader_that_pins_pins_the_batches_of_a_step() -> None:
+    class Pinnable:
+        pinned = False
+
+        def pin_memory(self) -> str:
+            return "pinned"
+
+    step = next(iter(stream_of("planned")))
+    assert replace(step, batches=(Pinnable(), 3)).pin_memory().batches == ("pinned", 3)
+    assert step.pin_memory() is step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep import MicroBatch, Packed, Recipe
+from evenstep import MicroBatch, Packed, Recipe, Steps
 from evenstep.core.step import Step
 from evenstep.data.memory import InMemory
 from evenstep.data.planned import PlannedStream
 from evenstep.integrations.dataloader import StreamLoader
+from evenstep.integrations.parcel import _is_plain
 from evenstep.tensors.collate import Collator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -144,9 +147,63 @@ def test_everything_else_of_a_step_arrives() -> None:
     assert np.array_equal(got.samples[3]["input_ids"], step.samples[3]["input_ids"])
 
 
-def test_what_cannot_be_sent_is_told() -> None:
-    def collate(micro: MicroBatch, samples: Mapping[int, Any]) -> Any:
-        return lambda: micro
+class Unsendable:
+    """Collates each sample to its number, and one of them to what cannot be pickled."""
 
-    with pytest.raises(Exception, match="local object"):
-        sent(step_with(collate(next(iter(stream_of(1))).micro_batches[0], {})))
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> Any:
+        (number,) = samples
+        return (lambda: number) if number == self.bad else number
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("bad", [0, 3, 7])
+def test_a_step_that_cannot_be_sent_is_an_error_and_never_lost(bad: int, workers: int) -> None:
+    source = InMemory([{"input_ids": np.arange(3)} for _ in range(8)])
+    recipe = Recipe(layout=Packed(max_tokens=3), steps=Steps(samples=1))
+    stream = PlannedStream(source, recipe, shuffle=False)
+    seen: list[int] = []
+    steps = iter(StreamLoader(stream, collate=Unsendable(bad), num_workers=workers))
+    with pytest.raises(Exception, match="pickle"):
+        seen.extend(number for step in steps for number in step.batches or ())
+    assert seen == list(range(bad))
+
+
+def test_a_received_step_is_pickled_by_its_own_size() -> None:
+    (step,) = list(StreamLoader(stream_of(100), collate=Collator(), num_workers=1))
+    (alone,) = [step.collated(Collator()) for step in stream_of(100)]
+    assert len(pickle.dumps(step)) < 1.5 * len(pickle.dumps(alone))
+    assert step.batches is not None
+    file = io.BytesIO()
+    torch.save(step.batches[0].cu_seqlens, file)
+    assert len(file.getvalue()) < 4000
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_that_only_torch_can_copy_are_left_to_it() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert not _is_plain(nested)
+    assert not _is_plain(torch.empty(4, dtype=torch.uint8).view(torch.uint4))
+    (got,) = sent(step_with(nested)).batches or ()
+    assert [part.tolist() for part in got.unbind()] == [[1, 1], [1, 1, 1]]
+
+
+def test_slices_travel_in_the_parcel_and_others_keep_their_strides() -> None:
+    wide = torch.arange(12).view(3, 4)
+    assert _is_plain(wide[:, 1:])
+    assert not _is_plain(wide.t())
+    assert not _is_plain(wide[:1].expand(5, 4))
+    (got,) = sent(step_with((wide[:, 1:], wide.t()))).batches or ()
+    assert torch.equal(got[0], wide[:, 1:])
+    assert got[1].stride() == wide.t().stride()
+
+
+def test_where_tensors_are_made_by_default_does_not_matter() -> None:
+    step = step_with(torch.arange(3))
+    with torch.device("meta"):
+        (got,) = sent(step).batches or ()
+        steps = list(StreamLoader(stream_of(2), num_workers=1))
+    assert got.tolist() == [0, 1, 2]
+    assert len(steps) == 1

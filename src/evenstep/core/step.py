@@ -63,6 +63,11 @@ class Step:
     def __iter__(self) -> Iterator[tuple[MicroBatch, dict[int, Any]]]:
         return (self.read(k) for k in range(len(self)))
 
+    def pin_memory(self) -> Step:
+        """The same step with its batches in pinned memory, for a `DataLoader(pin_memory=True)`."""
+        pinned = (b.pin_memory() if hasattr(b, "pin_memory") else b for b in self.batches or ())
+        return self if self.batches is None else replace(self, batches=tuple(pinned))
+
     def loaded(self) -> Step:
         """The same step with every sample read, to be handed to another process."""
         read = [self.read(k) for k in range(len(self))]

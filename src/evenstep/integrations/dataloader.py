@@ -14,11 +14,13 @@ from evenstep.core.cursor import Cursor
 from evenstep.core.step import Step
 from evenstep.data.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
-from evenstep.integrations import parcel
+from evenstep.integrations.parcel import Parcel, register
 
-parcel.register()
+register()
 
 Collate = Callable[[Any, Mapping[int, Any]], Any]
+
+_OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
 
 
 class StreamDataset(IterableDataset):  # type: ignore[misc]
@@ -43,7 +45,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         self.stream, self.collate = stream, collate
         self._capped = capped
         # Shared with the workers: the epoch that was set last, and steps done before it.
-        self._epoch = torch.tensor([-1, 0]).share_memory_()
+        self._epoch = torch.tensor([-1, 0], device="cpu").share_memory_()
         self._applied: list[int] = [-1, 0]
         self._now: Cursor | None = None
         self._turn: int | None = None  # of the state that was loaded into this worker
@@ -113,6 +115,14 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         self._turn = state["turn"]
 
 
+class _SentDataset(StreamDataset):
+    """Steps that are wrapped by the worker itself, so that one that cannot be sent is an error."""
+
+    def _prepared(self, steps: Iterator[Step]) -> Iterator[Any]:
+        alone = get_worker_info() is None
+        return (step if alone else Parcel(step) for step in super()._prepared(steps))
+
+
 class StreamLoader:
     """Steps of this rank from workers that run ahead, with the cursor that holds after each.
 
@@ -142,8 +152,9 @@ class StreamLoader:
         anyone: Callable[[bool], bool] | None = None,
         **options: Any,
     ) -> None:
+        _check_options(options)
         self.stream, self.num_workers = stream, num_workers
-        self._dataset = StreamDataset(stream, collate, capped=False)
+        self._dataset = _SentDataset(stream, collate, capped=False)
         self._options = options
         self._anyone = anyone
         self._loader: Any = None
@@ -151,11 +162,14 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Step]:
         if self._loader is None:
-            options = {"batch_size": None, "num_workers": self.num_workers, **self._options}
-            self._loader = DataLoader(self._dataset, **options)
+            # Its own generator: a draw from torch's would change the dropout of a resumed run.
+            seeds = torch.Generator().manual_seed(torch.initial_seed())
+            options = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
+            self._loader = DataLoader(self._dataset, **{**options, **self._options})
         # The start of every worker: one that has not given out anything yet has a place too.
         self._now = now = start = self.stream.start(max(1, self.num_workers))
-        ready = iter(self._loader)
+        with torch.device("cpu"):  # where torch draws the workers' seeds, whatever the default is
+            ready = iter(self._loader)
         steps: Iterator[Step] = ready
         if not (self.stream.infinite_loop or self.stream.ends_together):
             steps = until_all_end(steps, self._anyone or _anyone, self.stream.recipe)
@@ -163,6 +177,8 @@ class StreamLoader:
         left = None if most is None else max(most - start.step, 0)
         try:
             for number, step in enumerate(islice(steps, left), start.step):
+                if self._dataset.collate and step.batches is None:  # one for who has ended
+                    step = step.collated(self._dataset.collate)
                 joined = self.stream.join([now, step.cursor]) if step.cursor.place else now
                 self._now = now = replace(joined, step=number + 1)
                 yield replace(step, number=number, cursor=now)
@@ -196,6 +212,20 @@ class StreamLoader:
         """Begin so many steps later."""
         self.stream.skip_batches(steps)
         self.load_state_dict(self.stream.start(max(1, self.num_workers)).to_dict())
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    taken = [name for name in _OURS if name in options]
+    if taken:
+        raise ConfigError(
+            f"{taken[0]} is not the caller's to set: the stream says what a step holds, and in "
+            f"which order. Leave it out; tensors are made by `collate`."
+        )
+    if not options.get("in_order", True):
+        raise ConfigError(
+            "in_order=False hands out steps in another order than the stream's, so no cursor could "
+            "say which of them are done. Leave it out."
+        )
 
 
 def _worker() -> tuple[int, int]:
