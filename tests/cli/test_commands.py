@@ -88,6 +88,21 @@ def test_tables_bring_lengths_groups_and_limit_columns(suffix: str, tmp_path: Pa
     run("check", out)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_lists_of_tokens_count_as_their_lengths(suffix: str, tmp_path: Path) -> None:
+    path, out = tmp_path / f"tokens{suffix}", tmp_path / "a.evenstep"
+    tokens = [list(range(n)) for n in LENGTHS]
+    if suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"input_ids": tokens}), path)
+    else:
+        path.write_text("\n".join(json.dumps({"input_ids": each}) for each in tokens))
+    run("plan", path, *BUDGET, "--column", "input_ids", "--out", out)
+    assert Plan.load(out).lengths.tolist() == LENGTHS
+
+
 def test_integer_groups_keep_their_numbers(tmp_path: Path) -> None:
     path, out = tmp_path / "a.csv", tmp_path / "a.evenstep"
     path.write_text("length,prompt\n3,70\n4,-2\n5,70\n")

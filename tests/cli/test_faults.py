@@ -104,6 +104,31 @@ FAULTS = {
     "a fraction in jsonl": Fault("sample 0 has 4.5", "a.jsonl", text('{"length": 4.5}\n')),
     "null in jsonl": Fault("sample 0 has None", "a.jsonl", text('{"length": null}\n')),
     "true in jsonl": Fault("sample 0 has True", "a.jsonl", text('{"length": true}\n')),
+    "a list without tokens in jsonl": Fault(
+        "sample 1 has length 0", "a.jsonl", text('{"length": [7, 8]}\n{"length": []}\n')
+    ),
+    "a word in a list in jsonl": Fault(
+        "sample 1 has 'b' in its length", "a.jsonl", text('{"length": [7]}\n{"length": [1, "b"]}\n')
+    ),
+    "a truth in a list in jsonl": Fault(
+        "sample 0 has True in its length", "a.jsonl", text('{"length": [true]}\n')
+    ),
+    "a list in a list in jsonl": Fault(
+        "sample 0 has [1, 2] in its length", "a.jsonl", text('{"length": [[1, 2]]}\n')
+    ),
+    "a number after a list in jsonl": Fault(
+        "sample 1 has 5 as length, where sample 0 has a list",
+        "a.jsonl",
+        text('{"length": [7]}\n{"length": 5}\n'),
+    ),
+    "a list after a number in jsonl": Fault(
+        "sample 0 has 5 as length, where sample 1 has a list",
+        "a.jsonl",
+        text('{"length": 5}\n{"length": [7]}\n'),
+    ),
+    "null after a list in jsonl": Fault(
+        "sample 1 has None as length", "a.jsonl", text('{"length": [7]}\n{"length": null}\n')
+    ),
     "a length of more than 64 bits": Fault(
         "line 2: '99999999999999999999' has more than 64 bits", make=text("3\n" + 20 * "9")
     ),

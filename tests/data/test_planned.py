@@ -12,11 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology, make_plan
+from evenstep import (
+    Fixed,
+    Limits,
+    Packed,
+    PackedStatic,
+    Padded,
+    Recipe,
+    Steps,
+    Topology,
+    make_plan,
+)
 from evenstep.core.layout import Layout
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.world import World
+from evenstep.data.iterated import Iterated
 from evenstep.data.lengths import Lengths
+from evenstep.data.mapped import Mapped
 from evenstep.data.planned import PlannedStream
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError, SampleError
 
@@ -294,6 +306,22 @@ def test_ranks_that_do_not_match_the_recipe_are_refused() -> None:
         stream_of([3], world=World(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("topology", "remedy"),
+    [
+        (Topology(dp=4), r"pass world=World\.detect\(\), or set topology\.dp to 1"),
+        (Topology(dp=4, cp=2), r"pass world=World\.detect\(recipe\.topology\), or set"),
+    ],
+)
+@pytest.mark.parametrize("world", [None, World(0, 1)])
+def test_a_single_rank_for_a_recipe_of_several_is_told_to_look_for_its_world(
+    topology: Topology, remedy: str, world: World | None
+) -> None:
+    recipe = Recipe(layout=Packed(max_tokens=16), topology=topology)
+    with pytest.raises(ConfigError, match=f"4 data-parallel ranks .* 1, .* {remedy}"):
+        stream_of([3], recipe=recipe, world=world)
+
+
 def test_columns_of_another_height_are_refused() -> None:
     with pytest.raises(InputError, match="2 entries of loss_tokens for 3 samples"):
         stream_of([1, 2, 3], loss_tokens=np.array([1, 2]))
@@ -402,3 +430,138 @@ def test_a_cursor_behind_the_end_of_other_groups_is_refused() -> None:
     groups[5] = groups[4]  # not among those that are looked at
     with pytest.raises(CursorError, match="40000 of 39999"):
         PlannedStream(lengths, recipe, groups=groups).load_state_dict(step.cursor.to_dict())
+
+
+class MapStyle:
+    """What a torch dataset is: a length, and items by number."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, item: int) -> Any:
+        return {"input_ids": [item]}
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ([{"input_ids": [1]}], r"a list is no source.* InMemory\(.* of evenstep\.data\.memory"),
+        ([5, 3, 4], r"Lengths\(np\.asarray\(.* of evenstep\.data\.lengths"),
+        (np.array([5, 3, 4]), r"a ndarray is no source.* Lengths\("),
+        (MapStyle(), r"a MapStyle is no source.* MeasuredMapped\(.* Mapped\(.* PooledStream"),
+        ({"train": MapStyle()}, "a dict is no source.* one of its values"),
+        (range(3).__iter__, r"Iterated\(.* PooledStream"),
+        ("data.jsonl", "a str is no source.* TokenFile"),
+        (3, "a int is no source.* InMemory"),
+        (Mapped(MapStyle()), r"a Mapped does not know .* PooledStream, .* MeasuredMapped\("),
+        (Iterated([1]), r"a Iterated does not know .* PooledStream\.$"),
+    ],
+)
+def test_what_is_no_source_of_known_lengths_is_refused_with_the_wrapper_to_use(
+    source: Any, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        PlannedStream(source, Recipe(layout=Packed(max_tokens=16)))
+
+
+def test_hugging_face_datasets_are_refused_with_the_wrapper_to_use() -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    recipe = Recipe(layout=Packed(max_tokens=16))
+    for source, remedy in (
+        (dataset, r"a Dataset is no source.* MeasuredMapped\("),
+        (datasets.DatasetDict(train=dataset), "a DatasetDict is no source.* one of its values"),
+        (dataset.to_iterable_dataset(), r"a IterableDataset is no source.* Iterated\("),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            PlannedStream(source, recipe)
+
+
+def test_a_source_is_asked_for_nothing_before_it_is_needed() -> None:
+    class Lazy(Faulty):
+        @property
+        def fingerprint(self) -> str:  # type: ignore[override]
+            raise AssertionError("read too early")
+
+    PlannedStream(Lazy(), Recipe(layout=Packed(max_tokens=16)))
+
+
+def test_a_source_may_pass_its_attributes_on() -> None:
+    class Passing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(Faulty(), name)
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, item: int) -> Any:
+            return Faulty()[item]
+
+    source: Any = Passing()
+    assert len(list(PlannedStream(source, Recipe(layout=Packed(max_tokens=16))))) == 1
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_lists_are_taken_wherever_arrays_are(kind: Any) -> None:
+    recipe = Recipe(
+        layout=Packed(max_tokens=16), steps=Steps(samples=2), limits=Limits(columns={"images": 3})
+    )
+    about: dict[str, Any] = {
+        "loss_tokens": [4, 0, 3, 1],
+        "groups": [7, 5, 7, 5],
+        "columns": {"images": [1, 2, 1, 0], "unused": ["a", "b", "c", "d"]},
+    }
+    given = {
+        name: {key: kind(column) for key, column in value.items()}
+        if isinstance(value, dict)
+        else kind(value)
+        for name, value in about.items()
+    }
+    steps = list(stream_of([5, 3, 4, 2], recipe=recipe, shuffle=False, **given))
+    assert [step.totals["loss_tokens"] for step in steps] == [7, 1]
+    assert [sorted(i for m in s.micro_batches for i in m.segments.sample) for s in steps] == [
+        [0, 2],
+        [1, 3],
+    ]
+
+
+def test_whole_floats_count_as_they_do_for_make_plan() -> None:
+    stream = stream_of([5, 3], shuffle=False, loss_tokens=[4.0, 2.0], groups=[1.0, 1.0])
+    (step,) = stream
+    assert step.totals["loss_tokens"] == 6
+    assert all(type(n) is int for n in step.loss_tokens.values())
+
+
+@pytest.mark.parametrize("name", ["groups", "loss_tokens"])
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        (["a", "b", "a"], "sample 0 has 'a' in {name}, which is not a whole number"),
+        ([1, None, 2], "sample 1 has None in {name}"),
+        ([1, 2.5, 2], "sample 1 has 2.5 in {name}"),
+        ([1, 2, float("nan")], "sample 2 has nan in {name}"),
+        ([1, 2, 2**70], "sample 2 has 1180591620717411303424 in {name}"),
+        ([True, False, True], "sample 0 has True in {name}"),
+        ([[1], [2], [3]], r"{name} have the shape \(3, 1\)"),
+        ([[1], [2, 3], [3]], "{name} cannot be read as one array"),
+        (7, r"{name} have the shape \(\)"),
+        ([1, 2], "2 entries of {name} for 3 samples"),
+    ],
+)
+def test_entries_that_are_no_whole_numbers_are_refused_by_sample(
+    name: str, values: Any, fault: str
+) -> None:
+    with pytest.raises(InputError, match=fault.format(name=name)):
+        stream_of([1, 2, 3], **{name: values})
+
+
+def test_groups_by_name_are_refused_as_make_plan_refuses_them() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=4))
+    with pytest.raises(InputError):
+        make_plan([1, 2], recipe, groups=["a", "b"])
+    with pytest.raises(InputError, match=r"np\.unique\(groups, return_inverse=True\)\[1\] numbers"):
+        stream_of([1, 2], groups=["a", "b"])
+
+
+def test_no_samples_have_no_entries() -> None:
+    assert list(stream_of([], groups=[], loss_tokens=[], columns={"images": []})) == []

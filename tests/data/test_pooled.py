@@ -18,6 +18,7 @@ from evenstep.core.layout import Layout
 from evenstep.core.step import Step
 from evenstep.core.world import World
 from evenstep.data.iterated import Iterated
+from evenstep.data.mapped import Mapped
 from evenstep.data.memory import InMemory
 from evenstep.data.pool import Pool
 from evenstep.data.pooled import PooledStream, merge_cursors
@@ -503,3 +504,49 @@ def test_after_a_change_of_shards_a_state_holds_its_own_share_alone() -> None:
         for shard in stream.start(3).place["shards"].values():
             assert len(shard["waiting"]) <= -(-waiting // 9)
             assert not any(pieces for _, pieces, _ in shard["chapters"])
+
+
+class MapStyle:
+    """What a torch dataset is: a length, and items by number."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, item: int) -> Any:
+        return {"input_ids": [item]}
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ([{"input_ids": [1]}], r"a list is no source.* InMemory\(.* of evenstep\.data\.memory"),
+        (MapStyle(), r"a MapStyle is no source.* Mapped\(.* of evenstep\.data\.mapped"),
+        (range(3).__iter__, r"is no source.* Iterated\(.* of evenstep\.data\.iterated"),
+        ({1, 2}, r"a set is no source.* Iterated\("),
+        ({"train": MapStyle()}, "a dict is no source.* one of its values"),
+        ("data.jsonl", "a str is no source.* Jsonl"),
+        (None, "a NoneType is no source.* InMemory"),
+    ],
+)
+def test_what_is_no_source_is_refused_with_the_wrapper_to_use(source: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        PooledStream(source, Recipe(layout=Packed(max_tokens=16)))
+
+
+def test_datasets_of_torch_are_refused_with_the_wrapper_to_use() -> None:
+    from torch.utils.data import IterableDataset, TensorDataset
+
+    base: Any = IterableDataset
+    methods = {"__iter__": lambda self: iter([]), "__len__": lambda self: 0}
+    Endless = type("Endless", (base,), methods)
+    for source, remedy in ((TensorDataset(), r" Mapped\("), (Endless(), r" Iterated\(")):
+        wrong: Any = source
+        with pytest.raises(ConfigError, match=f"is no source.*{remedy}"):
+            PooledStream(wrong, Recipe(layout=Packed(max_tokens=16)))
+
+
+def test_the_wrapper_that_is_named_is_taken() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=16))
+    data = samples_of([3, 2])
+    for source in (InMemory(data), Mapped(data), Iterated(data)):
+        assert sorted(numbers(list(PooledStream(source, recipe)))) == [0, 1]

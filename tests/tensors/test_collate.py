@@ -252,6 +252,19 @@ def test_arrays_and_lists_and_narrow_integers_are_taken() -> None:
     assert sorted(one_batch(samples).tokens.flatten().tolist()) == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_a_tokenizer_returns_is_taken_as_it_is() -> None:
+    samples = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [3, 4, 5]}]
+    plain = [{"input_ids": sample["input_ids"]} for sample in samples]
+    assert one_batch(samples).tokens.tolist() == one_batch(plain).tokens.tolist()
+    assert one_batch(samples).labels.tolist() == one_batch(plain).labels.tolist()
+
+
+def test_an_attention_mask_that_was_declared_travels_like_any_extra() -> None:
+    collator = Collator(extras={"attention_mask": Extra(aligned="token")})
+    batch = one_batch([{"input_ids": [1, 2], "attention_mask": [1, 0]}], collator)
+    assert batch.extras["attention_mask"].tolist() == [[1.0, 0.0]]  # type: ignore[union-attr]
+
+
 def test_a_dummy_is_all_padding() -> None:
     plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
     batch = Collator(extras=EXTRAS)(plan[0, 1][0], with_extras([3]))
@@ -286,7 +299,12 @@ def test_samples_may_come_by_number() -> None:
         ),
         (
             {"input_ids": ids(1, 2, 3), "rewards": 1},
-            "sample 1 has the key 'rewards', which nobody declared.*advantages",
+            r"sample 1 has the key 'rewards', which nobody declared.*"
+            r"Runner\(collate=Collator\(extras=\.\.\.\)\).*advantages",
+        ),
+        (
+            {"input_ids": ids(1, 2, 3), "attention_mask": [1, 1, 0]},
+            "sample 1 has 0 in its 'attention_mask', .* Cut the padding off",
         ),
         (
             {"input_ids": ids(1, 2, 3), **NOTHING, "advantages": torch.zeros(4)},

@@ -86,10 +86,31 @@ def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[
     path = source.path
     table = _TABLES[path.suffix.lower()](source, names)
     return Samples(
-        tables.integers(path, column, table[column]),
+        _lengths(path, column, table[column]),
         tables.group_ids(path, groups, table[groups]) if groups else None,
         {name: tables.integers(path, name, table[name]) for name in extra},
     )
+
+
+def _lengths(path: Path, column: str, values: list[Any]) -> IntArray:
+    """A column of lengths, or of the tokens themselves: those of each sample in a list."""
+    first = next((at for at, value in enumerate(values) if isinstance(value, list)), None)
+    if first is None:
+        return tables.integers(path, column, values)
+    for at, tokens in enumerate(values):
+        if not isinstance(tokens, list):
+            raise InputError(
+                f"{path}: sample {at} has {tables.shown(tokens)} as {column}, where sample {first} "
+                f"has a list, so its length is unknown. Give all samples lists of tokens, or all "
+                f"their lengths."
+            )
+        if set(map(type, tokens)) - {int}:
+            odd = next(token for token in tokens if type(token) is not int)
+            raise InputError(
+                f"{path}: sample {at} has {tables.shown(odd)} in its {column}, which is no token, "
+                f"so its length is unknown. Give lists of whole numbers, or name another column."
+            )
+    return np.array([len(tokens) for tokens in values], np.int64)
 
 
 def _refuse_columns(

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from evenstep.core.cursor import Cursor
 from evenstep.core.micro_batch import MicroBatch
@@ -22,10 +22,11 @@ from evenstep.core.world import World
 from evenstep.data.estimate import Estimate
 from evenstep.data.lengths import column_digest
 from evenstep.data.order import EpochOrder
+from evenstep.data.per_sample import per_sample, whole_per_sample
 from evenstep.data.place import Place
 from evenstep.data.reading import OnError, Reader
 from evenstep.data.remainder import Remainder
-from evenstep.data.source import MeasuredSource
+from evenstep.data.source import MeasuredSource, check_measured
 from evenstep.data.stream import digest_of, steps_of_pass, world_for
 from evenstep.data.units import Units
 from evenstep.errors import CursorError, InputError
@@ -70,27 +71,28 @@ class PlannedStream:
         world: World | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        groups: NDArray[np.integer] | None = None,
-        columns: Mapping[str, NDArray[np.integer]] | None = None,
-        loss_tokens: NDArray[np.integer] | None = None,
+        groups: ArrayLike | None = None,
+        columns: Mapping[str, ArrayLike] | None = None,
+        loss_tokens: ArrayLike | None = None,
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
         on_error: OnError = "raise",
     ) -> None:
+        check_measured(source)
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
         self.seed, self.shuffle = whole_number("seed", seed, least=0, most=2**64), shuffle
         self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
-        self._columns = dict(columns or {})
-        self._loss_tokens = loss_tokens
-        for name, column in {**self._columns, "groups": groups, "loss_tokens": loss_tokens}.items():
-            if column is not None and len(column) != len(source):
-                raise InputError(
-                    f"{len(column)} entries of {name} for {len(source)} samples cannot be matched. "
-                    f"Give one per sample."
-                )
-        self._units = Units.of(len(source), groups)
+        count = len(source)
+        self._columns = {
+            name: per_sample(name, column, count) for name, column in (columns or {}).items()
+        }
+        self._loss_tokens, ids = (
+            None if given is None else whole_per_sample(name, given, count)
+            for name, given in (("loss_tokens", loss_tokens), ("groups", groups))
+        )
+        self._units = Units.of(count, ids)
         self._reader = Reader(source, on_error)
         self._start = self._now = Place()
         self._walked = False  # whether the place was iterated since it was chosen

@@ -19,7 +19,7 @@ from evenstep.data.items import Items
 from evenstep.data.pool import Former, Measure, Pool
 from evenstep.data.reading import OnError
 from evenstep.data.shard import Shard, fresh, redealt
-from evenstep.data.source import Source, has_random_access, length_of
+from evenstep.data.source import Source, check_source, has_random_access, length_of
 from evenstep.data.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError
 
@@ -63,6 +63,7 @@ class PooledStream:
         on_error: OnError = "raise",
         length_of: Measure = length_of,
     ) -> None:
+        check_source(source)
         one_of("on_error", on_error, OnError)
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)

@@ -7,14 +7,16 @@ holds is decoded into one sample, or a list of several. A sample is usually a ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from inspect import getattr_static
+from os import PathLike
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 
 from evenstep.core.identity import sample_name, sample_number
 from evenstep.core.ragged import IntArray
-from evenstep.errors import FileError, SampleError
+from evenstep.errors import ConfigError, FileError, SampleError
 
 Sample: TypeAlias = Any
 """Usually a mapping with `input_ids`; anything with a length will do."""
@@ -62,6 +64,94 @@ class SequentialSource(Protocol):
 def has_random_access(source: Source) -> TypeGuard[SampleSource]:
     """Whether items can be read by number."""
     return hasattr(source, "__getitem__")
+
+
+def check_source(source: object) -> None:
+    """Refuse what no stream can read, and say what makes a source of it."""
+    if not (_has(source, *_BY_NUMBER) or _has(source, *_IN_ORDER)):
+        raise _no_source(source, _WRAPPERS[_kind(source)])
+
+
+def check_measured(source: object) -> None:
+    """Refuse what steps cannot be planned over, and say what makes a source of known lengths."""
+    by_number = _has(source, *_BY_NUMBER)
+    if by_number and _has(source, "lengths_of"):
+        return
+    if not (by_number or _has(source, *_IN_ORDER)):
+        raise _no_source(source, (_WRAPPERS | _MEASURED_WRAPPERS)[_kind(source)])
+    measured = f", or give its lengths: {_MEASURED}" if by_number else ""
+    raise ConfigError(
+        f"a {type(source).__name__} does not know the lengths of its samples, so no step could be "
+        f"planned before they are read. Read it with a PooledStream{measured}."
+    )
+
+
+_BY_NUMBER = ("fingerprint", "__len__", "__getitem__")
+_IN_ORDER = ("fingerprint", "open", "decode")
+_MEASURED = "MeasuredMapped(dataset, lengths=...) of evenstep.data.mapped"
+_MAPPED = "Mapped(dataset) of evenstep.data.mapped"
+_IN_MEMORY = "Wrap it: InMemory(samples) of evenstep.data.memory."
+_WRAPPERS = {
+    "samples": _IN_MEMORY,
+    "lengths": _IN_MEMORY,
+    "dataset": f"Wrap it: {_MAPPED}.",
+    "datasets": f"Choose one of its values, and wrap that: {_MAPPED}.",
+    "items": "Wrap it: Iterated(items) of evenstep.data.iterated.",
+    "path": "Open it: Jsonl of evenstep.data.jsonl, ParquetText of evenstep.data.parquet or "
+    "TokenFile of evenstep.data.token_file.",
+    "other": "Pass a list of samples as InMemory(samples) of evenstep.data.memory, a dataset as "
+    f"{_MAPPED}.",
+}
+"""What makes a source of each kind of thing."""
+_MEASURED_WRAPPERS = {
+    "lengths": "Wrap it: Lengths(np.asarray(lengths)) of evenstep.data.lengths.",
+    "dataset": f"Wrap it: {_MEASURED}; where lengths are not known, {_MAPPED}, and read that with "
+    "a PooledStream.",
+    "datasets": f"Choose one of its values, and wrap that: {_MEASURED}.",
+    "items": "Wrap it: Iterated(items) of evenstep.data.iterated, and read that with a "
+    "PooledStream, as lengths are not known ahead.",
+    "path": "Open it: TokenFile of evenstep.data.token_file; or Jsonl of evenstep.data.jsonl or "
+    "ParquetText of evenstep.data.parquet, and read that with a PooledStream.",
+    "other": "Pass a list of samples as InMemory(samples) of evenstep.data.memory, a dataset as "
+    f"{_MEASURED}.",
+}
+"""Where lengths have to be known, what differs."""
+
+
+def _kind(value: object) -> str:
+    """What kind of thing was passed instead of a source."""
+    if isinstance(value, (str, bytes, PathLike)):
+        return "path"
+    if isinstance(value, Mapping):
+        return "datasets"
+    if isinstance(value, (list, tuple, np.ndarray)):
+        numbers = np.ndim(value) == 1 if isinstance(value, np.ndarray) else _begins_with_int(value)
+        return "lengths" if numbers else "samples"
+    # Those of torch may have a length, and all have items by number, which raise.
+    in_order = any(base.__name__ == "IterableDataset" for base in type(value).__mro__)
+    if not in_order and _has(value, "__len__", "__getitem__"):
+        return "dataset"
+    return "items" if isinstance(value, Iterable) or callable(value) else "other"
+
+
+def _begins_with_int(values: list[Any] | tuple[Any, ...]) -> bool:
+    return isinstance(next(iter(values), None), (int, np.integer))
+
+
+def _has(value: object, *names: str) -> bool:
+    """Whether it has all of these. Properties are not read: a fingerprint may take its time."""
+    missing = object()
+    return all(
+        getattr_static(value, name, missing) is not missing or hasattr(value, name)
+        for name in names
+    )
+
+
+def _no_source(value: object, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"a {type(value).__name__} is no source, so a stream could neither read samples from it "
+        f"nor know it again on resume. {remedy}"
+    )
 
 
 def check_items(items: IntArray, count: int) -> None:

@@ -68,12 +68,16 @@ class Stream(Protocol):
 def world_for(recipe: Recipe, world: World | None) -> World:
     """The world of a stream, a single rank where none is given; refused if the recipe plans for
     another number of ranks."""
-    found = World() if world is None else world
-    if found.size != recipe.topology.dp:
+    found, topology = World() if world is None else world, recipe.topology
+    if found.size != topology.dp:
+        remedy = f"Set topology.dp to {found.size}."
+        if found.size == 1:
+            alone = topology.cp * topology.tp * topology.pp == 1
+            detected = f"World.detect({'' if alone else 'recipe.topology'})"
+            remedy = f"Under torchrun pass world={detected}, or set topology.dp to 1."
         raise ConfigError(
-            f"the recipe plans for {recipe.topology.dp} data-parallel ranks but the world has "
-            f"{found.size}, so some work would be done twice or never. Set topology.dp to "
-            f"{found.size}."
+            f"the recipe plans for {topology.dp} data-parallel ranks but the world has "
+            f"{found.size}, so some work would be done twice or never. {remedy}"
         )
     return found
 

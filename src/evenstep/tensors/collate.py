@@ -23,7 +23,8 @@ from evenstep.tensors.numbering import number_slots
 
 Samples: TypeAlias = Mapping[int, Sample] | Sequence[Sample]
 
-_KNOWN = ("input_ids", "labels", "loss_mask", "loss_masking_spans")
+_TARGETS = ("labels", "loss_mask", "loss_masking_spans")
+_KNOWN = ("input_ids", *_TARGETS, "attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,7 @@ class Collator:
     loss_mask           per token, 1 where it is trained and 0 where not; nothing between, as tokens
                         are counted by it (weights are a normalization's: `train.loss.Custom`)
     loss_masking_spans  (begin, end) pairs of tokens that are not trained
+    attention_mask      1 for every token, as tokenizers give it: it says nothing. Cut padding off.
 
     and every declared extra. Unknown keys are an error. Labels reach past the cuts of a split
     sample, `lookahead` tokens far: 1 is enough unless more are predicted at once.
@@ -64,10 +66,12 @@ class Collator:
         if not keys <= {*_KNOWN, *self.extras}:
             self._refuse_keys(micro, chosen)
         columns = Columns(micro, chosen)
+        if "attention_mask" in keys and "attention_mask" not in self.extras:
+            columns.check_attention_masks()
         place = columns.place
         tokens = columns.slots("input_ids", torch.int64, self.pad_token)
         targets = tokens
-        if not keys.isdisjoint(_KNOWN[1:]):
+        if not keys.isdisjoint(_TARGETS):
             targets = columns.targets(keys)
         shape = (micro.rows, micro.width)
         numbers = np.empty((3, micro.slots), np.int64)
@@ -131,8 +135,8 @@ class Collator:
         at = next(n for n, sample in enumerate(chosen) if not known >= sample.keys())
         raise InputError(
             f"sample {micro.segments.sample[at]} has the key {min(chosen[at].keys() - known)!r}, "
-            f"which nobody declared, so it would be lost. Declare it as an extra; known are "
-            f"{', '.join(sorted(known))}."
+            f"which nobody declared, so it would be lost. Leave it out of the sample, or declare "
+            f"it: Runner(collate=Collator(extras=...)). Known are {', '.join(sorted(known))}."
         )
 
 

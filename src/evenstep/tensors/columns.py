@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeAlias
 
@@ -62,6 +63,27 @@ class Columns:
                 self._mask_spans(targets, number, sample.get("loss_masking_spans", ()))
         return targets
 
+    def check_attention_masks(self) -> None:
+        """Refuse an `attention_mask` that hides tokens. One of ones, as tokenizers give, says
+        nothing: padding is made here."""
+        key, one = "attention_mask", torch.ones(1)
+        given = [
+            sample[key] if key in sample else one.expand(length)
+            for sample, length in zip(self.chosen, self.expected, strict=True)
+        ]
+        masks = self._tensors(key, given)
+        if [m.numel() if m.ndim == 1 else -1 for m in masks] != self.expected:
+            self._refuse_lengths(key, masks)
+        if masks and not bool((torch.cat(masks) == 1).all()):
+            odd = [mask[mask != 1] for mask in masks]
+            at = next(n for n, values in enumerate(odd) if len(values))
+            raise InputError(
+                f"sample {self._name(at)} has {odd[at][0].item():g} in its 'attention_mask', but "
+                f"every token of a sample runs, so padding would be taken for text. Cut the "
+                f"padding off, as batches are padded here; tokens that are real but not to be "
+                f"trained are 0 in a 'loss_mask'."
+            )
+
     def sample_targets(self, number: int) -> Tensor:
         """What the tokens of a whole sample should have been predicted as, this segment or not."""
         sample = self.chosen[number]
@@ -96,14 +118,15 @@ class Columns:
             at = int(self.place.segment[piece])
             first = int(self.micro.segments.start[at] + self.lengths[at])
             for name in ("tokens", *declared):
-                column = self.chosen[at]["input_ids" if name == "tokens" else name]
-                part = _tensors([column])[0][first : first + known]
+                key = "input_ids" if name == "tokens" else name
+                column = self._tensors(key, [self.chosen[at][key]], at)[0]
+                part = column[first : first + known]
                 values[name][piece, :known] = part.to(values[name].dtype)
         return Beyond(counts, values)
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
         """A declared extra, laid out as it was declared."""
-        values = _tensors(self._column(name))
+        values = self._tensors(name, self._column(name))
         if extra.aligned != "token" or extra.shape:
             self._check_entries(name, extra, values)
         if extra.aligned == "token":
@@ -145,7 +168,7 @@ class Columns:
         self, key: str, column: list[Any], dtype: torch.dtype, shape: tuple[int, ...] = ()
     ) -> list[Tensor]:
         """The segments' parts of a token-aligned column, checked against the plan."""
-        column = _tensors(column)
+        column = self._tensors(key, column)
         found = [value.numel() for value in column]
         size = math.prod(shape)
         expected = self.expected if size == 1 else [size * length for length in self.expected]
@@ -157,6 +180,14 @@ class Columns:
             return column
         begin, length = self.micro.segments.start.tolist(), self.lengths.tolist()
         return [v[a : a + n] for v, a, n in zip(column, begin, length, strict=True)]
+
+    def _tensors(self, key: str, column: list[Any], first: int = 0) -> list[Tensor]:
+        """Values of the segments from `first` on as tensors."""
+        try:
+            return _tensors(column)
+        except (TypeError, ValueError, OverflowError):
+            at = next(n for n, value in enumerate(column) if not _is_array(value))
+            self._refuse_value(key, first + at, column[at])
 
     def _cast(self, key: str, at: int, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Numbers of another width are widened; token ids must be whole numbers."""
@@ -201,6 +232,8 @@ class Columns:
         total = int(self.micro.sample_lengths[number])
         first = int(self.place.offsets[:-1][self.place.segment >= 0][number])
         start, length = int(self.micro.segments.start[number]), int(self.lengths[number])
+        if spans is None:
+            self._refuse_value("loss_masking_spans", number, spans)
         for begin, end in spans:
             if not 0 <= begin <= end <= total:
                 raise InputError(
@@ -226,6 +259,14 @@ class Columns:
             f"and give token-aligned columns one entry per token."
         )
 
+    def _refuse_value(self, key: str, at: int, value: object) -> NoReturn:
+        optional = key in ("labels", "loss_mask", "loss_masking_spans", "attention_mask")
+        raise InputError(
+            f"sample {self._name(at)} has {reprlib.repr(value)} as its {key!r}, which are no "
+            f"numbers, so its batch cannot be made. "
+            f"{'Leave the key out where there are none' if optional else 'Give numbers'}."
+        ) from None
+
     def _refuse_mask(self, masks: list[Tensor]) -> NoReturn:
         odd = [mask[(mask != 0) & (mask != 1)] for mask in masks]
         at = next(n for n, values in enumerate(odd) if len(values))
@@ -243,6 +284,14 @@ def _tensors(column: list[Any]) -> list[Tensor]:
         return column
     # Through numpy, because torch would round Python's numbers to single precision.
     return [v if isinstance(v, Tensor) else _tensor(np.asarray(v)) for v in column]
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a tensor can be made of it."""
+    try:
+        return bool(_tensors([value]))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _tensor(array: Any) -> Tensor:
