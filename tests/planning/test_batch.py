@@ -1,13 +1,16 @@
 """Dynamic batching: the optimal cut against every possible cut."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Padded, Recipe, Topology, make_plan
+from evenstep import Cost, Limits, Padded, Recipe, Topology, make_plan
 from evenstep.planning.batch import feasible_starts, fewest_cuts, optimal_cuts, split_cuts
+from evenstep.testing import assert_valid_plan
 
 
 @settings(max_examples=200)
@@ -62,3 +65,26 @@ def test_optimal_cuts_never_need_more_micro_batches_or_slots_than_greedy(
         assert stats["optimal"]["slots"] - dummies["optimal"] <= (
             stats["greedy"]["slots"] - dummies["greedy"]
         )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups", "recipe"),
+    [
+        ([1, 1, 17], [0, 0, 1], Recipe(layout=Padded(max_tokens=20, cut="greedy"))),
+        (
+            [1, 1, 4],
+            [2, 2, 1],
+            Recipe(
+                layout=Padded(max_tokens=60, cut="greedy"),
+                cost=Cost(per_token=0, per_pair=1),
+                limits=Limits(cost=30),
+            ),
+        ),
+    ],
+)
+def test_a_long_sample_does_not_widen_a_group_beyond_its_budget(
+    lengths: list[int], groups: list[int], recipe: Recipe
+) -> None:
+    plan = make_plan(lengths, replace(recipe, topology=Topology(dp=2)), groups=groups)
+    assert_valid_plan(plan)
+    assert [micro.width for rank in range(2) for micro in plan[0, rank]] == [1, max(lengths)]

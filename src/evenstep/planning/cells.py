@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 
@@ -209,6 +210,10 @@ def _greedy(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray,
     widths = np.full(count, recipe.width_unit, np.int64)
     widths[: len(ends)] = widest[ends - 1]
     assert recipe.capacity is not None
-    # An over-long sample runs alone: it must not widen what runs beside it on other ranks.
+    # An over-long sample runs alone: it must not widen what runs beside it on other ranks. Nor may
+    # any sample widen a group beyond the budget: two rows of 1 fit 20 slots, but not two of 17.
     widths[widths > recipe.capacity] = 0
+    for at, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if rows[start:end].sum(axis=0).max() > most[end - 1]:
+            widths[at] = 0
     return place, count, widths

@@ -124,7 +124,7 @@ def _layouts() -> SearchStrategy[Layout]:
     return st.one_of(
         st.builds(
             Padded,
-            max_tokens=st.sampled_from([64, 128, 200]),
+            max_tokens=st.sampled_from([24, 64, 128, 200]),
             round_to=round_to,
             pad_to=pad_to,
             cut=st.sampled_from(["optimal", "greedy"]),
