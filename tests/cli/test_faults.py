@@ -1,6 +1,8 @@
 """Bad input gives one clear line, exit code 2, no traceback and no file."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,3 +311,42 @@ def test_all_faults_of_a_config_file_are_named_at_once(
     err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert all(says in err for says in ("3 faults", "layout.max_tokens", "topology.dp", "seeds"))
+
+
+@pytest.mark.parametrize("output", ["", "--json", "--picture c.svg", "--picture c.html"])
+@pytest.mark.parametrize("budget", ["3", "6"])
+def test_strategies_that_drop_every_sample_can_be_compared(
+    output: str, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", np.array([5, 6, 7]))
+    settings = ["--set", f"layout.max_tokens={budget}", "--set", "overflow=drop"]
+    assert main(["compare", "lengths.npy", *settings, *output.split()]) == 0
+
+
+def test_a_quote_that_is_never_closed_is_not_one_long_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "q.csv").write_text('length,text\n5,"abc\n6,foo\n7,bar\n')
+    assert main(["plan", str(tmp_path / "q.csv"), "--set", "layout.max_tokens=100"]) == 2
+    assert "not CSV" in capsys.readouterr().err
+
+
+def test_groups_of_different_names_stay_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "g.csv").write_text("length,g\n4,01\n4,1\n4,01\n4,1\n")
+    recipe = ["--set", "layout.max_tokens=8", "--groups", "g", "--json"]
+    assert main(["plan", str(tmp_path / "g.csv"), *recipe]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["micro_batches"] == 2
+
+
+def test_without_the_command_lines_libraries_one_line_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['typer'] = None\n"
+        "from evenstep.cli import main; sys.exit(main(['plan']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "evenstep[cli]" in done.stderr
+    assert "Traceback" not in done.stderr

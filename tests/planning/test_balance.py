@@ -83,7 +83,7 @@ def test_refining_is_within_a_thousandth_of_karmarkar_karp() -> None:
 def test_unknown_algorithms_and_impossible_costs_are_refused() -> None:
     with pytest.raises(ConfigError, match="refined, lpt, karmarkar_karp, stride"):
         partition([1.0], 1, "magic")
-    with pytest.raises(ConfigError, match="0 parts"):
+    with pytest.raises(ConfigError, match="parts is 0"):
         partition([1.0], 0)
     with pytest.raises(InputError):
         partition([float("nan")], 1)
@@ -106,3 +106,16 @@ def test_each_clock_minimises_what_it_measures() -> None:
     assert lock_step.tolist() == [0, 1, 0, 1]
     rank = deal_packs(costs, 2, "refined", "step") % 2
     assert sorted(loads(costs, rank, 2)) == [9, 10]
+
+
+@pytest.mark.parametrize("equal_sizes", [False, True])
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=24), st.integers(2, 6))
+def test_refined_is_never_far_behind_karmarkar_karp(
+    equal_sizes: bool, costs: list[int], parts: int
+) -> None:
+    items = np.array(costs, float)
+    loads = {
+        name: sum_by(partition(items, parts, name, equal_sizes=equal_sizes), items, parts).max()
+        for name in ("refined", "karmarkar_karp")
+    }
+    assert loads["refined"] <= 1.001 * loads["karmarkar_karp"]

@@ -1,9 +1,24 @@
 """Over-long samples: each policy on each layout, and none of them touches its neighbours."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Topology, make_plan
+from evenstep import (
+    Fixed,
+    Limits,
+    Packed,
+    PackedStatic,
+    Padded,
+    Recipe,
+    Topology,
+    make_plan,
+    violations,
+)
 from evenstep.core.layout import Layout
+from evenstep.core.recipe import Overflow
+from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
 
@@ -47,3 +62,26 @@ def test_policies_are_counted(layout: Layout, overflow: str, kept: int | None) -
     assert stats["tokens"] + lost == 142
     assert kept is None or stats["tokens"] == kept
     assert stats[{"split": "split", "truncate": "truncated", "drop": "dropped"}[overflow]] > 0
+
+
+@pytest.mark.parametrize(
+    ("overflow", "lengths"),
+    [("split", [10, 10, 5]), ("truncate", [10, 5]), ("drop", [5]), ("alone", [20, 5])],
+)
+def test_what_a_limit_on_cost_makes_too_long_is_treated_as_asked_without_a_budget(
+    overflow: Overflow, lengths: list[int]
+) -> None:
+    recipe = Recipe(layout=Fixed(samples=2), limits=Limits(cost=10), overflow=overflow)
+    plan = make_plan([20, 5], recipe)
+    assert_valid_plan(plan)
+    assert plan.segments.length.tolist() == lengths
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "drop", "split"])
+def test_where_nothing_limits_a_sample_none_is_cut_or_dropped(overflow: Overflow) -> None:
+    plan = make_plan([500, 600], Recipe(layout=Fixed(samples=2), overflow=overflow))
+    assert_valid_plan(plan)
+    whole = plan.segments
+    cut = Segments(whole.sample, whole.start, np.array([1, 600]))
+    damaged = replace(plan, segments=cut, widths=np.array([601]))
+    assert violations(damaged)["overflow_as_asked"]

@@ -22,7 +22,7 @@ def read_csv(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     table: dict[str, list[Any]] = {name: [] for name in names}
     with source.text() as file:
-        reader = csv.reader(file, delimiter=delimiter)
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             lines = ([name.strip() for name in line] for line in reader)
             header = next((line for line in lines if any(line)), [])
@@ -124,9 +124,10 @@ def group_ids(path: Path, column: str, values: list[Any]) -> IntArray:
                 f"{path}: sample {index} has {shown(value)} as {column}, which names no group, so "
                 f"nobody knows whom to keep it with. Give it a number or a name."
             )
-    if all(fits(value) for value in values):
+    kinds = {type(value) for value in values}
+    if len(kinds) == 1 and all(fits(value) and str(int(value)) == str(value) for value in values):
         return integers(path, column, values)
-    return np.unique([str(value) for value in values], return_inverse=True)[1].astype(np.int64)
+    return np.unique([repr(value) for value in values], return_inverse=True)[1].astype(np.int64)
 
 
 def shown(value: object) -> str:

@@ -123,7 +123,7 @@ def overflow_as_asked(plan: Plan) -> list[str]:
     for policy, (happened, fault) in faults.items():
         if recipe.overflow != policy:
             wrong += _named(np.flatnonzero(happened), f"{fault} without leave")
-        elif limit is not None:
+        else:
             wrong += _named(np.flatnonzero(happened & ~over), f"{fault} though it fits")
     if recipe.overflow == "truncate":
         wrong += _named(np.flatnonzero(over & (kept != limit)), "was not cut to what fits")

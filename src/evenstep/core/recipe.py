@@ -12,7 +12,7 @@ import numpy as np
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout, PackedStatic, Padded
 from evenstep.core.topology import Topology
-from evenstep.core.validate import one_of, real_field, whole_field, whole_number
+from evenstep.core.validate import MOST, one_of, real_field, whole_field, whole_number
 from evenstep.errors import ConfigError
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
@@ -155,12 +155,10 @@ class Recipe:
 
         Budget 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
         """
-        if self.capacity is None:
-            return None
         unit = self.topology.alignment
-        fits = self.capacity // unit * unit
         if self.limits.cost is None:
-            return fits
+            return None if self.capacity is None else self.capacity // unit * unit
+        fits = MOST if self.capacity is None else self.capacity
         # The cost of one segment grows with its length: bisect for the longest within the limit.
         low, high = 0, fits // unit
         while low < high:
@@ -169,7 +167,7 @@ class Recipe:
                 low = middle
             else:
                 high = middle - 1
-        return low * unit
+        return None if self.capacity is None and low == fits // unit else low * unit
 
     @property
     def cost_limit(self) -> float:

@@ -170,7 +170,7 @@ class StreamLoader:
         self._now = now = start = self.stream.start(max(1, self.num_workers))
         with torch.device("cpu"):  # where torch draws the workers' seeds, whatever the default is
             ready = iter(self._loader)
-        steps: Iterator[Step] = ready
+        steps: Iterator[Step] = _received(ready)
         if not (self.stream.infinite_loop or self.stream.ends_together):
             steps = until_all_end(steps, self._anyone or _anyone, self.stream.recipe)
         most = self.stream.max_num_steps
@@ -212,6 +212,20 @@ class StreamLoader:
         """Begin so many steps later."""
         self.stream.skip_batches(steps)
         self.load_state_dict(self.stream.start(max(1, self.num_workers)).to_dict())
+
+
+def _received(steps: Iterator[Step]) -> Iterator[Step]:
+    """What workers send. One that dies after it has announced a step, and before it has handed
+    over its memory, shows as a broken connection."""
+    try:
+        yield from steps
+    except (EOFError, ConnectionError) as error:
+        if str(error).startswith("Caught "):  # an error of the worker's own, as torch raises it
+            raise
+        raise RuntimeError(
+            "a DataLoader worker exited unexpectedly while it sent a step, which is lost with it. "
+            "What the worker said stands above, if anything; resume from the last cursor."
+        ) from error
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -47,8 +47,9 @@ class Parcel:
         file = io.BytesIO()
         wrapper = _Wrapper(file)
         wrapper.dump({field.name: getattr(step, field.name) for field in fields(step)})
-        contents = torch.empty(max(1, wrapper.size), dtype=torch.uint8, device="cpu")
-        contents.share_memory_()
+        contents = torch.empty(wrapper.size, dtype=torch.uint8, device="cpu")
+        if wrapper.size:
+            contents.share_memory_()
         for slip, tensor in zip(wrapper.slips, wrapper.tensors, strict=True):
             slip.of(contents).copy_(tensor)
         self._parts = (file.getvalue(), wrapper.slips, contents)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.validate import MOST_RANKS, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.differencing import differencing_kernel
 from evenstep.planning.kernel import kernel
@@ -254,9 +255,22 @@ def refined(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArra
     part_of = lpt(costs, parts, equal_sizes)
     if equal_sizes:
         refine_kernel(costs, part_of, parts)
+    else:
+        part_of = _to_the_brim(costs, _swapped(costs, part_of, parts), parts)
+    if not _is_stuck(costs, part_of, parts):
         return part_of
-    part_of = _swapped(costs, part_of, parts)
-    return _to_the_brim(costs, part_of, parts)
+    other = karmarkar_karp(costs, parts, equal_sizes)
+    return min(part_of, other, key=lambda found: _heaviest(costs, found, parts))
+
+
+def _heaviest(costs: FloatArray, part_of: IntArray, parts: int) -> float:
+    return float(np.bincount(part_of, costs, parts).max())
+
+
+def _is_stuck(costs: FloatArray, part_of: IntArray, parts: int) -> bool:
+    """Whether few items are farther from their bound than they should be."""
+    least = max(float(costs.sum()) / parts, float(costs.max()))
+    return len(costs) <= _FEW and _heaviest(costs, part_of, parts) > least * (1 + _STUCK)
 
 
 def _swapped(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
@@ -272,17 +286,16 @@ def _to_the_brim(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
     Swaps between two parts cannot find it where one part is short of the mean for good and all
     others must share what it leaves.
     """
-    most = float(np.bincount(part_of, costs, parts).max())
-    least = max(float(costs.sum()) / parts, float(costs.max()))
-    if len(costs) > _FEW or most <= least * (1 + _STUCK):
+    if not _is_stuck(costs, part_of, parts):
         return part_of
+    most = _heaviest(costs, part_of, parts)
+    least = max(float(costs.sum()) / parts, float(costs.max()))
     sizes = np.maximum(np.ceil(costs / least * _UNITS), 1).astype(np.int64)
     for over in (_STUCK / 2, _STUCK * 0.9):
         found = optimal_kernel(sizes, int(_UNITS * (1 + over)), parts, parts + 1)
         if len(found):
             found = _swapped(costs, found, parts)
-            better = float(np.bincount(found, costs, parts).max()) < most
-            return found if better else part_of
+            return found if _heaviest(costs, found, parts) < most else part_of
     return part_of
 
 
@@ -297,14 +310,16 @@ def partition(
     >>> partition([5, 4, 3, 3, 3], 2).tolist()
     [0, 0, 1, 1, 1]
     """
-    items = np.ascontiguousarray(costs, np.float64)
     if algorithm not in DEALS:
         raise ConfigError(
             f"balance {algorithm!r} is unknown, so nothing was dealt. Choose one of "
             f"{', '.join(DEALS)}."
         )
-    if parts < 1:
-        raise ConfigError(f"{parts} parts cannot hold anything. Ask for 1 or more.")
+    parts = whole_number("parts", parts, most=MOST_RANKS)
+    try:
+        items = np.ascontiguousarray(costs, np.float64)
+    except (TypeError, ValueError):
+        items = np.full(1, np.nan)
     if items.ndim != 1 or not np.isfinite(items).all() or (items < 0).any():
         raise InputError(
             "costs must be one finite number of 0 or more each; otherwise no part is heaviest. "

@@ -140,6 +140,7 @@ def pack(
         )
     items = np.ascontiguousarray(items, np.int64)
     capacity = whole_number("capacity", capacity)
+    seed = whole_number("seed", seed, least=0)
     min_bin_count = whole_number("min_bin_count", min_bin_count, least=0)
     bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
     if packer.lower() not in PACKERS:

@@ -21,7 +21,7 @@ class Entry:
     stats: dict[str, Value] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stats", self.plan.stats() if self.plan else {})
+        object.__setattr__(self, "stats", {} if self.plan is None else self.plan.stats())
 
     @property
     def modelled_time(self) -> float:
@@ -56,7 +56,8 @@ LEGEND = (
 
 def cells(entries: Sequence[Entry]) -> list[list[Cell]]:
     """The figures of each entry under `HEADER`; none for an entry without a plan."""
-    least = min((entry.modelled_time for entry in entries if entry.plan), default=1.0)
+    times = [entry.modelled_time for entry in entries if entry.plan is not None]
+    least = min((time for time in times if time > 0), default=1.0)  # one that dropped all has 0
     figures = [_figures(entry, least) for entry in entries]
     planned = [figure for figure in figures if figure]
     lowest = [min(column) for column in zip(*planned, strict=True)] if len(planned) > 1 else []
