@@ -31,6 +31,7 @@ from evenstep.data.lengths import Lengths
 from evenstep.data.mapped import Mapped
 from evenstep.data.planned import PlannedStream
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError, SampleError
+from tests.data.datasets import MapStyle
 
 LAYOUTS: tuple[Layout, ...] = (
     Packed(max_tokens=40),
@@ -430,16 +431,6 @@ def test_a_cursor_behind_the_end_of_other_groups_is_refused() -> None:
     groups[5] = groups[4]  # not among those that are looked at
     with pytest.raises(CursorError, match="40000 of 39999"):
         PlannedStream(lengths, recipe, groups=groups).load_state_dict(step.cursor.to_dict())
-
-
-class MapStyle:
-    """What a torch dataset is: a length, and items by number."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, item: int) -> Any:
-        return {"input_ids": [item]}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from evenstep.data.memory import InMemory
 from evenstep.data.pool import Pool
 from evenstep.data.pooled import PooledStream, merge_cursors
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
+from tests.data.datasets import MapStyle
 
 LAYOUTS: tuple[Layout, ...] = (
     Packed(max_tokens=40),
@@ -504,16 +505,6 @@ def test_after_a_change_of_shards_a_state_holds_its_own_share_alone() -> None:
         for shard in stream.start(3).place["shards"].values():
             assert len(shard["waiting"]) <= -(-waiting // 9)
             assert not any(pieces for _, pieces, _ in shard["chapters"])
-
-
-class MapStyle:
-    """What a torch dataset is: a length, and items by number."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, item: int) -> Any:
-        return {"input_ids": [item]}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.startswith("evenstep"):
             raise
         print(
-            f"evenstep: {error.name} is not installed, so no command can run. Install the command "
+            f"error: {error.name} is not installed, so no command can run. Install the command "
             f"line with it: pip install 'evenstep[cli]'.",
             file=sys.stderr,
         )

@@ -319,7 +319,7 @@ def partition(
     try:
         items = np.ascontiguousarray(costs, np.float64)
     except (TypeError, ValueError):
-        items = np.full(1, np.nan)
+        items = np.full(1, np.nan)  # no numbers, so refused as such
     if items.ndim != 1 or not np.isfinite(items).all() or (items < 0).any():
         raise InputError(
             "costs must be one finite number of 0 or more each; otherwise no part is heaviest. "

@@ -47,8 +47,8 @@ def _alone(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray)
 
 
 def _together(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray) -> IntArray:
-    """The same by two threads: neither sorting nor placing needs the other, and one that would
-    wait has the system provide the memory that comes next."""
+    """What `fit_counted` does, by two threads: neither sorting nor placing needs the other, and
+    one that would wait has the system provide the memory that comes next."""
     naturals = lengths.view(np.uint64)
     order, bin_of = scratch
     below, size = values.view(np.uint32).reshape(2, -1)
