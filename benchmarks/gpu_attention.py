@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks import tables
 from benchmarks.tables import Section, Table, Target
-from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Topology, make_plan
+from evenstep import Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.tensors.attention import attention
 from evenstep.tensors.batch import Batch
@@ -177,7 +177,7 @@ def kernels(place: Place) -> Section:
     worst: dict[str, float] = {}
     factor: dict[str, float] = {}
     failed: set[str] = set()
-    alone = Recipe(layout=Fixed(samples=1))
+    alone = Recipe(layout=Packed(samples=1))
     for case in kernel_cases(place):
         expected = run_case(case, alone, torch.float32, "segments", place.device)
         total = 8 * sum(-(-n // 8) for n in case.lengths)
@@ -185,7 +185,7 @@ def kernels(place: Place) -> Section:
         widest = max(case.lengths)
         padded = Recipe(layout=Padded(max_tokens=widest * len(case.lengths)))
         static = Recipe(
-            layout=PackedStatic(rows=2, width=8 * (total // 16 + widest)), topology=case.topology
+            layout=Packed(rows=2, pad_to=8 * (total // 16 + widest)), topology=case.topology
         )
         plain = "causal" if case.window is None else "segments"
         yardstick = errors(run_case(case, alone, HALF, "segments", place.device), expected)
@@ -259,9 +259,9 @@ def decoder(place: Place) -> Section:
     table = Table("Differences", {"run": "", "precision": "", "loss": ".1e", "gradient": ".1e"})
     budget = max(2 * max(lengths), 1024 if place.quick else 16384)
     layouts: dict[str, Layout] = {
-        "one at a time": Fixed(samples=1),
+        "one at a time": Packed(samples=1),
         "packed": Packed(max_tokens=budget),
-        "packed static": PackedStatic(rows=2, width=budget // 2),
+        "packed static": Packed(rows=2, pad_to=budget // 2),
         "dynamic": Padded(max_tokens=budget),
     }
 

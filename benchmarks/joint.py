@@ -1,4 +1,4 @@
-"""The joint problem: budget, equal counts and both clocks at once, one large step on 64 ranks."""
+"""The joint problem: budget, equal counts and even ranks at once, one large step on 64 ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COST = Cost(per_token=24576, per_pair=1)
 RECIPE = Recipe(layout=Packed(max_tokens=BUDGET), topology=Topology(dp=RANKS), cost=COST)
 LOCK_STEP, RANK_SUM, LIMIT_MS = 1.01, 1.002, 10.0
 OURS = "evenstep make_plan"
-BY_STEP = "evenstep make_plan, clock='step'"
+BY_STEP = "evenstep make_plan, sync_every='step'"
 
 Places: TypeAlias = tuple[IntArray, IntArray]
 """The rank and the position of each sample's micro-batch."""
@@ -57,8 +57,8 @@ def joint(bench: Bench) -> Section:
             "shares its micro-batch with no other such one, and the rest of its wave can only cost "
             "so much within the budget. Where it exceeds 1, the target is taken of the floor. A "
             "rank that runs such a sequence can then make up for it only where the other ranks do "
-            "more, and what they do more all wait for: both clocks cannot be at their best at "
-            "once. So the rank sums of all instances are asked of the plan for ranks that meet "
+            "more, and what they do more all wait for: lock-step and rank sums cannot both be at "
+            "their best. So the rank sums of all instances are asked of the plan for ranks that meet "
             "only at the end of a step.",
             "The last three rows of each instance are short re-implementations of common ideas on "
             "our own kernels: their times say nothing about any system.",
@@ -117,7 +117,7 @@ def joint(bench: Bench) -> Section:
 
 
 def _met(outcome: Outcome, bound: int, floor: float) -> tuple[bool, bool]:
-    """Whether the count and the lock-step clock are as promised."""
+    """Whether the count and lock-step are as promised."""
     return (
         outcome.over_budget == 0 and outcome.micro_batches == bound,
         outcome.lock_step <= LOCK_STEP * floor,
@@ -131,7 +131,7 @@ def _everywhere(found: list[tuple[Outcome, int, float, float]], sums: list[float
     promises = {
         "in budget, at the lower bound": (packed, ""),
         f"lock-step ≤ {LOCK_STEP} of its floor": (level, f", worst {over_floor:.4f}"),
-        f"rank sum ≤ {RANK_SUM} on the step clock": (even, f", worst {max(sums):.5f}"),
+        f"rank sum ≤ {RANK_SUM} once per step": (even, f", worst {max(sums):.5f}"),
     }
     return [
         Target(
@@ -168,7 +168,7 @@ def _headline(outcome: Outcome, bound: int, ms: float) -> list[Target]:
 def _race(lengths: IntArray, bench: Bench) -> dict[str, tuple[Outcome, float]]:
     plans = {
         OURS: lambda: make_plan(lengths, RECIPE),
-        BY_STEP: lambda: make_plan(lengths, replace(RECIPE, clock="step")),
+        BY_STEP: lambda: make_plan(lengths, replace(RECIPE, sync_every="step")),
     }
     groups: dict[str, Callable[[], list[list[list[int]]]]] = {}
     if installed("lightbinpack"):
@@ -213,7 +213,7 @@ def measure(lengths: IntArray, rank: IntArray, position: IntArray) -> Outcome:
 
 
 def lock_step_floor(lengths: IntArray) -> float:
-    """No lock-step clock is below this share of the ideal."""
+    """No lock-step is below this share of the ideal."""
     costs = COST.of_lengths(lengths)
     return lock_step_bound(lengths, costs, BUDGET, RANKS) * RANKS / float(costs.sum())
 

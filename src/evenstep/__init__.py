@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenstep.core.checks import violations
 from evenstep.core.cost import Cost
-from evenstep.core.layout import Fixed, Packed, PackedStatic, Padded
+from evenstep.core.layout import Packed, Padded
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import Ragged
@@ -36,11 +36,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Cost",
     "EvenstepError",
-    "Fixed",
     "Limits",
     "MicroBatch",
     "Packed",
-    "PackedStatic",
     "Padded",
     "Plan",
     "PlannedStream",

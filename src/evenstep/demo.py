@@ -126,7 +126,7 @@ def recipe_of(layout: Layout, each: int = SAMPLES) -> Recipe:
         topology=Topology(dp=RANKS),
         steps=Steps(samples=each),
         cost=Cost.of_model(**SHAPE),
-        clock="step",
+        sync_every="step",
     )
 
 

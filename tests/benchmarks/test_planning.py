@@ -53,7 +53,7 @@ def test_plain_best_fit_and_ours_need_the_same_bins() -> None:
     assert len(plain_best_fit(drawn.tolist(), 8192)) == len(pack(drawn, 8192))
 
 
-def test_no_plan_beats_the_floor_of_the_lock_step_clock() -> None:
+def test_no_plan_beats_the_floor_of_lock_step() -> None:
     drawn = lengths.log_normal(joint.SAMPLES, 0.6, seed=3)  # one sequence fills the budget
 
     outcome = joint.measure(drawn, *joint._of_plan(make_plan(drawn, joint.RECIPE)))

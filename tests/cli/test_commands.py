@@ -204,14 +204,19 @@ def test_a_plan_that_breaks_its_promises_is_not_reported(
 def test_compare_puts_strategies_side_by_side(
     lengths: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = ["--strategy", "mine: balance=stride, layout.packer=optimal", "--strategy", "clock=step"]
+    own = [
+        "--strategy",
+        "mine: balance=stride, layout.packer=optimal",
+        "--strategy",
+        "sync_every=step",
+    ]
     run("compare", lengths, *BUDGET, *own)
     table = capsys.readouterr().out
-    assert all(name in table for name in ("padded to longest", "packed", "mine", "clock=step"))
+    assert all(name in table for name in ("padded to longest", "packed", "mine", "sync_every=step"))
     run("compare", lengths, *BUDGET, *own, "--json")
     entries = {entry["strategy"]: entry for entry in printed(capsys)}
     assert entries["mine"]["recipe"]["layout"]["packer"] == "optimal"
-    assert entries["clock=step"]["recipe"]["clock"] == "step"
+    assert entries["sync_every=step"]["recipe"]["sync_every"] == "step"
     assert entries["padded to longest"]["stats"]["slots"] >= entries["mine"]["stats"]["slots"]
 
 
@@ -275,8 +280,8 @@ def test_floats_that_are_whole_are_lengths(
 @pytest.mark.parametrize(
     "layout",
     [
-        ["layout.kind=fixed", "layout.samples=3"],
-        ["layout.kind=packed_static", "layout.rows=2", "layout.width=8"],
+        ["layout.samples=3"],
+        ["layout.rows=2", "layout.pad_to=8"],
         ["layout.kind=padded", "layout.max_tokens=16", "layout.cut=greedy"],
         ["layout.max_tokens=16", "layout.pad_to=16", "layout.round_to=8"],
     ],

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.config import load_recipe, overridden, recipe_from
-from evenstep.core.layout import Fixed, Packed, PackedStatic, Padded
+from evenstep.core.layout import Packed, Padded
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.topology import Topology
 from evenstep.errors import ConfigError, FileError
@@ -33,8 +33,8 @@ def test_a_file_decodes_into_the_values_that_python_would_write(tmp_path: Path) 
     [
         ({"max_tokens": 8}, Packed(max_tokens=8)),
         ({"kind": "packed", "max_tokens": 8}, Packed(max_tokens=8)),
-        ({"kind": "packed_static", "rows": 2, "width": 8}, PackedStatic(rows=2, width=8)),
-        ({"kind": "fixed", "samples": 2}, Fixed(samples=2)),
+        ({"rows": 2, "pad_to": 8}, Packed(rows=2, pad_to=8)),
+        ({"kind": "padded", "samples": 2}, Padded(samples=2)),
     ],
 )
 def test_the_kind_of_layout_decides_its_class(layout: dict[str, object], expected: object) -> None:
@@ -42,7 +42,7 @@ def test_the_kind_of_layout_decides_its_class(layout: dict[str, object], expecte
 
 
 def test_a_recipe_survives_its_own_dictionary() -> None:
-    recipe = Recipe(layout=Fixed(samples=3), topology=Topology(dp=4), seed=7)
+    recipe = Recipe(layout=Packed(samples=3), topology=Topology(dp=4), seed=7)
     assert recipe_from(recipe.to_dict()) == recipe
 
 
@@ -88,15 +88,15 @@ def test_all_faults_are_reported_at_once_with_their_paths() -> None:
         ({"layout": {"round_to": 0}}, ["layout.max_tokens", "layout.round_to"]),
         ({"topology": {"dp": 0, "cp": 0}}, ["topology.dp", "topology.cp"]),
         ({"topology": {"dp": "x", "cp": 0}}, ["topology.dp", "topology.cp"]),
-        ({"limits": {"segments": 0, "columns": {"a": 0, "b": 0}}},
-         ["limits.segments", "limits.columns.a", "limits.columns.b"]),
+        ({"limits": {"cost": 0, "columns": {"a": 0, "b": 0}}},
+         ["limits.cost", "limits.columns.a", "limits.columns.b"]),
         ({"cost": {"per_token": -1, "per_pair": -1}}, ["cost.per_token", "cost.per_pair"]),
         ({"seed": "x", "lay": 3, "costs": 4, "cost": 5}, ["seed", "lay", "costs", "cost"]),
         ({"seed": -1, "topology": {"vpp": 2}}, ["topology.vpp", "seed"]),
         # What may follow from the first fault alone is not said: vpp needs a pipeline.
         ({"topology": {"pp": 0, "vpp": 2, "tp": 0}}, ["topology.tp", "topology.pp"]),
-        ({"cost": 3, "limits": {"segments": 0, "cost": 0}},
-         ["cost", "limits.segments", "limits.cost"]),
+        ({"cost": 3, "limits": {"columns": {"a": 0}, "cost": 0}},
+         ["cost", "limits.columns.a", "limits.cost"]),
     ],
 )  # fmt: skip
 def test_all_faults_of_one_part_are_reported_at_once(

@@ -10,10 +10,8 @@ import pytest
 
 from evenstep import (
     Cost,
-    Fixed,
     Limits,
     Packed,
-    PackedStatic,
     Padded,
     Plan,
     Recipe,
@@ -127,12 +125,12 @@ FAULTS = {
     ),
     "rows times width overflow to nothing": Fault(
         "numbers_in_range",
-        Recipe(layout=PackedStatic(rows=4, width=8)),
+        Recipe(layout=Packed(rows=4, pad_to=8)),
         lambda p: changed(p, widths=at(p.widths, 0, 2**62)),
     ),
     "rows times width overflow below zero": Fault(
         "numbers_in_range",
-        Recipe(layout=PackedStatic(rows=4, width=8)),
+        Recipe(layout=Packed(rows=4, pad_to=8)),
         lambda p: changed(p, widths=at(p.widths, 0, 2**61)),
     ),
     "all slots together overflow": Fault(
@@ -155,7 +153,7 @@ FAULTS = {
     ),
     "without a budget, a width is far too wide": Fault(
         "slots_within_budget",
-        Recipe(layout=Fixed(samples=2)),
+        Recipe(layout=Packed(samples=2)),
         lambda p: changed(p, widths=at(p.widths, 0, 2**50)),
     ),
     "steps of micro-batches run backwards": Fault("samples_stay_in_step", counted, steps_reversed),
@@ -258,13 +256,13 @@ FAULTS = {
     ),
     "a static micro-batch loses a row": Fault(
         "rows_fit_layout",
-        Recipe(layout=PackedStatic(rows=2, width=8)),
-        lambda p: changed(p, recipe=Recipe(layout=PackedStatic(rows=3, width=8))),
+        Recipe(layout=Packed(rows=2, pad_to=8)),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(rows=3, pad_to=8))),
     ),
     "a fixed micro-batch holds too many": Fault(
         "rows_fit_layout",
-        Recipe(layout=Fixed(samples=2)),
-        lambda p: changed(p, recipe=Recipe(layout=Fixed(samples=1))),
+        Recipe(layout=Packed(samples=2)),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(samples=1))),
     ),
     "a rank runs one fewer": Fault("counts_agree", packed, one_rank_short),
     "the pipeline's multiple is missed": Fault(
@@ -301,10 +299,8 @@ FAULTS = {
     ),
     "too many segments": Fault(
         "limits_hold",
-        Recipe(layout=Packed(max_tokens=16), limits=Limits(segments=3)),
-        lambda p: changed(
-            p, recipe=Recipe(layout=Packed(max_tokens=16), limits=Limits(segments=1))
-        ),
+        Recipe(layout=Packed(max_tokens=16, samples=3)),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(max_tokens=16, samples=1))),
     ),
     "too much cost": Fault(
         "limits_hold",

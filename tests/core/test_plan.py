@@ -12,7 +12,6 @@ from evenstep import (
     Cost,
     Limits,
     Packed,
-    PackedStatic,
     Padded,
     Plan,
     Recipe,
@@ -198,7 +197,7 @@ def test_a_plan_crosses_processes_and_can_be_copied() -> None:
 
 
 def test_static_rows_never_share_a_segment() -> None:
-    plan = make_plan([7, 5, 4, 4, 3], Recipe(layout=PackedStatic(rows=2, width=12)))
+    plan = make_plan([7, 5, 4, 4, 3], Recipe(layout=Packed(rows=2, pad_to=12)))
     assert [(micro.rows, micro.width) for micro in plan[0, 0]] == [(2, 12)]
     assert max(plan.segments.length[a:b].sum() for a, b in zip(
         plan.row_offsets[:-1], plan.row_offsets[1:], strict=True)) <= 12  # fmt: skip

@@ -8,10 +8,8 @@ import pytest
 
 from evenstep import (
     Cost,
-    Fixed,
     Limits,
     Packed,
-    PackedStatic,
     Padded,
     Recipe,
     Steps,
@@ -33,7 +31,7 @@ def test_a_greedy_cut_on_one_rank_is_not_proved_the_best() -> None:
     optimal = make_plan(lengths, Recipe(layout=Padded(max_tokens=32, round_to=4)))
     assert (greedy.costs.sum(), optimal.costs.sum()) == (140, 136)
     # Each row at its own width, rounded: 4 + 8 + 4 + 16 + 28 + 32 + 4 + 32.
-    assert greedy.stats()["clock_over_bound"] == 140 / 128
+    assert greedy.stats()["time_over_floor"] == 140 / 128
     assert not greedy.stats()["balance_optimal"]
     assert not optimal.stats()["balance_optimal"]
 
@@ -50,7 +48,7 @@ def test_a_wasteful_packer_is_not_proved_the_best() -> None:
     better = make_plan(lengths, replace(recipe, layout=Packed(max_tokens=64)))
     assert better.costs.sum() < wasteful.costs.sum()
     assert not wasteful.stats()["balance_optimal"]
-    assert wasteful.stats()["clock_over_bound"] > 1
+    assert wasteful.stats()["time_over_floor"] > 1
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_a_wasteful_packer_is_not_proved_the_best() -> None:
         (Recipe(layout=Packed(max_tokens=8), topology=Topology(pp=4, vpp=2)), 4 * 7),
         # What the layout fixes has to run.
         (Recipe(layout=Packed(max_tokens=16, pad_to=16)), 16),
-        (Recipe(layout=PackedStatic(rows=2, width=16)), 32),
+        (Recipe(layout=Packed(rows=2, pad_to=16)), 32),
         (Recipe(layout=Padded(max_tokens=64, pad_to=32)), 64),
         # Rows may each be as wide as they need: another cut might do so.
         (Recipe(layout=Padded(max_tokens=64)), 12),
@@ -74,7 +72,7 @@ def test_a_wasteful_packer_is_not_proved_the_best() -> None:
         (Recipe(layout=Padded(max_tokens=64), topology=Topology(pp=2)), 14),
         # One rank carries the longer one.
         (Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2)), 7),
-        (Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), clock="step"), 7),
+        (Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), sync_every="step"), 7),
     ],
 )
 def test_the_floor_is_what_two_segments_must_run(recipe: Recipe, time: float) -> None:
@@ -105,16 +103,16 @@ def test_a_step_of_so_many_micro_batches_is_not_blamed_for_their_number() -> Non
         (Recipe(layout=Packed(max_tokens=512), limits=Limits(columns={"patches": 100})), 8),
         (Recipe(layout=Packed(max_tokens=512), limits=Limits(cost=10)), 8),
         (Recipe(layout=Packed(max_tokens=512), limits=Limits(cost=9.5)), 16),
-        (Recipe(layout=Packed(max_tokens=512), limits=Limits(segments=3)), 6),
+        (Recipe(layout=Packed(max_tokens=512, samples=3)), 6),
         (Recipe(layout=Padded(max_tokens=512), limits=Limits(columns={"patches": 100})), 8),
         (Recipe(layout=Padded(max_tokens=512), limits=Limits(cost=10)), 8),
-        (Recipe(layout=Padded(max_tokens=512), limits=Limits(segments=3)), 6),
-        (Recipe(layout=Fixed(samples=4)), 4),
-        (Recipe(layout=Fixed(samples=4), limits=Limits(columns={"patches": 100})), 8),
-        (Recipe(layout=Fixed(samples=4, max_tokens=10)), 8),
-        (Recipe(layout=PackedStatic(rows=2, width=64)), 1),
+        (Recipe(layout=Padded(max_tokens=512, samples=3)), 6),
+        (Recipe(layout=Packed(samples=4)), 4),
+        (Recipe(layout=Packed(samples=4), limits=Limits(columns={"patches": 100})), 8),
+        (Recipe(layout=Packed(samples=4, max_tokens=10)), 8),
+        (Recipe(layout=Packed(rows=2, pad_to=64)), 1),
         (
-            Recipe(layout=PackedStatic(rows=2, width=64), limits=Limits(columns={"patches": 100})),
+            Recipe(layout=Packed(rows=2, pad_to=64), limits=Limits(columns={"patches": 100})),
             8,
         ),
     ],
@@ -145,9 +143,9 @@ def test_groups_count_as_a_whole_in_the_bound_on_packs() -> None:
         (Padded(max_tokens=512, pad_to=32), Limits()),
         (Padded(max_tokens=512), Limits(cost=32)),
         (Padded(max_tokens=512), Limits(columns={"patches": 32})),
-        (Fixed(samples=2, max_tokens=32), Limits()),
-        (Fixed(samples=2), Limits(cost=32)),
-        (Fixed(samples=2), Limits(columns={"patches": 32})),
+        (Packed(samples=2, max_tokens=32), Limits()),
+        (Packed(samples=2), Limits(cost=32)),
+        (Packed(samples=2), Limits(columns={"patches": 32})),
     ],
 )
 def test_whatever_it_is_over_a_sample_alone_is_counted(layout: Any, limits: Limits) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from evenstep import (
     Cost,
-    Fixed,
     Limits,
     Packed,
-    PackedStatic,
     Padded,
     Recipe,
     Steps,
@@ -58,14 +56,30 @@ def test_a_topology_derives_what_a_plan_must_keep(
         (lambda: Topology(dp=0), "topology.dp is 0"),
         (lambda: Topology(vpp=2), "topology.vpp is 2 but topology.pp is 1"),
         (lambda: Packed(max_tokens=0), "layout.max_tokens is 0"),
-        (lambda: Packed(max_tokens=8, pad_to=9), "pad_to is 9 but layout.max_tokens is 8"),
-        (lambda: Packed(max_tokens=9, pad_to=9, round_to=2), "pad_to is 9, not a multiple"),
-        (lambda: PackedStatic(rows=0, width=8), "layout.rows is 0"),
-        (lambda: Fixed(samples=0), "layout.samples is 0"),
+        (
+            lambda: Packed(max_tokens=8, pad_to=9),
+            "max_tokens is 8, but every packed micro-batch has 9 slots",
+        ),
+        (
+            lambda: Packed(max_tokens=9, pad_to=9, round_to=2),
+            "pad_to must be a multiple of layout.round_to 2, got 9",
+        ),
+        (lambda: Packed(rows=0, pad_to=8), "layout.rows is 0"),
+        (lambda: Packed(samples=0), "layout.samples is 0"),
         (lambda: Padded(max_tokens=8, round_to=0), "layout.round_to is 0"),
+        (lambda: Packed(), "needs layout.max_tokens, layout.samples or layout.pad_to"),
+        (lambda: Padded(), "needs layout.max_tokens or layout.samples"),
+        (lambda: Packed(rows=2, max_tokens=8), "layout.rows is 2, and several rows need one width"),
+        (lambda: Packed(rows=2, pad_to=8, max_tokens=15), "micro-batch has 16 slots"),
+        (lambda: Padded(samples=2, pad_to=8, max_tokens=15), "micro-batch has 16 slots"),
+        (lambda: Packed(rows=2, pad_to=8, samples=1), "layout.samples is 1, shared by 2 rows"),
+        (lambda: Packed(max_tokens=8, packer="best"), "unknown layout.packer 'best'"),
+        (lambda: Packed(max_tokens=8, packer=WORD), "unknown layout.packer '3'"),
+        (lambda: Packed(max_tokens=8, packer=HALF), "must be a name or a function"),
+        (lambda: Packed(max_tokens=8, packer=lambda *_: None), "that a module defines"),
+        (lambda: Packed(samples=8, packer="optimal"), "packer cannot keep layout.samples"),
         (lambda: Steps(samples=2, tokens=3), "samples and tokens at once"),
         (lambda: Steps(tokens=0), "steps.tokens is 0"),
-        (lambda: Limits(segments=0), "limits.segments is 0"),
         (lambda: Limits(columns={"patches": -1}), "limits.columns.patches is -1"),
         (lambda: Cost(per_token=-1), "cost.per_token is -1"),
         (lambda: Cost(per_token=0), "no work at all"),
@@ -74,7 +88,7 @@ def test_a_topology_derives_what_a_plan_must_keep(
         (lambda: Cost(per_pair=WORD), "cost.per_pair is '3', which is not a number"),
         (lambda: Cost(per_pair=True), "cost.per_pair is True"),
         (lambda: Limits(cost=WORD), "limits.cost is '3', which is not a number"),
-        (lambda: Limits(cost=0), "limits.cost is 0"),
+        (lambda: Limits(cost=0), "limits.cost must be a number above 0, got 0"),
         (lambda: Cost.of_model(layers=0, hidden=1, ffn=1, heads=1), "layers is 0"),
         (lambda: Cost.of_model(layers=1, hidden=4, ffn=1, heads=8), "hidden is 4 but there are 8"),
         (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, kv_heads=-2), "kv_heads is -2"),
@@ -83,16 +97,16 @@ def test_a_topology_derives_what_a_plan_must_keep(
         (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, vocab=-5), "vocab is -5"),
         (lambda: Cost.of_model(layers=1, hidden=HALF, ffn=1, heads=2), "hidden is 8.5"),
         (
-            lambda: Recipe(layout=PackedStatic(rows=1, width=6), topology=Topology(cp=2)),
-            "layout.width is 6, not a multiple of 4",
+            lambda: Recipe(layout=Packed(rows=1, pad_to=6), topology=Topology(cp=2)),
+            "layout.pad_to is 6, not a multiple of 4",
         ),
         (
             lambda: Recipe(layout=Packed(max_tokens=8), topology=Topology(cp=8)),
-            "multiples of 16; nothing would fit",
+            "layout.max_tokens is 8, but widths come in multiples of 16",
         ),
         (
-            lambda: Recipe(layout=PackedStatic(rows=1, width=8), overflow="alone"),
-            "packed_static has one shape",
+            lambda: Recipe(layout=Packed(rows=1, pad_to=8), overflow="alone"),
+            "pad_to=8 fixes the width",
         ),
         (
             lambda: Recipe(layout=Packed(max_tokens=8), topology=Topology(pp=2), overflow="alone"),
@@ -124,7 +138,7 @@ def test_whatever_is_made_with_numbers_of_numpy_is_plain_data() -> None:
         layout=Packed(max_tokens=two, round_to=two, pad_to=two),
         topology=Topology(dp=two),
         steps=Steps(samples=two),
-        limits=Limits(segments=two, columns={"patches": two}),
+        limits=Limits(columns={"patches": two}),
         seed=two,
     )
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
@@ -226,7 +240,7 @@ def test_which_samples_are_dropped_is_the_one_say_that_a_budget_has_in_steps() -
 
 def test_a_recipe_survives_plain_data() -> None:
     recipe = Recipe(
-        layout=Fixed(samples=3, max_tokens=99),
+        layout=Packed(samples=3, max_tokens=99),
         topology=Topology(dp=2, pp=2, vpp=2),
         steps=Steps(tokens=7),
         cost=Cost(per_pair=2),

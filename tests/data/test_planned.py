@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from evenstep import (
-    Fixed,
     Limits,
     Packed,
-    PackedStatic,
     Padded,
     Recipe,
     Steps,
@@ -36,8 +34,8 @@ from tests.data.datasets import MapStyle
 LAYOUTS: tuple[Layout, ...] = (
     Packed(max_tokens=40),
     Padded(max_tokens=40, round_to=2),
-    PackedStatic(rows=2, width=20),
-    Fixed(samples=3, max_tokens=60),
+    Packed(rows=2, pad_to=20),
+    Packed(samples=3, max_tokens=60),
 )
 STEPS = (Steps(samples=6), Steps(tokens=70), Steps(micro_batches=2), Steps())
 
@@ -69,7 +67,7 @@ def settings_of(draw: DrawFn) -> dict[str, Any]:
     steps = draw(st.sampled_from(STEPS))
     recipe = Recipe(layout=layout, steps=steps, topology=Topology(dp=draw(st.integers(1, 4))))
     groups = None
-    if draw(st.booleans()) and not isinstance(layout, Fixed):
+    if draw(st.booleans()) and layout.samples is None:
         groups = np.arange(len(lengths)) // draw(st.integers(1, 3))
         np.random.default_rng(draw(st.integers(0, 9))).shuffle(groups)
         recipe = replace(recipe, groups="step")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from evenstep import Fixed, Limits, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
 from evenstep.core.step import Step
 from evenstep.core.world import World
@@ -29,8 +29,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Packed(max_tokens=40),
     Packed(max_tokens=40, pad_to=40),
     Padded(max_tokens=40, round_to=2),
-    PackedStatic(rows=2, width=20),
-    Fixed(samples=3, max_tokens=60),
+    Packed(rows=2, pad_to=20),
+    Packed(samples=3, max_tokens=60),
 )
 
 

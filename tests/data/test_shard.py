@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Limits, Packed, PackedStatic, Recipe, Steps, Topology
+from evenstep import Packed, Recipe, Steps, Topology
 from evenstep.core.cursor import Cursor
 from evenstep.core.identity import sample_number
 from evenstep.core.step import Step
@@ -256,7 +256,7 @@ def test_data_that_has_become_less_is_not_skipped() -> None:
 
 def test_the_rows_of_a_micro_batch_share_its_trained_tokens_and_its_warm_up() -> None:
     source = InMemory([sample(i, 5) for i in range(200)])
-    recipe = Recipe(layout=PackedStatic(rows=4, width=20))
+    recipe = Recipe(layout=Packed(rows=4, pad_to=20))
     limited = stream_of(source, recipe=recipe, pool=Pool(samples=16, trained_tokens=10))
     assert {m.tokens for step in limited for m in step.micro_batches} == {10}
     warming = Pool(samples=16, warmup_steps=4, warmup_tokens=20)
@@ -265,9 +265,9 @@ def test_the_rows_of_a_micro_batch_share_its_trained_tokens_and_its_warm_up() ->
 
 
 def test_limits_that_rows_cannot_share_are_refused() -> None:
-    source, layout = InMemory([sample(0, 5)]), PackedStatic(rows=4, width=20)
-    with pytest.raises(ConfigError, match=r"limits\.segments is 3, shared by the 4 rows"):
-        stream_of(source, recipe=Recipe(layout=layout, limits=Limits(segments=3)))
+    source, layout = InMemory([sample(0, 5)]), Packed(rows=4, pad_to=20)
+    with pytest.raises(ConfigError, match=r"layout\.samples is 3, shared by 4 rows"):
+        Packed(rows=4, pad_to=20, samples=3)
     with pytest.raises(ConfigError, match=r"pool\.trained_tokens is 3"):
         stream_of(source, recipe=Recipe(layout=layout), pool=Pool(trained_tokens=3))
 

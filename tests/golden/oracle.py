@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from evenstep import Cost, Limits, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.layout import LAYOUTS
+from evenstep import Cost, Limits, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.core.layout import Layout
 
 FILE = Path(__file__).with_name("oracle.json")
 
@@ -24,13 +24,38 @@ def stored_cases() -> list[dict[str, Any]]:
 
 
 def recipe_of(case: dict[str, Any]) -> Recipe:
-    """The stored recipe, in today's names."""
+    """The stored recipe, in today's names.
+
+    0.1.0 had four layouts, `limits.segments` and `clock`. It ignored a packer under the default
+    balance and under any limit, a cut in pipelines of one width, and a balance under greedy cuts.
+    """
     stored = dict(case["recipe"])
-    layout = stored.pop("layout")
-    parts = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
+    layout, limits = dict(stored.pop("layout")), dict(stored.pop("limits", {}))
+    topology = Topology(**stored.pop("topology"))
+    kind, packer, cut = layout.pop("kind"), layout.pop("packer", None), layout.pop("cut", None)
+    if "width" in layout:
+        layout["pad_to"] = layout.pop("width")
+    given = [
+        bound for bound in (layout.pop("samples", None), limits.pop("segments", None)) if bound
+    ]
+    samples = min(given, default=None)
+    if samples is not None or limits or stored["balance"] == "refined":
+        packer = None
+    cut = None if topology.equal_widths else cut
+    if cut == "greedy":
+        stored["balance"] = "stride"
+    made: Layout = (
+        Padded(samples=samples, cut=cut, **layout)
+        if kind == "padded"
+        else Packed(samples=samples, packer=packer, **layout)
+    )
     return Recipe(
-        layout=LAYOUTS[layout["kind"]](**layout),
-        **{name: part(**stored.pop(name, {})) for name, part in parts.items()},
+        layout=made,
+        topology=topology,
+        limits=Limits(**limits),
+        steps=Steps(**stored.pop("steps", {})),
+        cost=Cost(**stored.pop("cost", {})),
+        sync_every=stored.pop("clock"),
         **stored,
     )
 

@@ -6,9 +6,7 @@ import pytest
 
 from evenstep import (
     Cost,
-    Fixed,
     Packed,
-    PackedStatic,
     Padded,
     Plan,
     Recipe,
@@ -30,8 +28,8 @@ RECIPES = {
     ),
     "padded": Recipe(layout=Padded(max_tokens=16), topology=Topology(dp=2)),
     "padded_greedy": Recipe(layout=Padded(max_tokens=16, cut="greedy"), topology=Topology(dp=2)),
-    "packed_static": Recipe(layout=PackedStatic(rows=2, width=16), topology=Topology(dp=2)),
-    "fixed": Recipe(layout=Fixed(samples=3), topology=Topology(dp=2)),
+    "packed_static": Recipe(layout=Packed(rows=2, pad_to=16), topology=Topology(dp=2)),
+    "fixed": Recipe(layout=Packed(samples=3), topology=Topology(dp=2)),
     "split": Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=3), overflow="split"),
 }
 

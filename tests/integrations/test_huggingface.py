@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenstep import Fixed, Packed, PackedStatic, Padded
+from evenstep import Packed, Padded
 from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError
 from evenstep.integrations.huggingface import choose_layout, hf_kwargs, supports_packing
@@ -181,8 +181,8 @@ def test_padded_rows_carry_a_mask_and_no_boundaries() -> None:
     ("layout", "expected"),
     [
         (Packed(max_tokens=64, round_to=8), Padded(max_tokens=64, round_to=8)),
-        (PackedStatic(rows=2, width=32), Padded(max_tokens=64, pad_to=32)),
-        (Fixed(samples=2, max_tokens=64), Padded(max_tokens=64)),
+        (Packed(rows=2, pad_to=32), Padded(max_tokens=64, pad_to=32)),
+        (Packed(samples=2, max_tokens=64), Padded(max_tokens=64)),
     ],
 )
 def test_a_model_that_cannot_pack_gets_a_padded_layout_with_the_same_budget(
@@ -200,4 +200,4 @@ def test_a_model_that_cannot_pack_gets_a_padded_layout_with_the_same_budget(
 
 def test_without_a_budget_there_is_nothing_to_fall_back_to() -> None:
     with pytest.raises(ConfigError, match=r"Set layout\.max_tokens"):
-        choose_layout(build("OPT", **UNSAFE[0][1]), Fixed(samples=2))
+        choose_layout(build("OPT", **UNSAFE[0][1]), Packed(samples=2))

@@ -94,12 +94,12 @@ def test_packs_are_dealt_one_to_each_place(
     ranks: int, positions: int, seed: int, balance: str
 ) -> None:
     costs = np.random.default_rng(seed).uniform(0, 9, ranks * positions)
-    for clock in ("micro_batch", "step"):
-        place = deal_packs(costs, ranks, balance, clock)
+    for often in ("micro_batch", "step"):
+        place = deal_packs(costs, ranks, balance, often)
         assert sorted(place) == list(range(ranks * positions))
 
 
-def test_each_clock_minimises_what_it_measures() -> None:
+def test_each_way_to_synchronise_minimises_what_it_measures() -> None:
     """Either way the ranks sum to 9+1 and 8+1, but only waves pair 9 with 8."""
     costs = np.array([9.0, 1, 8, 1])
     lock_step = deal_packs(costs, 2, "refined", "micro_batch") // 2

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Fixed, Packed, Padded, Recipe, Steps, Topology, make_plan
+from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.core.recipe import Limits
 from evenstep.errors import PlanError
 from evenstep.planning.spread import spread_units
-from evenstep.planning.units import make_units
+from evenstep.planning.units import Units
 from evenstep.testing import assert_valid_plan
 
 
@@ -20,20 +20,15 @@ def log_normal(count: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("count", "dp"), [(512, 8), (2048, 8), (2000, 64)])
 @pytest.mark.parametrize("balance", ["refined", "lpt"])
-def test_a_limit_on_segments_costs_no_more_than_a_fixed_number(
-    count: int, dp: int, balance: str
-) -> None:
+def test_a_bound_on_samples_costs_few_micro_batches(count: int, dp: int, balance: str) -> None:
     lengths, topology = log_normal(count), Topology(dp=dp)
     recipe = Recipe(
-        layout=Packed(max_tokens=32768),
+        layout=Packed(max_tokens=32768, samples=7),
         topology=topology,
-        limits=Limits(segments=7),
         balance=balance,  # type: ignore[arg-type]
     )
     plan = make_plan(lengths, recipe)
     assert_valid_plan(plan)
-    fixed = Recipe(layout=Fixed(samples=7, max_tokens=32768), topology=topology)
-    assert len(plan.widths) <= len(make_plan(lengths, fixed).widths)
     assert len(plan.widths) <= 1.12 * max(lengths.sum() / 32768, count / 7) + dp
 
 
@@ -48,9 +43,8 @@ def test_two_limits_that_both_bind_are_used_up_evenly() -> None:
 
 def test_steps_of_micro_batches_take_what_can_be_spread_over_them() -> None:
     recipe = Recipe(
-        layout=Packed(max_tokens=32768),
+        layout=Packed(max_tokens=32768, samples=7),
         topology=Topology(dp=4),
-        limits=Limits(segments=7),
         steps=Steps(micro_batches=4),
     )
     plan = make_plan(log_normal(1000), recipe)
@@ -69,7 +63,9 @@ def test_spreading_keeps_every_limit(
 ) -> None:
     sizes, taken = (np.array(column) for column in zip(*items, strict=True))
     extra, caps = taken.astype(float)[:, None], np.array([float(most)])
-    units = make_units(sizes, sizes.astype(float), extra, caps, None)
+    one = np.ones(len(sizes), np.int64)
+    cost = sizes.astype(float)
+    units = Units(np.arange(len(sizes)), sizes, cost, one, sizes, extra, caps, ("patches",))
     found = spread_units(units, capacity, packs)
     if found is None:
         return
@@ -83,7 +79,7 @@ def test_groups_of_unequal_sizes_are_dealt_evenly_where_that_is_possible() -> No
     recipe = Recipe(layout=Packed(max_tokens=64), topology=Topology(dp=2), equal_sizes=True)
     plan = make_plan([4] * 12, recipe, groups=np.repeat(np.arange(5), [3, 3, 2, 2, 2]))
     assert_valid_plan(plan)
-    with pytest.raises(PlanError, match=r"the 3 groups of this step .* hold from 2 to 4"):
+    with pytest.raises(PlanError, match=r"the 3 groups of this step .* leave ranks with 2 to 4"):
         make_plan([4] * 6, recipe, groups=[0, 0, 1, 1, 2, 2])
 
 

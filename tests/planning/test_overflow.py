@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from evenstep import (
-    Fixed,
     Limits,
     Packed,
-    PackedStatic,
     Padded,
     Recipe,
     Topology,
@@ -49,8 +47,8 @@ def test_a_group_with_an_over_long_member_is_refused() -> None:
     [
         Packed(max_tokens=32),
         Padded(max_tokens=32),
-        PackedStatic(rows=2, width=32),
-        Fixed(samples=2, max_tokens=64),
+        Packed(rows=2, pad_to=32),
+        Packed(samples=2, max_tokens=64),
     ],
 )
 @pytest.mark.parametrize(("overflow", "kept"), [("split", 142), ("truncate", None), ("drop", None)])
@@ -71,7 +69,7 @@ def test_policies_are_counted(layout: Layout, overflow: str, kept: int | None) -
 def test_what_a_limit_on_cost_makes_too_long_is_treated_as_asked_without_a_budget(
     overflow: Overflow, lengths: list[int]
 ) -> None:
-    recipe = Recipe(layout=Fixed(samples=2), limits=Limits(cost=10), overflow=overflow)
+    recipe = Recipe(layout=Packed(samples=2), limits=Limits(cost=10), overflow=overflow)
     plan = make_plan([20, 5], recipe)
     assert_valid_plan(plan)
     assert plan.segments.length.tolist() == lengths
@@ -79,7 +77,7 @@ def test_what_a_limit_on_cost_makes_too_long_is_treated_as_asked_without_a_budge
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop", "split"])
 def test_where_nothing_limits_a_sample_none_is_cut_or_dropped(overflow: Overflow) -> None:
-    plan = make_plan([500, 600], Recipe(layout=Fixed(samples=2), overflow=overflow))
+    plan = make_plan([500, 600], Recipe(layout=Packed(samples=2), overflow=overflow))
     assert_valid_plan(plan)
     whole = plan.segments
     cut = Segments(whole.sample, whole.start, np.array([1, 600]))

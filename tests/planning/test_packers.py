@@ -250,16 +250,19 @@ def test_nothing_packs_into_nothing() -> None:
 def test_kernels_give_the_same_plan_without_their_compiler() -> None:
     program = (
         "import numpy as np\n"
-        "from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology, make_plan\n"
+        "from evenstep import Cost, Packed, Padded, Recipe, Topology, make_plan\n"
         "lengths = np.random.default_rng(0).integers(1, 60, 80)\n"
-        "for layout in (Packed(max_tokens=64), Packed(max_tokens=64, packer='optimal'),\n"
+        "for layout in (Packed(max_tokens=64), Packed(max_tokens=64, samples=3),\n"
+        "               Packed(max_tokens=64, packer='optimal'), Packed(samples=2),\n"
         "               Packed(max_tokens=64, packer='modified_first_fit_decreasing'),\n"
-        "               Padded(max_tokens=64), Padded(max_tokens=64, cut='greedy')):\n"
-        "    for balance in ('refined', 'lpt', 'karmarkar_karp', 'stride'):\n"
-        "        for limits in (Limits(), Limits(segments=3)):\n"
-        "            recipe = Recipe(layout=layout, topology=Topology(dp=3), balance=balance,\n"
-        "                            cost=Cost(per_pair=0.1), limits=limits)\n"
-        "            print(make_plan(lengths, recipe).fingerprint)\n"
+        "               Packed(rows=2, pad_to=64), Padded(max_tokens=64),\n"
+        "               Padded(max_tokens=64, samples=3), Padded(max_tokens=64, cut='greedy')):\n"
+        "    for balance in ('refined', 'lpt', 'karmarkar_karp', 'stride', 'none'):\n"
+        "        if layout.options and (balance == 'none' or layout.kind == 'padded'):\n"
+        "            balance = 'refined' if layout.kind == 'packed' else 'stride'\n"
+        "        recipe = Recipe(layout=layout, topology=Topology(dp=3), balance=balance,\n"
+        "                        cost=Cost(per_pair=0.1))\n"
+        "        print(make_plan(lengths, recipe).fingerprint)\n"
     )
     outputs = [
         subprocess.run(
@@ -271,5 +274,5 @@ def test_kernels_give_the_same_plan_without_their_compiler() -> None:
         ).stdout
         for flag in ("0", "1")
     ]
-    assert len(outputs[0].splitlines()) == 40
+    assert len(outputs[0].splitlines()) == 45
     assert outputs[0] == outputs[1]

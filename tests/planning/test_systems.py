@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evenstep import Cost, Fixed, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan, pack
+from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan, pack
 from evenstep.errors import ConfigError, InputError
 
 TENS = [10, 20, 30, 40, 50, 60, 70, 80, 90]
@@ -84,7 +84,7 @@ class TestNeMoMetrics:
         self, packer: str, utilization: float, balance: float, efficiency: float
     ) -> None:
         # A balance other than refined keeps the packer's own bins.
-        recipe = Recipe(layout=Packed(max_tokens=100, packer=packer), balance="lpt")  # type: ignore[arg-type]
+        recipe = Recipe(layout=Packed(max_tokens=100, packer=packer), balance="lpt")
         stats = make_plan(TENS, recipe).stats()
         assert stats["bin_utilization"] == pytest.approx(utilization)
         assert stats["waste_ratio"] == pytest.approx(1 - utilization)
@@ -95,7 +95,7 @@ class TestNeMoMetrics:
 class TestNeMoSharding:
     def test_samples_stay_in_their_global_batch(self) -> None:
         recipe = Recipe(
-            layout=Fixed(samples=2),
+            layout=Packed(samples=2),
             topology=Topology(dp=2),
             steps=Steps(samples=4),
             balance="stride",
@@ -132,7 +132,7 @@ class TestNeMoSharding:
         assert plan.widths.tolist() == [9, 9, 9]
 
     def test_the_order_is_a_forward_permutation(self) -> None:
-        plan = make_plan([1, 2, 3, 4], Recipe(layout=Fixed(samples=1), balance="stride"))
+        plan = make_plan([1, 2, 3, 4], Recipe(layout=Packed(samples=1), balance="stride"))
         rows = plan.segments.sample * 10
         assert plan.restore(rows).tolist() == [0, 10, 20, 30]
 
@@ -191,13 +191,13 @@ class TestRoll:
 
 class TestVeOmni:
     def test_fixed_batches_are_packed_without_padding(self) -> None:
-        plan = make_plan([4, 2, 3, 1], Recipe(layout=Fixed(samples=2), balance="stride"))
+        plan = make_plan([4, 2, 3, 1], Recipe(layout=Packed(samples=2), balance="stride"))
         assert [micro.segments.sample.tolist() for micro in plan[0, 0]] == [[0, 1], [2, 3]]
         assert plan.widths.tolist() == [6, 4]
         assert plan.stats()["padding"] == 0
 
     def test_fixed_batches_are_even_by_default(self) -> None:
-        plan = make_plan([4, 2, 3, 1], Recipe(layout=Fixed(samples=2)))
+        plan = make_plan([4, 2, 3, 1], Recipe(layout=Packed(samples=2)))
         assert plan.widths.tolist() == [5, 5]
 
     def test_padding_to_a_fixed_length_gives_static_shapes(self) -> None:

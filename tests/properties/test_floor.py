@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology, make_plan
 from evenstep.core.floor import Floor, Floors
 from evenstep.core.layout import PACKER_NAMES, Cut
-from evenstep.core.recipe import Balance, Clock
+from evenstep.core.recipe import Balance, SyncEvery
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, cases
 
@@ -26,13 +26,13 @@ def floors(plan: Plan) -> list[Floor]:
     return [known.of_step(s, slice(starts[s], starts[s + 1])) for s in range(plan.steps)]
 
 
-def clocks(plan: Plan) -> list[float]:
-    """What the recipe's clock shows for each step."""
+def times(plan: Plan) -> list[float]:
+    """The modelled time of each step."""
     shown = []
     for step in range(plan.steps):
         cells = plan.cell_offsets[step * plan.ranks : (step + 1) * plan.ranks + 1]
         cost = plan.costs[cells[0] : cells[-1]].reshape(plan.ranks, -1)
-        by_position = plan.recipe.clock == "micro_batch"
+        by_position = plan.recipe.sync_every == "micro_batch"
         shown.append(cost.max(axis=0).sum() if by_position else cost.sum(axis=1).max())
     return shown
 
@@ -57,9 +57,9 @@ def test_no_other_packer_cut_or_balance_is_below_the_floor(case: Case) -> None:
     except EvenstepError:
         return
     least, stats = floors(plan), plan.stats()
-    assert stats["clock_over_bound"] >= 1 / MORE
+    assert stats["time_over_floor"] >= 1 / MORE
     assert stats["balance_optimal"] == all(
-        clock <= floor.time * MORE for clock, floor in zip(clocks(plan), least, strict=True)
+        time <= floor.time * MORE for time, floor in zip(times(plan), least, strict=True)
     )
     for recipe in alternatives(case.recipe):
         try:
@@ -70,8 +70,8 @@ def test_no_other_packer_cut_or_balance_is_below_the_floor(case: Case) -> None:
             continue  # steps of micro-batches may be other steps
         held = np.diff(other.segment_offsets) > 0
         starts = other.cell_offsets[:: other.ranks]
-        for step, (clock, floor) in enumerate(zip(clocks(other), least, strict=True)):
-            assert clock * MORE >= floor.time
+        for step, (time, floor) in enumerate(zip(times(other), least, strict=True)):
+            assert time * MORE >= floor.time
             micro = slice(starts[step], starts[step + 1])
             assert held[micro].sum() >= floor.packs
             assert held[micro].size >= floor.per_rank * other.ranks
@@ -89,8 +89,8 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*found[:at], [first, *found[at]], *found[at + 1 :]]
 
 
-def best_clock(lengths: list[int], recipe: Recipe) -> float:
-    """The least clock of any plan at all, by trying them all."""
+def best_time(lengths: list[int], recipe: Recipe) -> float:
+    """The least time of any plan at all, by trying them all."""
     layout, cost, ranks = recipe.layout, recipe.cost, recipe.topology.dp
     unit, multiple = recipe.width_unit, recipe.topology.multiple
     assert isinstance(layout, Packed | Padded)
@@ -103,7 +103,7 @@ def best_clock(lengths: list[int], recipe: Recipe) -> float:
             needed = max(held) if padded else sum(held)
             width = max(-(-needed // unit) * unit, layout.pad_to or 0)
             rows = len(held) if padded else 1
-            if rows * width > layout.max_tokens or (layout.pad_to and width > layout.pad_to):
+            if rows * width > (layout.budget or 0) or (layout.pad_to and width > layout.pad_to):
                 break
             costs.append(
                 cost.per_token * rows * width
@@ -127,9 +127,9 @@ def best_clock(lengths: list[int], recipe: Recipe) -> float:
                         for r in range(ranks)
                     ]
                 )
-                lock_step = recipe.clock == "micro_batch"
-                clock = cells.max(axis=0).sum() if lock_step else cells.sum(axis=1).max()
-                best = min(best, float(clock))
+                lock_step = recipe.sync_every == "micro_batch"
+                time = cells.max(axis=0).sum() if lock_step else cells.sum(axis=1).max()
+                best = min(best, float(time))
     return best
 
 
@@ -141,7 +141,7 @@ def best_clock(lengths: list[int], recipe: Recipe) -> float:
     st.sampled_from([None, 16]),
     st.sampled_from([Topology(), Topology(dp=2), Topology(dp=3), Topology(dp=2, pp=2, vpp=2,
         variable_seq_lengths=True)]),
-    st.sampled_from(get_args(Clock)),
+    st.sampled_from(get_args(SyncEvery)),
     st.sampled_from([Cost(), Cost(per_pair=1), Cost(per_segment=3, per_micro_batch=7)]),
 )  # fmt: skip
 def test_trying_every_plan_finds_none_below_the_floor(
@@ -150,18 +150,18 @@ def test_trying_every_plan_finds_none_below_the_floor(
     round_to: int,
     pad_to: int | None,
     topology: Topology,
-    clock: Clock,
+    sync_every: SyncEvery,
     cost: Cost,
 ) -> None:
     recipe = Recipe(
         layout=layout(max_tokens=24, round_to=round_to, pad_to=pad_to),
         topology=topology,
-        clock=clock,
+        sync_every=sync_every,
         cost=cost,
     )
     plan = make_plan(lengths, recipe)
-    best = best_clock(lengths, recipe)
-    assert clocks(plan)[0] * MORE >= best
+    best = best_time(lengths, recipe)
+    assert times(plan)[0] * MORE >= best
     assert floors(plan)[0].time <= best * MORE
     if plan.stats()["balance_optimal"]:
-        assert clocks(plan)[0] <= best * MORE
+        assert times(plan)[0] <= best * MORE

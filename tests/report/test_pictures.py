@@ -7,7 +7,7 @@ import pytest
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import Clock, Recipe
+from evenstep.core.recipe import Recipe, SyncEvery
 from evenstep.core.topology import Topology
 from evenstep.report import (
     Entry,
@@ -23,12 +23,12 @@ from evenstep.report.timeline import timelines
 from tests.handmade import first_fit, handmade
 
 
-def recipe(layout: Layout, ranks: int = 2, clock: Clock = "micro_batch") -> Recipe:
+def recipe(layout: Layout, ranks: int = 2, sync_every: SyncEvery = "micro_batch") -> Recipe:
     return Recipe(
         layout=layout,
         topology=Topology(dp=ranks),
         cost=Cost(per_token=100, per_pair=1),
-        clock=clock,
+        sync_every=sync_every,
     )
 
 
@@ -220,10 +220,10 @@ def test_dummies_are_marked() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 16, 64])
 @pytest.mark.parametrize("layout", [Packed(max_tokens=1000), Padded(max_tokens=2000)])
-@pytest.mark.parametrize("clock", ["micro_batch", "step"])
-def test_any_plan_can_be_drawn(ranks: int, layout: Layout, clock: Clock) -> None:
+@pytest.mark.parametrize("sync_every", ["micro_batch", "step"])
+def test_any_plan_can_be_drawn(ranks: int, layout: Layout, sync_every: SyncEvery) -> None:
     lengths = np.random.default_rng(1).integers(1, 1000, 150).tolist()
-    plan = first_fit(lengths, recipe(layout, ranks, clock), 64)
+    plan = first_fit(lengths, recipe(layout, ranks, sync_every), 64)
     ET.fromstring(plan_picture(plan))
     assert "<table" in plan_page(plan)
 
@@ -243,7 +243,7 @@ def test_ranks_that_meet_at_every_micro_batch_start_it_together() -> None:
     line = timelines(together)[0]
     assert line.starts[0].tolist() == line.starts[1].tolist() == [0.0, 309.0]
     assert line.end == 309 + 204
-    apart = handmade([3, 1, 2, 2], [rows], recipe(Packed(max_tokens=3), clock="step"))
+    apart = handmade([3, 1, 2, 2], [rows], recipe(Packed(max_tokens=3), sync_every="step"))
     line = timelines(apart)[0]
     assert line.starts.tolist() == [[0.0, 309.0], [0.0, 204.0]]
     assert line.end == 410

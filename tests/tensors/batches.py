@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Topology, make_plan
+from evenstep import Packed, Padded, Recipe, Topology, make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 
@@ -16,10 +16,10 @@ RECIPES = {
     "packed": Recipe(layout=Packed(max_tokens=64)),
     "packed with a tail": Recipe(layout=Packed(max_tokens=64, pad_to=64)),
     "packed and aligned": Recipe(layout=Packed(max_tokens=64), topology=Topology(cp=2)),
-    "packed static": Recipe(layout=PackedStatic(rows=3, width=24)),
+    "packed static": Recipe(layout=Packed(rows=3, pad_to=24)),
     "padded": Recipe(layout=Padded(max_tokens=24 * 24, pad_to=24)),
     "dynamic": Recipe(layout=Padded(max_tokens=48, round_to=4)),
-    "one by one": Recipe(layout=Fixed(samples=1)),
+    "one by one": Recipe(layout=Packed(samples=1)),
 }
 
 

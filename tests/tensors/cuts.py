@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.core.recipe import Overflow
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
@@ -54,8 +54,8 @@ def layouts() -> SearchStrategy[Layout]:
             Packed(max_tokens=CAPACITY, pad_to=CAPACITY),
             Padded(max_tokens=4 * CAPACITY, pad_to=CAPACITY),
             Padded(max_tokens=2 * CAPACITY),
-            PackedStatic(rows=2, width=CAPACITY),
-            Fixed(samples=3),
+            Packed(rows=2, pad_to=CAPACITY),
+            Packed(samples=3),
         ]
     )
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.data.token_writer import write_token_file
 from evenstep.errors import EvenstepError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
@@ -211,8 +211,8 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
     [
         Padded(max_tokens=32, round_to=16),
         Packed(max_tokens=32, round_to=16),
-        PackedStatic(rows=2, width=16),
-        Fixed(samples=2, round_to=16),
+        Packed(rows=2, pad_to=16),
+        Packed(samples=2, round_to=16),
     ],
 )
 def test_widths_come_in_the_multiples_that_low_precision_needs(layout: Any) -> None:

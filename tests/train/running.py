@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology, make_plan
+from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
@@ -51,9 +51,9 @@ LAYOUTS: list[Layout] = [
     Packed(max_tokens=2 * LIMIT, pad_to=2 * LIMIT),
     Padded(max_tokens=2 * LIMIT, pad_to=LIMIT),
     Padded(max_tokens=2 * LIMIT, cut="greedy"),
-    PackedStatic(rows=2, width=LIMIT),
-    Fixed(samples=2, max_tokens=LIMIT),
-    Fixed(samples=1, max_tokens=LIMIT),
+    Packed(rows=2, pad_to=LIMIT),
+    Packed(samples=2, max_tokens=LIMIT),
+    Packed(samples=1, max_tokens=LIMIT),
 ]
 
 
@@ -101,7 +101,7 @@ def plans(split: bool = False) -> SearchStrategy[Plan]:
 
 def samples_of(lengths: Sequence[int], seed: int = 0, masked: float = 0.3) -> Work:
     """Samples with masks, groups and weights; the plan that comes with them is not used."""
-    return make_work(list(lengths), Recipe(layout=Fixed(samples=1)), seed=seed, masked=masked)
+    return make_work(list(lengths), Recipe(layout=Packed(samples=1)), seed=seed, masked=masked)
 
 
 def worlds(longest: int = LIMIT) -> SearchStrategy[Work]:
@@ -180,7 +180,7 @@ def expected(name: str, model: Any, work: Work, steps: Sequence[Any]) -> tuple[f
 def scores_alone(model: Any, ids: Any) -> Tensor:
     """Log-probs of one sequence by itself, with 0 for its first token."""
     ids = torch.as_tensor(ids)
-    micro = make_plan([len(ids)], Recipe(layout=Fixed(samples=1)))[0, 0][0]
+    micro = make_plan([len(ids)], Recipe(layout=Packed(samples=1)))[0, 0][0]
     with torch.no_grad():
         log_probs = model(Collator()(micro, [{"input_ids": ids}]))[0].log_softmax(-1)
     return torch.cat((torch.zeros(1).double(), log_probs[torch.arange(len(ids) - 1), ids[1:]]))

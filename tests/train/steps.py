@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Plan, Recipe, Topology, make_plan
+from evenstep import Packed, Padded, Plan, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
@@ -121,8 +121,8 @@ LAYOUTS: list[Layout] = [
     Packed(max_tokens=LIMIT),
     Packed(max_tokens=LIMIT, pad_to=LIMIT),
     Padded(max_tokens=2 * LIMIT, pad_to=LIMIT),
-    PackedStatic(rows=2, width=LIMIT),
-    Fixed(samples=2, max_tokens=LIMIT),
+    Packed(rows=2, pad_to=LIMIT),
+    Packed(samples=2, max_tokens=LIMIT),
 ]
 
 
@@ -206,7 +206,7 @@ def by_definition(name: str, model: Decoder, work: Work) -> Tensor:
 def _nll(model: Decoder, sample: dict[str, Any], start: int, length: int) -> Tensor:
     """Of the tokens that this piece predicts: its own but the first, and the one behind it."""
     ids = torch.as_tensor(sample["input_ids"])
-    alone = make_plan([length], Recipe(layout=Fixed(samples=1)))
+    alone = make_plan([length], Recipe(layout=Packed(samples=1)))
     batch = Collator()(alone[0, 0][0], [{"input_ids": ids[start : start + length]}])
     log_probs = model(batch)[0].log_softmax(-1)
     predicted = ids[start + 1 : start + length + 1]

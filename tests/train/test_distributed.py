@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenstep import Fixed, Packed, Padded
+from evenstep import Packed, Padded
 from evenstep.tensors.losses import cross_entropy
 from evenstep.train.runner import run_step
 from tests.train import on_ranks
@@ -67,7 +67,7 @@ def test_every_framework_has_the_gradient_of_one_giant_batch(size: int, tmp_path
         cases[f"{wrap}, single precision"] = Case(wrap, plan, dtype=torch.float32)
         for name in list(NORMALIZATIONS)[:: size - 1]:
             known = name < "m"  # some of each
-            plan = Plan("batches", Fixed(samples=1), dp=size, seed=5)
+            plan = Plan("batches", Packed(samples=1), dp=size, seed=5)
             cases[f"{wrap}, {name}"] = Case(wrap, plan, name, known=known)
         plan = Plan("pooled", PACKED, dp=size, micro_batches=9)
         cases[f"{wrap}, pooled"] = Case(wrap, plan)

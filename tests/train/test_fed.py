@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
-from evenstep import Fixed, Packed, PackedStatic, Padded, Recipe, Steps, Topology
+from evenstep import Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
 from evenstep.data.feed import Feed
 from evenstep.errors import ConfigError, InputError, RankError, SampleError
@@ -151,9 +151,9 @@ def test_feeds_refuse_what_they_cannot_keep() -> None:
     [
         (Packed(max_tokens=LIMIT), [0, 0, 1, 1]),
         (Padded(max_tokens=LIMIT), [0, 0, 1, 1]),
-        (PackedStatic(rows=2, width=LIMIT), [0, 0, 0, 0]),
-        (Fixed(samples=2), [0, 1, 1, 2]),
-        (Fixed(samples=2, max_tokens=LIMIT), [0, 1, 1, 2]),
+        (Packed(rows=2, pad_to=LIMIT), [0, 0, 0, 0]),
+        (Packed(samples=2), [0, 1, 1, 2]),
+        (Packed(samples=2, max_tokens=LIMIT), [0, 1, 1, 2]),
     ],
     ids=repr,
 )

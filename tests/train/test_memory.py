@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Fixed, Packed, Padded
+from evenstep import Packed, Padded
 from evenstep.core.layout import Layout
 from evenstep.core.step import Step
 from evenstep.errors import ConfigError, MicroBatchError
@@ -129,7 +129,7 @@ def room_for(slots: int, ahead: int) -> Iterator[None]:
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_a_copy_that_has_no_room_is_an_error_in_its_turn(prefetch: int) -> None:
     work = samples_of([3, LIMIT, 2])
-    (step,) = steps_of(Plan("planned", Fixed(samples=1)), work)
+    (step,) = steps_of(Plan("planned", Packed(samples=1)), work)
     assert isinstance(step, Step)
     at = [micro.slots for micro in step.micro_batches].index(LIMIT)
     ran: list[int] = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Fixed, Packed, Padded
+from evenstep import Packed, Padded
 from evenstep.core.step import Step
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.collate import Collator
@@ -93,7 +93,7 @@ def test_one_to_eight_micro_batches_on_one_to_four_ranks_agree(way: Any, count: 
     for dp in range(1, 5):
         work = samples_of([3, 5, 2, 8, 7, 1, 4, 6] * 4, seed=count)
         kept = replace(work, samples=work.samples[: dp * count])
-        plan = Plan(way, Fixed(samples=1), dp=dp)
+        plan = Plan(way, Packed(samples=1), dp=dp)
         kept = samples_of([len(s["input_ids"]) for s in kept.samples], seed=count)
         ran = check("token mean", plan, kept, "deferred")
         assert [each.result.micro_batches for each in ran] == [count] * dp

@@ -11,6 +11,7 @@ import numpy as np
 
 from evenstep.cli.job import Job
 from evenstep.config import overridden, recipe_from
+from evenstep.core.rounding import rounded_up
 from evenstep.errors import ConfigError, PlanError
 from evenstep.report import Entry
 
@@ -26,8 +27,8 @@ class Strategy:
 def parse_strategy(text: str) -> Strategy:
     """`name: key=value, key=value`; without a name, the changes are the name.
 
-    >>> parse_strategy("lpt: balance=lpt, clock=step")
-    Strategy(name='lpt', overrides=('balance=lpt', 'clock=step'))
+    >>> parse_strategy("lpt: balance=lpt, sync_every=step")
+    Strategy(name='lpt', overrides=('balance=lpt', 'sync_every=step'))
     """
     name, colon, rest = text.partition(":")
     if not colon:
@@ -63,11 +64,12 @@ def refuse_namesakes(strategies: list[Strategy]) -> list[Strategy]:
 def usual_strategies(job: Job) -> list[Strategy]:
     """The recipe itself, then what most people would try: padded, then packed, in its budget."""
     recipe = job.recipe
-    budget, unit = recipe.layout.max_tokens, recipe.width_unit
+    budget, unit = recipe.layout.budget, recipe.width_unit
     longest = int(np.nan_to_num(job.samples.lengths).max(initial=1))
-    if budget is None:  # a fixed layout may have none
-        budget = -(-longest // unit) * unit
-    widest = min(-(-longest // unit) * unit, budget // unit * unit)
+    widest = rounded_up(longest, unit)
+    if budget is None:  # samples alone may be bounded
+        budget = widest
+    widest = min(widest, budget // unit * unit)
     padded = (f"layout.max_tokens={budget}", "layout.kind=padded")
     packed = (f"layout.max_tokens={budget}", "layout.kind=packed", "layout.pad_to=null")
     greedy, optimal = "layout.packer=first_fit_decreasing", "layout.packer=optimal"

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.rounding import divided_up
 from evenstep.core.topology import Topology
 from evenstep.core.world import World
 from evenstep.data.iterated import Iterated
@@ -52,7 +53,7 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
 
     def __len__(self) -> int:
         """This rank's samples, rounded up: an approximation where workers share them."""
-        return -(-len(self.base_dataset) // self.world.size)
+        return divided_up(len(self.base_dataset), self.world.size)
 
     def __iter__(self) -> Iterator[Any]:
         # A pool of one sample, all of length 1: what is left is the order and the sharding.
@@ -114,7 +115,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
         if seq_packing_enabled:
             layout = Packed(max_tokens=max_tokens_for_batch)
             layout = layout if model is None else choose_layout(model, layout)
-        padded = isinstance(layout, Padded)
+        named = batching_strategy in layout.pool_strategies
         self.stream = PooledStream(
             source_of(base_dataset),
             Recipe(
@@ -123,7 +124,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
                 steps=Steps(micro_batches=accumulate_steps),
                 overflow="alone",
             ),
-            pool=Pool(samples=pool_size, strategy=batching_strategy if padded else "greedy"),
+            pool=Pool(samples=pool_size, strategy=batching_strategy if named else "greedy"),
             world=world,
             seed=seed,
             shuffle=shuffle,

@@ -24,7 +24,7 @@ from evenstep.errors import FileError
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
-MAGIC = b"EVENSTEP PLAN 1\n"
+MAGIC = b"EVENSTEP PLAN 2\n"
 _DIGEST = 32
 _LEVEL = 3
 _MOST_HEADER = 2**26
@@ -65,9 +65,14 @@ def unpack(data: bytes, name: PathLike) -> bytes:
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data[: len(MAGIC)]):
             raise FileError(f"{name} is cut short, so its plan is lost. Save the plan again.")
+        if data.startswith(MAGIC[:-2]):
+            version = data[len(MAGIC) - 2 :].split(b"\n")[0][:8].decode("ascii", "replace")
+            raise FileError(
+                f"{name} is an Evenstep plan of version {version}, and this release reads version "
+                f"2. Make it again with `evenstep plan ... --out FILE`."
+            )
         raise FileError(
-            f"{name} is not an Evenstep plan of version 1, so it cannot be read. "
-            f"Make one with `evenstep plan ... --out FILE`."
+            f"{name} is not an Evenstep plan. Make one with `evenstep plan ... --out FILE`."
         )
     start = len(MAGIC) + _DIGEST
     digest, body = data[len(MAGIC) : start], data[start:]

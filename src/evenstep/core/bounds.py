@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.rounding import divided_up
 
 _PARTS = 2**30  # of a limit that is not a whole number
 _SLACK = 2e-9  # what a sum of floats may exceed such a limit by, and some more
@@ -69,9 +70,9 @@ def _l2(ordered: IntArray, capacity: int) -> int:
     large = wide - half  # over half, up to capacity - t
     room = large * capacity - (total[wide] - total[half])
     middle = total[half] - total[np.minimum(first, half)]
-    extra = np.maximum(0, -(-(middle - room) // capacity))
+    extra = np.maximum(0, divided_up(middle - room, capacity))
     bound = (len(ordered) - wide) + large + extra
-    return int(max(bound.max(), -(-int(total[-1]) // capacity)))
+    return int(max(bound.max(), divided_up(int(total[-1]), capacity)))
 
 
 def bins_bound(taken: FloatArray, caps: FloatArray) -> int:
@@ -164,8 +165,3 @@ def lock_step_bound(
         held = np.interp(min(waves * ranks * capacity, slots[-1]), slots, total)
         bound = max(bound, heaviest + float(total[-1] - held) / ranks)
     return bound
-
-
-def rounded_up(count: int, multiple: int) -> int:
-    """`count` rounded up to a multiple: 5 in fours is 8."""
-    return -(-count // multiple) * multiple

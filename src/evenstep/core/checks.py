@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.dealing import dealt, out_of_order
-from evenstep.core.layout import Fixed, PackedStatic, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
 from evenstep.core.validate import MOST
 from evenstep.errors import PlanError
 
@@ -134,12 +133,12 @@ def overflow_as_asked(plan: Plan) -> list[str]:
 
 def slots_within_budget(plan: Plan) -> list[str]:
     """No micro-batch has more slots than the budget, save an over-long sample by itself."""
-    budget = plan.recipe.layout.max_tokens
-    if budget is None:  # then no more than its step needs
+    budget = plan.recipe.layout.budget
+    if budget is None:  # then no wider than its step needs
         most = _needed_by_step(plan)
         return [
-            f"micro-batch {m} has {plan.slots[m]} slots where its step needs {most[m]}"
-            for m in _some(plan.slots > most)
+            f"micro-batch {m} is {plan.widths[m]} wide where its step needs {most[m]}"
+            for m in _some(plan.widths > most)
         ]
     over = plan.slots > budget
     if plan.recipe.overflow == "alone":
@@ -148,14 +147,16 @@ def slots_within_budget(plan: Plan) -> list[str]:
 
 
 def _needed_by_step(plan: Plan) -> IntArray:
-    """For each packed micro-batch, the width that the fullest of its step needs."""
-    layout, unit = plan.recipe.layout, plan.recipe.width_unit
-    used = plan.sum_by_micro_batch(plan.aligned_lengths)
-    widths = np.maximum(-(-used // unit) * unit, max(unit, getattr(layout, "pad_to", None) or 0))
+    """For each micro-batch, the width that the fullest row of its step needs."""
     step = plan.cell_of_micro_batch // plan.ranks
     most = np.zeros(plan.steps, np.int64)
-    np.maximum.at(most, step, widths)
-    return most[step]
+    np.maximum.at(most, np.repeat(step, plan.rows), _used_by_row(plan))
+    return plan.recipe.layout.widths(most, plan.recipe.width_unit)[step]
+
+
+def _used_by_row(plan: Plan) -> IntArray:
+    """The slots that each row's aligned segments take."""
+    return np.diff(offsets_of(plan.aligned_lengths)[plan.row_offsets])
 
 
 def _runs_alone(plan: Plan) -> BoolArray:
@@ -163,53 +164,48 @@ def _runs_alone(plan: Plan) -> BoolArray:
     limit, offsets = plan.recipe.longest_segment, plan.segment_offsets
     if limit is None or len(plan.segments) == 0:
         return np.zeros(plan.micro_batches, bool)
-    first = np.minimum(offsets[:-1], len(plan.segments) - 1)
-    unit = plan.recipe.width_unit
-    needed = -(-plan.segments.length[first] // unit) * unit
-    fixed = getattr(plan.recipe.layout, "pad_to", None) or 0
-    alone = (np.diff(offsets) == 1) & (plan.segments.length[first] > limit)
-    tight = plan.widths == np.maximum(needed, fixed)
-    return np.asarray(alone & (plan.rows == 1) & tight, np.bool_)
+    length = plan.segments.length[np.minimum(offsets[:-1], len(plan.segments) - 1)]
+    needed = plan.recipe.layout.widths(length, plan.recipe.width_unit)
+    alone = (np.diff(offsets) == 1) & (length > limit) & (plan.rows == 1)
+    return np.asarray(alone & (plan.widths == needed), np.bool_)
 
 
 def rows_hold_segments(plan: Plan) -> list[str]:
     """Each row is wide enough for its aligned segments."""
-    total = np.zeros(len(plan.segments) + 1, np.int64)
-    np.cumsum(plan.aligned_lengths, out=total[1:])
-    used = np.diff(total[plan.row_offsets])
+    used = _used_by_row(plan)
     width = np.repeat(plan.widths, plan.rows)
     return [f"row {r} needs {used[r]} slots of {width[r]}" for r in _some(used > width)]
 
 
 def widths_aligned(plan: Plan) -> list[str]:
     """Widths are multiples of the rounding and the alignment, and fixed where they were fixed."""
-    layout, unit = plan.recipe.layout, plan.recipe.width_unit
+    fixed, unit = plan.recipe.layout.pad_to, plan.recipe.width_unit
     wrong = [
         f"micro-batch {m} is {plan.widths[m]} wide, not a multiple of {unit}"
         for m in _some(plan.widths % unit != 0)
     ]
-    fixed = layout.width if isinstance(layout, PackedStatic) else layout.pad_to
     if fixed is not None:
-        off = plan.widths != fixed
-        if plan.recipe.overflow == "alone":
-            off &= ~_runs_alone(plan)
-        wrong += [f"micro-batch {m} is {plan.widths[m]} wide, not {fixed}" for m in _some(off)]
+        off = _some(plan.widths != fixed)
+        wrong += [f"micro-batch {m} is {plan.widths[m]} wide, not {fixed}" for m in off]
     return wrong
 
 
 def rows_fit_layout(plan: Plan) -> list[str]:
-    """Rows hold what the layout says: one segment each, or all in one row, or R rows."""
+    """Rows hold what the layout says: one segment each, or all in one row, or in R rows."""
     layout, rows = plan.recipe.layout, plan.rows
-    if isinstance(layout, Padded):
-        crowded = np.diff(plan.row_offsets) > 1
-        return [f"row {r} of a padded micro-batch holds several segments" for r in _some(crowded)]
-    wanted = layout.rows if isinstance(layout, PackedStatic) else 1
-    wrong = [f"micro-batch {m} has {rows[m]} rows, not {wanted}" for m in _some(rows != wanted)]
-    if isinstance(layout, Fixed):
-        count = np.diff(plan.segment_offsets)
+    wrong = []
+    if layout.segments_per_row is not None:
+        crowded = np.diff(plan.row_offsets) > layout.segments_per_row
+        wrong += [f"row {r} of a padded micro-batch holds several segments" for r in _some(crowded)]
+    held = np.diff(plan.segment_offsets)
+    wanted = layout.row_counts(held)
+    if not layout.static and plan.recipe.topology.equal_widths:
+        wanted = np.maximum(wanted, rows)  # rows that other micro-batches of the step need
+    wrong += [f"micro-batch {m} has {rows[m]} rows, not {wanted[m]}" for m in _some(rows != wanted)]
+    if layout.samples is not None:
         wrong += [
-            f"micro-batch {m} holds {count[m]} samples of {layout.samples}"
-            for m in _some(count > layout.samples)
+            f"micro-batch {m} holds {held[m]} samples of {layout.samples}"
+            for m in _some(held > layout.samples)
         ]
     return wrong
 
@@ -282,14 +278,19 @@ def shapes_equal(plan: Plan) -> list[str]:
 
 
 def limits_hold(plan: Plan) -> list[str]:
-    """No micro-batch holds more segments, cost or of any column than its limit."""
+    """No micro-batch holds more cost or of any column than its limit."""
     limits, wrong = plan.recipe.limits, []
     held: list[tuple[str, IntArray | FloatArray, float]] = []
     count = np.diff(plan.segment_offsets)
-    if limits.segments is not None:
-        held.append(("segments", count, limits.segments))
     if limits.cost is not None:
-        held.append(("cost", _held_costs(plan), limits.cost * (1 + 1e-9)))
+        costs = plan.recipe.layout.limited_costs(
+            plan.recipe.cost,
+            plan.rows,
+            plan.widths,
+            plan.micro_batch_of_segment,
+            plan.aligned_lengths,
+        )
+        held.append(("cost", costs, limits.cost * (1 + 1e-9)))
     for name, limit in limits.columns.items():
         if name not in plan.columns:
             wrong.append(f"the column {name} is limited but not in the plan")
@@ -301,16 +302,6 @@ def limits_hold(plan: Plan) -> list[str]:
         over = (value > most) & ~alone & (count > 0)
         wrong += [f"micro-batch {m} holds {value[m]} {name} of {most}" for m in _some(over)]
     return wrong
-
-
-def _held_costs(plan: Plan) -> FloatArray:
-    """What the segments of each micro-batch cost: at full width where rows are padded."""
-    cost = plan.recipe.cost
-    if isinstance(plan.recipe.layout, Padded):
-        return plan.costs
-    each = cost.of_lengths(plan.aligned_lengths)
-    micro = plan.micro_batch_of_segment
-    return sum_by(micro, each, plan.micro_batches) + cost.per_micro_batch
 
 
 def sizes_equal(plan: Plan) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, sum_by
+from evenstep.core.ragged import IntArray, by_first_appearance, sum_by
 
 
 def dealt(plan: Plan) -> IntArray:
@@ -44,5 +44,4 @@ def _owners(plan: Plan, samples: IntArray) -> IntArray:
     """What moves as a whole, numbered by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
     if plan.groups is None:
         return np.arange(len(samples))
-    _, first, owner = np.unique(plan.groups[samples], return_index=True, return_inverse=True)
-    return np.asarray(np.argsort(np.argsort(first))[owner], np.int64)
+    return by_first_appearance(plan.groups[samples])[0]

@@ -9,6 +9,7 @@ import numpy as np
 
 from evenstep.core.placement import Placement, place
 from evenstep.core.ragged import IntArray
+from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 
 
@@ -96,7 +97,7 @@ class MicroBatch:
         padded = len(per_row) > 1 and int(per_row.max(initial=0)) <= 1
         width, offsets = self.width, np.arange(count + 1)
         if not padded or count == 0:
-            aligned = -(-self.segments.length[chosen] // self.alignment) * self.alignment
+            aligned = rounded_up(self.segments.length[chosen], self.alignment)
             width, offsets = max(int(aligned.sum()), self.alignment), np.array([0, count])
         return replace(
             self,

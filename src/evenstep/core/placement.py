@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.rounding import rounded_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +34,7 @@ def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) 
 
     lengths [3, 2] in one row of 8 -> offsets [0, 3, 5, 8], real [3, 2, 0], segment [0, 1, -1]
     """
-    slots = lengths if alignment == 1 else -(-lengths // alignment) * alignment
+    slots = lengths if alignment == 1 else rounded_up(lengths, alignment)
     number = np.arange(len(lengths))
     if len(row_offsets) == 2:
         tail = width - int(slots.sum())

@@ -14,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core import archive
 from evenstep.core import stats as measures
-from evenstep.core.layout import Padded
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import FloatArray, IntArray, frozen, sum_by
+from evenstep.core.ragged import FloatArray, IntArray, frozen
 from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.errors import FileError, InputError
 
@@ -129,27 +129,20 @@ class Plan:
     def costs(self) -> FloatArray:
         """Modelled work of each micro-batch, padding included; a dummy's is what it really runs.
 
-        Padded rows are computed at their full width. In packed rows each segment attends within
-        its aligned length, and every slot passes through the rest of the model.
+        See `micro_batch_costs` of the layouts.
         """
-        cost = self.recipe.cost
-        if isinstance(self.recipe.layout, Padded):
-            return self.rows * cost.of_lengths(self.widths) + cost.per_micro_batch
-        aligned = self.aligned_lengths.astype(np.float64)  # a square may not fit 64 bits
-        pairs = sum_by(self.micro_batch_of_segment, aligned * aligned, self.micro_batches)
-        count = np.diff(self.segment_offsets)
-        return (
-            cost.per_token * self.slots
-            + cost.per_pair * pairs
-            + cost.per_segment * count
-            + cost.per_micro_batch
+        return self.recipe.layout.micro_batch_costs(
+            self.recipe.cost,
+            self.rows,
+            self.widths,
+            self.micro_batch_of_segment,
+            self.aligned_lengths,
         )
 
     @property
     def aligned_lengths(self) -> IntArray:
         """The slots each segment takes in its row, before the row's own padding."""
-        unit = self.recipe.topology.alignment
-        return -(-self.segments.length // unit) * unit
+        return rounded_up(self.segments.length, self.recipe.topology.alignment)
 
     def sum_by_micro_batch(self, per_segment: IntArray) -> IntArray:
         """Sum a per-segment column over each micro-batch; a dummy gives 0."""

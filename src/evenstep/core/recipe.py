@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
 from evenstep.core.cost import Cost
-from evenstep.core.layout import LAYOUTS, Layout, PackedStatic, Padded
+from evenstep.core.layout import LAYOUTS, Layout
+from evenstep.core.rounding import rounded_up
 from evenstep.core.topology import Topology
-from evenstep.core.validate import MOST, one_of, real_field, whole_field, whole_number
+from evenstep.core.validate import one_of, real_field, whole_field, whole_number
 from evenstep.errors import ConfigError
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
-Balance: TypeAlias = Literal["refined", "lpt", "karmarkar_karp", "stride"]
-Clock: TypeAlias = Literal["micro_batch", "step"]
+Balance: TypeAlias = Literal["refined", "lpt", "karmarkar_karp", "stride", "none"]
+SyncEvery: TypeAlias = Literal["micro_batch", "step"]
 Scope: TypeAlias = Literal["micro_batch", "step"]
 
 
@@ -51,44 +50,43 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Hard limits per micro-batch beside the token budget.
+    """Hard limits per micro-batch beside the bounds of the layout.
 
-    `columns` names further per-sample numbers that the caller brings (image patches, trained
-    tokens) and the most of each that one micro-batch may hold. Cost counts segments at their
-    aligned lengths; in padded rows, at the full width. A packed_static micro-batch shares its
-    limits evenly between its rows, and keeps a group in one row.
+    `columns` names further per-sample numbers that the caller brings (image patches, loss tokens)
+    and the most of each that one micro-batch may hold. Cost counts segments at their aligned
+    lengths; in padded rows, at the full width. Several packed rows share the limits evenly, and a
+    group stays in one row.
     """
 
-    segments: int | None = None
     cost: float | None = None
     columns: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.segments is not None:
-            whole_field(self, "limits.segments")
         columns = {
             name: whole_number(f"limits.columns.{name}", most)
             for name, most in dict(self.columns).items()
         }
         object.__setattr__(self, "columns", columns)
         if self.cost is not None and not 0 < real_field(self, "limits.cost") < math.inf:
-            raise ConfigError(
-                f"limits.cost is {self.cost:g}, which is no limit that a sample could keep. Set it "
-                f"above 0."
-            )
+            raise ConfigError(f"limits.cost must be a number above 0, got {self.cost:g}.")
 
     def __hash__(self) -> int:
-        return hash((self.segments, self.cost, frozenset(self.columns.items())))
+        return hash((self.cost, frozenset(self.columns.items())))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """What a plan is asked to be. The same recipe and lengths give the same plan on every rank.
 
-    `clock` is what balance minimises: `micro_batch` where ranks meet at every micro-batch
-    (FSDP, ZeRO-3), `step` where they meet once per step (DDP). `groups` says where samples that
-    share a group id stay together. `equal_sizes` gives every rank the same number of
-    segments of a step, or one fewer.
+    balance      how work is divided between ranks; `none` keeps the step's order: each micro-batch
+                 takes the next samples while the bounds hold, and micro-batch k runs on rank
+                 k mod dp
+    sync_every   how often ranks synchronise, which is what balance minimises: `micro_batch` (FSDP,
+                 ZeRO-3) or `step` (DDP)
+    groups       where samples that share a group id stay together
+    equal_sizes  gives every rank the same number of segments of a step, or one fewer
+    overflow     what becomes of a sample that is longer than a micro-batch can hold
+    seed         of the packer, where it draws
     """
 
     layout: Layout
@@ -97,7 +95,7 @@ class Recipe:
     cost: Cost = field(default_factory=Cost)
     limits: Limits = field(default_factory=Limits)
     balance: Balance = "refined"
-    clock: Clock = "micro_batch"
+    sync_every: SyncEvery = "micro_batch"
     groups: Scope = "micro_batch"
     equal_sizes: bool = False
     overflow: Overflow = "error"
@@ -106,88 +104,84 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
-        whole_field(self, "seed", least=0, most=2**64)
+        whole_field(self, "seed", least=0, most=2**63 - 1)
+        self._check_widths()
+        self._check_limits()
+        self._check_options()
+
+    def _check_widths(self) -> None:
         layout, unit = self.layout, self.width_unit
-        for name in ("pad_to", "width"):
-            fixed = getattr(layout, name, None)
-            if fixed is not None and fixed % unit:
-                raise ConfigError(
-                    f"layout.{name} is {fixed}, not a multiple of {unit} as rounding and the "
-                    f"topology need it; ranks could not share it. Use {-(-fixed // unit) * unit}."
-                )
+        if layout.pad_to is not None and layout.pad_to % unit:
+            raise ConfigError(
+                f"layout.pad_to is {layout.pad_to}, not a multiple of {unit} as rounding and the "
+                f"topology need it. Use {rounded_up(layout.pad_to, unit)}."
+            )
         if self.capacity is not None and self.capacity < unit:
             raise ConfigError(
-                f"a row holds {layout.max_tokens} tokens but widths come in multiples of {unit}; "
-                f"nothing would fit. Raise layout.max_tokens or lower the rounding."
+                f"layout.max_tokens is {layout.max_tokens}, but widths come in multiples of "
+                f"{unit}. Raise layout.max_tokens or lower the rounding."
+            )
+        if self.overflow == "alone" and layout.pad_to is not None:
+            raise ConfigError(
+                f"overflow='alone' needs wider rows, but layout.pad_to={layout.pad_to} fixes the "
+                f"width. Use 'split', 'truncate', 'drop' or 'error'."
             )
         if self.overflow == "alone" and self.topology.equal_widths:
             raise ConfigError(
-                "overflow='alone' lets one micro-batch be wider than the budget, but this pipeline "
-                "needs equal widths, so all would be. Choose another overflow, or set "
-                "topology.variable_seq_lengths."
+                "overflow='alone' needs a wider micro-batch, but this pipeline needs equal widths. "
+                "Use another overflow, or set topology.variable_seq_lengths."
             )
-        if self.overflow == "alone" and isinstance(layout, PackedStatic):
+
+    def _check_limits(self) -> None:
+        shared = self.layout.packs_per_micro_batch
+        for name, most in self.limits.columns.items():
+            if most < shared:
+                raise ConfigError(
+                    f"limits.columns.{name} is {most}, shared by {shared} rows. Raise it to "
+                    f"{shared} or more."
+                )
+        if self.limits.cost is not None and self.limits.cost <= self.cost.per_micro_batch:
             raise ConfigError(
-                "overflow='alone' needs a wider micro-batch, but packed_static has one shape. "
-                "Choose 'split', 'truncate', 'drop' or 'error'."
+                f"limits.cost is {self.limits.cost:g}, but an empty micro-batch costs "
+                f"{self.cost.per_micro_batch:g} already. Raise limits.cost."
+            )
+
+    def _check_options(self) -> None:
+        self.layout.check_options(self)
+        given = [*self.layout.options, *(["equal_sizes"] if self.equal_sizes else [])]
+        if self.balance == "none" and given:
+            raise ConfigError(
+                f"balance='none' keeps the order of the samples, so {given[0]} has no effect. "
+                f"Leave one of them out."
+            )
+        asked, multiple = self.steps.micro_batches, self.topology.multiple
+        if asked is not None and asked % multiple:
+            raise ConfigError(
+                f"steps.micro_batches is {asked}, but this pipeline runs multiples of {multiple}. "
+                f"Use {rounded_up(asked, multiple)}."
             )
 
     @property
     def width_unit(self) -> int:
         """Every width is a multiple of this: the layout's rounding and the topology's alignment."""
-        return math.lcm(getattr(self.layout, "round_to", 1), self.topology.alignment)
+        return math.lcm(self.layout.round_to, self.topology.alignment)
 
     @property
     def capacity(self) -> int | None:
-        """The slots that one row can offer its segments; None where nothing limits it.
-
-        Budget 100 with widths in multiples of 16 offers 96.
-        """
-        layout = self.layout
-        if isinstance(layout, PackedStatic):
-            return layout.width
-        limit = layout.pad_to or layout.max_tokens
-        return None if limit is None else limit // self.width_unit * self.width_unit
+        """The slots that one row offers its segments; None where nothing limits it."""
+        return self.layout.capacity(self)
 
     @property
     def longest_segment(self) -> int | None:
-        """The longest segment that any micro-batch can hold, or None if nothing limits it.
-
-        Budget 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
-        """
-        unit = self.topology.alignment
-        if self.limits.cost is None:
-            return None if self.capacity is None else self.capacity // unit * unit
-        fits = MOST if self.capacity is None else self.capacity
-        # The cost of one segment grows with its length: bisect for the longest within the limit.
-        low, high = 0, fits // unit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._alone_cost(middle * unit) <= self.cost_limit:
-                low = middle
-            else:
-                high = middle - 1
-        return None if self.capacity is None and low == fits // unit else low * unit
-
-    @property
-    def cost_limit(self) -> float:
-        """What the segments of one row may cost together; those of all rows, if padded."""
-        if self.limits.cost is None:
-            return math.inf
-        rows = self.layout.rows if isinstance(self.layout, PackedStatic) else 1
-        return (self.limits.cost - self.cost.per_micro_batch) / rows
-
-    def _alone_cost(self, length: int) -> float:
-        if isinstance(self.layout, Padded):
-            unit = self.width_unit
-            length = self.layout.pad_to or -(-length // unit) * unit
-        return float(self.cost.of_lengths(np.array([length]))[0])
+        """The longest segment that any micro-batch can hold, or None if nothing limits it."""
+        return self.layout.longest_segment(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `Recipe.from_dict` reads it back."""
         return {
             **{name: asdict(getattr(self, name)) for name in _PARTS},
             **{name: getattr(self, name) for name in _WORDS},
+            "layout": self.layout.to_dict(),
         }
 
     @classmethod
@@ -196,19 +190,16 @@ class Recipe:
         kind = data["layout"]["kind"]
         return cls(
             layout=LAYOUTS[kind](**data["layout"]),
-            topology=Topology(**data["topology"]),
-            steps=Steps(**data["steps"]),
-            cost=Cost(**data["cost"]),
-            limits=Limits(**data["limits"]),
+            **{name: part(**data[name]) for name, part in _PARTS.items()},
             **{name: data[name] for name in _WORDS},
         )
 
 
 _CHOICES: dict[str, Any] = {
     "balance": Balance,
-    "clock": Clock,
+    "sync_every": SyncEvery,
     "groups": Scope,
     "overflow": Overflow,
 }
-_PARTS = ("layout", "topology", "steps", "cost", "limits")
-_WORDS = ("balance", "clock", "groups", "equal_sizes", "overflow", "seed")
+_PARTS: dict[str, Any] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
+_WORDS = ("balance", "sync_every", "groups", "equal_sizes", "overflow", "seed")

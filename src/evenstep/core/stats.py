@@ -1,8 +1,9 @@
 """Measures of a plan, as plain numbers that any logger takes.
 
-Full: slots, padding, bin utilisation. Even: imbalance on both clocks, over the mean of what this
-plan runs. Near the best possible: packs and clock over what any plan of the same lengths and
-recipe needs (`core.floor`), whatever its packer, balance or cut, and what stands in the way.
+Full: slots, padding, bin utilisation. Even: imbalance per micro-batch and per step, over the
+mean of what this plan runs. Near the best possible: packs and time over what any plan of the same
+lengths and recipe needs (`core.floor`), whatever its packer, balance or cut, and what stands in
+the way.
 `packs_optimal` and `balance_optimal` are proofs; without them a plan may still be the best.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from evenstep.core.floor import Floors
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.rounding import divided_up
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
@@ -80,7 +82,8 @@ class _Step:
         self.rank_sum = float(self.costs.sum(axis=1).max())
         self.lock_step = float(self.costs.max(axis=0).sum())
         self.ideal = float(self.costs.sum() / ranks)
-        self.clock = self.lock_step if plan.recipe.clock == "micro_batch" else self.rank_sum
+        lock_step = plan.recipe.sync_every == "micro_batch"
+        self.time = self.lock_step if lock_step else self.rank_sum
 
 
 def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[str, Value]:
@@ -97,7 +100,7 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
     ideal = sum(s.ideal for s in steps)
     rank_sum = sum(s.rank_sum for s in steps)
     lock_step = sum(s.lock_step for s in steps)
-    clock, floor = sum(s.clock for s in steps), sum(s.floor.time for s in steps)
+    time, floor = sum(s.time for s in steps), sum(s.floor.time for s in steps)
     return {
         "samples": len(samples),
         "segments": len(picked),
@@ -120,9 +123,9 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
         "packs": real,
         "packs_bound": needed,
         "packs_optimal": at_bound,
-        "clock": recipe.clock,
-        "clock_over_bound": clock / floor if floor else 1.0,
-        "balance_optimal": all(s.clock <= s.floor.time * (1 + 1e-9) for s in steps),
+        "sync_every": recipe.sync_every,
+        "time_over_floor": time / floor if floor else 1.0,
+        "balance_optimal": all(s.time <= s.floor.time * (1 + 1e-9) for s in steps),
         "bottleneck": _bottleneck(plan, steps),
         **_overflow(columns, samples, picked),
     }
@@ -132,10 +135,10 @@ def _bins(columns: _Columns, micro: IntArray, steps: list[_Step]) -> dict[str, V
     """NeMo-RL's packing metrics over the micro-batches that hold anything."""
     tokens = columns.tokens[micro]
     tokens = tokens[tokens > 0]
-    capacity = columns.plan.recipe.layout.max_tokens or int(columns.slots[micro].max(initial=1))
+    capacity = columns.plan.recipe.layout.budget or int(columns.slots[micro].max(initial=1))
     use = np.minimum(tokens / capacity, 1.0) if len(tokens) else np.ones(1)
     spread = float(use.std(ddof=1)) if len(use) > 1 else 0.0
-    least = sum(-(-int(s.tokens.sum()) // capacity) for s in steps)
+    least = sum(divided_up(int(s.tokens.sum()), capacity) for s in steps)
     return {
         "bin_utilization": float(use.mean()),
         "waste_ratio": float(1 - use.mean()),

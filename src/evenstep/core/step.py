@@ -34,7 +34,7 @@ class Step:
     cursor: Cursor
     totals: Mapping[str, float] = field(default_factory=dict)
     """What is known of the whole step on all ranks before anything is read: `samples`, `tokens`,
-    `empty` micro-batches, the imbalance of planned costs on both clocks (`imbalance_step`,
+    `empty` micro-batches, the imbalance of planned costs (`imbalance_step`,
     `imbalance_micro_batch`), and where the stream knows them `loss_tokens`, `sequences` (with a
     label) and `groups`."""
     lost: Mapping[str, int] = field(default_factory=dict)

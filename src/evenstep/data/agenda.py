@@ -22,6 +22,7 @@ from math import gcd, inf
 from typing import Any, TypeAlias
 
 from evenstep.core.identity import item_and_part
+from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.errors import CursorError
 
 Piece: TypeAlias = tuple[int, int]
@@ -120,7 +121,7 @@ class Chapter:
             begin, until = self._begin(at), min(end, self._ends[at])
             index = _next_of(first, stride, begin)
             if index < until:
-                count = -(-(int(until) - index) // stride)
+                count = divided_up(int(until) - index, stride)
                 spans.append((start + step * (index - begin), step * stride, count))
         turns = len(self.spans) - closed
         if turns:
@@ -130,7 +131,7 @@ class Chapter:
             for index in range(begin, int(min(end, begin + round_)), stride):
                 position = self[index]
                 assert isinstance(position, int)
-                left = None if stop is None else -(-(stop - index) // round_)
+                left = None if stop is None else divided_up(stop - index, round_)
                 spans.append((position, self.spans[closed][1] * (round_ // turns), left))
 
     def to_list(self) -> list[Any]:
@@ -242,7 +243,7 @@ def merged(states: Sequence[ShardState], count: int | None) -> tuple[Chapter, ..
 
 def _next_of(first: int, stride: int, least: int) -> int:
     """The first of `first`, `first + stride`, ... that is `least` or more."""
-    return first + max(0, -(-(least - first) // stride)) * stride
+    return first + max(0, rounded_up(least - first, stride))
 
 
 def _endless_last(spans: list[Span]) -> list[Span]:

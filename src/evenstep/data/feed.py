@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evenstep.core.layout import Fixed
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.data.pool import Entry, Former, Measure, Pool
 from evenstep.data.source import Sample, length_of
 from evenstep.errors import InputError, SampleError
+from evenstep.planning.overflow import refusal
 
 _LOOK = 0.5  # seconds
 
@@ -57,7 +57,7 @@ class Feed:
     def put(self, sample: Sample, born: float | None = None) -> None:
         """Add a sample; `born` is when it was made, now if not given."""
         length = self._length_of(sample)
-        pieces = self._former.cut(length) if length > 0 else None
+        pieces = self._former.segments(length) if length > 0 else None
         with self._changed:
             if self._closed:
                 raise InputError(
@@ -71,11 +71,9 @@ class Feed:
                 )
             number = self._count
             if pieces is None:
-                raise SampleError(
-                    f"sample {number} has {length} tokens but a micro-batch holds 1 to "
-                    f"{self._former.recipe.longest_segment}; it could never run. Raise the budget "
-                    f"or choose another overflow."
-                )
+                if length < 1:
+                    raise SampleError(f"sample {number} has length {length}. Leave it out.")
+                raise SampleError(refusal(number, length, self._former.recipe))
             self._count += 1
             self._born[number] = time.time() if born is None else born
             end = pieces[-1][0] + pieces[-1][1] if pieces else 0
@@ -105,7 +103,7 @@ class Feed:
     @property
     def budget(self) -> int | None:
         """The most slots of a micro-batch."""
-        return self._former.recipe.layout.max_tokens
+        return self._former.recipe.layout.budget
 
     @property
     def dummy(self) -> MicroBatch:
@@ -136,6 +134,7 @@ class Feed:
 
 def _just_enough(recipe: Recipe) -> Pool:
     """A pool that gives a micro-batch as soon as it can be full."""
-    if isinstance(recipe.layout, Fixed):
-        return Pool(samples=recipe.layout.samples, tokens=0)
-    return Pool(samples=1, tokens=recipe.layout.max_tokens or 0)
+    layout = recipe.layout
+    if layout.budget is None:
+        return Pool(samples=layout.samples or 1, tokens=0)
+    return Pool(samples=1, tokens=layout.budget)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray
+from evenstep.core.rounding import divided_up
 from evenstep.errors import InputError
 from evenstep.planning.kernel import kernel
 
@@ -46,7 +47,7 @@ class EpochOrder:
             )
         if not self.shuffle or self.count < 2:
             return positions.astype(np.int64)
-        half = max(1, -(-(self.count - 1).bit_length() // 2))  # 4**half >= count
+        half = max(1, divided_up((self.count - 1).bit_length(), 2))  # 4**half >= count
         found = np.empty(len(positions), np.int64)
         with np.errstate(over="ignore"):  # products wrap around, compiled or not
             walk(positions.astype(np.uint64), np.uint64(self.count), half, self._keys(), found)

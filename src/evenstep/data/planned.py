@@ -16,6 +16,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import whole_number
 from evenstep.core.world import World
@@ -213,7 +214,7 @@ class PlannedStream:
             cursor=self.cursor(after),
             totals=totals,
             lost={overflow: beyond} if overflow and beyond else {},
-            budget=self.recipe.layout.max_tokens,
+            budget=self.recipe.layout.budget,
             ranks=self.world.size,
             loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
         )
@@ -351,18 +352,19 @@ class PlannedStream:
         steps, n = self.recipe.steps, len(self.source)
         if steps.samples is not None:
             exact = self._units.groups is None and self.recipe.overflow != "drop"
-            return Estimate(-(-n // steps.samples), exact)
+            return Estimate(divided_up(n, steps.samples), exact)
         looks = np.unique(np.linspace(0, max(n - 1, 0), min(n, _LOOKS)).astype(np.int64))
         tokens = float(self.source.lengths_of(looks).mean()) * n if n else 0.0
         if steps.tokens is not None:
-            return Estimate(-(-int(tokens) // steps.tokens), False)
+            return Estimate(divided_up(int(tokens), steps.tokens), False)
         if steps.micro_batches is None:
             return Estimate(int(n > 0), True)
         per_step = steps.micro_batches * self.world.size
-        if self.recipe.layout.max_tokens is None:
-            samples = getattr(self.recipe.layout, "samples", 1)
-            return Estimate(-(-n // (samples * per_step)), False)
-        return Estimate(-(-int(tokens) // (self.recipe.layout.max_tokens * per_step)), False)
+        layout = self.recipe.layout
+        if layout.budget is None:
+            assert layout.samples is not None
+            return Estimate(divided_up(n, layout.samples * per_step), False)
+        return Estimate(divided_up(int(tokens), layout.budget * per_step), False)
 
     @property
     def micro_batches_per_step(self) -> int:

@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from evenstep.core.layout import Fixed, PackedStatic, Padded
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
-from evenstep.core.validate import MOST, one_of, whole_field
+from evenstep.core.validate import MOST, whole_field
 from evenstep.data.source import Sample
 from evenstep.errors import ConfigError
+from evenstep.planning.overflow import refused, segments_of
 from evenstep.planning.select import Room, select
 
 PackedStrategy: TypeAlias = Literal["subset_sum", "greedy"]
@@ -99,55 +100,66 @@ class Former:
 
     def __post_init__(self) -> None:
         recipe, layout = self.recipe, self.recipe.layout
-        if isinstance(layout, Padded):
-            one_of("pool.strategy", self.strategy, PaddedStrategy)
-        else:
-            one_of("pool.strategy", self.strategy, PackedStrategy)
-        limits, steps = recipe.limits, recipe.steps
-        if limits.cost is not None or limits.columns:
+        if self.strategy not in layout.pool_strategies:
             raise ConfigError(
-                "limits on cost and columns are kept by plans, and a pool would ignore them. "
-                "Use a PlannedStream, or limits.segments and pool.trained_tokens."
+                f"unknown pool.strategy {self.strategy!r} for {layout.kind} rows; expected one of: "
+                f"{', '.join(layout.pool_strategies)}."
             )
-        if steps.samples is not None or steps.tokens is not None:
+        self._refuse_options()
+        if recipe.steps.samples is not None or recipe.steps.tokens is not None:
             raise ConfigError(
                 "a pool counts steps in micro-batches, because it cannot know how many samples or "
                 "tokens the other ranks have. Set steps.micro_batches, or use a PlannedStream."
             )
-        if (self.micro_batches % recipe.topology.multiple) != 0:
+        if self.micro_batches % recipe.topology.multiple:
             raise ConfigError(
-                f"steps.micro_batches is {self.micro_batches} but this pipeline runs them in "
-                f"multiples of {recipe.topology.multiple}. Use a multiple."
+                f"steps.micro_batches is {self.micro_batches}, but this pipeline runs multiples of "
+                f"{recipe.topology.multiple}. Use a multiple."
             )
-        for name, limit in (
-            ("limits.segments", limits.segments),
-            ("pool.trained_tokens", self.pool.trained_tokens),
-        ):
-            if limit is not None and limit < self._rows:
-                raise ConfigError(
-                    f"{name} is {limit}, shared by the {self._rows} rows of a packed_static "
-                    f"micro-batch, so a row could hold none. Raise it to {self._rows} or more."
-                )
-        static = isinstance(layout, PackedStatic) or layout.pad_to is not None
-        if recipe.topology.equal_widths and not (static and not isinstance(layout, Padded)):
+        limit = self.pool.trained_tokens
+        if limit is not None and limit < layout.packs_per_micro_batch:
+            raise ConfigError(
+                f"pool.trained_tokens is {limit}, shared by {layout.packs_per_micro_batch} rows. "
+                f"Raise it to {layout.packs_per_micro_batch} or more."
+            )
+        if recipe.topology.equal_widths and not layout.static:
             raise ConfigError(
                 "this pipeline needs micro-batches of one shape, which a pool cannot promise. Set "
-                "layout.pad_to or use packed_static, or set topology.variable_seq_lengths."
+                "layout.pad_to (and layout.samples where rows are padded), or "
+                "topology.variable_seq_lengths."
+            )
+
+    def _refuse_options(self) -> None:
+        """Refuse what only plans can do."""
+        recipe, limits = self.recipe, self.recipe.limits
+        given = dict(recipe.layout.options)
+        default = {"balance": "refined", "equal_sizes": False, "groups": "micro_batch", "seed": 0}
+        given |= {
+            name: getattr(recipe, name)
+            for name, usual in default.items()
+            if getattr(recipe, name) != usual
+        }
+        if limits.cost is not None:
+            given["limits.cost"] = limits.cost
+        given |= {f"limits.columns.{name}": most for name, most in limits.columns.items()}
+        for name, value in given.items():
+            raise ConfigError(
+                f"{name}={value!r} has no effect in a pool, which forms micro-batches as samples "
+                f"arrive. Leave it out, or use a PlannedStream."
             )
 
     @cached_property
     def strategy(self) -> str:
         """The strategy, or the layout's own."""
-        padded = isinstance(self.recipe.layout, Padded)
-        return self.pool.strategy or ("fullest" if padded else "subset_sum")
+        return self.pool.strategy or self.recipe.layout.pool_strategies[0]
 
     @cached_property
     def enough(self) -> int:
         """How many tokens the pool holds at least before a micro-batch is taken."""
         if self.pool.tokens is not None:
             return self.pool.tokens
-        own = self.strategy in ("subset_sum", "fullest")
-        return 2 * (self.recipe.layout.max_tokens or 0) if own else 0
+        own = self.strategy == self.recipe.layout.pool_strategies[0]
+        return 2 * (self.recipe.layout.budget or 0) if own else 0
 
     @cached_property
     def longest(self) -> int | None:
@@ -159,54 +171,45 @@ class Former:
         """Micro-batches a step."""
         return self.recipe.steps.micro_batches or 1
 
-    def cut(self, length: int) -> list[tuple[int, int]] | None:
-        """(start, length) of each piece of a sample, [] if it is dropped, None if it is refused."""
-        limit, overflow = self.longest, self.recipe.overflow
-        if limit is None or length <= limit or overflow == "alone":
+    def segments(self, length: int) -> list[tuple[int, int]] | None:
+        """(start, length) of each segment of a sample, [] if it is dropped, None if refused."""
+        if self.longest is None or length <= self.longest:
             return [(0, length)]
-        if overflow == "drop":
-            return []
-        if overflow == "truncate" and limit:
-            return [(0, limit)]
-        if overflow == "split" and limit:
-            return [(start, min(limit, length - start)) for start in range(0, length, limit)]
-        return None
+        lengths, overflow = np.array([length], np.int64), self.recipe.overflow
+        if len(refused(lengths, self.longest, overflow)):
+            return None
+        found, _ = segments_of(lengths, self.longest, overflow)
+        return list(zip(found.start.tolist(), found.length.tolist(), strict=True))
 
     def take(self, waiting: list[Entry], step: int) -> tuple[MicroBatch, list[Entry]]:
         """The next micro-batch and its entries, which leave `waiting`, in the order they lie."""
         layout = self.recipe.layout
-        rows: list[list[Entry]] = []
+        packs: list[list[Entry]] = []
         left = self.pool.trained_tokens
-        while len(rows) < self._rows and waiting:
-            if rows and left is not None and left < max(1, waiting[0].trained):
+        while len(packs) < layout.packs_per_micro_batch and waiting:
+            if packs and left is not None and left < max(1, waiting[0].trained):
                 break  # of the trained tokens nothing is left for a further row
-            rows.append(self._row(waiting, step, left))
-            left = None if left is None else left - sum(entry.trained for entry in rows[-1])
-        taken = rows[0] if len(rows) == 1 else [entry for row in rows for entry in row]
-        if isinstance(layout, Padded):
-            rows = [[entry] for entry in taken]
+            packs.append(self._pack(waiting, step, left))
+            left = None if left is None else left - sum(entry.trained for entry in packs[-1])
+        taken = packs[0] if len(packs) == 1 else [entry for pack in packs for entry in pack]
+        rows = layout.rows_of(packs)
         return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
 
-    def _row(self, waiting: list[Entry], step: int, trained: int | None) -> list[Entry]:
+    def _pack(self, waiting: list[Entry], step: int, trained: int | None) -> list[Entry]:
         lengths = np.array([entry.length for entry in waiting], np.int64)
-        unit, counted = self._alignment, None
-        if unit > 1 and not isinstance(self.recipe.layout, Padded):
-            lengths = -(-lengths // unit) * unit
+        counted = None
+        if self._alignment > 1:
+            lengths = rounded_up(lengths, self._alignment)
         if self.pool.trained_tokens is not None:
             counted = np.array([entry.trained for entry in waiting], np.int64)
         room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
         if trained is not None and room.counted is not None and trained < room.counted:
             room = replace(room, counted=trained)
         chosen = select(self.strategy, lengths, room, counted).tolist()
-        row = [waiting[at] for at in chosen]
+        pack = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
             del waiting[at]
-        return row
-
-    @cached_property
-    def _rows(self) -> int:
-        """Rows that are filled one by one and share every limit of their micro-batch."""
-        return self.recipe.layout.rows if isinstance(self.recipe.layout, PackedStatic) else 1
+        return pack
 
     @cached_property
     def _alignment(self) -> int:
@@ -221,43 +224,34 @@ class Former:
         return self._room(self.pool.warmup_steps)
 
     def _room(self, step: int) -> Room:
-        layout, unit, rows = self.recipe.layout, self._width_unit, self._rows
-        most, counted = self.recipe.limits.segments, self.pool.trained_tokens
-        capacity = self.recipe.capacity
-        if isinstance(layout, Fixed):
-            most = layout.samples if most is None else min(most, layout.samples)
-        if isinstance(layout, Padded):
-            budget = self.pool.budget(layout.max_tokens, step)
-            return Room(capacity=budget, unit=layout.pad_to or unit, counted=counted, most=most)
-        capacity = MOST if capacity is None else capacity
-        budget = max(unit, self.pool.budget(capacity * rows, step) // rows // unit * unit)
+        """What a pack may hold in a step."""
+        layout, unit = self.recipe.layout, self._width_unit
+        packs, counted = layout.packs_per_micro_batch, self.pool.trained_tokens
+        slots, rounding = layout.room(self.recipe)
+        budget = self.pool.budget((MOST if slots is None else slots) * packs, step) // packs
         return Room(
-            capacity=budget,
-            counted=None if counted is None else counted // rows,
-            most=None if most is None else most // rows,
+            capacity=max(unit, budget // unit * unit),
+            unit=rounding,
+            counted=None if counted is None else counted // packs,
+            most=None if layout.samples is None else layout.samples // packs,
         )
 
 
 def micro_batch(
     rows: list[list[Entry]], recipe: Recipe, unit: int | None = None, align: int | None = None
 ) -> MicroBatch:
-    """Entries, row by row, as a micro-batch; without any, a dummy. `unit` and `align` are the
-    recipe's, for whoever has them at hand."""
+    """Entries, row by row, as a micro-batch; without any, an empty one. `unit` and `align` are the
+    recipe's, for callers that have them at hand."""
     layout = recipe.layout
     unit = recipe.width_unit if unit is None else unit
     align = recipe.topology.alignment if align is None else align
-    count = layout.rows if isinstance(layout, PackedStatic) else max(1, len(rows))
-    rows = rows + [[]] * (count - len(rows))
-    used = max([sum([-(-entry.length // align) for entry in row]) for row in rows]) * align
-    width = max(-(-used // unit), 1) * unit
-    if isinstance(layout, PackedStatic):
-        width = layout.width
-    elif layout.pad_to is not None:
-        width = max(width, layout.pad_to)
+    rows = rows + [[]] * (layout.row_counts(len(rows)) - len(rows))
+    used = max([sum([rounded_up(entry.length, align) for entry in row]) for row in rows])
     # number, start, length, whole, end of each, in one array
     columns = np.array([entry[1:6] for row in rows for entry in row], np.int64).reshape(-1, 5).T
     sample, start, length, whole, end = columns
     offsets = np.array([0, *accumulate(map(len, rows))], np.int64)
+    width = layout.widths(used, unit)
     return MicroBatch(Segments(sample, start, length), offsets, width, whole, align, end)
 
 

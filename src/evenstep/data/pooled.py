@@ -10,6 +10,7 @@ from typing import Any
 
 from evenstep.core.cursor import Cursor
 from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, whole_number
 from evenstep.core.world import World
@@ -120,7 +121,7 @@ class PooledStream:
                 samples=found[1],
                 cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, here),
                 lost=missing,
-                budget=self.recipe.layout.max_tokens,
+                budget=self.recipe.layout.budget,
                 ranks=self.world.size,
             )
             number += workers
@@ -272,7 +273,7 @@ class PooledStream:
         if not has_random_access(self.source):
             raise TypeError("a source without a known end has no length. Set max_num_steps.")
         each = self.world.size * self._former.micro_batches
-        return Estimate(-(-len(self.source) // each), False)
+        return Estimate(divided_up(len(self.source), each), False)
 
     def __len__(self) -> int:
         """The steps of one pass: those left to `max_num_steps`, or as many as an epoch can have

@@ -9,11 +9,13 @@ import numpy as np
 
 from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.rounding import divided_up
 from evenstep.data.agenda import Chapter, ShardState, merged
 from evenstep.data.items import Items
 from evenstep.data.pool import Entry, Former, Measure, micro_batch, trained_tokens_of
 from evenstep.data.source import Sample, unreadable
 from evenstep.errors import InputError, SampleError
+from evenstep.planning.overflow import refusal
 
 _PATIENCE = 16  # epochs for each shard, after which a lucky share is not to be hoped for
 
@@ -117,7 +119,7 @@ class Shard:
                 entries = self._at(chapter, index, element)
                 behind = chapter.span_end(index) if entries is None else None
                 if behind is not None:  # the data ends here, but the next span may lie before it
-                    self._read = -(-(behind - self._shard) // self._shards)
+                    self._read = divided_up(behind - self._shard, self._shards)
                     continue
             else:
                 number, start = element
@@ -229,13 +231,9 @@ class Shard:
         if (longest is None or length <= longest) and not counts:
             piece = [epoch, number, 0]
             return [Entry(epoch, number, 0, length, length, length, length, sample, piece)]
-        pieces = self._former.cut(length)
+        pieces = self._former.segments(length)
         if pieces is None:
-            raise SampleError(
-                f"sample {sample_name(number)} has {length} tokens but a micro-batch holds "
-                f"{longest}; it could never run. Raise the budget or "
-                f"set overflow to split, truncate, alone or drop."
-            )
+            raise SampleError(refusal(sample_name(number), length, self._former.recipe))
         trained = [part for _, part in pieces]
         if counts:
             try:

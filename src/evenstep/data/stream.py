@@ -141,7 +141,7 @@ def _empty(before: Step | None, recipe: Recipe) -> Step:
             micro_batches=(dummy,) * count,
             samples={},
             cursor=nowhere,
-            budget=recipe.layout.max_tokens,
+            budget=recipe.layout.budget,
             ranks=recipe.topology.dp,
         )
     return replace(

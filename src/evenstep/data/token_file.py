@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from evenstep.core.ragged import IntArray
+from evenstep.core.rounding import rounded_up
 from evenstep.data.source import check_items
 from evenstep.errors import FileError
 
@@ -141,7 +142,7 @@ class Header:
         counts = [(name, dtype, self.tokens) for name, dtype in self.columns.items()]
         places, end = {}, HEADER_SIZE
         for name, dtype, count in [*counts, (OFFSETS, np.dtype("<i8"), self.samples + 1)]:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = rounded_up(end, _ALIGNMENT)
             end = start + count * dtype.itemsize
             places[name] = (start, end, dtype)
         return places, end

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import IntArray, Ragged, offsets_of
+from evenstep.core.ragged import IntArray, Ragged, by_first_appearance, offsets_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +29,8 @@ class Units:
         """The units of so many samples."""
         if groups is None:
             return cls(samples)
-        _, first, owner = np.unique(groups, return_index=True, return_inverse=True)
-        renumber = np.empty(len(first), np.int64)
-        renumber[np.argsort(first)] = np.arange(len(first))
-        return cls(len(first), groups, Ragged.group(renumber[owner], len(first)))
+        owner, first = by_first_appearance(groups)
+        return cls(len(first), groups, Ragged.group(owner, len(first)))
 
     def __len__(self) -> int:
         return self.count

@@ -9,8 +9,7 @@ import textwrap
 import warnings
 from typing import Any, NamedTuple
 
-from evenstep.core.layout import Layout, PackedStatic, Padded
-from evenstep.errors import ConfigError
+from evenstep.core.layout import Layout
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.masks import one_segment_per_row
 
@@ -75,23 +74,14 @@ def supports_packing(model: Any) -> Support:
 
 def choose_layout(model: Any, layout: Layout) -> Layout:
     """The layout itself if the model can take it; else, with a warning, the padded one that keeps
-    its budget. Ask before planning: a batch formed by sums would break the budget when padded.
+    its bounds. Ask before planning: a batch formed by sums would break the budget when padded.
     """
-    if isinstance(layout, Padded):
+    padded = layout.padded()
+    if padded == layout:
         return layout
     support = supports_packing(model)
     if support.safe:
         return layout
-    if layout.max_tokens is None:
-        raise ConfigError(
-            f"{_name(model)} cannot take packed batches ({support.why}), and without max_tokens "
-            f"there is no budget for padded ones. Set layout.max_tokens."
-        )
-    padded = Padded(
-        max_tokens=layout.max_tokens,
-        round_to=1 if isinstance(layout, PackedStatic) else layout.round_to,
-        pad_to=layout.width if isinstance(layout, PackedStatic) else None,
-    )
     warnings.warn(
         f"{_name(model)} cannot take packed batches: {support.why}. Falling back to the padded "
         f"layout, which wastes the padding but keeps samples apart.",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.layout import PackedStatic, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.ragged import IntArray, offsets_of, sum_by
 from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 
 
@@ -62,40 +62,22 @@ def assemble(
 
 def _lay_out(step: StepLayout, recipe: Recipe) -> tuple[Segments, IntArray, IntArray, IntArray]:
     """(segments in order, segments per row, rows per micro-batch, widths) of one step."""
-    layout, unit, ranks = recipe.layout, recipe.width_unit, recipe.topology.dp
+    layout, ranks = recipe.layout, recipe.topology.dp
     count = ranks * step.per_rank
-    aligned = -(-step.segments.length // recipe.topology.alignment) * recipe.topology.alignment
     order = np.lexsort((step.row, step.micro))
-    if isinstance(layout, Padded):
-        held = np.bincount(step.micro, minlength=count)
-        rows = np.maximum(held, 1)  # a dummy is one empty row
-        if recipe.topology.equal_widths:
-            rows = np.full(count, rows.max())
-        widest = np.zeros(count, np.int64)
-        np.maximum.at(widest, step.micro, aligned)
-        per_row = (_ranked(rows) < np.repeat(held, rows)).astype(np.int64)
-    else:
-        each = layout.rows if isinstance(layout, PackedStatic) else 1
-        rows = np.full(count, each)
-        cell = step.micro * each + step.row
-        per_row = np.bincount(cell, minlength=count * each)
-        used = np.bincount(cell, weights=aligned, minlength=count * each).astype(np.int64)
-        widest = used.reshape(count, each).max(axis=1)
-    widths = np.maximum(-(-widest // unit), 1) * unit
-    if isinstance(layout, PackedStatic):
-        widths = np.full(count, layout.width)
-    elif layout.pad_to is not None:
-        widths = np.maximum(widths, layout.pad_to)
+    segments, micro = step.segments.take(order), step.micro[order]
+    held = np.bincount(micro, minlength=count)
+    rows = layout.row_counts(held)
+    if recipe.topology.equal_widths:
+        rows = np.full(count, rows.max())
+    first = offsets_of(rows)
+    row = first[micro] + layout.row_numbers(step.row[order], held)
+    aligned = rounded_up(segments.length, recipe.topology.alignment)
+    used = sum_by(row, aligned, int(first[-1])).astype(np.int64)
+    widths = layout.widths(np.maximum.reduceat(used, first[:-1]), recipe.width_unit)
     if step.widths is not None:
-        real = np.bincount(step.micro, minlength=count) > 0
         shared = np.tile(step.widths, ranks)
-        widths = np.where(real & (shared > 0), shared, widths)
+        widths = np.where((held > 0) & (shared > 0), shared, widths)
     if recipe.topology.equal_widths:
         widths = np.full(count, widths.max())
-    return step.segments.take(order), per_row, rows, widths
-
-
-def _ranked(counts: IntArray) -> IntArray:
-    """The place of each element in its own row: counts [2, 3] -> [0, 1, 0, 1, 2]."""
-    starts = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) - np.repeat(starts, counts)
+    return segments, np.bincount(row, minlength=int(first[-1])), rows, widths

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.rounding import divided_up
 from evenstep.core.validate import MOST_RANKS, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.differencing import differencing_kernel
+from evenstep.planning.heap import sink
 from evenstep.planning.kernel import kernel
 from evenstep.planning.optimal import optimal_kernel
 
@@ -46,20 +48,7 @@ def lpt_kernel(costs: FloatArray, order: IntArray, room: IntArray) -> IntArray:
         if left[part] == 0:
             alive -= 1
             heap[0] = heap[alive]
-        node = 0
-        while True:
-            child = 2 * node + 1
-            if child >= alive:
-                break
-            if child + 1 < alive:
-                a, b = heap[child], heap[child + 1]
-                if load[b] < load[a] or (load[b] == load[a] and b < a):
-                    child += 1
-            a, b = heap[node], heap[child]
-            if load[a] < load[b] or (load[a] == load[b] and a < b):
-                break
-            heap[node], heap[child] = b, a
-            node = child
+        sink(heap, alive, load, 0, True)
     return part_of
 
 
@@ -239,7 +228,7 @@ def karmarkar_karp(costs: FloatArray, parts: int, equal_sizes: bool = False) -> 
     >>> karmarkar_karp(np.array([8.0, 7, 6, 5, 4]), 2).tolist()
     [1, 0, 1, 0, 0]
     """
-    size = -(-len(costs) // parts)
+    size = divided_up(len(costs), parts)
     padded = _padded(costs, size * parts) if equal_sizes else costs
     order = np.argsort(-padded, kind="stable")
     part_of = differencing_kernel(padded, order, parts, parts if equal_sizes else 1)

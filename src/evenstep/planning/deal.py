@@ -51,11 +51,11 @@ def deal_waves(costs: FloatArray) -> IntArray:
     return rank
 
 
-def deal_packs(costs: FloatArray, ranks: int, balance: str, clock: str) -> IntArray:
+def deal_packs(costs: FloatArray, ranks: int, balance: str, sync_every: str) -> IntArray:
     """The place `position * ranks + rank` of each pack; every rank runs equally many.
 
-    On the micro-batch clock, packs of similar cost share a position. On the step clock only the
-    ranks' sums count. Every rank runs its packs heaviest first.
+    Where ranks synchronise at every micro-batch, packs of similar cost share a position; once per
+    step, only the ranks' sums count. Every rank runs its packs heaviest first.
 
     >>> deal_packs(np.array([9.0, 5, 8, 4]), 2, "refined", "micro_batch").tolist()
     [0, 3, 1, 2]
@@ -63,7 +63,7 @@ def deal_packs(costs: FloatArray, ranks: int, balance: str, clock: str) -> IntAr
     positions = len(costs) // ranks
     place = np.empty(len(costs), np.int64)
     heaviest = np.argsort(-costs, kind="stable")
-    if balance == "refined" and clock == "micro_batch":
+    if balance == "refined" and sync_every == "micro_batch":
         rank = deal_waves(costs[heaviest].reshape(positions, ranks))
         place[heaviest] = (np.arange(positions)[:, None] * ranks + rank).ravel()
         return place

@@ -3,22 +3,8 @@
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.planning.heap import sink
 from evenstep.planning.kernel import kernel
-
-
-@kernel
-def sift_down(heap: IntArray, spread: FloatArray, alive: int, node: int) -> None:
-    """Restore the heap below `node`: the deal with the largest spread is at the root."""
-    while True:
-        child = 2 * node + 1
-        if child >= alive:
-            return
-        if child + 1 < alive and spread[heap[child + 1]] > spread[heap[child]]:
-            child += 1
-        if spread[heap[node]] >= spread[heap[child]]:
-            return
-        heap[node], heap[child] = heap[child], heap[node]
-        node = child
 
 
 @kernel
@@ -35,23 +21,23 @@ def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: i
     head = np.full((deals, parts), -1, np.int64)
     tail = np.full((deals, parts), -1, np.int64)
     following = np.full(n, -1, np.int64)
-    spread = np.empty(deals)
+    evenness = np.empty(deals)  # less is more uneven: the lightest part minus the heaviest
     for d in range(deals):
         for slot in range(layer):
             item = order[d * layer + slot]
             load[d, slot] = costs[item]
             head[d, slot] = item
             tail[d, slot] = item
-        spread[d] = load[d, 0] - load[d, parts - 1]
-    heap = np.arange(deals)
+        evenness[d] = load[d, parts - 1] - load[d, 0]
+    heap = np.arange(deals)  # the most uneven deal at the root
     alive = deals
     for node in range(alive // 2 - 1, -1, -1):
-        sift_down(heap, spread, alive, node)
+        sink(heap, alive, evenness, node, False)
     while alive > 1:
         a = heap[0]
         alive -= 1
         heap[0] = heap[alive]
-        sift_down(heap, spread, alive, 0)
+        sink(heap, alive, evenness, 0, False)
         b = heap[0]
         for slot in range(parts):
             other = parts - 1 - slot
@@ -66,8 +52,8 @@ def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: i
         load[b] = load[a][ranking]
         head[b] = head[a][ranking]
         tail[b] = tail[a][ranking]
-        spread[b] = load[b, 0] - load[b, parts - 1]
-        sift_down(heap, spread, alive, 0)
+        evenness[b] = load[b, parts - 1] - load[b, 0]
+        sink(heap, alive, evenness, 0, False)
     part_of = np.empty(n, np.int64)
     for slot in range(parts):
         item = head[heap[0], slot]

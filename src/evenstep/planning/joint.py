@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.core.bounds import bins_bound, rounded_up
+from evenstep.core.bounds import bins_bound
+from evenstep.core.layout import Packer
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
 from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.planning.deal import deal_packs
 from evenstep.planning.kernel import kernel
 from evenstep.planning.pack import pack
@@ -19,6 +21,7 @@ from evenstep.planning.waves import best_waves
 _OPEN = 256  # bins that a fit under several limits looks at
 _SEARCHED = 2048  # units up to which other ways are tried when waves are not even
 _GOOD = 1.003
+_BEST_FIT = "best_fit_decreasing"
 _NONE: IntArray = np.empty(0, np.int64)
 
 
@@ -64,7 +67,7 @@ def vector_fit_kernel(
     return bin_of
 
 
-def pack_units(units: Units, capacity: int, packer: str, seed: int) -> Ragged:
+def pack_units(units: Units, capacity: int, packer: str | Packer, seed: int) -> Ragged:
     """Units in as few bins as the packer finds; with further limits, by the best fit."""
     if len(units.caps) and len(units):
         order = np.argsort(-units.size, kind="stable")
@@ -90,34 +93,34 @@ def place_units(
     """(place `position * ranks + rank` of each unit, positions). No pack exceeds a limit.
 
     `positions` asks for that many and must be enough; otherwise they are as few as possible, in
-    the multiple that the topology needs. With balance = "refined" packs are formed as waves and
-    the packer only vouches that the count is enough; the other balances keep the packer's packs.
+    the multiple that the topology needs. Without a packer and with balance = "refined", packs are
+    formed as waves, for fill and balance together. A packer's own packs are kept, and the largest
+    divided where more are needed; the other balances keep those of best fit.
     """
-    multiple = recipe.topology.multiple
-    packer = getattr(recipe.layout, "packer", "best_fit_decreasing")
-    count = positions or rounded_up(-(-bins_needed(units, capacity) // ranks), multiple)
-    refined = recipe.balance == "refined"
-    found = form_waves(units, capacity, ranks, count) if refined else _NONE
+    multiple, packer = recipe.topology.multiple, recipe.layout.packer
+    count = positions or rounded_up(divided_up(bins_needed(units, capacity), ranks), multiple)
+    joint = recipe.balance == "refined" and packer is None
+    found = form_waves(units, capacity, ranks, count) if joint else _NONE
     filled: Ragged | None = None
     if len(found) == 0 or _could_be_better(found, units, recipe, ranks, count):
-        filled = pack_units(units, capacity, packer, recipe.seed)
-        most = (recipe.steps.micro_batches or 0) * ranks
-        if most and len(filled) > most:  # the step was dealt by best fit
-            filled = pack_units(units, capacity, "best_fit_decreasing", recipe.seed)
+        filled = pack_units(units, capacity, packer or _BEST_FIT, recipe.seed)
         if len(units.caps) and len(filled) > count * ranks:
             filled = _spread(units, capacity, count * ranks, ranks * multiple, filled)
-        if refined and len(filled) > count * ranks and len(units) <= _SEARCHED:
+        if joint and len(filled) > count * ranks and len(units) <= _SEARCHED:
             better = pack_units(units, capacity, "optimal", recipe.seed)
             filled = better if len(better) < len(filled) else filled
     if len(found) == 0:
         assert filled is not None
-        enough = rounded_up(-(-len(filled) // ranks), multiple)
+        enough = rounded_up(divided_up(len(filled), ranks), multiple)
         if enough > count:
             count = enough
-            found = form_waves(units, capacity, ranks, count) if refined else _NONE
+            found = form_waves(units, capacity, ranks, count) if joint else _NONE
     candidates = [found] if len(found) else []
     if filled is not None and len(filled) <= count * ranks:
-        candidates.append(spread_bins(units, filled, capacity, recipe, ranks, count))
+        packs = spread_bins(units, filled, ranks * count)
+        if joint:
+            refine_packs(units, packs, capacity, ranks, count)
+        candidates.append(packs)
     dealt = [_dealt(pack_of, units, recipe, ranks, count) for pack_of in candidates]
     place, _ = min(dealt, key=lambda pair: pair[1])
     return place, count
@@ -133,11 +136,14 @@ def _spread(units: Units, capacity: int, packs: int, more: int, filled: Ragged) 
     return filled
 
 
-def fits_packs(units: Units, capacity: int, packs: int) -> bool:
-    """Whether `place_units` finds room for the units in so many packs."""
-    if len(pack_units(units, capacity, "best_fit_decreasing", 0)) <= packs:
-        return True
-    return len(units.caps) > 0 and spread_units(units, capacity, packs) is not None
+def count_packs(units: Units, capacity: int, recipe: Recipe, packs: int) -> int:
+    """How many packs the units need; no more than `packs` if `place_units` finds room in these."""
+    if len(units) == 0:
+        return 0
+    count = len(pack_units(units, capacity, recipe.layout.packer or _BEST_FIT, recipe.seed))
+    if count > packs and len(units.caps) and spread_units(units, capacity, packs) is not None:
+        return packs
+    return count
 
 
 def _could_be_better(found: IntArray, units: Units, recipe: Recipe, ranks: int, count: int) -> bool:
@@ -150,17 +156,17 @@ def _could_be_better(found: IntArray, units: Units, recipe: Recipe, ranks: int, 
 def _dealt(
     pack_of: IntArray, units: Units, recipe: Recipe, ranks: int, count: int
 ) -> tuple[IntArray, float]:
-    """(place of each unit, what the recipe's clock shows)."""
+    """(place of each unit, the time that the packs take)."""
     costs = sum_by(pack_of, units.cost, count * ranks)
-    place = deal_packs(costs, ranks, recipe.balance, recipe.clock)
+    place = deal_packs(costs, ranks, recipe.balance, recipe.sync_every)
     placed = np.empty_like(costs)
     placed[place] = costs
     by_position = placed.reshape(count, ranks)
-    if recipe.clock == "micro_batch":
-        clock = by_position.max(axis=1).sum()
+    if recipe.sync_every == "micro_batch":
+        time = by_position.max(axis=1).sum()
     else:
-        clock = by_position.sum(axis=0).max()
-    return place[pack_of], float(clock)
+        time = by_position.sum(axis=0).max()
+    return place[pack_of], float(time)
 
 
 def form_waves(units: Units, capacity: int, ranks: int, positions: int) -> IntArray:
@@ -185,11 +191,9 @@ def form_waves(units: Units, capacity: int, ranks: int, positions: int) -> IntAr
     return pack_of
 
 
-def spread_bins(
-    units: Units, filled: Ragged, capacity: int, recipe: Recipe, ranks: int, positions: int
-) -> IntArray:
-    """The pack of each unit when bins that were filled are divided over `positions` waves."""
-    packs = ranks * positions
+def spread_bins(units: Units, filled: Ragged, packs: int) -> IntArray:
+    """The pack of each unit when bins that were filled become `packs`, the dearest first. Where
+    there are fewer, the largest are divided."""
     if len(filled) < packs:
         filled = split_bins(units.size, filled, packs)
     bin_of = np.empty(len(units), np.int64)
@@ -197,22 +201,26 @@ def spread_bins(
     cost = sum_by(bin_of, units.cost, packs)
     rank_of = np.empty(packs, np.int64)
     rank_of[np.argsort(-cost, kind="stable")] = np.arange(packs)
-    pack_of = rank_of[bin_of]
-    if recipe.balance == "refined":
-        size = sum_by(pack_of, units.size, packs).astype(np.int64)
-        held = np.zeros((packs, len(units.caps)))
-        np.add.at(held, pack_of, units.extra)
-        refine_waves(
-            units.size,
-            units.cost,
-            units.extra,
-            units.caps,
-            capacity,
-            ranks,
-            positions,
-            pack_of,
-            size,
-            sum_by(pack_of, units.cost, packs),
-            held,
-        )
-    return pack_of
+    return rank_of[bin_of]
+
+
+def refine_packs(
+    units: Units, pack_of: IntArray, capacity: int, ranks: int, positions: int
+) -> None:
+    """Exchange units within each wave, in place, while that lowers its heaviest pack."""
+    packs = ranks * positions
+    held = np.zeros((packs, len(units.caps)))
+    np.add.at(held, pack_of, units.extra)
+    refine_waves(
+        units.size,
+        units.cost,
+        units.extra,
+        units.caps,
+        capacity,
+        ranks,
+        positions,
+        pack_of,
+        sum_by(pack_of, units.size, packs).astype(np.int64),
+        sum_by(pack_of, units.cost, packs),
+        held,
+    )

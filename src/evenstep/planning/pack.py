@@ -1,15 +1,17 @@
 """Packers: lengths -> bins of at most `capacity`, as indices by bin."""
 
-from collections.abc import Callable
-from typing import TypeAlias
+from operator import index
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from evenstep.core.bounds import pack_bound, rounded_up
+from evenstep.core.bounds import pack_bound
+from evenstep.core.layout import Packer
 from evenstep.core.ragged import IntArray, Ragged
+from evenstep.core.rounding import rounded_up
 from evenstep.core.validate import MOST, whole_number
-from evenstep.errors import ConfigError, InputError
+from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.best_fit import best_fit
 from evenstep.planning.first_fit import (
     first_fit_kernel,
@@ -21,8 +23,6 @@ from evenstep.planning.optimal import optimal_kernel
 from evenstep.planning.split import even_bins
 
 _LARGE, _EACH = 2**22, 64  # spaces of a table, in all or for each item, that are worth their memory
-
-Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
 
 
 def concatenative(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
@@ -111,7 +111,7 @@ PACKERS: dict[str, Packer] = {
 def pack(
     lengths: ArrayLike,
     capacity: int,
-    packer: str = "best_fit_decreasing",
+    packer: str | Packer = "best_fit_decreasing",
     *,
     seed: int = 0,
     min_bin_count: int = 0,
@@ -143,15 +143,7 @@ def pack(
     seed = whole_number("seed", seed, least=0)
     min_bin_count = whole_number("min_bin_count", min_bin_count, least=0)
     bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
-    if packer.lower() not in PACKERS:
-        raise ConfigError(
-            f"packer {packer!r} is unknown, so nothing was packed. Choose one of "
-            f"{', '.join(PACKERS)}."
-        )
-    if len(items) == 0:
-        packed = Ragged.of([])
-    else:
-        packed = PACKERS[packer.lower()](items, capacity, seed)
+    packed = _packed(items, capacity, packer, seed)
     target = rounded_up(max(len(packed), min_bin_count), bin_count_multiple)
     if target > len(packed):
         if target > len(items):
@@ -161,6 +153,61 @@ def pack(
             )
         packed = even_bins(items, packed, capacity, target)
     return packed
+
+
+def _packed(items: IntArray, capacity: int, packer: str | Packer, seed: int) -> Ragged:
+    """The bins of a packer, by name or of the caller's own, whose bins are checked."""
+    if isinstance(packer, str):
+        known = PACKERS.get(packer.lower())
+        if known is None:
+            if ":" in packer:
+                raise ConfigError(
+                    f"packer {packer!r} was written to a file by name. Pass the function itself."
+                )
+            raise ConfigError(f"unknown packer {packer!r}; expected one of: {', '.join(PACKERS)}.")
+        return known(items, capacity, seed) if len(items) else Ragged.of([])
+    if len(items) == 0:
+        return Ragged.of([])
+    check_items(items, capacity)
+    packed = _as_ragged(packer(items.copy(), capacity, seed), packer)
+    fault = _fault(packed, items, capacity)
+    if fault:
+        raise PlanError(f"packer {_name(packer)} {fault}. Correct the packer.")
+    full = np.flatnonzero(packed.lengths)
+    return Ragged(packed.values, np.append(packed.offsets[full], len(packed.values)))
+
+
+def _as_ragged(bins: Any, packer: Packer) -> Ragged:
+    """Lists of item numbers are taken as bins, too."""
+    if isinstance(bins, Ragged):
+        return bins
+    try:
+        return Ragged.of([[index(item) for item in row] for row in bins])
+    except TypeError:
+        raise PlanError(
+            f"packer {_name(packer)} returned {type(bins).__name__}; expected a Ragged, or a list "
+            f"of item numbers for each bin."
+        ) from None
+
+
+def _fault(packed: Ragged, items: IntArray, capacity: int) -> str:
+    """What is wrong with bins that a caller's packer made; empty if nothing is."""
+    values, n = packed.values, len(items)
+    if len(values) and (values.min() < 0 or values.max() >= n):
+        return f"returned item {values[(values < 0) | (values >= n)][0]} of {n}"
+    seen = np.bincount(values, minlength=n)
+    if (seen != 1).any():
+        at = int(np.argmax(seen != 1))
+        return f"returned item {at} {seen[at]} times"
+    used = packed.sums(items)
+    if used.max(initial=0) > capacity:
+        at = int(used.argmax())
+        return f"put {used[at]} tokens into bin {at}, which holds {capacity}"
+    return ""
+
+
+def _name(packer: Packer) -> str:
+    return getattr(packer, "__qualname__", repr(packer))
 
 
 def _grouped(bin_of: IntArray) -> Ragged:

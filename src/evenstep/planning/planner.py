@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from evenstep.core.layout import Fixed, PackedStatic, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.recipe import Recipe
 from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST
-from evenstep.errors import ConfigError, InputError
+from evenstep.errors import InputError, PlanError
 from evenstep.planning.assemble import StepLayout, assemble
-from evenstep.planning.cells import place_step
-from evenstep.planning.joint import fits_packs
-from evenstep.planning.limits import check_units, units_of
-from evenstep.planning.segment import cut_samples
-from evenstep.planning.steps import check_groups, deal_steps, first_step, most_units, too_large
+from evenstep.planning.cells import count_lanes, packs_freely, place_step
+from evenstep.planning.limits import check_units
+from evenstep.planning.overflow import refusal, refused, segments_of
+from evenstep.planning.sizing import fractions, most_that_fit
+from evenstep.planning.steps import assign_steps, check_groups, first_step, too_large
+from evenstep.planning.units import Units, units_of
 
 
 def make_plan(
@@ -44,15 +44,16 @@ def make_plan(
     [[0, 3], [1, 2]]
     """
     work = _Work.of(lengths, recipe, groups, columns, names)
-    kept = work.kept
+    kept, tokens = work.kept, work.counts
+    if recipe.steps.micro_batches is not None:
+        tokens = work.tokens
+
+    def leading(samples: IntArray, offsets: IntArray, *, complete: bool) -> int | None:
+        return work.leading(kept[samples], offsets, complete=complete)
+
     step_of = np.full(len(work.counts), -1, np.int64)
-    step_of[kept] = deal_steps(
-        recipe.steps,
-        work.names[kept],
-        (work.counts if recipe.steps.micro_batches is None else work.tokens)[kept],
-        None if work.groups is None else work.groups[kept],
-        lambda chosen: work.fits_step(kept[chosen]),
-    )
+    of_kept = None if work.groups is None else work.groups[kept]
+    step_of[kept] = assign_steps(recipe.steps, tokens[kept], of_kept, leading)
     return work.lay_out(step_of, None, progress)
 
 
@@ -101,20 +102,9 @@ def step_size(
         begins = np.flatnonzero(np.diff(work.groups, prepend=work.groups[:1] - 1))
     ends = np.concatenate((begins, [n]))
     if steps.micro_batches is not None:
-        kept_before = np.searchsorted(work.kept, ends)
-        offsets = np.unique(kept_before)
-        units = most_units(
-            offsets, lambda samples: work.fits_step(work.kept[:samples]), complete=complete
-        )
-        if units == 0 and len(offsets) > 1:
-            first = work.kept[: offsets[1]]
-            whose = f"sample {work.names[first[0]]}"
-            if work.groups is not None:
-                whose = f"group {work.groups[first[0]]}"
-            raise too_large(whose, int(work.tokens[first].sum()), steps)
-        if not units:
-            return units
-        return int(work.kept[offsets[units] - 1]) + 1
+        offsets = np.unique(np.searchsorted(work.kept, ends))  # units of which something is left
+        units = work.leading(work.kept, offsets, complete=complete)
+        return int(work.kept[offsets[units] - 1]) + 1 if units else units
     amount = np.zeros(n, np.int64)
     amount[work.kept] = 1 if steps.samples is not None else work.counts[work.kept]
     limit = steps.samples or steps.tokens
@@ -137,6 +127,7 @@ class _Work:
     groups: IntArray | None
     limited: Mapping[str, IntArray]
     segments: Segments
+    units: Units
     kept: IntArray
 
     @classmethod
@@ -152,17 +143,16 @@ class _Work:
         called = np.arange(len(counts)) if names is None else names
         ids = None if groups is None else _column("group", groups, -(2**63), 2**63 - 1, called)
         limited = {name: _limited(name, columns, called) for name in recipe.limits.columns}
-        multiple, asked = recipe.topology.multiple, recipe.steps.micro_batches
-        if asked is not None and asked % multiple:
-            raise ConfigError(
-                f"steps.micro_batches is {asked} but this pipeline runs them in multiples of "
-                f"{multiple}; no step could have that many. Use {-(-asked // multiple) * multiple}."
-            )
-        segments, dropped = cut_samples(counts, recipe, called)
+        limit = recipe.longest_segment
+        over = refused(counts, limit, recipe.overflow)
+        if len(over):
+            first = int(over[0])
+            raise PlanError(refusal(called[first], int(counts[first]), recipe, len(over) - 1))
+        segments, dropped = segments_of(counts, limit, recipe.overflow)
         kept = np.delete(np.arange(len(counts)), dropped)
-        work = cls(recipe, counts, called, ids, limited, segments, kept)
-        check_units(units_of(segments, recipe, limited, None), recipe, segments, None, called)
-        return work
+        units = units_of(segments, recipe, limited, ids)
+        check_units(units, recipe, segments, ids, called)
+        return cls(recipe, counts, called, ids, limited, segments, units, kept)
 
     @property
     def tokens(self) -> IntArray:
@@ -183,38 +173,50 @@ class _Work:
         bounds = np.searchsorted(step_of[segments.sample][order], np.arange(total + 1))
         laid: list[StepLayout] = []
         for step in range(total):
-            chosen = segments.take(np.sort(order[bounds[step] : bounds[step + 1]]))
-            units = units_of(chosen, recipe, self.limited, self.groups)
-            check_units(units, recipe, chosen, self.groups, self.names)
+            chosen = order[bounds[step] : bounds[step + 1]]
             wanted = recipe.steps.micro_batches if step < total - 1 else last
-            laid.append(place_step(chosen, units, recipe, wanted))
+            units = self.units.of_segments(chosen)
+            laid.append(place_step(segments.take(chosen), units, recipe, wanted))
             if progress is not None:
                 progress(step + 1, total)
         return assemble(recipe, self.counts, step_of, laid, self.groups, self.limited)
 
-    def fits_step(self, samples: IntArray) -> bool:
-        """Whether these samples fill no more micro-batches than a step has."""
-        recipe = self.recipe
-        asked, ranks = recipe.steps.micro_batches, recipe.topology.dp
-        assert asked is not None
-        chosen = self.segments.take(_segments_of(np.sort(samples), self.segments))
-        units = units_of(chosen, recipe, self.limited, self.groups)
-        layout, capacity = recipe.layout, recipe.capacity
-        if isinstance(layout, Padded) or recipe.equal_sizes:
-            return place_step(chosen, units, recipe, None).per_rank <= asked
-        if isinstance(layout, Fixed):
-            units, capacity = units.by_count(capacity), layout.samples
-        assert capacity is not None
-        rows = layout.rows if isinstance(layout, PackedStatic) else 1
-        return fits_packs(units, capacity, asked * ranks * rows)
+    def leading(self, samples: IntArray, offsets: IntArray, *, complete: bool) -> int | None:
+        """How many leading units of these samples fill a step of micro-batches. What lies behind
+        the step has no say in it. None where more samples are needed to tell."""
+        recipe, steps = self.recipe, self.recipe.steps
+        assert steps.micro_batches is not None
+        packs = steps.micro_batches * recipe.topology.dp * recipe.layout.packs_per_micro_batch
+        segments, ends = self._segments_of(samples, offsets)
+        grouped = self.groups is not None and recipe.groups == "micro_batch"
+        unit = self.units.of_segment[segments[ends[:-1]]] if grouped else segments
+        shares = fractions(self.units.take(unit), recipe).cumsum(axis=0).max(axis=1)
+        filled = np.concatenate(([0.0], shares))
+        filled = filled if grouped else filled[ends]
 
+        def needed(units: int) -> int:
+            return count_lanes(
+                self.units.of_segments(np.sort(segments[: ends[units]])), recipe, packs
+            )
 
-def _segments_of(samples: IntArray, segments: Segments) -> IntArray:
-    """The places of all segments of these samples; segments are in sample order."""
-    first = np.searchsorted(segments.sample, samples, "left")
-    count = np.searchsorted(segments.sample, samples, "right") - first
-    before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()))
+        found = most_that_fit(
+            filled, packs, needed, limited=packs_freely(recipe), complete=complete
+        )
+        if found == 0 and len(offsets) > 1:
+            mine = samples[: offsets[1]]
+            whose = f"sample {self.names[mine[0]]}"
+            if self.groups is not None:
+                whose = f"group {self.groups[mine[0]]}"
+            raise too_large(whose, int(self.tokens[mine].sum()), steps)
+        return found
+
+    def _segments_of(self, samples: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray]:
+        """(the segments of these samples, how many there are up to each unit); unit u holds
+        `samples[offsets[u]]` onwards."""
+        first = np.searchsorted(self.segments.sample, samples, "left")
+        count = np.searchsorted(self.segments.sample, samples, "right") - first
+        before = offsets_of(count)
+        return np.repeat(first - before[:-1], count) + np.arange(before[-1]), before[offsets]
 
 
 def _integers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray, Ragged
+from evenstep.planning.heap import rise, sink
 from evenstep.planning.kernel import kernel
 from evenstep.planning.units import Units
 
@@ -66,7 +67,7 @@ def spread_kernel(
             looked += 1
             count -= 1
             heap[0] = heap[count]
-            sink(heap, count, full)
+            sink(heap, count, full, 0, True)
         if chosen < 0:
             return np.empty(0, np.int64)
         pack_of[unit] = chosen
@@ -76,37 +77,5 @@ def spread_kernel(
         for k in range(looked):
             heap[count] = seen[k]
             count += 1
-            rise(heap, count, full)
+            rise(heap, count, full, True)
     return pack_of
-
-
-@kernel
-def sink(heap: IntArray, count: int, full: FloatArray) -> None:
-    """Let the pack at the root sink until both below it are fuller; ties by number."""
-    node = 0
-    while True:
-        child = 2 * node + 1
-        if child >= count:
-            return
-        if child + 1 < count and emptier(heap[child + 1], heap[child], full):
-            child += 1
-        if not emptier(heap[child], heap[node], full):
-            return
-        heap[node], heap[child] = heap[child], heap[node]
-        node = child
-
-
-@kernel
-def rise(heap: IntArray, count: int, full: FloatArray) -> None:
-    """Let the last of `count` packs rise until the one above it is emptier."""
-    node = count - 1
-    while node > 0 and emptier(heap[node], heap[(node - 1) // 2], full):
-        above = (node - 1) // 2
-        heap[node], heap[above] = heap[above], heap[node]
-        node = above
-
-
-@kernel
-def emptier(a: int, b: int, full: FloatArray) -> bool:
-    """Whether pack a comes before pack b."""
-    return full[a] < full[b] or (full[a] == full[b] and a < b)

@@ -2,69 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, Ragged, by_first_appearance
 from evenstep.core.recipe import Steps
 from evenstep.errors import PlanError
 from evenstep.planning.first_fit import next_fit_kernel
 
 
-def deal_steps(
-    steps: Steps,
-    names: IntArray,
-    tokens: IntArray,
-    groups: IntArray | None,
-    fits: Callable[[IntArray], bool],
+class Leading(Protocol):
+    """How many leading units fit a step of micro-batches. Unit u holds `samples[offsets[u]]`
+    onwards; None where more are needed to tell, and these are not `complete`."""
+
+    def __call__(self, samples: IntArray, offsets: IntArray, *, complete: bool) -> int | None: ...
+
+
+def assign_steps(
+    steps: Steps, tokens: IntArray, groups: IntArray | None, leading: Leading
 ) -> IntArray:
     """The step of each of these samples: the next ones in order, groups never divided.
 
-    A group takes its place where its first member stands. `fits` says whether samples, given by
-    their places, fill no more than one step's micro-batches. `names` is what messages call the
-    samples.
+    A group takes its place where its first member stands. `leading` sizes steps of micro-batches.
 
     5 samples, 2 a step -> steps [0, 0, 1, 1, 2]
     """
-    n = len(names)
+    n = len(tokens)
     if n == 0 or (steps.samples is None and steps.tokens is None and steps.micro_batches is None):
         return np.zeros(n, np.int64)
     if groups is None:
         unit, size, weight = np.arange(n), np.ones(n, np.int64), tokens
     else:
-        _, first, owner = np.unique(groups, return_index=True, return_inverse=True)
-        renumber = np.empty(len(first), np.int64)
-        renumber[np.argsort(first)] = np.arange(len(first))
-        unit = renumber[owner]
+        unit, first = by_first_appearance(groups)
         size = np.bincount(unit)
         weight = np.bincount(unit, weights=tokens).astype(np.int64)
     if steps.samples is not None:
         if groups is not None:
-            check_groups(groups[np.sort(first)], size, steps.samples)
+            check_groups(groups[first], size, steps.samples)
         return next_fit_kernel(size, steps.samples)[unit]
     if steps.tokens is not None:
         return next_fit_kernel(weight, steps.tokens)[unit]
-    by_unit = np.argsort(unit, kind="stable")
-    ends = np.concatenate(([0], np.cumsum(size)))
+    by_unit = Ragged.group(unit, len(size))
     step_of_unit = np.empty(len(size), np.int64)
-    begin, step = 0, 0
+    begin, step, window = 0, 0, 64
     while begin < len(size):
-        here = by_unit[ends[begin] :]
-        count = most_units(ends[begin:] - ends[begin], partial(_fits_first, fits, here))
-        assert count is not None
-        if count == 0:
-            at = here[0]
-            whose = f"sample {names[at]}" if groups is None else f"group {groups[at]}"
-            raise too_large(whose, int(weight[begin]), steps)
+        end = min(begin + window, len(size))
+        offsets = by_unit.offsets[begin : end + 1]
+        samples = by_unit.values[offsets[0] : offsets[-1]]
+        count = leading(samples, offsets - offsets[0], complete=end == len(size))
+        if count is None:
+            window *= 2
+            continue
         step_of_unit[begin : begin + count] = step
         begin, step = begin + count, step + 1
     return step_of_unit[unit]
-
-
-def _fits_first(fits: Callable[[IntArray], bool], samples: IntArray, count: int) -> bool:
-    return fits(samples[:count])
 
 
 def check_groups(groups: IntArray, sizes: IntArray, most: int) -> None:
@@ -83,40 +75,9 @@ def check_groups(groups: IntArray, sizes: IntArray, most: int) -> None:
 def too_large(whose: str, tokens: int, steps: Steps) -> PlanError:
     """The error for what does not fit into a step of so many micro-batches by itself."""
     return PlanError(
-        f"{whose} has {tokens} tokens, more than the {steps.micro_batches} micro-batches a rank of "
-        f"one step hold; no step could take it. Raise steps.micro_batches or the budget."
+        f"{whose} has {tokens} tokens, more than the {steps.micro_batches} micro-batches per rank "
+        f"of a step hold. Raise steps.micro_batches or the budget."
     )
-
-
-def most_units(
-    offsets: IntArray, fits: Callable[[int], bool], *, complete: bool = True
-) -> int | None:
-    """How many leading units fit a step, where unit u holds samples `offsets[u]` onwards.
-
-    Doubles until too many, then halves: what it finds depends on the samples it looks at, never
-    on how many more there are. None where it would look at more than there are, and these are
-    not `complete`.
-    """
-    count = len(offsets) - 1
-    low, high = 0, 1
-    while True:
-        if high > count:
-            if not complete:
-                return None
-            high = count
-            if low == count or fits(int(offsets[count])):
-                return count
-            break
-        if not fits(int(offsets[high])):
-            break
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(int(offsets[middle])):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def first_step(amounts: IntArray, limit: int, *, complete: bool) -> int | None:

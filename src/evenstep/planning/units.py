@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.ragged import FloatArray, IntArray, by_first_appearance, sum_by
+from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import rounded_up
+from evenstep.core.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Columns of equal height, one row per unit.
+    """Columns of equal height, one row per unit, numbered as they appear.
 
     `of_segment` names each segment's unit. `size` is its slots in a packed row, `count` its
     segments, `widest` its longest aligned segment, and `extra[:, d]` what it takes of the d-th
-    further limit `caps[d]`.
+    further limit `caps[d]`, called `limits[d]`.
     """
 
     of_segment: IntArray
@@ -25,11 +29,12 @@ class Units:
     widest: IntArray
     extra: FloatArray
     caps: FloatArray
+    limits: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.size)
 
-    def take(self, index: IntArray) -> Units:
+    def take(self, index: IntArray | slice) -> Units:
         """Some of the units; `of_segment` no longer applies and is empty."""
         return Units(
             np.empty(0, np.int64),
@@ -39,34 +44,62 @@ class Units:
             self.widest[index],
             self.extra[index],
             self.caps,
+            self.limits,
         )
 
-    def by_count(self, max_tokens: int | None) -> Units:
-        """The same units measured in segments; their slots become one more limit, if any."""
-        extra, caps = self.extra, self.caps
-        if max_tokens is not None:
-            extra = np.column_stack((extra, self.size.astype(np.float64)))
-            caps = np.append(caps, float(max_tokens))
-        return Units(self.of_segment, self.count, self.cost, self.count, self.widest, extra, caps)
+    def of_segments(self, segments: IntArray) -> Units:
+        """The units of some segments, none of which is left behind, in the order of all units.
+
+        Where every segment is a unit, segment i is unit i.
+        """
+        if len(self.of_segment) == len(self.size):
+            index, owner = segments, np.arange(len(segments))
+        else:
+            index, owner = np.unique(self.of_segment[segments], return_inverse=True)
+        found = self.take(index)
+        object.__setattr__(found, "of_segment", owner)
+        return found
+
+    def by_count(self) -> Units:
+        """The same units, their size measured in segments."""
+        return Units(
+            self.of_segment,
+            self.count,
+            self.cost,
+            self.count,
+            self.widest,
+            self.extra,
+            self.caps,
+            self.limits,
+        )
 
 
-def make_units(
-    aligned: IntArray,
-    cost: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    group: IntArray | None,
+def units_of(
+    segments: Segments,
+    recipe: Recipe,
+    columns: Mapping[str, IntArray],
+    groups: IntArray | None,
 ) -> Units:
-    """One unit per segment, or per group id where `group` is given (any integers)."""
-    n = len(aligned)
-    if group is None:
+    """The units of these segments: what they take of the budget and of every further limit.
+
+    A segment of a split or truncated sample counts its sample's columns in full: how they divide
+    is unknown, and limits are hard. `groups` and `columns` are per sample.
+    """
+    layout, n = recipe.layout, len(segments)
+    aligned = rounded_up(segments.length, recipe.topology.alignment)
+    cost = recipe.cost.of_lengths(aligned)
+    measured = layout.measured(recipe)
+    shares = {name: most for name, most in layout.shares(recipe).items() if name not in measured}
+    taken = layout.taken(recipe, aligned, {k: v[segments.sample] for k, v in columns.items()})
+    extra = np.zeros((n, len(shares)))
+    for at, name in enumerate(shares):
+        extra[:, at] = taken[name]
+    caps = np.array(list(shares.values()), np.float64)
+    limits = tuple(shares)
+    if groups is None or recipe.groups != "micro_batch":
         one = np.ones(n, np.int64)
-        return Units(np.arange(n), aligned, cost, one, aligned, extra, caps)
-    _, first, unit = np.unique(group, return_index=True, return_inverse=True)
-    # Number the groups by their first appearance: ids [7, 3, 7] -> units [0, 1, 0].
-    renumber = np.empty(len(first), np.int64)
-    renumber[np.argsort(first)] = np.arange(len(first))
-    unit = renumber[unit]
+        return Units(np.arange(n), aligned, cost, one, aligned, extra, caps, limits)
+    unit, first = by_first_appearance(groups[segments.sample])
     count = len(first)
     size, widest = np.zeros(count, np.int64), np.zeros(count, np.int64)
     np.add.at(size, unit, aligned)
@@ -74,4 +107,5 @@ def make_units(
     total = np.zeros((count, extra.shape[1]))
     np.add.at(total, unit, extra)
     costs = sum_by(unit, cost, count)
-    return Units(unit, size, costs, np.bincount(unit, minlength=count), widest, total, caps)
+    held = np.bincount(unit, minlength=count)
+    return Units(unit, size, costs, held, widest, total, caps, limits)

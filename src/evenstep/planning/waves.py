@@ -1,4 +1,4 @@
-"""The joint problem: packs under a hard capacity, equal counts, and both clocks, all at once.
+"""The joint problem: packs under a hard capacity, equal counts and even ranks, all at once.
 
 The packs of one step form positions x ranks. Where ranks meet at every micro-batch, a position
 costs what its heaviest pack costs, so each position (a *wave* of one pack per rank) should hold

@@ -13,6 +13,7 @@ import numpy as np
 
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of
+from evenstep.core.rounding import divided_up, rounded_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +41,7 @@ def bars_of(plan: Plan, micro: int, narrowest: float, thinnest: float) -> Bars:
     row_of = np.repeat(np.arange(len(rows) - 1), np.diff(rows))
     lengths = plan.segments.length[segments]
     unit = plan.recipe.topology.alignment
-    offsets = offsets_of(-(-lengths // unit) * unit)
+    offsets = offsets_of(rounded_up(lengths, unit))
     starts = offsets[:-1] - offsets[(rows - rows[0])[row_of]]
     width, count = float(plan.widths[micro]), len(rows) - 1
     together = max(1, int(np.ceil(count * thinnest - 1e-9)))  # rows that share one line
@@ -83,7 +84,7 @@ def _thin_rows(
 ) -> Bars:
     """Several rows to a line, as wide as they are on average."""
     line = row_of // together
-    lines = -(-count // together)
+    lines = divided_up(count, together)
     held = np.bincount(line, minlength=lines)
     tokens = np.bincount(line, weights=lengths, minlength=lines)
     rows = np.minimum(together, count - together * np.arange(lines))

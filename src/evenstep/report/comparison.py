@@ -25,9 +25,9 @@ class Entry:
 
     @property
     def modelled_time(self) -> float:
-        """The cost of all steps on the clock that the plan minimises: slowest rank, summed."""
+        """The modelled time of all steps: the slowest rank's cost, summed."""
         assert self.plan is not None
-        over = float(self.stats[f"imbalance_cost_{self.stats['clock']}"])
+        over = float(self.stats[f"imbalance_cost_{self.stats['sync_every']}"])
         return over * float(self.plan.costs.sum()) / self.plan.ranks
 
 

@@ -36,14 +36,14 @@ def sections(stats: Mapping[str, Value]) -> list[Section]:
 
 def headline(stats: Mapping[str, Value]) -> list[Row]:
     """The few figures that say whether a plan is any good."""
-    clock = str(stats["clock"])
-    clock_name = "at every micro-batch" if clock == "micro_batch" else "once per step"
+    often = str(stats["sync_every"])
+    when = "at every micro-batch" if often == "micro_batch" else "once per step"
     return [
         Row("of slots are real tokens", percent(1 - _number(stats, "padding_ratio"))),
         Row(
             "slowest rank over the mean",
-            factor(_number(stats, f"imbalance_cost_{clock}")),
-            f"ranks meet {clock_name}",
+            factor(_number(stats, f"imbalance_cost_{often}")),
+            f"ranks synchronise {when}",
         ),
         Row(
             f"{_noun(stats, 'packs', 'micro-batch')}; bound {_int(stats, 'packs_bound')}",
@@ -99,20 +99,20 @@ def _full(stats: Mapping[str, Value]) -> Section:
 
 def _even(stats: Mapping[str, Value]) -> Section:
     rows = []
-    for clock, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
-        chosen = ", which this plan minimises" if stats["clock"] == clock else ""
+    for often, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
+        chosen = ", which this plan minimises" if stats["sync_every"] == often else ""
         rows.append(
             Row(
                 f"cost, ranks meet {when}",
-                factor(_number(stats, f"imbalance_cost_{clock}")),
+                factor(_number(stats, f"imbalance_cost_{often}")),
                 f"slowest over mean{chosen}",
             )
         )
-    for clock, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
+    for often, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
         rows.append(
             Row(
                 f"tokens, ranks meet {when}",
-                factor(_number(stats, f"imbalance_tokens_{clock}")),
+                factor(_number(stats, f"imbalance_tokens_{often}")),
                 "most over mean",
             )
         )
@@ -131,7 +131,7 @@ def _near(stats: Mapping[str, Value]) -> Section:
         "Bounds",
         [
             Row("micro-batches with segments", _int(stats, "packs"), packs),
-            Row("time", factor(_number(stats, "clock_over_bound")), balance),
+            Row("time", factor(_number(stats, "time_over_floor")), balance),
         ],
     )
 
@@ -176,7 +176,7 @@ def step_table(steps: Sequence[Mapping[str, Value]]) -> tuple[list[str], list[li
             percent(_number(step, "padding_ratio")),
             factor(_number(step, "imbalance_cost_micro_batch")),
             factor(_number(step, "imbalance_cost_step")),
-            factor(_number(step, "clock_over_bound")),
+            factor(_number(step, "time_over_floor")),
         ]
         for step in steps
     ]

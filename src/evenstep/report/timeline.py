@@ -13,7 +13,7 @@ from evenstep.core.ragged import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """One step on the clock that its plan minimises; ranks × positions, in units of cost.
+    """One step as its ranks synchronise; ranks × positions, in units of cost.
 
     Costs [[3, 1], [2, 2]] start at [[0, 3], [0, 3]] where ranks meet at every micro-batch and
     at [[0, 3], [0, 2]] where they meet once per step.
@@ -57,7 +57,7 @@ class Timeline:
 
 def timelines(plan: Plan) -> list[Timeline]:
     """All steps of a plan, in order."""
-    lock_step = plan.recipe.clock == "micro_batch"
+    lock_step = plan.recipe.sync_every == "micro_batch"
     costs, ranks = plan.costs, plan.ranks
     result = []
     for step in range(plan.steps):

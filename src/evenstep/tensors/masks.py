@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from evenstep.core.rounding import divided_up
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 
@@ -66,7 +67,7 @@ def block_mask(batch: Batch, *, causal: bool = True, window: int | None = None) 
     no mask where all of it is seen by the block's first and last query alike.
     """
     first, last = visible(batch, causal, window)
-    count = -(-batch.width // BLOCK)
+    count = divided_up(batch.width, BLOCK)
     begin = torch.arange(count, device=batch.device) * BLOCK
     end = torch.clamp(begin + BLOCK, max=batch.width) - 1
     met = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)

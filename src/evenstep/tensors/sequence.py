@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from evenstep.core.rounding import rounded_up
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.shard import Shard, check_rank, cut
@@ -32,7 +33,7 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> Shard:
     if batch.width % size:
         raise InputError(
             f"rows are {batch.width} slots wide, which {size} sequence-parallel ranks cannot share "
-            f"evenly; {-(-batch.width // size) * size} would do. Round widths with round_to="
+            f"evenly; {rounded_up(batch.width, size)} would do. Round widths with round_to="
             f"{size}, or plan with Topology(tp={size}, sequence_parallel=True)."
         )
     run = batch.width // size

@@ -9,10 +9,10 @@ import numpy as np
 
 from evenstep.core.checks import assert_valid
 from evenstep.core.cost import Cost
-from evenstep.core.layout import PACKER_NAMES, Fixed, Layout, Packed, PackedStatic, Padded
+from evenstep.core.layout import PACKER_NAMES, Layout, Packed, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Balance, Clock, Limits, Overflow, Recipe, Scope, Steps
+from evenstep.core.ragged import IntArray, Ragged
+from evenstep.core.recipe import Balance, Limits, Overflow, Recipe, Scope, Steps, SyncEvery
 from evenstep.core.topology import Topology
 from evenstep.errors import ConfigError
 
@@ -95,7 +95,7 @@ def _recipes() -> SearchStrategy[Recipe]:
             "cost": st.sampled_from(costs),
             "limits": _limits(),
             "balance": st.sampled_from(get_args(Balance)),
-            "clock": st.sampled_from(get_args(Clock)),
+            "sync_every": st.sampled_from(get_args(SyncEvery)),
             "groups": st.sampled_from(get_args(Scope)),
             "equal_sizes": st.sampled_from([True, False, False, False]),
             "overflow": st.sampled_from(get_args(Overflow)),
@@ -115,32 +115,55 @@ def _recipes() -> SearchStrategy[Recipe]:
 
 
 def _layouts() -> SearchStrategy[Layout]:
+    from hypothesis import assume
     from hypothesis import strategies as st
 
-    budget = st.sampled_from([8, 32, 64, 100, 200])
-    round_to = st.sampled_from([1, 1, 2, 8])
-    pad_to = st.sampled_from([None, None, None, 32, 64])
-    packer = st.sampled_from(PACKER_NAMES)
-    return st.one_of(
-        st.builds(
-            Padded,
-            max_tokens=st.sampled_from([24, 64, 128, 200]),
-            round_to=round_to,
-            pad_to=pad_to,
-            cut=st.sampled_from(["optimal", "greedy"]),
-        ),
-        st.builds(Packed, max_tokens=st.sampled_from([64, 200]), pad_to=pad_to, packer=packer),
-        st.builds(Packed, max_tokens=budget, round_to=round_to, packer=packer),
-        st.builds(
-            PackedStatic, rows=st.integers(1, 3), width=st.sampled_from([16, 32, 64]), packer=packer
-        ),
-        st.builds(
-            Fixed,
-            samples=st.integers(1, 5),
-            max_tokens=st.sampled_from([None, 100, 200, 400]),
-            round_to=round_to,
-        ),
+    bounds = {
+        "max_tokens": st.sampled_from([None, 8, 24, 32, 64, 100, 128, 200]),
+        "samples": st.sampled_from([None, None, 1, 2, 3, 5]),
+        "round_to": st.sampled_from([1, 1, 1, 2, 8]),
+        "pad_to": st.sampled_from([None, None, None, 16, 32, 64]),
+    }
+    padded = st.fixed_dictionaries({**bounds, "cut": st.sampled_from([None, "optimal", "greedy"])})
+    packed = st.fixed_dictionaries(
+        {
+            **bounds,
+            "rows": st.sampled_from([1, 1, 1, 2, 3]),
+            "packer": st.sampled_from([None, None, None, *PACKER_NAMES, shortest_first]),
+        }
     )
+
+    @st.composite
+    def layout(draw: DrawFn) -> Layout:
+        try:
+            return draw(
+                st.one_of(
+                    st.builds(lambda given: Padded(**given), padded),
+                    st.builds(lambda given: Packed(**given), packed),
+                )
+            )
+        except ConfigError:
+            assume(False)
+            raise
+
+    return layout()
+
+
+def shortest_first(lengths: IntArray, capacity: int, seed: int) -> Ragged:
+    """A packer that is not one of ours: shortest first, a new bin whenever the next does not fit.
+
+    >>> shortest_first(np.array([3, 1, 2]), 3, 0).tolist()
+    [[1, 2], [0]]
+    """
+    bins: list[list[int]] = []
+    left = 0
+    for item in np.argsort(lengths, kind="stable").tolist():
+        if not bins or lengths[item] > left:
+            bins.append([])
+            left = capacity
+        bins[-1].append(item)
+        left -= int(lengths[item])
+    return Ragged.of(bins)
 
 
 def _steps() -> SearchStrategy[Steps]:
@@ -160,8 +183,8 @@ def _limits() -> SearchStrategy[Limits]:
     return st.one_of(
         st.just(Limits()),
         st.just(Limits()),
-        st.builds(Limits, segments=st.integers(1, 6)),
+        st.just(Limits()),
         st.builds(Limits, cost=st.sampled_from([100.0, 300.0])),
         st.builds(lambda most: Limits(columns={"patches": most}), st.integers(9, 30)),
-        st.just(Limits(segments=6, columns={"patches": 30})),
+        st.just(Limits(cost=300.0, columns={"patches": 30})),
     )

@@ -153,7 +153,7 @@ class Attempt:
                 reduced = bundle.reduce(runner.collective)
             check_constants(reduced)
             numbers = self.normalizer.finish(parameters, reduced, work.totals)
-        clock = "micro_batch" if self.framework.kind == "fsdp" else "step"
+        often = "micro_batch" if self.framework.kind == "fsdp" else "step"
         return StepResult(
             timings=Timings(
                 wait=prefetch.waited,
@@ -166,7 +166,7 @@ class Attempt:
             tokens=self.tokens,
             slots=self.slots,
             micro_batches=self.position,
-            planned_imbalance=work.totals.get(f"imbalance_{clock}"),
+            planned_imbalance=work.totals.get(f"imbalance_{often}"),
             ages=tuple(self.ages),
             peak_flops=runner.peak_flops,
             bundle=bundle,

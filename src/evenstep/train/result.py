@@ -50,7 +50,7 @@ class StepResult:
     """The same with padding."""
     micro_batches: int
     planned_imbalance: float | None
-    """Largest over mean cost of ranks, as planned, on the clock that is exchanged by."""
+    """Largest over mean cost of ranks, as planned, for how often they synchronise."""
     ages: tuple[float, ...] = ()
     """Seconds from the making of each sample to its forward, where that is known."""
     peak_flops: float | None = None

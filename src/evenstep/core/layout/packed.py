@@ -1,0 +1,297 @@
+"""Packed: segments end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from evenstep.core.bounds import lock_step_bound, makespan_bound
+from evenstep.core.layout.frame import Entry, Frame, Whole
+from evenstep.core.layout.padded import Padded
+from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
+from evenstep.core.rounding import divided_up, rounded_up
+from evenstep.core.validate import MOST, whole_field
+from evenstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evenstep.core.cost import Cost
+    from evenstep.core.recipe import Recipe
+
+PackerName: TypeAlias = Literal[
+    "concatenative",
+    "first_fit_decreasing",
+    "modified_first_fit_decreasing",
+    "first_fit_shuffle",
+    "best_fit_decreasing",
+    "optimal",
+]
+PACKER_NAMES: tuple[PackerName, ...] = get_args(PackerName)
+Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
+"""(lengths, capacity, seed) -> the items of each bin. Pure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed(Frame):
+    """Segments end to end in one row, or in `rows` static rows of width `pad_to`.
+
+    `Packed(max_tokens=8192)` packs to a budget, `Packed(samples=2)` packs at most two samples per
+    micro-batch, `Packed(rows=4, pad_to=4096)` has one shape: limits and `samples` are shared evenly
+    between its rows, and no segment crosses a row.
+
+    `packer=None` lets the planner form packs for fill and balance together; with a balance other
+    than `refined` or `none` it means best fit. A name, or a function (lengths, capacity, seed) ->
+    `Ragged` of a module, makes the planner keep those bins: the largest are divided where ranks,
+    the pipeline or `steps.micro_batches` need more. A packer sees aligned lengths and a group as
+    one item, but no limit beside the slots.
+    """
+
+    kind: Literal["packed"] = "packed"
+    rows: int = 1
+    packer: str | Packer | None = None
+
+    def __post_init__(self) -> None:
+        whole_field(self, "layout.rows")
+        self.check_bounds("packed")
+        if self.max_tokens is None and self.samples is None and self.pad_to is None:
+            raise ConfigError(
+                "a packed layout needs layout.max_tokens, layout.samples or layout.pad_to. Set one "
+                "of them."
+            )
+        if self.rows > 1 and self.pad_to is None:
+            raise ConfigError(
+                f"layout.rows is {self.rows}, and several rows need one width. Set layout.pad_to."
+            )
+        if self.samples is not None and self.samples < self.rows:
+            raise ConfigError(
+                f"layout.samples is {self.samples}, shared by {self.rows} rows. Raise it to "
+                f"{self.rows} or more."
+            )
+        if self.packer is not None:
+            _check_packer(self.packer)
+            if self.samples is not None:
+                raise ConfigError(
+                    "layout.packer cannot keep layout.samples, because a packer sees lengths only. "
+                    "Leave one of them out."
+                )
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The packer, where one was chosen."""
+        return {} if self.packer is None else {"layout.packer": self.packer_name}
+
+    def check_options(self, recipe: Recipe) -> None:
+        """Refuse a packer beside limits that it cannot see."""
+        if self.packer is None:
+            return
+        limits = [*(["cost"] if recipe.limits.cost is not None else []), *recipe.limits.columns]
+        if limits:
+            raise ConfigError(
+                f"layout.packer cannot keep the limit on {limits[0]}, because a packer sees "
+                f"lengths only. Leave one of them out."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a function is written as `module:function`."""
+        return {**asdict(self), "packer": self.packer_name}
+
+    @property
+    def packer_name(self) -> str | None:
+        """What files call the packer: its name, or `module:function`."""
+        return self.packer if isinstance(self.packer, str | None) else _path_of(self.packer)
+
+    @property
+    def static(self) -> bool:
+        """Whether every micro-batch has one shape."""
+        return self.pad_to is not None
+
+    @property
+    def least_slots(self) -> int:
+        """The slots of every micro-batch if static, else 1."""
+        return self.rows * (self.pad_to or 1)
+
+    @property
+    def budget(self) -> int | None:
+        """The most slots of a micro-batch."""
+        return self.max_tokens if self.pad_to is None else self.rows * self.pad_to
+
+    @property
+    def packs_per_micro_batch(self) -> int:
+        """Each row is a pack."""
+        return self.rows
+
+    @property
+    def segments_per_row(self) -> None:
+        """Any number."""
+        return None
+
+    def row_counts(self, held: Whole) -> Whole:
+        """The same number for all."""
+        return held * 0 + self.rows
+
+    def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
+        """Each pack is a row."""
+        return packs
+
+    def row_numbers(self, key: IntArray, held: IntArray) -> IntArray:
+        """The keys are the rows."""
+        return key
+
+    def padded(self) -> Padded:
+        """The padded layout that keeps the same bounds."""
+        return Padded(
+            max_tokens=self.budget,
+            samples=self.samples,
+            round_to=self.round_to,
+            pad_to=self.pad_to if self.rows > 1 else None,
+        )
+
+    # Costs ---------------------------------------------------------------------------------------
+
+    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+        """Each segment attends within its aligned length."""
+        return recipe.cost.of_lengths(aligned)
+
+    def micro_batch_costs(
+        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+    ) -> FloatArray:
+        """Each segment attends within its aligned length; every slot passes through the rest of
+        the model."""
+        length = aligned.astype(np.float64)  # a square may not fit 64 bits
+        pairs = sum_by(owner, length * length, len(rows))
+        count = np.bincount(owner, minlength=len(rows))
+        return (
+            cost.per_token * (rows * widths)
+            + cost.per_pair * pairs
+            + cost.per_segment * count
+            + cost.per_micro_batch
+        )
+
+    def limited_costs(
+        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+    ) -> FloatArray:
+        """What the segments cost, without the row's own padding."""
+        return sum_by(owner, cost.of_lengths(aligned), len(rows)) + cost.per_micro_batch
+
+    # Limits --------------------------------------------------------------------------------------
+
+    def shares(self, recipe: Recipe) -> dict[str, float]:
+        """What one row may hold."""
+        found: dict[str, float] = {}
+        if self.samples is not None:
+            found["samples"] = self.samples // self.rows
+        if recipe.limits.cost is not None:
+            found["cost"] = self.cost_share(recipe)
+        found |= self.column_shares(recipe)
+        capacity = self.capacity(recipe)
+        if capacity is not None:
+            found["slots"] = capacity
+        return found
+
+    def measured(self, recipe: Recipe) -> frozenset[str]:
+        """Packs are measured in slots where these are bounded, else in samples."""
+        return frozenset({"samples" if self.capacity(recipe) is None else "slots"})
+
+    def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
+        """The slots of a row, and its share of the samples."""
+        most = MOST if self.samples is None else self.samples // self.rows
+        return self.capacity(recipe), np.full(len(widest), most)
+
+    # Pools ---------------------------------------------------------------------------------------
+
+    @property
+    def pool_strategies(self) -> tuple[str, ...]:
+        """The ways to fill a row from a pool."""
+        return ("subset_sum", "greedy")
+
+    def room(self, recipe: Recipe) -> tuple[int | None, int]:
+        """The slots of a row. Aligned sizes add up, so nothing is rounded."""
+        return self.capacity(recipe), 1
+
+    # Floors --------------------------------------------------------------------------------------
+
+    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
+        """Each holds `rows` packs."""
+        return divided_up(bins, self.rows)
+
+    def least_time(
+        self, recipe: Recipe, aligned: IntArray, units: IntArray, per_rank: int
+    ) -> float:
+        """Each segment takes its aligned slots; every micro-batch has its least slots."""
+        cost, ranks, unit = recipe.cost, recipe.topology.dp, recipe.width_unit
+        least = self._least(recipe, units)
+        costs = cost.of_lengths(aligned)
+        length = aligned.astype(np.float64)
+        attended = cost.per_pair * length * length + cost.per_segment  # whatever the padding
+        slots = self._fewest_slots(recipe, aligned, ranks * per_rank, least)
+        mean = (cost.per_token * slots + float(attended.sum())) / ranks
+        widths = np.maximum(self.widths(aligned, unit), least)
+        alone = cost.per_token * widths + attended
+        empty = cost.per_token * least
+        slowest = max(mean, float(alone.max(initial=empty)) + (per_rank - 1) * empty)
+        held = [(costs, 0.0)]
+        if least > unit:
+            # Every micro-batch runs its least slots, so that attention alone is dealt beside them.
+            held.append((attended, per_rank * empty))
+        capacity = self.capacity(recipe)
+        lock_step = recipe.sync_every == "micro_batch" and self.rows == 1
+        for dealt, fixed in held:
+            slowest = max(slowest, fixed + makespan_bound(dealt, ranks))
+            if lock_step and capacity is not None and int(aligned.max(initial=0)) <= capacity:
+                bound = lock_step_bound(aligned, dealt, capacity, ranks)  # none runs alone
+                slowest = max(slowest, fixed + bound)
+        return slowest + per_rank * cost.per_micro_batch
+
+    def _least(self, recipe: Recipe, units: IntArray) -> int:
+        """The least slots of a micro-batch: an empty one's, or those of a step's one shape."""
+        if self.pad_to is not None:
+            return self.least_slots
+        if not recipe.topology.equal_widths:
+            return recipe.width_unit
+        return self.widths(int(units.max(initial=0)), recipe.width_unit)
+
+    def _fewest_slots(
+        self, recipe: Recipe, aligned: IntArray, micro_batches: int, least: int
+    ) -> int:
+        """The fewest slots of so many micro-batches, or more, that hold these segments."""
+        if self.pad_to is not None:
+            return micro_batches * least
+        unit, capacity = recipe.width_unit, self.capacity(recipe)
+        long = np.zeros(len(aligned), bool) if capacity is None else aligned > capacity
+        alone = int(self.widths(aligned[long], unit).sum())
+        tokens = rounded_up(int(aligned[~long].sum()), unit)
+        spare = max(0, micro_batches - len(aligned))  # these are empty
+        slots = alone + max(tokens + spare * least, (micro_batches - int(long.sum())) * least)
+        if recipe.topology.equal_widths:
+            ranks = recipe.topology.dp
+            share = rounded_up(divided_up(int(aligned.sum()), ranks), unit)
+            slots = max(slots, ranks * share, micro_batches * least)  # all ranks run as many slots
+        return slots
+
+
+def _check_packer(packer: Any) -> None:
+    """Refuse what is neither a packer's name nor a function that a file could name."""
+    if isinstance(packer, str):
+        if packer not in PACKER_NAMES and ":" not in packer:
+            raise ConfigError(
+                f"unknown layout.packer {packer!r}; expected one of: {', '.join(PACKER_NAMES)}, or "
+                f"a function."
+            )
+    elif not callable(packer):
+        raise ConfigError(
+            f"layout.packer must be a name or a function (lengths, capacity, seed) -> Ragged, got "
+            f"{packer!r}."
+        )
+    elif "<" in _path_of(packer):
+        raise ConfigError(
+            f"layout.packer must be a function that a module defines, so that files can name it, "
+            f"got {_path_of(packer)}."
+        )
+
+
+def _path_of(packer: Any) -> str:
+    """`module:function`."""
+    module = getattr(packer, "__module__", None) or "<unknown>"
+    return f"{module}:{getattr(packer, '__qualname__', f'<{type(packer).__name__}>')}"

@@ -1,0 +1,210 @@
+"""Padded: one segment per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+
+import numpy as np
+
+from evenstep.core.bounds import makespan_bound, row_bound
+from evenstep.core.layout.frame import Entry, Frame, Whole
+from evenstep.core.ragged import FloatArray, IntArray, offsets_of
+from evenstep.core.rounding import rounded_up
+from evenstep.core.validate import MOST, one_of
+from evenstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evenstep.core.cost import Cost
+    from evenstep.core.recipe import Recipe
+
+Cut: TypeAlias = Literal["optimal", "greedy"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padded(Frame):
+    """One segment per row, padded to the longest of its micro-batch.
+
+    `Padded(max_tokens=8192)` is dynamic batching: rows of similar length share a micro-batch.
+    `Padded(samples=8)` bounds rows instead of slots; with `balance="none"` it is what most training
+    scripts do. `Padded(samples=8, pad_to=2048)` is static: eight rows, missing ones empty.
+
+    `cut` is where the sorted samples are divided: `optimal` (the default: the fewest micro-batches,
+    then the fewest slots) or `greedy` (the same cuts on every rank, as NeMo-RL and ROLL make them).
+    """
+
+    kind: Literal["padded"] = "padded"
+    cut: Cut | None = None
+
+    def __post_init__(self) -> None:
+        self.check_bounds("padded")
+        if self.max_tokens is None and self.samples is None:
+            raise ConfigError(
+                "a padded layout needs layout.max_tokens or layout.samples. Set one of them."
+            )
+        if self.cut is not None:
+            one_of("layout.cut", self.cut, Cut)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The cut, where one was chosen."""
+        return {} if self.cut is None else {"layout.cut": self.cut}
+
+    def check_options(self, recipe: Recipe) -> None:
+        """Refuse a cut where widths or the dealing are fixed otherwise."""
+        if self.cut is not None and recipe.topology.equal_widths:
+            raise ConfigError(
+                f"layout.cut={self.cut!r} has no effect in this pipeline, whose micro-batches "
+                f"share one width. Leave it out, or set topology.variable_seq_lengths."
+            )
+        if self.cut == "greedy" and recipe.balance not in ("refined", "stride", "none"):
+            raise ConfigError(
+                f"layout.cut='greedy' deals sorted samples to ranks in turn, so "
+                f"balance={recipe.balance!r} has no effect. Leave one of them out."
+            )
+
+    @property
+    def packer(self) -> None:
+        """Sorted rows are cut, not packed."""
+        return None
+
+    @property
+    def static(self) -> bool:
+        """Whether every micro-batch has one shape."""
+        return self.samples is not None and self.pad_to is not None
+
+    @property
+    def least_slots(self) -> int:
+        """The slots of an empty micro-batch: all rows if static, else one row."""
+        rows = self.samples if self.static and self.samples is not None else 1
+        return rows * (self.pad_to or 1)
+
+    @property
+    def budget(self) -> int | None:
+        """The most slots of a micro-batch."""
+        if self.samples is None or self.pad_to is None:
+            return self.max_tokens
+        return self.samples * self.pad_to
+
+    @property
+    def packs_per_micro_batch(self) -> int:
+        """All rows are chosen together."""
+        return 1
+
+    @property
+    def segments_per_row(self) -> int:
+        """One."""
+        return 1
+
+    def row_counts(self, held: Whole) -> Whole:
+        """A row for each segment; one row if there is none."""
+        if self.static and self.samples is not None:
+            return held * 0 + self.samples
+        empty = held == 0
+        return cast(Whole, held + empty)
+
+    def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
+        """Each entry in a row of its own."""
+        return [[entry] for pack in packs for entry in pack]
+
+    def row_numbers(self, key: IntArray, held: IntArray) -> IntArray:
+        """Each segment in the next row: held [2, 3] -> [0, 1, 0, 1, 2]."""
+        first: IntArray = np.repeat(offsets_of(held)[:-1], held)
+        return np.asarray(np.arange(len(key)) - first, np.int64)
+
+    def padded(self) -> Padded:
+        """Itself."""
+        return self
+
+    # Costs ---------------------------------------------------------------------------------------
+
+    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+        """Rows are computed at their full width."""
+        return recipe.cost.of_lengths(self.widths(aligned, recipe.width_unit))
+
+    def micro_batch_costs(
+        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+    ) -> FloatArray:
+        """Every row at the full width, empty ones included."""
+        return rows * cost.of_lengths(widths) + cost.per_micro_batch
+
+    def limited_costs(
+        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+    ) -> FloatArray:
+        """What the rows cost that hold a segment."""
+        held = np.bincount(owner, minlength=len(rows))
+        return self.micro_batch_costs(cost, held, widths, owner, aligned)
+
+    # Limits --------------------------------------------------------------------------------------
+
+    def shares(self, recipe: Recipe) -> dict[str, float]:
+        """What one micro-batch may hold; slots do not add up over rows."""
+        found = self.column_shares(recipe)
+        if self.samples is not None:
+            found["samples"] = self.samples
+        if recipe.limits.cost is not None:
+            found["cost"] = self.cost_share(recipe)
+        return found
+
+    def measured(self, recipe: Recipe) -> frozenset[str]:
+        """`rows_that_fit` counts samples and cost."""
+        return frozenset({"samples", "cost"})
+
+    def rows_that_fit(self, recipe: Recipe, widths: IntArray) -> IntArray:
+        """How many rows of each width a micro-batch holds; one by itself always counts."""
+        most = np.full(len(widths), self.samples or MOST, np.int64)
+        if self.max_tokens is not None:
+            most = np.minimum(most, self.max_tokens // widths)
+        if recipe.limits.cost is not None:
+            dear = self.cost_share(recipe) / recipe.cost.of_lengths(widths) + 1e-9
+            most = np.minimum(most, dear).astype(np.int64)  # a limit may be beyond any integer
+        return np.maximum(most, 1)
+
+    def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
+        """As many rows as fit at the width of the widest."""
+        return None, self.rows_that_fit(recipe, self.widths(widest, recipe.width_unit))
+
+    # Pools ---------------------------------------------------------------------------------------
+
+    @property
+    def pool_strategies(self) -> tuple[str, ...]:
+        """The ways to choose rows from a pool."""
+        return ("fullest", "prefer_closest", "prefer_first")
+
+    def room(self, recipe: Recipe) -> tuple[int | None, int]:
+        """All slots of a micro-batch, in rows of rounded or fixed width."""
+        return self.max_tokens, self.pad_to or recipe.width_unit
+
+    # Floors --------------------------------------------------------------------------------------
+
+    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
+        """By the rows that fit, and by everything that adds up."""
+        widths = self._step_widths(recipe, aligned)
+        return max(row_bound(self.rows_that_fit(recipe, widths)), bins)
+
+    def least_time(
+        self, recipe: Recipe, aligned: IntArray, units: IntArray, per_rank: int
+    ) -> float:
+        """Each segment is a row at its own width or wider; every micro-batch has a row."""
+        cost, ranks = recipe.cost, recipe.topology.dp
+        widths = self._step_widths(recipe, aligned)
+        rows = cost.of_lengths(widths)
+        least = self.pad_to or recipe.width_unit
+        if recipe.topology.equal_widths:
+            least = max(least, int(widths.max(initial=0)))
+        empty = float(cost.of_lengths(np.array([least]))[0])
+        fixed = self.row_counts(0)  # of every micro-batch
+        count = max(len(rows), ranks * per_rank * fixed)
+        if recipe.topology.equal_widths:
+            count = rounded_up(count, ranks)  # all ranks run as many rows
+        mean = (float(rows.sum()) + (count - len(rows)) * empty) / ranks
+        with_empty = float(rows.max(initial=empty)) + (per_rank * fixed - 1) * empty
+        slowest = max(mean, with_empty, makespan_bound(rows, ranks))
+        return slowest + per_rank * cost.per_micro_batch
+
+    def _step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
+        """The least width of each segment's row; the widest for all where a step has one width."""
+        widths = self.widths(aligned, recipe.width_unit)
+        if recipe.topology.equal_widths:
+            return np.full_like(widths, widths.max(initial=0))
+        return widths

@@ -1,0 +1,28 @@
+"""Rounding up: whole numbers, or arrays of them, to multiples."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Whole = TypeVar("Whole", int, NDArray[np.int64])
+
+
+def rounded_up(number: Whole, multiple: int) -> Whole:
+    """`number` rounded up to a multiple: 5 in fours is 8.
+
+    >>> rounded_up(5, 4), rounded_up(np.array([4, 5]), 4).tolist()
+    (8, [4, 8])
+    """
+    return -(-number // multiple) * multiple
+
+
+def divided_up(number: Whole, by: int) -> Whole:
+    """How many times `by` covers `number`: 5 in fours takes 2.
+
+    >>> divided_up(5, 4), divided_up(np.array([4, 5]), 4).tolist()
+    (2, [1, 2])
+    """
+    return -(-number // by)
