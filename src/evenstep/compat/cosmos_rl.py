@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.topology import Topology
+from evenstep.core.validate import seed_number, truth_value
 from evenstep.core.world import World
 from evenstep.data.iterated import Iterated
 from evenstep.data.mapped import Mapped
@@ -43,7 +44,7 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
         super().__init__()
         self.base_dataset = base_dataset
         self.world = World(dp_rank, dp_world_size)
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -111,7 +112,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
             world, seed, shuffle = base_dataset.world, base_dataset.seed, base_dataset.shuffle
             base_dataset = base_dataset.base_dataset
         layout: Layout = Padded(max_tokens=max_tokens_for_batch)
-        if seq_packing_enabled:
+        if truth_value("seq_packing_enabled", seq_packing_enabled):
             layout = Packed(max_tokens=max_tokens_for_batch)
             layout = layout if model is None else choose_layout(model, layout)
         padded = isinstance(layout, Padded)

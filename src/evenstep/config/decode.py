@@ -12,8 +12,8 @@ from typing import Any, cast
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from evenstep.config.glimpse import cut, glimpse
 from evenstep.core.cost import Cost
+from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.layout import LAYOUTS, Layout, Packed
 from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.topology import Topology
@@ -97,7 +97,7 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
 def _place(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple[str, ...]:
     """The path of what is at fault; our own sentences begin with it: "topology.dp is 0, ..."."""
     if detail["type"] == "value_error":
-        named = re.match(r"([\w.]+) is ", sentence)
+        named = re.match(r"([\w.]+) (?:is|must be) ", sentence)
         return tuple(named[1].split(".")) if named else prefix
     return (*prefix, *(str(part) for part in detail["loc"]))
 

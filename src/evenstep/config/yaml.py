@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from evenstep.config.glimpse import cut
+from evenstep.core.glimpse import cut
 from evenstep.errors import ConfigError
 
 _MOST_DIGITS = 100

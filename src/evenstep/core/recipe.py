@@ -12,7 +12,15 @@ import numpy as np
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout, PackedStatic, Padded
 from evenstep.core.topology import Topology
-from evenstep.core.validate import MOST, one_of, real_field, whole_field, whole_number
+from evenstep.core.validate import (
+    MOST,
+    one_of,
+    real_field,
+    seed_number,
+    truth_field,
+    whole_field,
+    whole_number,
+)
 from evenstep.errors import ConfigError
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
@@ -106,7 +114,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
-        whole_field(self, "seed", least=0, most=2**64)
+        truth_field(self, "equal_sizes")
+        object.__setattr__(self, "seed", seed_number(self.seed))
         layout, unit = self.layout, self.width_unit
         for name in ("pad_to", "width"):
             fixed = getattr(layout, name, None)
