@@ -58,8 +58,8 @@ def joint(bench: Bench) -> Section:
             "so much within the budget. Where it exceeds 1, the target is taken of the floor. A "
             "rank that runs such a sequence can then make up for it only where the other ranks do "
             "more, and what they do more all wait for: lock-step and rank sums cannot both be at "
-            "their best. So the rank sums of all instances are asked of the plan for ranks that meet "
-            "only at the end of a step.",
+            "their best. So the rank sums of all instances are asked of the plan for ranks that "
+            "synchronise once per step.",
             "The last three rows of each instance are short re-implementations of common ideas on "
             "our own kernels: their times say nothing about any system.",
         ],

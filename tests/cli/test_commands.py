@@ -239,7 +239,8 @@ def test_a_strategy_that_is_no_recipe_ends_the_command(
     run("compare", lengths, *BUDGET, "--strategy", f"odd: {change}", code=2)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"error: --strategy 'odd': {change.split('=')[0]} is ")
+    assert err.startswith("error: --strategy 'odd': ")
+    assert f"{change.split('=')[0]} " in err
 
 
 def test_a_saved_plan_of_no_steps_still_brings_its_recipe(

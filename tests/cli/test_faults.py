@@ -159,8 +159,10 @@ FAULTS = {
     ),
     "no budget": Fault("layout.max_tokens is missing", options=()),
     "an unknown packer": Fault("'best'", options=(*BUDGET, *sets("layout.packer=best"))),
-    "an unknown balance": Fault("Use 'refined'", options=(*BUDGET, *sets("balance=magic"))),
-    "an unknown layout": Fault("'padded'", options=sets("layout.kind=ragged")),
+    "an unknown balance": Fault(
+        "expected one of: refined", options=(*BUDGET, *sets("balance=magic"))
+    ),
+    "an unknown layout": Fault("expected one of: padded", options=sets("layout.kind=ragged")),
     "an unknown key": Fault(
         "Did you mean max_tokens?", options=(*BUDGET, *sets("layout.max_token=1"))
     ),
@@ -170,12 +172,26 @@ FAULTS = {
     "a number of many digits": Fault(
         "5002 digits", options=(*BUDGET, *sets("seed=0x" + 5000 * "f"))
     ),
+    "a truth for a number": Fault(
+        "steps.samples must be an integer, got 'yes'.",
+        options=(*BUDGET, *sets("steps.samples=yes")),
+    ),
+    "a word for a truth": Fault(
+        "equal_sizes must be true or false, got 'no'. Write false.",
+        options=(*BUDGET, *sets("equal_sizes=no")),
+    ),
+    "a number that may be octal": Fault(
+        "Write 10000 or 0o10000.", options=sets("layout.max_tokens=010000")
+    ),
+    "a seed of 64 bits": Fault(
+        "seed must be in [0, 2**63)", options=(*BUDGET, *sets(f"seed={2**63}"))
+    ),
     "an override without a value": Fault("key=value", options=sets("layout.max_tokens")),
     "a budget of more than 64 bits": Fault(
-        "between 1 and", options=sets(f"layout.max_tokens={2**70}")
+        "must be an integer in [1, ", options=sets(f"layout.max_tokens={2**70}")
     ),
     "an over-long sample": Fault("sample 1 has 400 tokens", make=text("3 400")),
-    "no ranks": Fault("topology.dp is 0", options=(*BUDGET, *sets("topology.dp=0"))),
+    "no ranks": Fault("topology.dp must be", options=(*BUDGET, *sets("topology.dp=0"))),
     "virtual stages without a pipeline": Fault(
         "topology.vpp", options=(*BUDGET, *sets("topology.vpp=2"))
     ),

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep.compat.cosmos_rl import LoadBalancedDataset, ShardedIterableDataset
-from evenstep.errors import SampleError
+from evenstep.errors import ConfigError, SampleError
 
 
 class Rows(Dataset):  # type: ignore[misc]
@@ -89,6 +89,18 @@ def test_the_defaults_are_those_of_cosmos_rl() -> None:
     assert dataset.stream.recipe.layout.max_tokens == 32768
     assert dataset.stream.pool.strategy == "prefer_closest"
     assert dataset.stream.infinite_loop
+
+
+def test_options_are_refused_where_they_are_given() -> None:
+    word: Any = "no"
+    with pytest.raises(ConfigError, match="shuffle must be true or false, got 'no'"):
+        ShardedIterableDataset(Rows(4), shuffle=word)
+    with pytest.raises(ConfigError, match=r"seed must be in \[0, 2\*\*63\), got -1"):
+        ShardedIterableDataset(Rows(4), seed=-1)
+    for name in ("seq_packing_enabled", "infinite_loop"):
+        options: Any = {name: "no"}
+        with pytest.raises(ConfigError, match=f"{name} must be true or false, got 'no'"):
+            LoadBalancedDataset(Rows(4), **options)
 
 
 def test_a_loop_restarts_with_another_order_until_the_steps_are_done() -> None:

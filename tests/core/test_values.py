@@ -1,6 +1,8 @@
 """Topology, cost, layouts, recipes: what they derive and what they refuse."""
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +20,26 @@ from evenstep import (
     make_plan,
 )
 from evenstep.core.ragged import Ragged
-from evenstep.core.validate import whole_number
+from evenstep.core.recipe import Balance
+from evenstep.core.validate import one_of, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.memory import InMemory
 from evenstep.data.planned import PlannedStream
 from evenstep.data.pool import Pool
 from evenstep.data.pooled import PooledStream
 from evenstep.errors import ConfigError, InputError
+from evenstep.planning.balance import partition
+from evenstep.planning.pack import pack
 
+RECIPE = Recipe(layout=Packed(max_tokens=8))
+SOURCE = InMemory([{"input_ids": [1, 2, 3]}])
 WORD: Any = "3"
+LOCAL: Any = lambda *_: None  # noqa: E731
 HALF: Any = 8.5
+
+
+def whole(path: str, value: object, least: int = 1, most: int = 2**40) -> str:
+    return f"{path} must be an integer in [{least}, {most}], got {value}."
 
 
 @pytest.mark.parametrize(
@@ -53,9 +65,9 @@ def test_a_topology_derives_what_a_plan_must_keep(
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (lambda: Topology(dp=0), "topology.dp is 0"),
+        (lambda: Topology(dp=0), whole("topology.dp", 0, most=2**20)),
         (lambda: Topology(vpp=2), "topology.vpp is 2 but topology.pp is 1"),
-        (lambda: Packed(max_tokens=0), "layout.max_tokens is 0"),
+        (lambda: Packed(max_tokens=0), whole("layout.max_tokens", 0)),
         (
             lambda: Packed(max_tokens=8, pad_to=9),
             "max_tokens is 8, but every packed micro-batch has 9 slots",
@@ -64,9 +76,9 @@ def test_a_topology_derives_what_a_plan_must_keep(
             lambda: Packed(max_tokens=9, pad_to=9, round_to=2),
             "pad_to must be a multiple of layout.round_to 2, got 9",
         ),
-        (lambda: Packed(rows=0, pad_to=8), "layout.rows is 0"),
-        (lambda: Packed(samples=0), "layout.samples is 0"),
-        (lambda: Padded(max_tokens=8, round_to=0), "layout.round_to is 0"),
+        (lambda: Packed(rows=0, pad_to=8), whole("layout.rows", 0)),
+        (lambda: Packed(samples=0), whole("layout.samples", 0)),
+        (lambda: Padded(max_tokens=8, round_to=0), whole("layout.round_to", 0)),
         (lambda: Packed(), "needs layout.max_tokens, layout.samples or layout.pad_to"),
         (lambda: Padded(), "needs layout.max_tokens or layout.samples"),
         (lambda: Packed(rows=2, max_tokens=8), "layout.rows is 2, and several rows need one width"),
@@ -76,26 +88,38 @@ def test_a_topology_derives_what_a_plan_must_keep(
         (lambda: Packed(max_tokens=8, packer="best"), "unknown layout.packer 'best'"),
         (lambda: Packed(max_tokens=8, packer=WORD), "unknown layout.packer '3'"),
         (lambda: Packed(max_tokens=8, packer=HALF), "must be a name or a function"),
-        (lambda: Packed(max_tokens=8, packer=lambda *_: None), "that a module defines"),
+        (lambda: Packed(max_tokens=8, packer=LOCAL), "that a module defines"),
         (lambda: Packed(samples=8, packer="optimal"), "packer cannot keep layout.samples"),
         (lambda: Steps(samples=2, tokens=3), "samples and tokens at once"),
-        (lambda: Steps(tokens=0), "steps.tokens is 0"),
-        (lambda: Limits(columns={"patches": -1}), "limits.columns.patches is -1"),
+        (lambda: Steps(tokens=0), whole("steps.tokens", 0)),
+        (lambda: Limits(columns={"patches": -1}), whole("limits.columns.patches", -1)),
         (lambda: Cost(per_token=-1), "cost.per_token is -1"),
         (lambda: Cost(per_token=0), "no work at all"),
         (lambda: Cost(per_pair=float("nan")), "cost.per_pair is nan"),
         (lambda: Cost(per_pair=10**400), "cost.per_pair is inf"),
-        (lambda: Cost(per_pair=WORD), "cost.per_pair is '3', which is not a number"),
-        (lambda: Cost(per_pair=True), "cost.per_pair is True"),
-        (lambda: Limits(cost=WORD), "limits.cost is '3', which is not a number"),
+        (lambda: Cost(per_pair=WORD), "cost.per_pair must be a number, got '3'."),
+        (lambda: Cost(per_pair=True), "cost.per_pair must be a number, got True."),
+        (lambda: Limits(cost=WORD), "limits.cost must be a number, got '3'."),
         (lambda: Limits(cost=0), "limits.cost must be a number above 0, got 0"),
-        (lambda: Cost.of_model(layers=0, hidden=1, ffn=1, heads=1), "layers is 0"),
+        (lambda: Cost.of_model(layers=0, hidden=1, ffn=1, heads=1), whole("layers", 0)),
         (lambda: Cost.of_model(layers=1, hidden=4, ffn=1, heads=8), "hidden is 4 but there are 8"),
-        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, kv_heads=-2), "kv_heads is -2"),
-        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, kv_heads=0), "kv_heads is 0"),
-        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, head_dim=-1), "head_dim is -1"),
-        (lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, vocab=-5), "vocab is -5"),
-        (lambda: Cost.of_model(layers=1, hidden=HALF, ffn=1, heads=2), "hidden is 8.5"),
+        (
+            lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, kv_heads=-2),
+            whole("kv_heads", -2),
+        ),
+        (
+            lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, kv_heads=0),
+            whole("kv_heads", 0),
+        ),
+        (
+            lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, head_dim=-1),
+            whole("head_dim", -1),
+        ),
+        (
+            lambda: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, vocab=-5),
+            whole("vocab", -5, least=0),
+        ),
+        (lambda: Cost.of_model(layers=1, hidden=HALF, ffn=1, heads=2), whole("hidden", 8.5)),
         (
             lambda: Recipe(layout=Packed(rows=1, pad_to=6), topology=Topology(cp=2)),
             "layout.pad_to is 6, not a multiple of 4",
@@ -115,20 +139,78 @@ def test_a_topology_derives_what_a_plan_must_keep(
     ],
 )
 def test_what_contradicts_itself_is_refused_with_its_name(make: object, fault: str) -> None:
-    with pytest.raises(ConfigError, match=fault):
+    with pytest.raises(ConfigError, match=re.escape(fault)):
         make()  # type: ignore[operator]
 
 
 def test_whole_numbers_of_numpy_become_plain_ones() -> None:
     for kind in (np.int64, np.int32, np.uint8):
-        number = whole_number("seed", kind(3))
+        number = whole_number("samples", kind(3))
         assert type(number) is int
         assert number == 3
     for other in (True, np.bool_(True), 3.0, np.float64(3), "3", None):
-        with pytest.raises(ConfigError, match="not a whole number"):
-            whole_number("seed", other)
-    with pytest.raises(ConfigError, match="seed is -1"):
-        whole_number("seed", np.int64(-1), least=0)
+        with pytest.raises(ConfigError, match=r"samples must be an integer in \[1, "):
+            whole_number("samples", other)
+    with pytest.raises(ConfigError, match=r"samples must be an integer in \[0, 9\], got -1"):
+        whole_number("samples", np.int64(-1), least=0, most=9)
+
+
+SEEDED: dict[str, Callable[[Any], object]] = {
+    "a recipe": lambda seed: Recipe(layout=Packed(max_tokens=8), seed=seed),
+    "pack": lambda seed: pack([3], 8, seed=seed),
+    "a planned stream": lambda seed: PlannedStream(SOURCE, RECIPE, seed=seed),
+    "a pooled stream": lambda seed: PooledStream(SOURCE, RECIPE, seed=seed),
+}
+
+
+@pytest.mark.parametrize("make", SEEDED.values(), ids=SEEDED)
+def test_a_seed_is_refused_where_it_is_given(make: Callable[[Any], object]) -> None:
+    for seed in (0, 2**63 - 1, np.int64(3), np.uint64(2**63 - 1)):
+        make(seed)
+    for seed in (-1, 2**63, 2**64, 10**5000, np.int64(-1), np.uint64(2**63)):
+        with pytest.raises(ConfigError, match=r"^seed must be in \[0, 2\*\*63\), got .+\.$"):
+            make(seed)
+    for other in (True, np.True_, "3", 3.0, None):
+        with pytest.raises(ConfigError, match=r"^seed must be an integer in \[0, 2\*\*63\), got"):
+            make(other)
+
+
+TRUTHS: dict[str, Callable[[Any], object]] = {
+    "equal_sizes": lambda truth: Recipe(layout=Packed(max_tokens=8), equal_sizes=truth),
+    "topology.sequence_parallel": lambda truth: Topology(sequence_parallel=truth),
+    "topology.variable_seq_lengths": lambda truth: Topology(variable_seq_lengths=truth),
+    "shuffle": lambda truth: PlannedStream(SOURCE, RECIPE, shuffle=truth),
+    "infinite_loop": lambda truth: PlannedStream(SOURCE, RECIPE, infinite_loop=truth),
+    "shuffle of a pool": lambda truth: PooledStream(SOURCE, RECIPE, shuffle=truth),
+    "infinite_loop of a pool": lambda truth: PooledStream(SOURCE, RECIPE, infinite_loop=truth),
+    "gated": lambda truth: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, gated=truth),
+    "causal": lambda truth: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, causal=truth),
+    "equal_sizes of parts": lambda truth: partition([1.0], 1, equal_sizes=truth),
+}
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_what_is_neither_true_nor_false_is_refused_where_it_is_given(name: str) -> None:
+    make, path = TRUTHS[name], name.partition(" ")[0]
+    for truth in (True, False, np.True_, np.False_):
+        make(truth)
+    for other in ("no", "false", "", 0, 1, 1.0, None, np.int64(1), [True]):
+        with pytest.raises(ConfigError) as caught:
+            make(other)
+        assert str(caught.value) == f"{path} must be true or false, got {other!r}."
+
+
+def test_truths_of_numpy_become_plain_ones() -> None:
+    assert truth_value("shuffle", np.True_) is True
+    recipe = Recipe(layout=Packed(max_tokens=8), equal_sizes=np.True_)  # type: ignore[arg-type]
+    assert json.loads(json.dumps(recipe.to_dict()))["equal_sizes"] is True
+
+
+def test_an_unknown_word_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        one_of("balance", "foo", Balance)
+    expected = "unknown balance 'foo'; expected one of: refined, lpt, karmarkar_karp, stride."
+    assert str(caught.value) == expected
 
 
 def test_whatever_is_made_with_numbers_of_numpy_is_plain_data() -> None:

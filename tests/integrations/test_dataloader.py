@@ -597,6 +597,9 @@ def test_the_empty_steps_of_a_rank_that_has_ended_are_collated_too() -> None:
         ({"collate_fn": list}, "collate_fn"),
         ({"batch_size": 4}, "batch_size"),
         ({"shuffle": True}, "shuffle"),
+        ({"pin_memory": "no"}, "pin_memory must be true or false, got 'no'"),
+        ({"persistent_workers": 1}, "persistent_workers must be true or false, got 1"),
+        ({"num_workers": -1}, "num_workers must be an integer"),
     ],
 )
 def test_options_that_would_undo_the_stream_are_refused(option: Any, match: str) -> None:

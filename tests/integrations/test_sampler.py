@@ -175,6 +175,13 @@ def test_a_step_with_less_work_than_ranks_is_refused_or_left_out() -> None:
     assert len(seen) == len(set(seen)) == 24
 
 
+@pytest.mark.parametrize("name", ["drop_last", "all_ranks"])
+def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
+    options: Any = {name: "no"}
+    with pytest.raises(ConfigError, match=f"{name} must be true or false, got 'no'"):
+        PlannedBatchSampler(stream_of(), **options)
+
+
 def test_a_step_that_was_left_out_is_behind_the_state() -> None:
     lengths = np.full(26, 5)
     sampler = PlannedBatchSampler(stream_of(0, 4, lengths=lengths), drop_last=True)

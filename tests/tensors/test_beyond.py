@@ -90,7 +90,7 @@ def test_labels_further_ahead_reach_past_the_cut_as_far_as_they_are_known() -> N
     with pytest.raises(ConfigError, match=r"lookahead=2"):
         split()[0].labels_at(2)
     assert split()[2].labels_at(2).tolist() == [[-100, -100]]  # nothing was cut off behind it
-    with pytest.raises(ConfigError, match="lookahead is 0"):
+    with pytest.raises(ConfigError, match=r"lookahead must be an integer in .*, got 0"):
         Collator(lookahead=0)
 
 

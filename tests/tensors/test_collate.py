@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.data.token_writer import write_token_file
-from evenstep.errors import EvenstepError, InputError
+from evenstep.errors import ConfigError, EvenstepError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.extras import Extra, RaggedTensor
@@ -340,6 +340,12 @@ def test_extras_of_another_shape_than_declared_are_refused() -> None:
     collator = Collator(extras={"reward": Extra(aligned="sequence")})
     with pytest.raises(InputError, match=r"sample 0 has entries of the shape \(1,\) in 'reward'"):
         one_batch(samples, collator)
+
+
+def test_memory_is_pinned_or_not_but_never_by_a_word() -> None:
+    word: Any = "no"
+    with pytest.raises(ConfigError, match="pin_memory must be true or false, got 'no'"):
+        Collator(pin_memory=word)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32, np.int64])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenstep.errors import InputError
+from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.testing import LeakError, assert_no_leaks, find_leaks
 from evenstep.train.model import Decoder, DecoderShape
@@ -24,6 +24,11 @@ LENGTHS = [5, 1, 9, 2]
 def test_our_decoder_does_not_leak(recipe: str, backend: str | None) -> None:
     model = Decoder(DecoderShape(vocab=VOCAB), backend)
     assert_no_leaks(model, batch_of(LENGTHS, recipe))
+
+
+def test_an_impossible_seed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"seed must be in \[0, 2\*\*63\), got -1"):
+        find_leaks(Decoder(DecoderShape(vocab=VOCAB)), batch_of(LENGTHS, "packed"), seed=-1)
 
 
 class Plain(nn.Module):  # type: ignore[misc]

@@ -94,9 +94,10 @@ def test_separate_gradients_bear_unused_and_shared_parameters() -> None:
 def test_settings_that_make_no_sense_are_refused() -> None:
     faults: list[tuple[dict[str, Any], str]] = [
         ({"losses": {}}, "there is no loss"),
-        ({"losses": TOKENS, "mode": "later"}, "mode is 'later'"),
-        ({"losses": TOKENS, "averaged_over": 0}, "averaged_over is 0"),
+        ({"losses": TOKENS, "mode": "later"}, "unknown mode 'later'; expected one of"),
+        ({"losses": TOKENS, "averaged_over": 0}, "averaged_over must be an integer"),
         ({"losses": TOKENS, "constant": 0.0}, "constant is 0.0"),
+        ({"losses": TOKENS, "separate": "no"}, "separate must be true or false, got 'no'"),
         ({"losses": {"nll": (TokenMean(), math.nan)}}, "'nll' weighs nan"),
         ({"losses": TOKENS, "mode": "known", "separate": True}, "separate=True defers"),
         (

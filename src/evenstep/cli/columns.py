@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from evenstep.cli.input import Input
-from evenstep.config.glimpse import glimpse
+from evenstep.core.glimpse import glimpse
 from evenstep.core.ragged import IntArray
 from evenstep.errors import FileError, InputError
 

@@ -16,6 +16,7 @@ from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.rounding import divided_up
 from evenstep.core.topology import Topology
+from evenstep.core.validate import seed_number, truth_value
 from evenstep.core.world import World
 from evenstep.data.iterated import Iterated
 from evenstep.data.mapped import Mapped
@@ -44,7 +45,7 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
         super().__init__()
         self.base_dataset = base_dataset
         self.world = World(dp_rank, dp_world_size)
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -112,7 +113,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
             world, seed, shuffle = base_dataset.world, base_dataset.seed, base_dataset.shuffle
             base_dataset = base_dataset.base_dataset
         layout: Layout = Padded(max_tokens=max_tokens_for_batch)
-        if seq_packing_enabled:
+        if truth_value("seq_packing_enabled", seq_packing_enabled):
             layout = Packed(max_tokens=max_tokens_for_batch)
             layout = layout if model is None else choose_layout(model, layout)
         named = batching_strategy in layout.pool_strategies

@@ -7,13 +7,16 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, cast
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticKnownError, SchemaValidator, core_schema
 
-from evenstep.config.glimpse import cut, glimpse
+from evenstep.config.yaml import is_number
 from evenstep.core.cost import Cost
+from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.layout import LAYOUTS, Layout, Packed
 from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.topology import Topology
@@ -25,6 +28,7 @@ DEFAULT_KIND = "packed"
 # What stands in for a required field at fault, so that the faults of the others still show.
 _STAND_INS = {"max_tokens": MOST, "rows": 1, "width": MOST, "samples": 1}
 _MOST_FAULTS = 20
+_LONGEST_HINT = 40
 
 _PARTS: dict[str, type] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
 
@@ -36,7 +40,7 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     8
     >>> recipe_from({"layout": {"max_tokens": 0}, "topology": {"pd": 8}})
     Traceback (most recent call last):
-    evenstep.errors.ConfigError: the recipe has 2 faults, so nothing was planned: (1) ...
+    evenstep.errors.ConfigError: the recipe has 2 faults: (1) ...
     """
     rest = dict(data)
     layout, faults = _layout(rest.pop("layout", {}))
@@ -51,9 +55,7 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     numbered = " ".join(
         f"({number}) {fault}" for number, fault in enumerate(faults[:_MOST_FAULTS], 1)
     )
-    raise ConfigError(
-        f"{source or 'the recipe'} has {len(faults)} faults, so nothing was planned: {numbered}"
-    )
+    raise ConfigError(f"{source or 'the recipe'} has {len(faults)} faults: {numbered}")
 
 
 def _layout(data: object) -> tuple[Layout | None, list[str]]:
@@ -62,7 +64,7 @@ def _layout(data: object) -> tuple[Layout | None, list[str]]:
         return None, [_not_a_mapping("layout", data)]
     kind = data.get("kind", DEFAULT_KIND)
     if not isinstance(kind, str) or kind not in LAYOUTS:
-        return None, [_unknown_word("layout.kind", kind, " or ".join(map(repr, LAYOUTS)))]
+        return None, [_unknown_word("layout.kind", kind, LAYOUTS)]
     layout, faults = _decode(LAYOUTS[kind], data, ("layout",))
     return (None if faults else layout), faults
 
@@ -78,7 +80,7 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
     removed: list[tuple[str, ...]] = []
     while True:
         try:
-            return _adapter(kind).validate_python(rest), faults
+            return _validator(kind).validate_python(rest), faults
         except ValidationError as error:
             details = error.errors(include_url=False)
         before = len(removed)
@@ -95,9 +97,9 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
 
 
 def _place(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of what is at fault; our own sentences begin with it: "topology.dp is 0, ..."."""
+    """The path of what is at fault; our own sentences begin with it: "seed must be in ..."."""
     if detail["type"] == "value_error":
-        named = re.match(r"([\w.]+) is ", sentence)
+        named = re.match(r"([\w.]+) (?:is|must be) ", sentence)
         return tuple(named[1].split(".")) if named else prefix
     return (*prefix, *(str(part) for part in detail["loc"]))
 
@@ -133,14 +135,54 @@ def _mentions(sentence: str, places: Iterable[tuple[str, ...]]) -> bool:
     return any(re.search(rf"(?<![\w.]){path}(?![\w])", sentence) for path in paths)
 
 
-def _adapter(kind: type) -> TypeAdapter[Any]:
+@cache
+def _validator(kind: type) -> SchemaValidator:
     # pydantic takes a config for a union but not for a bare dataclass; None itself never arrives.
     either = cast(Any, kind | None)
-    return TypeAdapter(either, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+    config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    return SchemaValidator(_literal(TypeAdapter(either, config=config).core_schema))
+
+
+def _literal(schema: Any) -> Any:
+    """A schema that takes text neither for a number nor for a truth, nor one of these for another.
+
+    pydantic's strict mode would refuse 1e4 as an integer and a mapping as a dataclass too.
+    """
+    if isinstance(schema, list):
+        return [_literal(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _literal(value) for key, value in schema.items()}
+    match schema.get("type"):
+        case "int":
+            return core_schema.no_info_before_validator_function(_integer, schema)
+        case "float":
+            return core_schema.no_info_before_validator_function(_number, schema)
+        case "bool":
+            return core_schema.no_info_before_validator_function(_truth, schema)
+    return schema
+
+
+def _integer(value: object) -> object:
+    if isinstance(value, str | bytes | bool | np.bool_):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, str | bytes | bool | np.bool_):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+def _truth(value: object) -> object:
+    if not isinstance(value, bool | np.bool_):
+        raise PydanticKnownError("bool_type")
+    return value
 
 
 def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
-    """One fault with its dotted path, its consequence and its remedy."""
+    """One fault: its dotted path, what was expected, what was given, and how to write it."""
     place = (*prefix, *(str(part) for part in detail["loc"]))
     path, value = cut(".".join(place)), detail["input"]
     context = detail.get("ctx", {})
@@ -150,24 +192,46 @@ def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
         case "unexpected_keyword_argument":
             return _unknown_key(place, kind)
         case "missing":
-            return (
-                f"{path} is missing and has no default, so nothing could be planned. "
-                f"Set it with --set {path}=VALUE."
-            )
+            return f"{path} is missing. Set it with --set {path}=VALUE."
         case "literal_error":
-            return _unknown_word(path, value, context["expected"])
+            return _unknown_word(path, value, re.findall(r"'(\w+)'", context["expected"]))
         case "invalid_key":
-            return f"{path} is not a name, so it would have no effect. Write keys as words."
+            return f"{path} is not a known key. Write keys as words."
         case "dataclass_type" | "dict_type":
             return _not_a_mapping(path, value)
+        case "int_type" | "int_from_float":
+            expected, hint = "an integer", _as_number(value)
+        case "float_type":
+            expected, hint = "a number", _as_number(value)
+        case "bool_type":
+            expected, hint = "true or false", _as_truth(value)
         case _:
-            wanted = detail["type"].split("_")[0]
-            needed = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-            right = needed.get(wanted, detail["msg"].removeprefix("Input should be "))
-            return (
-                f"{path} is {glimpse(value)}, which it cannot be, so nothing could be planned by "
-                f"it. It should be {right}."
-            )
+            expected, hint = detail["msg"].removeprefix("Input should be "), ""
+    return f"{path} must be {expected}, got {glimpse(value)}.{hint}"
+
+
+def _as_number(value: object) -> str:
+    """How to write what YAML does not read as a number: " Write 10000 or 0o10000."."""
+    if not isinstance(value, str) or len(value) > _LONGEST_HINT:
+        return ""
+    if is_number(value):
+        return f" Write {value} without quotes."
+    if re.fullmatch("0[0-9]+", value):
+        digits = value.lstrip("0") or "0"
+        octal = set(digits) <= set("01234567") and digits != "0"
+        return f" Write {digits} or 0o{digits}." if octal else f" Write {digits}."
+    if re.fullmatch("0b[01]+", value):
+        return f" Write {int(value, 2)}."
+    return ""
+
+
+def _as_truth(value: object) -> str:
+    match str(value)[:_LONGEST_HINT].lower():
+        case "true" | "yes" | "on" | "y" | "1":
+            return " Write true."
+        case "false" | "no" | "off" | "n" | "0":
+            return " Write false."
+    return ""
 
 
 def _unknown_key(place: tuple[str, ...], kind: type) -> str:
@@ -182,23 +246,17 @@ def _unknown_key(place: tuple[str, ...], kind: type) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     return (
-        f"{cut('.'.join(place))} is unknown, so it would have no effect. {hint}"
-        f"{owner[0].upper()}{owner[1:]} knows {', '.join(known)}."
+        f"{cut('.'.join(place))} is not a known key. {hint}"
+        f"{owner[0].upper()}{owner[1:]} has {', '.join(known)}."
     )
 
 
-def _unknown_word(path: str, value: object, expected: str) -> str:
-    return (
-        f"{path} is {glimpse(value)}, which does not exist, so nothing could be planned by it. "
-        f"Use {expected}."
-    )
+def _unknown_word(path: str, value: object, words: Iterable[str]) -> str:
+    return f"unknown {path} {glimpse(value)}; expected one of: {', '.join(words)}."
 
 
 def _not_a_mapping(path: str, value: object) -> str:
-    return (
-        f"{path} is {glimpse(value)} but holds keys of its own, so they are unknown. "
-        f"Write it as {path}.KEY=VALUE."
-    )
+    return f"{path} must hold keys, got {glimpse(value)}. Write it as {path}.KEY=VALUE."
 
 
 def _fields(owner: type) -> list[str]:

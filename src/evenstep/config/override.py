@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from evenstep.config.decode import DEFAULT_KIND
-from evenstep.config.glimpse import cut, glimpse
 from evenstep.config.yaml import parse_yaml
+from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.layout import LAYOUTS
 from evenstep.errors import ConfigError
 

@@ -1,4 +1,10 @@
-"""YAML as people expect it: 1e6 is a number, a key given twice is a fault, no key is merged."""
+"""YAML 1.2 as people expect it. A key given twice is a fault, and no key is merged.
+
+true, True, TRUE            booleans; yes, no, on and off are text
+10000, 10_000, 1e4          numbers; 0x10 and 0o17 too
+010000, 0b1, 2:30:00        text, because YAML 1.1 reads 4096, 1 and 9000
+2026-01-01                  text
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,25 @@ from typing import Any
 
 import yaml
 
-from evenstep.config.glimpse import cut
+from evenstep.core.glimpse import cut
 from evenstep.errors import ConfigError
 
 _MOST_DIGITS = 100
+
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
+_INT = re.compile(r"^(?:[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    rf"^(?:[-+]?(?:(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
+    rf"|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))$"
+)
+_BOOL = re.compile("^(?:true|True|TRUE|false|False|FALSE)$")
+_NULL = re.compile("^(?:~|null|Null|NULL|)$")
+_MERGE = re.compile("^<<$")
+
+
+def is_number(text: str) -> bool:
+    """Whether YAML reads a number where this stands without quotes."""
+    return bool(_INT.match(text) or _FLOAT.match(text))
 
 
 class _MergeKeyError(yaml.MarkedYAMLError):
@@ -18,7 +39,9 @@ class _MergeKeyError(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the floats of YAML 1.2, without its merge keys and silent duplicates."""
+    """SafeLoader with the values of YAML 1.2, without its merge keys and silent duplicates."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (not those of YAML 1.1)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -40,13 +63,40 @@ class _Loader(yaml.SafeLoader):
             )
         return super().construct_scalar(node)
 
+    # With a tag such as !!int a value may be anything; a ValueError says that it does not fit.
 
-# YAML 1.1, and so SafeLoader, reads 1e6 as text.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self._matched(node, _INT)
+        return int(text.replace("_", ""), 0)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        text = self._matched(node, _FLOAT, _INT).replace("_", "").lower()
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+    def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
+        return self._matched(node, _BOOL).lower() == "true"
+
+    def _matched(self, node: yaml.ScalarNode, *patterns: re.Pattern[str]) -> str:
+        text = str(self.construct_scalar(node))
+        if not any(pattern.match(text) for pattern in patterns):
+            raise ValueError(text)
+        return text
+
+
+for _tag, _pattern, _first in (
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("bool", _BOOL, list("tTfF")),
+    ("int", _INT, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("merge", _MERGE, ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
+for _tag, _construct in (
+    ("int", _Loader.construct_yaml_int),
+    ("float", _Loader.construct_yaml_float),
+    ("bool", _Loader.construct_yaml_bool),
+):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
 
 
 def parse_yaml(text: str, source: str) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import FloatArray
-from evenstep.core.validate import MOST, real_field, whole_number
+from evenstep.core.validate import MOST, real_field, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 
 _MOST = 1e100
@@ -83,6 +83,7 @@ class Cost:
         heads = whole_number("heads", heads)
         groups = heads if kv_heads is None else whole_number("kv_heads", kv_heads)
         vocab = whole_number("vocab", vocab, least=0)
+        gated, causal = truth_value("gated", gated), truth_value("causal", causal)
         if head_dim is None and hidden < heads:
             raise ConfigError(
                 f"hidden is {hidden} but there are {heads} heads, so a head would have no width "

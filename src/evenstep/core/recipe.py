@@ -11,7 +11,14 @@ from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout
 from evenstep.core.rounding import rounded_up
 from evenstep.core.topology import Topology
-from evenstep.core.validate import one_of, real_field, whole_field, whole_number
+from evenstep.core.validate import (
+    one_of,
+    real_field,
+    seed_number,
+    truth_field,
+    whole_field,
+    whole_number,
+)
 from evenstep.errors import ConfigError
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
@@ -104,7 +111,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
-        whole_field(self, "seed", least=0, most=2**63 - 1)
+        truth_field(self, "equal_sizes")
+        object.__setattr__(self, "seed", seed_number(self.seed))
         self._check_widths()
         self._check_limits()
         self._check_options()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenstep.core.validate import MOST_RANKS, whole_field
+from evenstep.core.validate import MOST_RANKS, truth_field, whole_field
 from evenstep.errors import ConfigError
 
 
@@ -28,6 +28,8 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp", "vpp"):
             whole_field(self, f"topology.{name}", most=MOST_RANKS)
+        for name in ("sequence_parallel", "variable_seq_lengths"):
+            truth_field(self, f"topology.{name}")
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
                 f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages only exist "

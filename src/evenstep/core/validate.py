@@ -1,4 +1,4 @@
-"""What a field may hold, said in one way: fault, consequence, remedy."""
+"""What a field may hold, said in one way: what it must be, and what it was."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ import math
 from numbers import Integral, Real
 from typing import Any, get_args
 
+import numpy as np
+
+from evenstep.core.glimpse import glimpse
 from evenstep.errors import ConfigError
 
 MOST = 2**40  # beyond any budget; sums of as many still fit 64 bits
 MOST_RANKS = 2**20
+_SEEDS = 2**63  # as many as generators of numpy and torch take
 
 
 def whole_number(path: str, value: object, *, least: int = 1, most: int = MOST) -> int:
     """A whole number between `least` and `most`, numpy's among them, as a plain int.
 
     >>> import numpy as np
-    >>> whole_number("seed", np.int64(3))
+    >>> whole_number("samples", np.int64(3))
     3
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ConfigError(
-            f"{path} is {value!r}, which is not a whole number, so nothing could be planned by it. "
-            f"Set it to an integer of {least} or more."
-        )
-    number = int(value)
-    if not least <= number <= most:
-        raise ConfigError(
-            f"{path} is {number}, and with that nothing would fit or ever run. Set it between "
-            f"{least} and {most}."
-        )
+    number = _plain(value)
+    if number is None or not least <= number <= most:
+        shown = glimpse(value if number is None else number)
+        raise ConfigError(f"{path} must be an integer in [{least}, {most}], got {shown}.")
     return number
 
 
@@ -43,6 +40,33 @@ def whole_field(owner: object, path: str, *, least: int = 1, most: int = MOST) -
     object.__setattr__(owner, name, value)
 
 
+def seed_number(value: object) -> int:
+    """A seed that every generator takes, as a plain int."""
+    number = _plain(value)
+    if number is None:
+        raise ConfigError(f"seed must be an integer in [0, 2**63), got {glimpse(value)}.")
+    if not 0 <= number < _SEEDS:
+        raise ConfigError(f"seed must be in [0, 2**63), got {glimpse(number)}.")
+    return number
+
+
+def truth_value(path: str, value: object) -> bool:
+    """True or false, numpy's among them, as a plain bool. Text such as "no" is neither.
+
+    >>> truth_value("shuffle", np.False_)
+    False
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{path} must be true or false, got {glimpse(value)}.")
+    return bool(value)
+
+
+def truth_field(owner: object, path: str) -> None:
+    """Let a field of a frozen dataclass hold a plain bool, or refuse what it holds."""
+    name = path.rpartition(".")[2]
+    object.__setattr__(owner, name, truth_value(path, getattr(owner, name)))
+
+
 def real_field(owner: object, path: str) -> float:
     """Let a field of a frozen dataclass hold a plain float, numpy's numbers among them.
 
@@ -52,10 +76,7 @@ def real_field(owner: object, path: str) -> float:
     name = path.rpartition(".")[2]
     value = getattr(owner, name)
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(
-            f"{path} is {value!r}, which is not a number, so nothing could be planned by it. "
-            f"Set it to a number."
-        )
+        raise ConfigError(f"{path} must be a number, got {glimpse(value)}.")
     try:
         number = float(value)
     except OverflowError:  # a whole number of hundreds of digits
@@ -68,6 +89,10 @@ def one_of(path: str, value: object, words: Any) -> None:
     """Refuse a word that is not among those of a `Literal`."""
     if value not in get_args(words):
         raise ConfigError(
-            f"{path} is {value!r}, which does not exist, so it would have no effect. Use "
-            f"{' or '.join(map(repr, get_args(words)))}."
+            f"unknown {path} {glimpse(value)}; expected one of: {', '.join(get_args(words))}."
         )
+
+
+def _plain(value: object) -> int | None:
+    """A whole number as a plain int; True is none."""
+    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)

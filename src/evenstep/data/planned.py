@@ -18,7 +18,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
-from evenstep.core.validate import whole_number
+from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.estimate import Estimate
 from evenstep.data.lengths import column_digest
@@ -83,8 +83,9 @@ class PlannedStream:
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
-        self.seed, self.shuffle = whole_number("seed", seed, least=0, most=2**64), shuffle
-        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
+        self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
+        self.max_num_steps = max_num_steps
+        self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         count = len(source)
         self._columns = {
             name: per_sample(name, column, count) for name, column in (columns or {}).items()

@@ -12,7 +12,7 @@ from evenstep.core.cursor import Cursor
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.agenda import ShardState
 from evenstep.data.estimate import Estimate
@@ -70,8 +70,9 @@ class PooledStream:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
         self.pool = Pool() if pool is None else pool
-        self.seed, self.shuffle = whole_number("seed", seed, least=0, most=2**64), shuffle
-        self.max_num_steps, self.infinite_loop = max_num_steps, infinite_loop
+        self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
+        self.max_num_steps = max_num_steps
+        self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self.on_error, self.length_of = on_error, length_of
         self._former = Former(recipe, self.pool)
         self._epoch = 0

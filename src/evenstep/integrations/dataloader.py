@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evenstep.core.cursor import Cursor
 from evenstep.core.step import Step
+from evenstep.core.validate import truth_value, whole_number
 from evenstep.data.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.parcel import Parcel, register
@@ -43,7 +44,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.stream, self.collate = stream, collate
-        self._capped = capped
+        self._capped = truth_value("capped", capped)
         # Shared with the workers: the epoch that was set last, and steps done before it.
         self._epoch = torch.tensor([-1, 0], device="cpu").share_memory_()
         self._applied: list[int] = [-1, 0]
@@ -153,7 +154,8 @@ class StreamLoader:
         **options: Any,
     ) -> None:
         _check_options(options)
-        self.stream, self.num_workers = stream, num_workers
+        self.stream = stream
+        self.num_workers = whole_number("num_workers", num_workers, least=0)
         self._dataset = _SentDataset(stream, collate, capped=False)
         self._options = options
         self._anyone = anyone
@@ -235,6 +237,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
             f"{taken[0]} is not the caller's to set: the stream says what a step holds, and in "
             f"which order. Leave it out; tensors are made by `collate`."
         )
+    for name in ("in_order", "persistent_workers", "pin_memory"):
+        truth_value(name, options.get(name, False))
     if not options.get("in_order", True):
         raise ConfigError(
             "in_order=False hands out steps in another order than the stream's, so no cursor could "

@@ -8,6 +8,7 @@ from typing import Any
 from evenstep.core.cursor import Cursor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
+from evenstep.core.validate import truth_value
 from evenstep.data.place import Place
 from evenstep.data.planned import PlannedStream
 from evenstep.errors import ConfigError, PlanError
@@ -54,8 +55,8 @@ class PlannedBatchSampler:
                 f"'alone' or 'error', or a StreamLoader."
             )
         self.stream = stream
-        self.leave_out = drop_last
-        self.all_ranks = all_ranks
+        self.leave_out = truth_value("drop_last", drop_last)
+        self.all_ranks = truth_value("all_ranks", all_ranks)
         self.dropped = 0
         """Samples of steps that were left out, so far."""
         self._now: Cursor | None = None

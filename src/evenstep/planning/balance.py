@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.rounding import divided_up
-from evenstep.core.validate import MOST_RANKS, whole_number
+from evenstep.core.validate import MOST_RANKS, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.differencing import differencing_kernel
 from evenstep.planning.heap import sink
@@ -305,6 +305,7 @@ def partition(
             f"{', '.join(DEALS)}."
         )
     parts = whole_number("parts", parts, most=MOST_RANKS)
+    equal_sizes = truth_value("equal_sizes", equal_sizes)
     try:
         items = np.ascontiguousarray(costs, np.float64)
     except (TypeError, ValueError):

@@ -5,17 +5,23 @@ It is also correct as plain Python: set `NUMBA_DISABLE_JIT=1` to step through it
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numba import config, njit
+from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
 from numpy.typing import NDArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
@@ -23,32 +29,98 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
     A read-only install without a home has no place for a cache; then every process compiles anew.
     """
-    try:
-        compiled = njit(cache=True, nogil=True)(function)
-        _date_cache(compiled)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        compiled = njit(nogil=True)(function)
+    compiled = njit(nogil=True)(function)
+    if not config.DISABLE_JIT:
+        try:
+            compiled._cache = _KernelCache(function)
+        except RuntimeError as error:
+            if "no locator available" not in str(error):
+                raise
     return cast(Callable[P, R], compiled)
 
 
-def _date_cache(compiled: Any) -> None:
-    """Let what is cached be valid only while no file with kernels changes.
+class _KernelCache(FunctionCache):  # type: ignore[misc]
+    """numba's cache of one function, valid only while no file with kernels changes.
 
-    Compiled code has the kernels that it calls inside, from whichever file, but numba looks at a
-    kernel's own file alone: after an upgrade it would run the old ones.
+    Compiled code has the kernels that it calls inside, from whichever file, but numba looks at the
+    function's own file alone: after an upgrade it would run the old ones.
+
+    A cache that cannot be read is compiled anew and written over; one that cannot be written is
+    not used.
     """
-    file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if file is not None:  # none as plain Python
-        file._source_stamp = (file._source_stamp, _digest_of_kernels())
+
+    _cache_file: Any
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        file = self._cache_file
+        file._source_stamp = (file._source_stamp, _digest_of_kernels(_PACKAGE))
+        self._cache_file = _CheckedFile(file, (function.__qualname__, file._source_stamp))
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(signature, target_context)
+        except Exception:  # unpickling damaged bytes can raise anything
+            return None
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        with suppress(OSError):  # a full disk, a folder that is read-only by now
+            super().save_overload(signature, data)
+
+
+class _CheckedFile:
+    """The index and data files of one function. Each entry has a digest of what it is and holds.
+
+    Bytes that changed within compiled code would crash the process. And numba writes an index
+    before the data: whoever reads between the two would get an entry of other sources.
+    """
+
+    def __init__(self, file: Any, owner: tuple[Any, ...]) -> None:
+        self._file, self._owner = file, owner
+
+    def load(self, key: Any) -> Any:
+        entry = self._file.load(key)
+        if entry is None:
+            return None
+        digest, content = entry
+        return pickle.loads(content) if digest == self._digest(key, content) else None
+
+    def save(self, key: Any, data: Any) -> None:
+        content = dumps(data)
+        entry = (self._digest(key, content), content)
+        for _ in range(2):  # the index, then the data, may be in the way
+            try:
+                self._file.save(key, entry)
+                return
+            except Exception as error:
+                _remove_folders(error)
+            self._file.flush()  # begin a new index
+        self._file.save(key, entry)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def _digest(self, key: Any, content: bytes) -> bytes:
+        digest = hashlib.blake2b(repr((self._owner, key)).encode(), digest_size=16)
+        digest.update(content)
+        return digest.digest()
+
+
+def _remove_folders(error: Exception) -> None:
+    """Remove empty folders that stand where a cache file belongs."""
+    for path in (getattr(error, "filename", None), getattr(error, "filename2", None)):
+        if path is not None and Path(path).is_dir():
+            Path(path).rmdir()
 
 
 @cache
-def _digest_of_kernels() -> str:
+def _digest_of_kernels(package: Path) -> str:
+    """A digest of all files of a package that have kernels, also in folders below it."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        if b"kernel" in content:
+            digest.update(content)
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import Packer
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.rounding import rounded_up
-from evenstep.core.validate import MOST, whole_number
+from evenstep.core.validate import MOST, seed_number, whole_number
 from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.best_fit import best_fit
 from evenstep.planning.first_fit import (
@@ -140,7 +140,7 @@ def pack(
         )
     items = np.ascontiguousarray(items, np.int64)
     capacity = whole_number("capacity", capacity)
-    seed = whole_number("seed", seed, least=0)
+    seed = seed_number(seed)
     min_bin_count = whole_number("min_bin_count", min_bin_count, least=0)
     bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
     packed = _packed(items, capacity, packer, seed)

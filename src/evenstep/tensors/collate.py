@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.placement import Placement
 from evenstep.core.ragged import IntArray
-from evenstep.core.validate import whole_number
+from evenstep.core.validate import truth_field, whole_number
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.beyond import Beyond
@@ -58,6 +58,7 @@ class Collator:
 
     def __post_init__(self) -> None:
         whole_number("lookahead", self.lookahead)
+        truth_field(self, "pin_memory")
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
         """The batch of `micro`; `samples[i]` is sample i of the plan, whole."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from evenstep.core.validate import seed_number
 from evenstep.errors import EvenstepError, InputError
 from evenstep.tensors.batch import Batch
 
@@ -111,7 +112,7 @@ class _Probe:
     ) -> None:
         self.model, self.batch, self.module, self.tolerance = model, batch, module, tolerance
         self.real = batch.token_mask
-        self.random = torch.Generator().manual_seed(seed)
+        self.random = torch.Generator().manual_seed(seed_number(seed))
         with torch.no_grad():
             self.base = model(batch)
             again = model(batch)

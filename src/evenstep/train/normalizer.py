@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.validate import one_of, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
@@ -96,6 +96,7 @@ class Normalizer:
     def __post_init__(self) -> None:
         one_of("mode", self.mode, Mode)
         whole_number("averaged_over", self.averaged_over)
+        truth_value("separate", self.separate)
         if not 0 < self.constant < math.inf:
             raise ConfigError(
                 f"constant is {self.constant}, so gradients would vanish or turn. Set it above 0."

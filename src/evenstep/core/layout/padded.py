@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -100,8 +100,7 @@ class Padded(Frame):
         """A row for each segment; one row if there is none."""
         if self.static and self.samples is not None:
             return held * 0 + self.samples
-        empty = held == 0
-        return cast(Whole, held + empty)
+        return max(held, 1) if isinstance(held, int) else np.maximum(held, 1)
 
     def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
         """Each entry in a row of its own."""
