@@ -75,7 +75,7 @@ FAULTS = {
     "binary junk as csv": Fault("neither text", "a.csv", raw(bytes(range(128, 256)))),
     "binary junk as jsonl": Fault("neither text", "a.jsonl", raw(b"\xff\xfe\x00junk")),
     "binary junk as parquet": Fault("not readable Parquet", "a.parquet", raw(b"PAR1 junk PAR1")),
-    "a damaged plan": Fault("damaged", make=raw(b"EVENSTEP PLAN 1\n" + bytes(99))),
+    "a damaged plan": Fault("damaged", make=raw(b"EVENSTEP PLAN 2\n" + bytes(99))),
     "a zip in an npy file": Fault("not a readable .npy", "a.npy", raw(b"PK\x03\x04x")),
     "an npy header that is not Python": Fault(
         "not a readable .npy", "a.npy", raw(b"\x93NUMPY\x01\x00\x06\x00{'a':(")
@@ -138,7 +138,7 @@ FAULTS = {
     "a length that no sum can hold": Fault(
         "sample 1 ",
         make=text(f"3 {2**62} {2**62}"),
-        options=sets("layout.kind=fixed", "layout.samples=2"),
+        options=sets("layout.samples=2"),
     ),
     "words for lengths": Fault("line 1: 'many'", make=text("many words")),
     "a csv file without the column": Fault("It has 'a', 'b'", "a.csv", text("a,b\n1,2\n")),
@@ -261,8 +261,9 @@ def test_bad_input_gives_one_line_and_no_file(
         (None, "No such file"),
         (b"", "cut short"),
         (b"3 4 5\n", "not an Evenstep plan"),
-        (b"EVENSTEP PLAN 1\n", "damaged or cut short"),
-        (b"EVENSTEP PLAN 1\n" + bytes(500), "damaged or cut short"),
+        (b"EVENSTEP PLAN 2\n", "damaged or cut short"),
+        (b"EVENSTEP PLAN 2\n" + bytes(500), "damaged or cut short"),
+        (b"EVENSTEP PLAN 1\n" + bytes(500), "of version 1, and this release reads version 2"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(

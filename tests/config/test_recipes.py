@@ -20,7 +20,7 @@ def test_a_file_decodes_into_the_values_that_python_would_write(tmp_path: Path) 
         "topology: {dp: 8, cp: 2}\n"
         "steps: {samples: 128}\n"
         "cost: {per_token: 1e6}\n"
-        "limits: {segments: 16, columns: {images: 4}}\n"
+        "limits: {cost: 1e12, columns: {images: 4}}\n"
         "overflow: split\n"
     )
     recipe = load_recipe(path)
@@ -119,7 +119,7 @@ def test_all_faults_of_one_part_are_reported_at_once(
     [
         ({}, "layout.max_tokens is missing"),
         ({"layout": {"max_tokens": 8}, "lay": 3}, "A recipe has layout, topology, steps"),
-        ({"layout": {"max_tokens": 8, "rows": 3}}, "A packed layout has kind, max_tokens"),
+        ({"layout": {"max_tokens": 8, "row": 3}}, "A packed layout has max_tokens"),
         (
             {"layout": {"kind": "ragged"}},
             "'ragged'; expected one of: padded, packed",
@@ -151,7 +151,7 @@ def test_a_fault_says_what_would_be_right(data: dict[str, object], says: str) ->
         ),
         (
             {"layout": {}},
-            "layout.max_tokens is missing. Set it with --set layout.max_tokens=VALUE.",
+            "layout.max_tokens is missing: a packed layout needs max_tokens, samples or pad_to.",
         ),
         ({"topology": 3}, "topology must hold keys, got 3. Write it as topology.KEY=VALUE."),
         ({"seed": "x"}, "seed must be an integer, got 'x'."),

@@ -298,7 +298,7 @@ FAULTS = {
         lambda p: changed(p, widths=at(p.widths, 0, 16)),
     ),
     "too many segments": Fault(
-        "limits_hold",
+        "rows_fit_layout",
         Recipe(layout=Packed(max_tokens=16, samples=3)),
         lambda p: changed(p, recipe=Recipe(layout=Packed(max_tokens=16, samples=1))),
     ),

@@ -228,7 +228,7 @@ def test_groups_and_columns_must_match_the_samples() -> None:
     with pytest.raises(InputError, match="1 entries of group for 2 samples"):
         make_plan([1, 2], recipe, groups=[0])
     limited = Recipe.from_dict(
-        recipe.to_dict() | {"limits": {"segments": None, "cost": None, "columns": {"patches": 3}}}
+        recipe.to_dict() | {"limits": {"cost": None, "columns": {"patches": 3}}}
     )
     with pytest.raises(InputError, match="'patches' but no such column"):
         make_plan([1, 2], limited)

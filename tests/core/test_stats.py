@@ -136,11 +136,9 @@ def test_groups_count_as_a_whole_in_the_bound_on_packs() -> None:
     ("layout", "limits"),
     [
         (Packed(max_tokens=32), Limits()),
-        (Packed(max_tokens=512, pad_to=32), Limits()),
         (Packed(max_tokens=512), Limits(cost=32)),
         (Packed(max_tokens=512), Limits(columns={"patches": 32})),
         (Padded(max_tokens=32), Limits()),
-        (Padded(max_tokens=512, pad_to=32), Limits()),
         (Padded(max_tokens=512), Limits(cost=32)),
         (Padded(max_tokens=512), Limits(columns={"patches": 32})),
         (Packed(samples=2, max_tokens=32), Limits()),

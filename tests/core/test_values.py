@@ -79,8 +79,8 @@ def test_a_topology_derives_what_a_plan_must_keep(
         (lambda: Packed(rows=0, pad_to=8), whole("layout.rows", 0)),
         (lambda: Packed(samples=0), whole("layout.samples", 0)),
         (lambda: Padded(max_tokens=8, round_to=0), whole("layout.round_to", 0)),
-        (lambda: Packed(), "needs layout.max_tokens, layout.samples or layout.pad_to"),
-        (lambda: Padded(), "needs layout.max_tokens or layout.samples"),
+        (lambda: Packed(), "layout.max_tokens is missing: a packed"),
+        (lambda: Padded(), "layout.max_tokens is missing: a padded"),
         (lambda: Packed(rows=2, max_tokens=8), "layout.rows is 2, and several rows need one width"),
         (lambda: Packed(rows=2, pad_to=8, max_tokens=15), "micro-batch has 16 slots"),
         (lambda: Padded(samples=2, pad_to=8, max_tokens=15), "micro-batch has 16 slots"),
@@ -209,7 +209,7 @@ def test_truths_of_numpy_become_plain_ones() -> None:
 def test_an_unknown_word_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError) as caught:
         one_of("balance", "foo", Balance)
-    expected = "unknown balance 'foo'; expected one of: refined, lpt, karmarkar_karp, stride."
+    expected = "unknown balance 'foo'; expected one of: refined, lpt, karmarkar_karp, stride, none."
     assert str(caught.value) == expected
 
 

@@ -108,7 +108,7 @@ def test_every_sample_runs_once_per_epoch_and_no_budget_is_exceeded(
 ) -> None:
     steps = [step for stream in ranks_of(given, size) for step in in_turn(stream, workers)]
     assert sorted(numbers(steps)) == list(range(count_of(given)))
-    budget = given["recipe"].layout.max_tokens
+    budget = given["recipe"].layout.budget
     for step in steps:
         assert len(step) == given["recipe"].steps.micro_batches
         for micro, samples in step:
@@ -463,7 +463,14 @@ def test_what_a_pool_cannot_promise_is_refused() -> None:
     packed = Packed(max_tokens=9)
     for recipe, match in [
         (Recipe(layout=packed, steps=Steps(samples=4)), "counts steps in micro-batches"),
-        (Recipe(layout=packed, limits=Limits(columns={"images": 3})), "limits on cost and columns"),
+        (Recipe(layout=packed, limits=Limits(columns={"images": 3})), "limits.columns.images=3"),
+        (Recipe(layout=packed, limits=Limits(cost=3)), "limits.cost=3.0 has no effect"),
+        (Recipe(layout=packed, balance="lpt"), "balance='lpt' has no effect"),
+        (Recipe(layout=packed, balance="none"), "balance='none' has no effect"),
+        (Recipe(layout=packed, groups="step"), "groups='step' has no effect"),
+        (Recipe(layout=packed, equal_sizes=True), "equal_sizes=True has no effect"),
+        (Recipe(layout=Packed(max_tokens=9, packer="optimal")), "layout.packer='optimal'"),
+        (Recipe(layout=Padded(max_tokens=9, cut="optimal")), "layout.cut='optimal'"),
         (Recipe(layout=packed, topology=Topology(pp=2)), "one shape"),
     ]:
         with pytest.raises(ConfigError, match=match):

@@ -25,9 +25,8 @@ LENGTHS = [1, 33, 33, 5, 70]
 
 @pytest.mark.parametrize("cut", ["optimal", "greedy"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_longer_than_the_width_run_alone_and_widen_no_other(cut: str, ranks: int) -> None:
-    """The budget would hold two of 33, but rows are padded to 32."""
-    layout = Padded(max_tokens=128, pad_to=32, cut=cut)  # type: ignore[arg-type]
+def test_rows_longer_than_the_budget_run_alone_and_widen_no_other(cut: str, ranks: int) -> None:
+    layout = Padded(max_tokens=32, cut=cut)  # type: ignore[arg-type]
     recipe = Recipe(layout=layout, topology=Topology(dp=ranks), overflow="alone")
     plan = make_plan(LENGTHS, recipe)
     assert_valid_plan(plan)
@@ -37,7 +36,7 @@ def test_rows_longer_than_the_width_run_alone_and_widen_no_other(cut: str, ranks
 
 
 def test_a_group_with_an_over_long_member_is_refused() -> None:
-    recipe = Recipe(layout=Padded(max_tokens=128, pad_to=32), overflow="alone")
+    recipe = Recipe(layout=Padded(max_tokens=32), overflow="alone")
     with pytest.raises(PlanError, match="group 1 has 2 segments"):
         make_plan([33, 33], recipe, groups=[1, 1])
 

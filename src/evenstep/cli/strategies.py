@@ -70,19 +70,21 @@ def usual_strategies(job: Job) -> list[Strategy]:
     if budget is None:  # samples alone may be bounded
         budget = widest
     widest = min(widest, budget // unit * unit)
-    padded = (f"layout.max_tokens={budget}", "layout.kind=padded")
-    packed = (f"layout.max_tokens={budget}", "layout.kind=packed", "layout.pad_to=null")
+    shared = (f"layout.max_tokens={budget}", "layout.samples=null", "balance=refined")
+    padded = (*shared, "layout.kind=padded", "layout.cut=null", "layout.pad_to=null")
+    plain = ("layout.rows=1", "layout.pad_to=null", "layout.packer=null")
+    packed = (*shared, "layout.kind=packed", *plain)
     greedy, optimal = "layout.packer=first_fit_decreasing", "layout.packer=optimal"
     return [
         Strategy("recipe as it is", ()),
         Strategy("padded to longest", (*padded, f"layout.pad_to={widest}")),
-        Strategy("dynamic, greedy", (*padded, "layout.pad_to=null", "layout.cut=greedy")),
-        Strategy("dynamic, optimal", (*padded, "layout.pad_to=null", "layout.cut=optimal")),
+        Strategy("dynamic, greedy", (*padded, "layout.cut=greedy")),
+        Strategy("dynamic, optimal", padded),
         Strategy("packed in order", (*packed, "layout.packer=concatenative", "balance=stride")),
         Strategy("packed, FFD stride", (*packed, greedy, "balance=stride")),
         Strategy("packed, FFD LPT", (*packed, greedy, "balance=lpt")),
-        Strategy("packed, best fit", (*packed, "balance=refined")),
-        Strategy("packed, optimal", (*packed, optimal, "balance=refined")),
+        Strategy("packed, optimal", (*packed, optimal)),
+        Strategy("packed, even", packed),
     ]
 
 

@@ -25,8 +25,6 @@ from evenstep.errors import ConfigError
 
 DEFAULT_KIND = "packed"
 
-# What stands in for a required field at fault, so that the faults of the others still show.
-_STAND_INS = {"max_tokens": MOST, "rows": 1, "width": MOST, "samples": 1}
 _MOST_FAULTS = 20
 _LONGEST_HINT = 40
 
@@ -90,7 +88,7 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
             if detail["type"] != "value_error" or not _mentions(sentence, removed[:before]):
                 faults.append(sentence)
             place = _place(detail, sentence, prefix)
-            if _take_out(rest, place[len(prefix) :], _required(kind)):
+            if _take_out(rest, place[len(prefix) :]):
                 removed.append(place)
         if len(removed) == before:
             return None, faults
@@ -99,19 +97,15 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
 def _place(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple[str, ...]:
     """The path of what is at fault; our own sentences begin with it: "seed must be in ..."."""
     if detail["type"] == "value_error":
-        named = re.match(r"([\w.]+) (?:is|must be) ", sentence)
+        named = re.match(r"(?:unknown )?([\w.]+)[ =]", sentence)
         return tuple(named[1].split(".")) if named else prefix
     return (*prefix, *(str(part) for part in detail["loc"]))
 
 
-def _take_out(data: dict[str, Any], place: tuple[str, ...], required: set[str]) -> bool:
-    """Remove what stands at `place`, or put a stand-in where it may not be missing."""
+def _take_out(data: dict[str, Any], place: tuple[str, ...]) -> bool:
+    """Remove what stands at `place`, if there is anything."""
     if not place:
         return False
-    if len(place) == 1 and place[0] in required:
-        before = data.get(place[0])
-        data[place[0]] = _STAND_INS.get(place[0])
-        return bool(before != data[place[0]])
     inner: Any = data
     for parent in place[:-1]:
         inner = inner.get(parent) if isinstance(inner, dict) else None
@@ -119,15 +113,6 @@ def _take_out(data: dict[str, Any], place: tuple[str, ...], required: set[str]) 
     for key in keys:
         del inner[key]
     return bool(keys)
-
-
-def _required(kind: type) -> set[str]:
-    missing = dataclasses.MISSING
-    return {
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is missing and field.default_factory is missing
-    }
 
 
 def _mentions(sentence: str, places: Iterable[tuple[str, ...]]) -> bool:

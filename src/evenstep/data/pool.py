@@ -133,7 +133,7 @@ class Former:
         """Refuse what only plans can do."""
         recipe, limits = self.recipe, self.recipe.limits
         given = dict(recipe.layout.options)
-        default = {"balance": "refined", "equal_sizes": False, "groups": "micro_batch", "seed": 0}
+        default = {"balance": "refined", "equal_sizes": False, "groups": "micro_batch"}
         given |= {
             name: getattr(recipe, name)
             for name, usual in default.items()

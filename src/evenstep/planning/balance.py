@@ -300,10 +300,7 @@ def partition(
     [0, 0, 1, 1, 1]
     """
     if algorithm not in DEALS:
-        raise ConfigError(
-            f"balance {algorithm!r} is unknown, so nothing was dealt. Choose one of "
-            f"{', '.join(DEALS)}."
-        )
+        raise ConfigError(f"unknown balance {algorithm!r}; expected one of: {', '.join(DEALS)}.")
     parts = whole_number("parts", parts, most=MOST_RANKS)
     equal_sizes = truth_value("equal_sizes", equal_sizes)
     try:

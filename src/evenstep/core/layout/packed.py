@@ -53,12 +53,13 @@ class Packed(Frame):
     packer: str | Packer | None = None
 
     def __post_init__(self) -> None:
+        if self.packer is not None:
+            _check_packer(self.packer)
         whole_field(self, "layout.rows")
         self.check_bounds("packed")
         if self.max_tokens is None and self.samples is None and self.pad_to is None:
             raise ConfigError(
-                "a packed layout needs layout.max_tokens, layout.samples or layout.pad_to. Set one "
-                "of them."
+                "layout.max_tokens is missing: a packed layout needs max_tokens, samples or pad_to."
             )
         if self.rows > 1 and self.pad_to is None:
             raise ConfigError(
@@ -69,13 +70,11 @@ class Packed(Frame):
                 f"layout.samples is {self.samples}, shared by {self.rows} rows. Raise it to "
                 f"{self.rows} or more."
             )
-        if self.packer is not None:
-            _check_packer(self.packer)
-            if self.samples is not None:
-                raise ConfigError(
-                    "layout.packer cannot keep layout.samples, because a packer sees lengths only. "
-                    "Leave one of them out."
-                )
+        if self.packer is not None and self.samples is not None:
+            raise ConfigError(
+                "layout.packer cannot keep layout.samples, because a packer sees lengths only. "
+                "Leave one of them out."
+            )
 
     @property
     def options(self) -> dict[str, object]:
@@ -276,8 +275,7 @@ def _check_packer(packer: Any) -> None:
     if isinstance(packer, str):
         if packer not in PACKER_NAMES and ":" not in packer:
             raise ConfigError(
-                f"unknown layout.packer {packer!r}; expected one of: {', '.join(PACKER_NAMES)}, or "
-                f"a function."
+                f"unknown layout.packer {packer!r}; expected one of: {', '.join(PACKER_NAMES)}."
             )
     elif not callable(packer):
         raise ConfigError(

@@ -40,7 +40,7 @@ class Padded(Frame):
         self.check_bounds("padded")
         if self.max_tokens is None and self.samples is None:
             raise ConfigError(
-                "a padded layout needs layout.max_tokens or layout.samples. Set one of them."
+                "layout.max_tokens is missing: a padded layout needs max_tokens or samples."
             )
         if self.cut is not None:
             one_of("layout.cut", self.cut, Cut)
@@ -100,7 +100,8 @@ class Padded(Frame):
         """A row for each segment; one row if there is none."""
         if self.static and self.samples is not None:
             return held * 0 + self.samples
-        return max(held, 1) if isinstance(held, int) else np.maximum(held, 1)
+        empty: Whole = held == 0
+        return held + empty
 
     def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
         """Each entry in a row of its own."""
