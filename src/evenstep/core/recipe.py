@@ -11,6 +11,7 @@ import numpy as np
 
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout, PackedStatic, Padded
+from evenstep.core.summary import constructor
 from evenstep.core.topology import Topology
 from evenstep.core.validate import MOST, one_of, real_field, whole_field, whole_number
 from evenstep.errors import ConfigError
@@ -131,6 +132,10 @@ class Recipe:
                 "overflow='alone' needs a wider micro-batch, but packed_static has one shape. "
                 "Choose 'split', 'truncate', 'drop' or 'error'."
             )
+
+    def __repr__(self) -> str:
+        """The call that makes it, with what differs from the defaults."""
+        return constructor(self)
 
     @property
     def width_unit(self) -> int:
