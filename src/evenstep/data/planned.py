@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from evenstep.core.cursor import Cursor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, frozen
 from evenstep.core.recipe import Recipe
 from evenstep.core.step import Step
 from evenstep.core.validate import whole_number
@@ -216,6 +216,8 @@ class PlannedStream:
             budget=self.recipe.layout.max_tokens,
             ranks=self.world.size,
             loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
+            plan=None if place.inside else plan,
+            sample_ids=None if place.inside else frozen(samples),
         )
 
     def _labels(self, micro_batches: list[MicroBatch]) -> dict[int, int]:
