@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from evenstep import demo
+from evenstep import Plan, demo
 from evenstep.data.token_writer import write_token_file
 from evenstep.planning import make_plan
+from evenstep.report import Entry
 
 
 def test_the_corpus_is_the_functions_and_classes_of_the_standard_library() -> None:
@@ -44,8 +45,11 @@ def test_every_layout_runs_the_same_samples_in_every_step() -> None:
 def test_the_plans_that_are_drawn_are_those_that_run(tmp_path: Path) -> None:
     corpus = write_token_file(tmp_path / "tokens", demo.samples(24), dtype=np.uint8)
     recipe = demo.recipe_of(demo.LAYOUTS["packed"], each=12)
-    drawn = demo.plan("packed", recipe, corpus.lengths_of(np.arange(24))).plan
-    assert drawn is not None
+    planned = demo.Planned(demo.stream_of(corpus, recipe, 0))
+    assert len(list(planned)) == len(planned.seconds) == 2
+    assert planned.per_step == planned.seconds[1]
+    drawn = planned.plan
+    assert drawn == make_plan(corpus.lengths_of(np.arange(24)), recipe)
     for rank in range(demo.RANKS):
         for number, step in enumerate(demo.stream_of(corpus, recipe, rank)):
             ran = [micro.segments.sample.tolist() for micro in step.micro_batches]
@@ -55,15 +59,17 @@ def test_the_plans_that_are_drawn_are_those_that_run(tmp_path: Path) -> None:
 def test_the_table_has_a_column_for_each_layout_and_a_row_for_each_loss() -> None:
     record = {
         "losses": [5.5, 4.25], "tokens_per_second": 1000.0, "micro_batches": 7, "planned": 1.01,
-        "measured": 1.02, "waiting": 0.0,
+        "measured": 1.02, "waiting": 0.0, "planning": 0.0123,
     }  # fmt: skip
     screen = Console(file=io.StringIO(), width=120)
-    entries = [demo.plan(n, demo.recipe_of(layout), [9, 5]) for n, layout in demo.LAYOUTS.items()]
+    plans = {name: make_plan([9, 5], demo.recipe_of(way)) for name, way in demo.LAYOUTS.items()}
+    entries = [Entry(name, plan, 0.1) for name, plan in plans.items()]
     screen.print(demo.table(dict.fromkeys(demo.LAYOUTS, record), entries))
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert all(name in shown for name in demo.LAYOUTS)
     assert "loss of step 1" in shown
     assert "4.250000" in shown
+    assert "12.3 ms" in shown
 
 
 def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> None:
@@ -76,4 +82,6 @@ def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> N
     spread = re.search(r"differ by at most ([0-9.e+-]+):", done.stdout)
     assert spread is not None
     assert float(spread[1]) < 1e-5
+    plans = [Plan.load(tmp_path / demo.plan_path(name)) for name in demo.LAYOUTS]
+    assert [(plan.steps, len(plan.lengths)) for plan in plans] == [(2, 12)] * 3
     assert (tmp_path / "build" / "demo.html").read_text().startswith("<!doctype html>")

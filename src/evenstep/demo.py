@@ -2,7 +2,8 @@
 
 source -> stream -> plan -> batch -> runner, three times with the same samples in every step:
 padded to the longest, dynamically batched, packed. The loss of every step is the same; what it
-takes is not.
+takes is not. Each step is planned once by each rank, and the plans that ran are those that are
+drawn.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from rich.table import Table
 from evenstep.cli import screen
 from evenstep.core.archive import replace_file
 from evenstep.core.cost import Cost
+from evenstep.core.joining import join_plans
 from evenstep.core.layout import Layout, Packed, Padded
+from evenstep.core.plan import Plan
 from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.step import Step
 from evenstep.core.topology import Topology
 from evenstep.core.world import World
 from evenstep.data.planned import PlannedStream
@@ -70,8 +74,8 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
         f"{int(np.median(lengths)):,}, the longest {lengths.max():,}.\n{RANKS} processes, "
         f"{each} samples a step, micro-batches of at most {BUDGET:,} slots.\n"
     )
-    entries = [plan(name, recipe_of(layout, each), lengths) for name, layout in LAYOUTS.items()]
     records = train_all(corpus.path, each)
+    entries = [entry_of(name, record) for name, record in records.items()]
     console.print(table(records, entries))
     losses = np.array([record["losses"] for record in records.values()])
     console.print(
@@ -130,15 +134,47 @@ def recipe_of(layout: Layout, each: int = SAMPLES) -> Recipe:
     )
 
 
-def plan(name: str, recipe: Recipe, lengths: Any) -> Entry:
-    """The plan of all steps, for the picture; the ranks make the same by themselves."""
-    from evenstep.planning import make_plan
+def plan_path(name: str) -> Path:
+    """Where rank 0 saves the plan of all steps of a layout."""
+    return FOLDER / f"demo-{name.replace(' ', '-')}.evenstep"
 
-    with screen.progress(f"Planning: {name} (the first time compiles kernels)"):
-        make_plan(lengths, recipe)
-    began = time.perf_counter()
-    made = make_plan(lengths, recipe)
-    return Entry(name, made, time.perf_counter() - began)
+
+def entry_of(name: str, record: dict[str, Any]) -> Entry:
+    """What a layout ran, for the table and the picture."""
+    plan = Plan.load(plan_path(name))
+    return Entry(name, plan, record["planning"] * plan.steps)
+
+
+class Planned:
+    """The steps of a stream, with their plans kept and the time that each took to plan."""
+
+    def __init__(self, stream: PlannedStream) -> None:
+        self.stream = stream
+        self.steps: list[Step] = []
+        self.seconds: list[float] = []
+
+    def __iter__(self) -> Iterator[Step]:
+        steps = iter(self.stream)
+        while True:
+            began = time.perf_counter()
+            step = next(steps, None)
+            if step is None:
+                return
+            self.seconds.append(time.perf_counter() - began)
+            self.steps.append(step)
+            yield step
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of all steps so far, an epoch's, on all ranks."""
+        pairs = [(step.plan, step.sample_ids) for step in self.steps]
+        plans = [plan for plan, _ in pairs if plan is not None]
+        return join_plans(plans, [ids for _, ids in pairs if ids is not None])
+
+    @property
+    def per_step(self) -> float:
+        """Seconds to plan a step. The first, which loads or compiles kernels, is left out."""
+        return float(np.mean(self.seconds[1:] or self.seconds))
 
 
 def train_all(corpus: Path, each: int) -> dict[str, dict[str, Any]]:
@@ -170,7 +206,7 @@ def train_rank(rank: int, port: int, corpus: Path, each: int, records: Path) -> 
 
 
 def stream_of(source: TokenFile, recipe: Recipe, rank: int) -> PlannedStream:
-    """A rank's steps, in the corpus's own order: it is a random one, and that of the picture."""
+    """A rank's steps, in the corpus's own order, which is a random one."""
     lengths = source.lengths_of(np.arange(len(source)))
     return PlannedStream(
         source,
@@ -196,15 +232,18 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     model = DistributedDataParallel(Decoder(DecoderShape(**SHAPE)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     stream = stream_of(TokenFile(corpus), recipe, rank)
+    planned = Planned(stream)
     runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
     results = []
     with Watch(timeout=60), progress(rank, name) as advance:
-        for step in stream:
+        for step in planned:
             results.append(runner.run(step).reduce(runner.collective))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             advance(len(results), len(stream))
+    if rank == 0:
+        planned.plan.save(plan_path(name))
     steady = results[1:]  # the first step warms everything up
     seconds = sum(result.timings.total for result in steady)
     return {
@@ -214,6 +253,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
         "planned": float(np.mean([result.planned_imbalance for result in results])),
         "measured": float(np.mean([result.measured_imbalance for result in steady])),
         "waiting": sum(result.timings.wait for result in steady) / seconds,
+        "planning": planned.per_step,
     }
 
 
@@ -245,8 +285,7 @@ def table(records: dict[str, dict[str, Any]], entries: list[Entry]) -> Table:
     made.add_row("micro-batches a rank", *(f"{record['micro_batches']:,}" for record in found))
     made.add_row("imbalance, planned", *(f"{record['planned']:.4f}×" for record in found))
     made.add_row("imbalance, measured", *(f"{record['measured']:.3f}×" for record in found))
-    each = [entry.seconds / len(found[0]["losses"]) for entry in entries]
-    made.add_row("time to plan a step", *(f"{seconds * 1e3:.1f} ms" for seconds in each))
+    made.add_row("time to plan a step", *(f"{record['planning'] * 1e3:.1f} ms" for record in found))
     made.add_row("waiting for data", *(f"{record['waiting']:.1%}" for record in found))
     made.add_section()
     for step in range(len(found[0]["losses"])):

@@ -20,7 +20,7 @@ from evenstep import (
     make_plan,
     violations,
 )
-from evenstep.core.checks import CHECKS
+from evenstep.core.checks import CHECKS, violations_by_check
 from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
@@ -333,9 +333,10 @@ FAULTS = {
 def test_a_fault_is_found_by_the_check_that_is_named_for_it(fault: Fault) -> None:
     lengths = [9, 1, 1, 1, 1, 1, 1, 1] if fault.check == "sizes_equal" else LENGTHS
     plan = make_plan(lengths, fault.recipe, **fault.arguments)
-    assert not any(violations(plan).values())
+    assert violations(plan) == []
     spoiled = fault.spoil(plan)
-    assert violations(spoiled)[fault.check]
+    assert any(found.startswith(f"{fault.check}: ") for found in violations(spoiled))
+    assert violations_by_check(spoiled)[fault.check]
     with pytest.raises(PlanError, match=fault.check):
         assert_valid_plan(spoiled)
 
@@ -347,7 +348,7 @@ def test_every_check_has_a_fault_that_it_finds() -> None:
 def test_steps_of_micro_batches_may_end_with_a_short_one() -> None:
     plan = make_plan([8] * 5, counted)
     assert np.diff(plan.cell_offsets).tolist() == [2, 2, 1]
-    assert not any(violations(plan).values())
+    assert violations(plan) == []
 
 
 def test_groups_in_steps_of_micro_batches_stand_where_they_begin() -> None:
@@ -355,4 +356,21 @@ def test_groups_in_steps_of_micro_batches_stand_where_they_begin() -> None:
     assert plan.step_of.tolist() == [0, 0, 0, 1, 1]
     late = make_plan([4, 8, 8, 8, 4], counted, groups=[7, 1, 2, 3, 7])
     assert late.step_of.tolist() == [0, 0, 1, 1, 0]
-    assert not any(violations(late).values())
+    assert violations(late) == []
+
+
+def test_violations_are_a_flat_list_of_sentences_that_name_their_check() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2))
+    wide = handmade([5, 5, 5, 4, 4, 5], [[[[[0, 1]], [[3]]], [[[2]], [[4, 5]]]]], recipe)
+    assert violations(wide) == [
+        "slots_within_budget: micro-batch 0 has 10 slots of 8",
+        "slots_within_budget: micro-batch 3 has 9 slots of 8",
+    ]
+
+
+def test_a_plan_whose_offsets_do_not_nest_is_examined_no_further() -> None:
+    plan = make_plan(LENGTHS, packed)
+    torn = changed(plan, row_offsets=plan.row_offsets[:-1])
+    assert list(violations_by_check(torn)) == ["offsets_nest"]
+    assert violations(torn)
+    assert all(fault.startswith("offsets_nest: ") for fault in violations(torn))

@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from evenstep import (
     Cost,
     Limits,
+    MicroBatch,
     Packed,
     Padded,
     Plan,
@@ -19,7 +22,9 @@ from evenstep import (
     Topology,
     make_plan,
 )
+from evenstep.core.segments import Segments
 from evenstep.errors import EvenstepError, FileError, InputError
+from evenstep.testing import Case, cases
 
 
 @pytest.fixture
@@ -39,8 +44,46 @@ def test_cells_give_each_rank_its_micro_batches(plan: Plan) -> None:
     assert seen == plan.order.tolist()
     assert sorted(seen) == list(range(9))
     assert len(plan) == 2
-    with pytest.raises(IndexError):
-        plan[0, 2]
+
+
+def cells(micros: list[MicroBatch]) -> list[list[int]]:
+    return [micro.segments.sample.tolist() for micro in micros]
+
+
+def test_a_step_is_the_list_of_its_ranks_micro_batches(plan: Plan) -> None:
+    by_cell = [[cells(plan[step, rank]) for rank in range(2)] for step in range(2)]
+    assert [[cells(rank) for rank in plan[step]] for step in range(2)] == by_cell
+    assert [[cells(rank) for rank in step] for step in plan] == by_cell
+    assert [[cells(rank) for rank in step] for step in (plan[-2], plan[-1])] == by_cell
+    assert [cells(plan[-1, rank]) for rank in range(2)] == by_cell[-1]
+    assert cells(plan[np.int64(1), np.int64(0)]) == by_cell[1][0]
+    assert cells(plan[np.int64(1)][0]) == by_cell[1][0]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (2, "step 2 is out of range: the plan has 2 steps"),
+        (-3, "step -3 is out of range"),
+        ((2, 0), "step 2 is out of range"),
+        ((-3, 0), "step -3 is out of range"),
+        ((0, 2), "rank 2 is out of range: the plan has ranks 0 to 1"),
+        ((0, -1), "rank -1 is out of range"),
+    ],
+)
+def test_an_index_out_of_range_is_an_error_in_a_sentence(
+    plan: Plan, index: Any, message: str
+) -> None:
+    with pytest.raises(IndexError, match=message):
+        plan[index]
+
+
+def test_a_plan_of_nothing_has_no_step() -> None:
+    empty = make_plan([], Recipe(layout=Packed(max_tokens=8)))
+    assert list(empty) == []
+    for index in (0, -1, (0, 0)):
+        with pytest.raises(IndexError, match="the plan has 0 steps"):
+            empty[index]
 
 
 def test_a_plan_cannot_be_written_to(plan: Plan) -> None:
@@ -194,6 +237,67 @@ def test_a_plan_crosses_processes_and_can_be_copied() -> None:
         assert again.columns["patches"].tolist() == [1, 2, 3]
         for array in (again.widths, again.segments.length, again.columns["patches"]):
             assert not array.flags.writeable
+
+
+# Equality --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_equal_plans_compare_equal_and_hash_alike(case: Case) -> None:
+    try:
+        plan = case.plan()
+    except EvenstepError:
+        return
+    for again in (
+        case.plan(),
+        Plan.from_bytes(plan.to_bytes()),
+        pickle.loads(pickle.dumps(plan)),
+        copy.copy(plan),
+        copy.deepcopy(plan),
+        replace(plan),
+    ):
+        assert again == plan
+        assert hash(again) == hash(plan)
+        assert {plan: "found"}[again] == "found"
+
+
+def one_more(values: Any) -> Any:
+    changed = np.array(values)
+    changed[-1] += 1
+    return changed
+
+
+def test_plans_that_differ_anywhere_are_not_equal(plan: Plan, tmp_path: Path) -> None:
+    segments = plan.segments
+    columns = {"sample": segments.sample, "start": segments.start, "length": segments.length}
+    arrays = ("lengths", "step_of", "row_offsets", "micro_offsets", "cell_offsets", "widths")
+    others = [
+        *(replace(plan, **{name: one_more(getattr(plan, name))}) for name in arrays),
+        *(replace(plan, **{name: getattr(plan, name)[:-1]}) for name in arrays),
+        *(
+            replace(plan, segments=Segments(**columns | {name: one_more(column)}))
+            for name, column in columns.items()
+        ),
+        replace(plan, groups=None),
+        replace(plan, groups=one_more(plan.groups)),
+        replace(plan, columns={"patches": plan.lengths}),
+        replace(plan, columns={"pixels": plan.lengths}),
+        replace(plan, recipe=replace(plan.recipe, seed=1)),
+    ]
+    for number, other in enumerate(others):
+        assert other != plan
+        assert all(other != another for another in others[:number])
+        assert other.fingerprint != plan.fingerprint
+    plan.save(tmp_path / "plan")
+    assert Plan.load(tmp_path / "plan") == plan
+
+
+def test_a_plan_is_equal_to_plans_alone(plan: Plan) -> None:
+    assert plan != plan.fingerprint
+    assert plan != plan._arrays()
+    assert plan.__eq__(None) is NotImplemented
+    assert plan in [None, "plan", plan]
 
 
 def test_static_rows_never_share_a_segment() -> None:

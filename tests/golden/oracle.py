@@ -1,7 +1,9 @@
 """Stored plans: 2,000 recipes with their lengths and a digest of the plan that they gave.
 
 Each case of `oracle.json` holds a recipe in the names of version 0.1.0, lengths, and perhaps groups
-and a column `patches`. `digest` is that of the plan's arrays alone, made by version 0.1.0.
+and a column `patches`. `digest` is that of the plan's arrays alone, made by version 0.1.0. Where
+the plan has changed since, `now` is today's digest, or null if the recipe is refused, and `why` is
+the reason.
 """
 
 import hashlib

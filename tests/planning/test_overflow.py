@@ -81,4 +81,4 @@ def test_where_nothing_limits_a_sample_none_is_cut_or_dropped(overflow: Overflow
     whole = plan.segments
     cut = Segments(whole.sample, whole.start, np.array([1, 600]))
     damaged = replace(plan, segments=cut, widths=np.array([601]))
-    assert violations(damaged)["overflow_as_asked"]
+    assert any(fault.startswith("overflow_as_asked: ") for fault in violations(damaged))

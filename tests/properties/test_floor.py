@@ -1,6 +1,7 @@
 """No plan is better than its floor says any plan can be."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
@@ -13,7 +14,7 @@ from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology, make_plan
 from evenstep.core.floor import Floor, Floors
 from evenstep.core.layout import PACKER_NAMES, Cut
 from evenstep.core.recipe import Balance, SyncEvery
-from evenstep.errors import EvenstepError
+from evenstep.errors import ConfigError, EvenstepError
 from evenstep.testing import Case, cases
 
 MORE = 1 + 1e-9
@@ -39,14 +40,13 @@ def times(plan: Plan) -> list[float]:
 
 def alternatives(recipe: Recipe) -> Iterator[Recipe]:
     """The recipe with every other packer, cut and balance."""
-    layout: Any = recipe.layout
-    layouts = [layout]
-    if hasattr(layout, "packer"):
-        layouts = [replace(layout, packer=name) for name in PACKER_NAMES]
-    elif isinstance(layout, Padded):
-        layouts = [replace(layout, cut=cut) for cut in get_args(Cut)]
-    for other, balance in product(layouts, get_args(Balance)):
-        yield replace(recipe, layout=other, balance=balance)
+    layout = recipe.layout
+    changes: list[dict[str, Any]] = [{"packer": name} for name in (None, *PACKER_NAMES)]
+    if isinstance(layout, Padded):
+        changes = [{"cut": cut} for cut in (None, *get_args(Cut))]
+    for change, balance in product(changes, get_args(Balance)):
+        with suppress(ConfigError):  # not all of them go together
+            yield replace(recipe, layout=replace(layout, **change), balance=balance)
 
 
 @settings(max_examples=300)

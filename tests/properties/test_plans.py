@@ -1,13 +1,14 @@
 """Whatever the lengths and the recipe: a plan keeps its promises, or planning says why not."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Packed, Plan, Recipe, Steps, Topology, make_plan
+from evenstep import Limits, Packed, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.core.ragged import IntArray
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, assert_valid_plan, cases
@@ -65,12 +66,11 @@ def test_the_samples_of_a_step_do_not_depend_on_how_it_is_cut(
     """Layout, packer, balance and topology may all differ; the steps may not."""
     steps: list[IntArray] = []
     for case in (one, other):
-        recipe = case.recipe.to_dict()
-        recipe["steps"] = {"samples": samples, "tokens": None, "micro_batches": None}
-        recipe["overflow"] = "split"
-        recipe["limits"] = {"segments": None, "cost": None, "columns": {}}
+        recipe = replace(
+            case.recipe, steps=Steps(samples=samples), overflow="split", limits=Limits()
+        )
         try:
-            plan = make_plan(lengths, Recipe.from_dict(recipe))
+            plan = make_plan(lengths, recipe)
         except EvenstepError:
             return
         steps.append(plan.step_of)
@@ -108,9 +108,7 @@ def test_a_thousand_ranks_are_planned_like_eight(count: int, seed: int) -> None:
 @given(cases())
 def test_nothing_is_refused_without_a_limit_that_forces_it(case: Case) -> None:
     """Over-long samples may be handled, nothing is grouped or limited: then a plan must exist."""
-    recipe = case.recipe.to_dict()
-    recipe["limits"] = {"segments": None, "cost": None, "columns": {}}
-    recipe["steps"] |= {"micro_batches": None}
-    if recipe["overflow"] == "error":
-        recipe["overflow"] = "drop"
-    assert_valid_plan(make_plan(case.lengths, Recipe.from_dict(recipe)))
+    recipe = replace(case.recipe, limits=Limits(), steps=Steps())
+    if recipe.overflow == "error":
+        recipe = replace(recipe, overflow="drop")
+    assert_valid_plan(make_plan(case.lengths, recipe))

@@ -13,7 +13,8 @@ from evenstep.core.recipe import Overflow
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.context import shard_context
-from evenstep.tensors.restore import Key, restore_ragged, restore_sequences, restore_tokens
+from evenstep.tensors.origin import Key
+from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
 from tests.tensors.cuts import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]

@@ -8,11 +8,11 @@ from evenstep.cli import options, terminal
 def check(plan: options.SavedPlan, json: options.Json = False) -> int:
     """Check every promise of a saved plan; exit code 1 when one is broken."""
     from evenstep.cli import screen
-    from evenstep.core.checks import CHECKS, violations
+    from evenstep.core.checks import CHECKS, violations_by_check
     from evenstep.core.plan import Plan
 
     with screen.progress(f"Checking {plan.name}"):
-        found = violations(Plan.load(plan))
+        found = violations_by_check(Plan.load(plan))
     broken = any(found.values())
     promises = {name: (promise.__doc__ or name).strip() for name, promise in CHECKS.items()}
     with terminal.printing():

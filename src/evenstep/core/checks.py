@@ -336,8 +336,17 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
 }
 
 
-def violations(plan: Plan) -> dict[str, list[str]]:
-    """What each check finds wrong. A plan whose offsets do not nest is examined no further."""
+def violations(plan: Plan) -> list[str]:
+    """What is wrong with a plan, one sentence for each fault; empty if it is valid.
+
+    Each names its check: "slots_within_budget: micro-batch 3 has 120 slots of 100".
+    """
+    found = violations_by_check(plan)
+    return [f"{name}: {fault}" for name, faults in found.items() for fault in faults]
+
+
+def violations_by_check(plan: Plan) -> dict[str, list[str]]:
+    """What each check finds wrong. If offsets do not nest, no other check runs."""
     broken = offsets_nest(plan)
     if broken:
         return {"offsets_nest": broken}
@@ -346,10 +355,11 @@ def violations(plan: Plan) -> dict[str, list[str]]:
 
 def assert_valid(plan: Plan) -> None:
     """Raise a `PlanError` that names every broken promise."""
-    found = {name: wrong for name, wrong in violations(plan).items() if wrong}
+    found = violations(plan)
     if found:
-        lines = "; ".join(f"{name}: {', '.join(wrong)}" for name, wrong in found.items())
-        raise PlanError(f"the plan breaks its promises and must not run ({lines}). Plan again.")
+        raise PlanError(
+            f"the plan breaks its promises and must not run ({'; '.join(found)}). Plan again."
+        )
 
 
 def _some(mask: BoolArray) -> list[int]:

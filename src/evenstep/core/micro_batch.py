@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,3 +107,9 @@ class MicroBatch:
             sample_lengths=self.sample_lengths[chosen],
             truncated_to=self.sample_ends[chosen],
         )
+
+
+def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
+    """The ids of the samples in these micro-batches, ascending, each once."""
+    none = np.empty(0, np.int64)
+    return np.unique(np.concatenate([none, *(micro.segments.sample for micro in micro_batches)]))

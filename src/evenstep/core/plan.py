@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenstep.core import archive
+from evenstep.core import archive, summary
 from evenstep.core import stats as measures
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import FloatArray, IntArray, frozen
@@ -21,6 +22,7 @@ from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.errors import FileError, InputError
 
+_HASHED = 64  # segments and micro-batches that a hash looks at
 _OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
 
 
@@ -74,11 +76,38 @@ class Plan:
     def __len__(self) -> int:
         return self.steps
 
-    def __getitem__(self, cell: tuple[int, int]) -> list[MicroBatch]:
-        """The micro-batches of (step, rank), in the order in which they run."""
-        step, rank = cell
-        if not (0 <= step < self.steps and 0 <= rank < self.ranks):
-            raise IndexError(f"cell {cell} of {self.steps} steps on {self.ranks} ranks")
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> list[list[MicroBatch]]: ...
+    @overload
+    def __getitem__(self, at: tuple[SupportsIndex, SupportsIndex]) -> list[MicroBatch]: ...
+    def __getitem__(
+        self, at: SupportsIndex | tuple[SupportsIndex, SupportsIndex]
+    ) -> list[list[MicroBatch]] | list[MicroBatch]:
+        """`plan[step, rank]`: that rank's micro-batches, in the order in which they run.
+        `plan[step]`: a list of those of each rank. `plan[-1]` is the last step."""
+        if not isinstance(at, tuple):
+            step = self._step(at)
+            return [self._cell(step, rank) for rank in range(self.ranks)]
+        step, rank = self._step(at[0]), operator.index(at[1])
+        if not 0 <= rank < self.ranks:
+            raise IndexError(
+                f"rank {rank} is out of range: the plan has ranks 0 to {self.ranks - 1}"
+            )
+        return self._cell(step, rank)
+
+    def __iter__(self) -> Iterator[list[list[MicroBatch]]]:
+        """The steps, each as `plan[step]`."""
+        return (self[step] for step in range(self.steps))
+
+    def _step(self, index: SupportsIndex) -> int:
+        step = operator.index(index)
+        if not -self.steps <= step < self.steps:
+            raise IndexError(
+                f"step {step} is out of range: the plan has {summary.counted(self.steps, 'step')}"
+            )
+        return step % self.steps
+
+    def _cell(self, step: int, rank: int) -> list[MicroBatch]:
         at = step * self.ranks + rank
         return [self._micro(m) for m in range(self.cell_offsets[at], self.cell_offsets[at + 1])]
 
@@ -196,6 +225,38 @@ class Plan:
 
     # Measures, identity, files -----------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        """Sizes, fill and imbalance in one line."""
+        return summary.of_plan(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same recipe and the same arrays."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        if self is other:
+            return True
+        mine, others = self._arrays(), other._arrays()
+        return (
+            {name: len(array) for name, array in mine.items()}
+            == {name: len(array) for name, array in others.items()}
+            and self.recipe == other.recipe
+            and all(np.array_equal(mine[name], others[name]) for name in mine)
+        )
+
+    def __hash__(self) -> int:
+        """Cheap for any size: from the recipe, the sizes and the first segments."""
+        segments = self.segments.take(slice(_HASHED))
+        return hash(
+            (
+                self.recipe,
+                len(self.lengths),
+                len(self.segments),
+                self.widths[:_HASHED].tobytes(),
+                segments.sample.tobytes(),
+                segments.length.tobytes(),
+            )
+        )
+
     def stats(self, width: int | None = None) -> dict[str, measures.Value]:
         """How full, even and far from its bounds the plan is. See `core.stats`."""
         return measures.of_plan(self, width)
@@ -237,7 +298,8 @@ class Plan:
                 f"is of no use here. Save it again with this version."
             ) from None
 
-    def _encode(self) -> bytes:
+    def _arrays(self) -> dict[str, IntArray]:
+        """All that a plan holds beside its recipe, by name."""
         arrays = {
             "lengths": self.lengths,
             "step_of": self.step_of,
@@ -250,7 +312,10 @@ class Plan:
         }
         if self.groups is not None:
             arrays["groups"] = self.groups
-        return archive.encode(self.recipe.to_dict(), arrays)
+        return arrays
+
+    def _encode(self) -> bytes:
+        return archive.encode(self.recipe.to_dict(), self._arrays())
 
     @classmethod
     def _decode(cls, payload: bytes) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, Layout
 from evenstep.core.rounding import rounded_up
+from evenstep.core.summary import constructor
 from evenstep.core.topology import Topology
 from evenstep.core.validate import (
     one_of,
@@ -168,6 +169,10 @@ class Recipe:
                 f"steps.micro_batches is {asked}, but this pipeline runs multiples of {multiple}. "
                 f"Use {rounded_up(asked, multiple)}."
             )
+
+    def __repr__(self) -> str:
+        """The call that makes it, with what differs from the defaults."""
+        return constructor(self)
 
     @property
     def width_unit(self) -> int:

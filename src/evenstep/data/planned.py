@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from evenstep.core.cursor import Cursor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, frozen
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
@@ -98,6 +98,7 @@ class PlannedStream:
         self._reader = Reader(source, on_error)
         self._start = self._now = Place()
         self._walked = False  # whether the place was iterated since it was chosen
+        self._window = 64  # units that are looked at first; a step depends on those it takes alone
 
     @property
     def done(self) -> int:
@@ -162,7 +163,7 @@ class PlannedStream:
         fixed = self.recipe.steps.samples
         if fixed is not None and self._units.groups is None and self.recipe.overflow != "drop":
             return (min(fixed, rest), fixed >= rest) if rest else None
-        window = min(rest, fixed or 64)
+        window = min(rest, fixed or self._window)
         while True:
             samples, ends = self._samples(place, window)
             lengths, complete = self.source.lengths_of(samples), window == rest
@@ -171,6 +172,7 @@ class PlannedStream:
                 return None
             if size is not None:
                 units = int(np.searchsorted(ends, size)) + 1
+                self._window = units + units // 4 + 64
                 if self.recipe.overflow == "drop" and self._all_dropped(place, units):
                     units = rest  # nothing follows that could tell of them
                 return units, units == rest
@@ -218,6 +220,8 @@ class PlannedStream:
             budget=self.recipe.layout.budget,
             ranks=self.world.size,
             loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
+            plan=None if place.inside else plan,
+            sample_ids=None if place.inside else frozen(samples),
         )
 
     def _labels(self, micro_batches: list[MicroBatch]) -> dict[int, int]:

@@ -27,7 +27,7 @@ class Remainder:
     recipe: Recipe
     by_rank: list[list[MicroBatch]]
     about: Mapping[int, Mapping[str, Any]]
-    """Sample number -> its group and columns."""
+    """Sample number -> its place in the step, its group and its columns."""
 
     @classmethod
     def of(cls, plan: Plan, samples: IntArray, about: Mapping[str, Any]) -> Remainder:
@@ -38,6 +38,7 @@ class Remainder:
         groups, columns = about["groups"], about["columns"]
         known = {
             int(number): {
+                "place": at,
                 "group": None if groups is None else int(groups[at]),
                 **{name: int(column[at]) for name, column in columns.items()},
             }
@@ -74,7 +75,8 @@ class Remainder:
                 for column in ("sample", "start", "length")
             )
         )
-        order = np.lexsort((pieces.start, pieces.sample))
+        place = [self.about[number]["place"] for number in pieces.sample.tolist()]
+        order = np.lexsort((pieces.start, place))
         whole = np.concatenate([micro.sample_lengths for micro in micros])[order]
         ends = np.concatenate([micro.sample_ends for micro in micros])[order]
         pieces = pieces.take(order)

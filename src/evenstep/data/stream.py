@@ -152,4 +152,6 @@ def _empty(before: Step | None, recipe: Recipe) -> Step:
         cursor=replace(before.cursor, step=before.cursor.step + 1),
         lost={},
         batches=None,
+        plan=None,
+        sample_ids=None,
     )

@@ -25,13 +25,15 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
     ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
     padded = _sorted_rows(recipe)
     key, widths = None, None
+    size = _pack_size(units, recipe)
+    if padded is None:
+        _check_groups(units, *size)
     if recipe.balance == "none":
         place, count = _in_order(units, recipe, wanted)
     elif padded is not None and padded.cut == "greedy":
         place, count, widths = place_greedy(units, padded, recipe, wanted)
         key = np.argsort(np.argsort(units.widest, kind="stable"))  # narrow to wide
     elif recipe.equal_sizes:
-        size = _pack_size(units, recipe)
         place, count = place_by_rank(
             units,
             recipe.balance,
@@ -41,7 +43,7 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
             lambda own, positions: _place(own, recipe, rows, positions, size),
         )
     else:
-        place, count = _place(units, recipe, ranks * rows, wanted, _pack_size(units, recipe))
+        place, count = _place(units, recipe, ranks * rows, wanted, size)
         if rows > 1:
             place = _share_rows(place, units, count, ranks, rows)
     # place = position * lanes + lane; the lanes of one rank are its rows.
@@ -64,14 +66,13 @@ def count_lanes(units: Units, recipe: Recipe, lanes: int) -> int:
     padded = _sorted_rows(recipe)
     if len(units) == 0:
         return 0
+    measure, capacity = _pack_size(units, recipe)
+    if padded is None and measure == "samples" and int(units.count.max()) > capacity:
+        return lanes + len(units)  # a group that does not fit at this width
     if recipe.balance == "none":
         return int(packs_in_order(units, recipe)[-1]) + 1
     if padded is not None and padded.cut == "greedy":
         return ranks * count_greedy(units, padded, recipe)
-
-    measure, capacity = _pack_size(units, recipe)
-    if padded is None and measure == "samples" and int(units.count.max()) > capacity:
-        return lanes + len(units)  # a group that does not fit at this width
 
     def count(some: Units, most: int) -> int:
         if padded is not None:
@@ -122,7 +123,6 @@ def _place(
     if padded is not None:
         return place_optimal(units, padded, recipe, lanes, wanted)
     measure, capacity = size
-    _check_groups(units, measure, capacity)
     counted = units.by_count() if measure == "samples" else units
     return place_units(counted, capacity, recipe, lanes, wanted)
 

@@ -55,7 +55,7 @@ def assign_steps(
             window *= 2
             continue
         step_of_unit[begin : begin + count] = step
-        begin, step = begin + count, step + 1
+        begin, step, window = begin + count, step + 1, count + count // 4 + 64
     return step_of_unit[unit]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from evenstep.core import summary
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.slots import Slots
 
@@ -27,6 +28,29 @@ class Batch(Slots):
     sample was split, the last slot of a piece predicts the first token of the next piece, wherever
     that runs; `beyond` knows it, and is None where nothing of this batch was split.
     """
+
+    def __repr__(self) -> str:
+        """Sizes, fill and where it is, in one line. Of tensors without values, the shape alone."""
+
+        def held() -> str:
+            real = self.seqlens[self.sample_ids >= 0]
+            segments, tokens = len(real), int(real.sum())
+            if not segments:
+                return "empty"
+            parts = (summary.counted(segments, "segment"), summary.counted(tokens, "token"))
+            return ", ".join((*parts, summary.fill(tokens, self.rows * self.width)))
+
+        parts = (
+            summary.attempt(
+                lambda: (
+                    f"{summary.counted(self.rows, 'row')} of {summary.counted(self.width, 'slot')}"
+                )
+            ),
+            summary.attempt(held),
+            summary.attempt(lambda: str(self.device)),
+            f"extras {', '.join(self.extras)}" if self.extras else "",
+        )
+        return summary.line("Batch", parts)
 
     def labels_at(self, distance: int = 1) -> Tensor:
         """Labels for predicting `distance` tokens ahead (multi-token prediction).

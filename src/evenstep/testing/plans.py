@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from evenstep.core.checks import assert_valid
 from evenstep.core.cost import Cost
-from evenstep.core.layout import PACKER_NAMES, Layout, Packed, Padded
+from evenstep.core.layout import PACKER_NAMES, Cut, Layout, Packed, Padded
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.recipe import Balance, Limits, Overflow, Recipe, Scope, Steps, SyncEvery
 from evenstep.core.topology import Topology
-from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -74,7 +73,6 @@ def _lengths(most: int) -> SearchStrategy[list[int]]:
 
 
 def _recipes() -> SearchStrategy[Recipe]:
-    from hypothesis import assume
     from hypothesis import strategies as st
 
     topologies = st.builds(
@@ -87,64 +85,81 @@ def _recipes() -> SearchStrategy[Recipe]:
         variable_seq_lengths=st.booleans(),
     )
     costs = [Cost(), Cost(per_pair=0.1), Cost(per_segment=3, per_micro_batch=5)]
-    fields = st.fixed_dictionaries(
+    rest = st.fixed_dictionaries(
         {
-            "layout": _layouts(),
-            "topology": topologies,
-            "steps": _steps(),
             "cost": st.sampled_from(costs),
-            "limits": _limits(),
-            "balance": st.sampled_from(get_args(Balance)),
             "sync_every": st.sampled_from(get_args(SyncEvery)),
             "groups": st.sampled_from(get_args(Scope)),
-            "equal_sizes": st.sampled_from([True, False, False, False]),
-            "overflow": st.sampled_from(get_args(Overflow)),
             "seed": st.integers(0, 3),
         }
     )
+    equal = st.sampled_from([True, False, False, False])
+    layouts, limits, steps = _layouts(), _limits(), _steps()
 
     @st.composite
     def recipe(draw: DrawFn) -> Recipe:
-        try:
-            return Recipe(**draw(fields))
-        except ConfigError:
-            assume(False)
-            raise
+        topology, layout, step = draw(topologies), draw(layouts), draw(steps)
+        limited = Limits() if isinstance(layout, Packed) and layout.packer else draw(limits)
+        overflows = [each for each in get_args(Overflow) if each != "alone"]
+        if layout.pad_to is None and not topology.equal_widths:
+            overflows.append("alone")
+        if isinstance(layout, Padded) and topology.equal_widths:
+            layout = replace(layout, cut=None)
+        balances = list(get_args(Balance))
+        if layout.options.get("layout.cut") == "greedy":
+            balances = ["refined", "stride"]
+        elif layout.options:
+            balances.remove("none")
+        if step.micro_batches is not None and step.micro_batches % topology.multiple:
+            step = Steps(micro_batches=topology.multiple)
+        balance = draw(st.sampled_from(balances))
+        return Recipe(
+            layout=layout,
+            topology=topology,
+            steps=step,
+            limits=limited,
+            balance=balance,
+            equal_sizes=balance != "none" and draw(equal),
+            overflow=draw(st.sampled_from(overflows)),
+            **draw(rest),
+        )
 
     return recipe()
 
 
 def _layouts() -> SearchStrategy[Layout]:
-    from hypothesis import assume
+    """Every bound alone and with the others; what contradicts itself is set right."""
     from hypothesis import strategies as st
 
-    bounds = {
-        "max_tokens": st.sampled_from([None, 8, 24, 32, 64, 100, 128, 200]),
-        "samples": st.sampled_from([None, None, 1, 2, 3, 5]),
-        "round_to": st.sampled_from([1, 1, 1, 2, 8]),
-        "pad_to": st.sampled_from([None, None, None, 16, 32, 64]),
-    }
-    padded = st.fixed_dictionaries({**bounds, "cut": st.sampled_from([None, "optimal", "greedy"])})
-    packed = st.fixed_dictionaries(
-        {
-            **bounds,
-            "rows": st.sampled_from([1, 1, 1, 2, 3]),
-            "packer": st.sampled_from([None, None, None, *PACKER_NAMES, shortest_first]),
-        }
-    )
+    budgets = st.sampled_from([None, 8, 24, 32, 64, 100, 128, 200])
+    widths = st.sampled_from([None, None, None, 16, 32, 64])
+    counts = st.sampled_from([None, None, 1, 2, 3, 5])
+    roundings = st.sampled_from([1, 1, 1, 2, 8])
+    cuts = st.sampled_from([None, *get_args(Cut)])
+    rows = st.sampled_from([1, 1, 1, 2, 3])
+    packers = st.sampled_from([None, None, None, *PACKER_NAMES, shortest_first])
 
     @st.composite
     def layout(draw: DrawFn) -> Layout:
-        try:
-            return draw(
-                st.one_of(
-                    st.builds(lambda given: Padded(**given), padded),
-                    st.builds(lambda given: Packed(**given), packed),
-                )
-            )
-        except ConfigError:
-            assume(False)
-            raise
+        budget, samples, pad_to = draw(budgets), draw(counts), draw(widths)
+        padded = draw(st.booleans())
+        if padded:
+            if budget is None and samples is None:
+                budget = 64
+            least = (samples or 1) * (pad_to or 1)
+        else:
+            count = draw(rows) if pad_to is not None else 1
+            samples = None if samples is None else max(samples, count)
+            if budget is None and samples is None and pad_to is None:
+                budget = 64
+            least = count * (pad_to or 1)
+        if budget is not None and pad_to is not None:
+            budget = max(budget, least)
+        bounds: dict[str, Any] = {"max_tokens": budget, "samples": samples, "pad_to": pad_to}
+        if padded:
+            return Padded(**bounds, round_to=draw(roundings), cut=draw(cuts))
+        packer = draw(packers) if samples is None else None
+        return Packed(**bounds, round_to=draw(roundings), rows=count, packer=packer)
 
     return layout()
 

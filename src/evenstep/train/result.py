@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from evenstep.core import summary
 from evenstep.errors import InputError
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
@@ -58,6 +59,20 @@ class StepResult:
     numbers: Normalized | None = None
     known: tuple[Normalizer, Mapping[str, float]] | None = field(default=None, repr=False)
     """What is needed to conclude later, where nothing was exchanged yet."""
+
+    def __repr__(self) -> str:
+        """The loss, and what this rank ran, in one line."""
+        planned = self.planned_imbalance
+        parts = (
+            summary.attempt(lambda: f"loss {self.loss:.6g}" if self.reduced else "not reduced"),
+            summary.counted(self.micro_batches, "micro-batch"),
+            summary.counted(self.tokens, "token"),
+            summary.fill(self.tokens, self.slots),
+            "" if planned is None else f"imbalance {planned:.3f} planned",
+            summary.attempt(lambda: f"imbalance {self.measured_imbalance:.3f} measured"),
+            f"{self.timings.total:.3g} s",
+        )
+        return summary.line("StepResult", parts)
 
     @property
     def reduced(self) -> bool:

@@ -33,7 +33,7 @@ Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
 """(lengths, capacity, seed) -> the items of each bin. Pure."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packed(Frame):
     """Segments end to end in one row, or in `rows` static rows of width `pad_to`.
 
@@ -91,6 +91,13 @@ class Packed(Frame):
                 f"layout.packer cannot keep the limit on {limits[0]}, because a packer sees "
                 f"lengths only. Leave one of them out."
             )
+
+    def __eq__(self, other: object) -> bool:
+        """A packer is the same if files call it the same, read from one or not."""
+        return isinstance(other, Packed) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.to_dict().items()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; a function is written as `module:function`."""

@@ -1,0 +1,118 @@
+"""One line about a value, for its repr. A summary is cheap and never raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evenstep.core.ragged import offsets_of, sum_by
+
+if TYPE_CHECKING:
+    from evenstep.core.plan import Plan
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "step"), counted(1200, "micro-batch"), counted(0, "rank")
+    ('1 step', '1,200 micro-batches', '0 ranks')
+    """
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def fill(tokens: float, slots: float) -> str:
+    """How much of the slots holds tokens; only what is full reads as 100%. Empty without slots.
+
+    >>> fill(992, 1000), fill(99999, 100000), fill(8, 8), fill(0, 0)
+    ('fill 99.2%', 'fill 99.9%', 'fill 100%', '')
+    """
+    if not slots > 0:
+        return ""
+    ratio = tokens / slots
+    if ratio == 1:
+        return "fill 100%"
+    return f"fill {min(100 * ratio, 99.9) if ratio < 1 else 100 * ratio:.1f}%"
+
+
+def attempt(measure: Callable[[], str]) -> str:
+    """What `measure` says; nothing where it fails, as on a damaged value or a lost device."""
+    try:
+        with np.errstate(all="ignore"):
+            return measure()
+    except Exception:
+        return ""
+
+
+def line(name: str, parts: Iterable[str]) -> str:
+    """The parts that say something, in one line.
+
+    >>> line("Plan", ["2 steps", "", "1 rank"])
+    'Plan(2 steps, 1 rank)'
+    """
+    return f"{name}({', '.join(part for part in parts if part)})"
+
+
+def constructor(value: object) -> str:
+    """A dataclass as the call that makes it, with the fields that differ from their defaults.
+
+    >>> from evenstep.core.topology import Topology
+    >>> constructor(Topology(dp=8))
+    'Topology(dp=8)'
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        given = ((f.name, getattr(value, f.name), f) for f in fields(value) if f.init)
+        parts = [f"{name}={constructor(held)}" for name, held, f in given if held != _default(f)]
+        return line(type(value).__name__, parts)
+    if isinstance(value, Mapping):
+        return repr(dict(value))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return repr(value)
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def of_plan(plan: Plan) -> str:
+    """Sizes, fill and imbalance; sizes alone of a plan whose offsets do not nest.
+
+    No floors: those take time.
+    """
+    from evenstep.core.checks import offsets_nest  # which imports Plan
+
+    sizes = [
+        counted(max(plan.steps, 0), "step"),
+        counted(plan.ranks, "rank"),
+        counted(len(plan.lengths), "sample"),
+        counted(plan.micro_batches, "micro-batch"),
+    ]
+    if attempt(lambda: "broken" if offsets_nest(plan) else "whole") != "whole":
+        return line("Plan", [*sizes, "offsets do not nest"])
+    measures = (
+        lambda: fill(plan.tokens.sum(), (plan.rows * plan.widths.astype(np.float64)).sum()),
+        lambda: _imbalance(plan),
+    )
+    return line("Plan", [*sizes, *map(attempt, measures)])
+
+
+def _imbalance(plan: Plan) -> str:
+    """The modelled time over the ideal, as often as the recipe says that ranks synchronise."""
+    costs, ranks = plan.costs, plan.ranks
+    ideal = float(costs.sum()) / ranks
+    if not ideal > 0:
+        return ""
+    counts = np.diff(plan.cell_offsets)
+    if plan.recipe.sync_every == "step":
+        by_cell = sum_by(plan.cell_of_micro_batch, costs, len(counts))
+        return f"imbalance {by_cell.reshape(-1, ranks).max(axis=1).sum() / ideal:.3f}"
+    # Waves are numbered over all steps: two ranks that run 3 and 2 micro-batches -> 0 1 2 | 0 1
+    waves = offsets_of(counts.reshape(-1, ranks).max(axis=1))
+    first = np.repeat(waves[:-1], ranks) - plan.cell_offsets[:-1]
+    slowest = np.zeros(waves[-1])
+    np.maximum.at(slowest, np.arange(len(costs)) + np.repeat(first, counts), costs)
+    return f"imbalance {slowest.sum() / ideal:.3f}"
