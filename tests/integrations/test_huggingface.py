@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from evenstep import Packed, Padded
 from evenstep.core.layout import Layout
-from evenstep.errors import ConfigError
 from evenstep.integrations.huggingface import choose_layout, hf_kwargs, supports_packing
 from evenstep.tensors.batch import Batch
 from evenstep.testing import find_leaks
@@ -182,7 +181,8 @@ def test_padded_rows_carry_a_mask_and_no_boundaries() -> None:
     [
         (Packed(max_tokens=64, round_to=8), Padded(max_tokens=64, round_to=8)),
         (Packed(rows=2, pad_to=32), Padded(max_tokens=64, pad_to=32)),
-        (Packed(samples=2, max_tokens=64), Padded(max_tokens=64)),
+        (Packed(samples=2, max_tokens=64), Padded(samples=2, max_tokens=64)),
+        (Packed(samples=2), Padded(samples=2)),
     ],
 )
 def test_a_model_that_cannot_pack_gets_a_padded_layout_with_the_same_budget(
@@ -196,8 +196,3 @@ def test_a_model_that_cannot_pack_gets_a_padded_layout_with_the_same_budget(
     able = build("Llama", "sdpa", **SHAPE)
     assert choose_layout(able, layout) is layout
     assert choose_layout(model, expected) is expected
-
-
-def test_without_a_budget_there_is_nothing_to_fall_back_to() -> None:
-    with pytest.raises(ConfigError, match=r"Set layout\.max_tokens"):
-        choose_layout(build("OPT", **UNSAFE[0][1]), Packed(samples=2))

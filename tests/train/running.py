@@ -54,6 +54,8 @@ LAYOUTS: list[Layout] = [
     Packed(rows=2, pad_to=LIMIT),
     Packed(samples=2, max_tokens=LIMIT),
     Packed(samples=1, max_tokens=LIMIT),
+    Padded(samples=2, max_tokens=2 * LIMIT),
+    Padded(samples=3, pad_to=LIMIT),
 ]
 
 
@@ -67,31 +69,38 @@ class Plan:
     cp: int = 1
     seed: int = 0
     split: bool = False
+    in_order: bool = False
     prefetch: int = 1
     micro_batches: int = 12
 
     @property
     def recipe(self) -> Recipe:
         pooled = self.way == "pooled"
+        layout = self.layout
+        if isinstance(layout, Padded) and pooled:
+            layout = replace(layout, cut=None)  # a pool has no cuts
         return Recipe(
-            layout=self.layout,
+            layout=layout,
             topology=Topology(dp=self.dp, cp=self.cp),
             steps=Steps(micro_batches=self.micro_batches) if pooled else Steps(),
             overflow="split" if self.split else "error",
-            groups="step",
+            groups="micro_batch" if pooled else "step",
+            balance="none" if self.in_order and not self.layout.options else "refined",
         )
 
 
 def plans(split: bool = False) -> SearchStrategy[Plan]:
     @st.composite
     def plan(draw: DrawFn) -> Plan:
+        way: Way = draw(st.sampled_from(["batches", "collated", "planned", "pooled"]))
         return Plan(
-            way=draw(st.sampled_from(["batches", "collated", "planned", "pooled"])),
+            way=way,
             layout=draw(st.sampled_from(LAYOUTS)),
             dp=draw(st.integers(1, 4)),
             cp=draw(st.sampled_from([1, 1, 2])),
             seed=draw(st.integers(0, 9)),
             split=split and draw(st.booleans()),
+            in_order=way != "pooled" and draw(st.booleans()),
             prefetch=draw(st.integers(0, 2)),
             micro_batches=24 if split else 12,
         )

@@ -45,6 +45,8 @@ class Feed:
     def __init__(
         self, recipe: Recipe, *, pool: Pool | None = None, length_of: Measure = length_of
     ) -> None:
+        # Without a pool of the caller's, as many samples as a micro-batch takes are enough, too.
+        self._samples = recipe.layout.samples if pool is None else None
         pool = _just_enough(recipe) if pool is None else pool
         self._former, self._length_of = Former(recipe, pool), length_of
         self._waiting: list[Entry] = []
@@ -125,10 +127,10 @@ class Feed:
             yield Fed(micro, samples, born)
 
     def _ready(self) -> bool:
-        pool = self._former.pool
-        full = len(self._waiting) >= pool.samples and (
-            sum(entry.length for entry in self._waiting) >= self._former.enough
-        )
+        count, pool = len(self._waiting), self._former.pool
+        full = self._samples is not None and count >= self._samples
+        if count >= pool.samples and not full:
+            full = sum(entry.length for entry in self._waiting) >= self._former.enough
         return full or self._closed or self._abandoned or self._failure is not None
 
 

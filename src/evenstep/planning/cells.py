@@ -35,12 +35,7 @@ def place_step(segments: Segments, units: Units, recipe: Recipe, wanted: int | N
         key = np.argsort(np.argsort(units.widest, kind="stable"))  # narrow to wide
     elif recipe.equal_sizes:
         place, count = place_by_rank(
-            units,
-            recipe.balance,
-            ranks,
-            rows,
-            wanted,
-            lambda own, positions: _place(own, recipe, rows, positions, size),
+            units, recipe, wanted, lambda own, positions: _place(own, recipe, rows, positions, size)
         )
     else:
         place, count = _place(units, recipe, ranks * rows, wanted, size)

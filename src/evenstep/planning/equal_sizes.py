@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
 from evenstep.planning.balance import partition
 from evenstep.planning.units import Units
@@ -18,12 +19,14 @@ PlaceRank: TypeAlias = Callable[[Units, int | None], tuple[IntArray, int]]
 
 
 def place_by_rank(
-    units: Units, balance: str, ranks: int, rows: int, wanted: int | None, place: PlaceRank
+    units: Units, recipe: Recipe, wanted: int | None, place: PlaceRank
 ) -> tuple[IntArray, int]:
-    """(place of each unit, positions). With `wanted` positions, which `count_by_rank` says are
-    enough, the balance gives way where its own deal needs more."""
-    placed = _placed(units, deal_equal(units, ranks, balance), wanted, place)
-    if wanted is not None and placed[1] > wanted:
+    """(place of each unit, positions). Where a step has a number of micro-batches, `count_by_rank`
+    said that they are enough, and the balance gives way if its own deal needs more."""
+    ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
+    placed = _placed(units, deal_equal(units, ranks, recipe.balance), wanted, place)
+    asked = recipe.steps.micro_batches
+    if asked is not None and placed[1] > asked:
         placed = _placed(units, deal_equal(units, ranks), wanted, place)
     rank_of, count, inside = placed
     position, row = inside // rows, inside % rows

@@ -1,0 +1,74 @@
+"""Measures cases with whichever revision of evenstep is imported: a name in, seconds out."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+import evenstep
+from benchmarks.revision_cases import CASES, lengths_of
+from evenstep import PlannedStream, PooledStream, World, make_plan, violations
+from evenstep.data.lengths import Lengths
+from evenstep.data.memory import InMemory
+
+
+def recipe_of(stored: dict[str, Any]) -> Any:
+    """The recipe in the names of this revision."""
+    if not hasattr(evenstep, "PackedStatic"):
+        return importlib.import_module("tests.golden.oracle").recipe_of({"recipe": stored})
+    layouts = importlib.import_module("evenstep.core.layout").LAYOUTS
+    parts = {"topology": "Topology", "steps": "Steps", "cost": "Cost", "limits": "Limits"}
+    rest = {name: value for name, value in stored.items() if name not in {"layout", *parts}}
+    made = {name: getattr(evenstep, kind)(**stored.get(name, {})) for name, kind in parts.items()}
+    layout = layouts[stored["layout"]["kind"]](**stored["layout"])
+    return evenstep.Recipe(layout=layout, **made, **rest)
+
+
+@cache
+def call_of(name: str) -> Callable[[], object]:
+    """What is measured; what it needs is made before."""
+    case = CASES[name]
+    lengths, recipe = lengths_of(case), recipe_of(case["recipe"])
+    if case.get("stream") == "planned":
+        stream = PlannedStream(Lengths(lengths), recipe, world=World(0, recipe.topology.dp))
+        return lambda: sum(len(step) for step in islice(stream, 8))
+    if case.get("stream") == "pooled":
+        samples = [{"input_ids": np.zeros(n, np.int32)} for n in lengths.tolist()]
+        pooled = PooledStream(InMemory(samples), recipe)
+        return lambda: sum(len(step) for step in pooled)
+    about: dict[str, Any] = {}
+    if "groups" in case:
+        about["groups"] = np.arange(len(lengths)) // case["groups"]
+        lengths = np.minimum(lengths, 8000)
+    if "columns" in case["recipe"].get("limits", {}):
+        about["columns"] = {"patches": np.random.default_rng(1).integers(0, 2000, len(lengths))}
+    if case.get("stats") or case.get("checks"):
+        plan = make_plan(lengths, recipe, **about)
+        return plan.stats if case.get("stats") else lambda: violations(plan)
+    return lambda: make_plan(lengths, recipe, **about)
+
+
+def main() -> None:
+    """Answer until nobody asks."""
+    for line in sys.stdin:
+        call = call_of(json.loads(line))
+        gc.collect()
+        gc.disable()
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        gc.enable()
+        print(json.dumps(seconds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""An earlier revision and this one, measured in turn in one run: `python benchmarks/revisions.py`.
+
+Each revision has a process of its own, which plans the same cases when it is told to. Recipes are
+written in the names of version 0.1.0, so that both can read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from benchmarks import tables  # noqa: E402
+from benchmarks.revision_cases import CASES  # noqa: E402
+from benchmarks.tables import Section, Table, Target  # noqa: E402
+
+BASE = "bc20661"  # the last revision with four layouts
+ROUNDS = 7
+MOST = 1.05  # of the earlier time, on the geometric mean
+
+
+class Revision:
+    """A process that measures with the code of one revision."""
+
+    def __init__(self, source: Path) -> None:
+        paths = os.pathsep.join((str(source / "src"), str(ROOT)))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.revision_worker"],
+            env={**os.environ, "PYTHONPATH": paths},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def measure(self, case: str) -> float:
+        """Seconds that the case took, once."""
+        given, taken = self._process.stdin, self._process.stdout
+        assert given is not None
+        assert taken is not None
+        given.write(json.dumps(case) + "\n")
+        given.flush()
+        return float(json.loads(taken.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+
+
+def main() -> int:
+    """Measure, show, and file a full run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", default=BASE, help=f"the earlier revision ({BASE})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, help="a folder for revisions.md and revisions.json")
+    options = parser.parse_args()
+    console = Console()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "base"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", "-q", str(folder), options.base], check=True)
+        stack.callback(subprocess.run, [*git, "remove", "--force", str(folder)], check=True)
+        revisions = {"before": Revision(folder), "now": Revision(ROOT)}
+        for revision in revisions.values():
+            stack.callback(revision.close)
+        section = compare(revisions, options.rounds, options.base, console)
+    tables.show(section, console)
+    if options.out is not None:
+        (options.out / "revisions.md").write_text(tables.markdown(section) + "\n")
+        text = json.dumps(section.to_dict(), indent=1)
+        (options.out / "revisions.json").write_text(text + "\n")
+    return 0
+
+
+def compare(revisions: dict[str, Revision], rounds: int, base: str, console: Console) -> Section:
+    """The best time of each case in each revision."""
+    table = Table(
+        "Time of one call",
+        {"case": "", "before, ms": ".2f", "now, ms": ".2f", "now / before": ".3f"},
+    )
+    ratios = []
+    for name in CASES:
+        console.print(f"[dim]{name}[/dim]")
+        times: dict[str, list[float]] = {which: [] for which in revisions}
+        for revision in revisions.values():
+            revision.measure(name)  # loads what was compiled
+        for turn in range(rounds):
+            order = list(revisions)[:: 1 if turn % 2 else -1]
+            for which in order:
+                times[which].append(revisions[which].measure(name))
+        before, now = min(times["before"]), min(times["now"])
+        ratios.append(now / before)
+        table.add(name, before * 1e3, now * 1e3, now / before)
+    mean = float(np.exp(np.mean(np.log(ratios))))
+    return Section(
+        f"This revision and {base}",
+        notes=[f"The least of {rounds} calls in each revision, taken in turn."],
+        tables=[table],
+        targets=[
+            Target(f"geometric mean at most {MOST}", f"{mean:.3f}", mean <= MOST),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
