@@ -15,6 +15,7 @@ def _case(layout: dict[str, Any], dp: int, count: int, **more: Any) -> dict[str,
     usual = {
         "layout": layout,
         "topology": {"dp": dp, **more.pop("topology", {})},
+        "steps": {},
         "cost": COST,
         "balance": "refined",
         "clock": "micro_batch",

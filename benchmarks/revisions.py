@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def compare(revisions: dict[str, Revision], rounds: int, base: str, console: Con
         "Time of one call",
         {"case": "", "before, ms": ".2f", "now, ms": ".2f", "now / before": ".3f"},
     )
-    ratios = []
+    ratios: dict[str, float] = {}
     for name in CASES:
         console.print(f"[dim]{name}[/dim]")
         times: dict[str, list[float]] = {which: [] for which in revisions}
@@ -100,17 +101,25 @@ def compare(revisions: dict[str, Revision], rounds: int, base: str, console: Con
             for which in order:
                 times[which].append(revisions[which].measure(name))
         before, now = min(times["before"]), min(times["now"])
-        ratios.append(now / before)
+        ratios[name] = now / before
         table.add(name, before * 1e3, now * 1e3, now / before)
-    mean = float(np.exp(np.mean(np.log(ratios))))
+    sized = {name for name, case in CASES.items() if "micro_batches" in case["recipe"]["steps"]}
+    all_of = geometric_mean(ratios.values())
+    others = geometric_mean(ratio for name, ratio in ratios.items() if name not in sized)
     return Section(
         f"This revision and {base}",
         notes=[f"The least of {rounds} calls in each revision, taken in turn."],
         tables=[table],
         targets=[
-            Target(f"geometric mean at most {MOST}", f"{mean:.3f}", mean <= MOST),
+            Target(f"geometric mean at most {MOST}", f"{all_of:.3f}", all_of <= MOST),
+            Target(f"without steps of micro-batches, {MOST}", f"{others:.3f}", others <= MOST),
         ],
     )
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """The mean of ratios."""
+    return float(np.exp(np.mean(np.log(list(ratios)))))
 
 
 if __name__ == "__main__":
