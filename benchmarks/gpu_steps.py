@@ -29,8 +29,8 @@ from benchmarks import tables
 from benchmarks.tables import Cell, Section, Table, Target
 from evenstep import Cost, Packed, Padded, Recipe, Steps
 from evenstep.core.layout import Layout
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy
 from evenstep.train.loss import SequenceMean, TokenMean

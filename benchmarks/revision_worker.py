@@ -17,8 +17,8 @@ import numpy as np
 import evenstep
 from benchmarks.revision_cases import CASES, lengths_of
 from evenstep import PlannedStream, PooledStream, World, make_plan, violations
-from evenstep.data.lengths import Lengths
-from evenstep.data.memory import InMemory
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.sources.memory import InMemory
 
 
 def recipe_of(stored: dict[str, Any]) -> Any:

@@ -27,8 +27,8 @@ from benchmarks.tables import Section, Table, Target
 from benchmarks.timing import best, interleave
 from evenstep import MicroBatch, Packed, Recipe
 from evenstep.core.step import Step
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator

@@ -31,12 +31,12 @@ from evenstep import Packed, Recipe, Steps, Topology
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import IntArray
 from evenstep.core.world import World
-from evenstep.data.lengths import Lengths
-from evenstep.data.memory import InMemory
-from evenstep.data.place import Place
-from evenstep.data.planned import PlannedStream
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.position import Place
 from evenstep.planning.planner import plan_step
 
 SAMPLES, STEP, RANKS, BUDGET = 100_000_000, 64, 8, 32_768

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from evenstep import Plan, demo
-from evenstep.data.token_writer import write_token_file
+from evenstep.data.sources.token_writer import write_token_file
 from evenstep.planning import make_plan
 from evenstep.report import Entry
 

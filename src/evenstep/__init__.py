@@ -27,8 +27,8 @@ from evenstep.core.world import World
 from evenstep.errors import EvenstepError
 
 if TYPE_CHECKING:
-    from evenstep.data.planned import PlannedStream
-    from evenstep.data.pooled import PooledStream
+    from evenstep.data.streams.planned import PlannedStream
+    from evenstep.data.streams.pooled import PooledStream
     from evenstep.planning import make_plan, pack, partition
 
 __version__ = "0.1.0"
@@ -59,8 +59,8 @@ _LATER = {
     "make_plan": "evenstep.planning",
     "pack": "evenstep.planning",
     "partition": "evenstep.planning",
-    "PlannedStream": "evenstep.data.planned",
-    "PooledStream": "evenstep.data.pooled",
+    "PlannedStream": "evenstep.data.streams.planned",
+    "PooledStream": "evenstep.data.streams.pooled",
 }
 
 

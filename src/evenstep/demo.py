@@ -31,9 +31,9 @@ from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.step import Step
 from evenstep.core.topology import Topology
 from evenstep.core.world import World
-from evenstep.data.planned import PlannedStream
-from evenstep.data.token_file import TokenFile
-from evenstep.data.token_writer import write_token_file
+from evenstep.data.sources.token_file import TokenFile
+from evenstep.data.sources.token_writer import write_token_file
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.report import Entry, comparison_page
 
 RANKS = 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evenstep import Packed, Plan, PlannedStream, Recipe, Steps, Topology, World, make_plan
 from evenstep.core.joining import join_plans
 from evenstep.core.layout import Layout
-from evenstep.data.lengths import Lengths
+from evenstep.data.sources.lengths import Lengths
 from evenstep.errors import InputError
 from evenstep.testing import assert_valid_plan
 from tests.data.test_planned import LAYOUTS, STEPS

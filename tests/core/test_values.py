@@ -23,10 +23,10 @@ from evenstep.core.ragged import Ragged
 from evenstep.core.recipe import Balance
 from evenstep.core.validate import one_of, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.balance import partition
 from evenstep.planning.pack import pack

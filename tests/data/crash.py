@@ -23,10 +23,10 @@ import torch
 
 from evenstep import Packed, Recipe, Steps
 from evenstep.core.step import Step
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
 from evenstep.integrations.dataloader import StreamLoader
 
 STEPS, WORKERS = 500, 2

@@ -7,7 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.data.agenda import Chapter, ShardState, merged
+from evenstep.data.streams.remaining import Chapter, ShardState, merged
 
 Element = tuple[int, int] | int
 

@@ -10,8 +10,8 @@ import pytest
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
-from evenstep.data.iterated import Iterated
-from evenstep.data.source import SequentialSource, read_samples
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.source import SequentialSource, read_samples
 from evenstep.errors import InputError, SampleError
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data import jsonl
-from evenstep.data.jsonl import Jsonl
-from evenstep.data.source import MeasuredSource, SampleSource, read_samples
+from evenstep.data.sources import jsonl
+from evenstep.data.sources.jsonl import Jsonl
+from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
 from evenstep.errors import FileError, InputError, SampleError
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from torch.utils.data import Dataset
 
-from evenstep.data.mapped import Mapped, MeasuredMapped
-from evenstep.data.source import MeasuredSource, SampleSource, read_samples
+from evenstep.data.sources.mapped import Mapped, MeasuredMapped
+from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
 from evenstep.errors import InputError
 
 ROWS = [{"input_ids": list(range(n)), "length": n} for n in (3, 1, 2)]

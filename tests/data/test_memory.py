@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data.memory import InMemory
-from evenstep.data.source import MeasuredSource, read_samples
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.sources.source import MeasuredSource, read_samples
 from evenstep.errors import InputError
 
 

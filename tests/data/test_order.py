@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data.order import EpochOrder
+from evenstep.data.streams.order import EpochOrder
 from evenstep.errors import InputError
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evenstep.data.parquet import ParquetText
-from evenstep.data.source import MeasuredSource, SampleSource, read_samples
+from evenstep.data.sources.parquet import ParquetText
+from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
 from evenstep.errors import ConfigError, FileError, InputError, SampleError
 
 

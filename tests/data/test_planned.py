@@ -24,10 +24,10 @@ from evenstep import (
 from evenstep.core.layout import Layout
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.world import World
-from evenstep.data.iterated import Iterated
-from evenstep.data.lengths import Lengths
-from evenstep.data.mapped import Mapped
-from evenstep.data.planned import PlannedStream
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.sources.mapped import Mapped
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError, SampleError
 from tests.data.datasets import MapStyle
 

@@ -17,11 +17,11 @@ from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.iterated import Iterated
-from evenstep.data.mapped import Mapped
-from evenstep.data.memory import InMemory
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream, merge_cursors
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.mapped import Mapped
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream, merge_cursors
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
 from tests.data.datasets import MapStyle
 

@@ -18,10 +18,10 @@ from evenstep.core.cursor import Cursor
 from evenstep.core.identity import sample_number
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.iterated import Iterated
-from evenstep.data.memory import InMemory
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream, merge_cursors
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream, merge_cursors
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
 
 PACKED = Recipe(layout=Packed(max_tokens=9))

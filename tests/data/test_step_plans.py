@@ -17,10 +17,10 @@ from evenstep import Packed, PooledStream, Recipe, Steps, Topology, World, viola
 from evenstep.core.layout import Layout
 from evenstep.core.recipe import Overflow
 from evenstep.core.step import Step
-from evenstep.data.lengths import Lengths
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
-from evenstep.data.stream import until_all_end
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.stream import until_all_end
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.integrations.sampler import PlannedBatchSampler
 from evenstep.tensors.collate import Collator

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from evenstep.data.text import RowDecoder, as_tokenize
+from evenstep.data.sources.text import RowDecoder, as_tokenize
 from evenstep.errors import ConfigError, InputError
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data.source import MeasuredSource
-from evenstep.data.token_file import HEADER_SIZE, Header, TokenFile
-from evenstep.data.token_writer import write_token_file
+from evenstep.data.sources.source import MeasuredSource
+from evenstep.data.sources.token_file import HEADER_SIZE, Header, TokenFile
+from evenstep.data.sources.token_writer import write_token_file
 from evenstep.errors import FileError
 
 ROWS = [[5, 6, 7], [8], [9, 10]]

@@ -25,12 +25,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from evenstep import Packed, Recipe, Steps, Topology
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.iterated import Iterated
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream, merge_cursors
-from evenstep.data.stream import Stream, until_all_end
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream, merge_cursors
+from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError, SampleError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.tensors.batch import Batch

@@ -17,8 +17,8 @@ from torch import nn
 
 from evenstep import MicroBatch, Packed, Recipe, Steps
 from evenstep.core.step import Step
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.integrations.parcel import _is_plain
 from evenstep.tensors.collate import Collator

@@ -18,8 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.world import World
-from evenstep.data.lengths import Lengths
-from evenstep.data.planned import PlannedStream
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.sampler import PlannedBatchSampler
 

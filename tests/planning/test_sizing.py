@@ -23,7 +23,7 @@ from evenstep import (
 )
 from evenstep.core.layout import Layout
 from evenstep.core.ragged import IntArray, Ragged
-from evenstep.data.lengths import Lengths
+from evenstep.data.sources.lengths import Lengths
 from evenstep.errors import EvenstepError
 from evenstep.planning import joint
 from evenstep.planning.planner import step_size

@@ -18,10 +18,10 @@ from evenstep.core.layout import Layout
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Overflow
 from evenstep.core.step import Step
-from evenstep.data.feed import Feed
-from evenstep.data.memory import InMemory
-from evenstep.data.place import Place
-from evenstep.data.pool import Pool
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.feed import Feed
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.position import Place
 from evenstep.errors import InputError, SampleError
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.tensors.batch import Batch

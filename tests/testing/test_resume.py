@@ -17,11 +17,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import Packed, Recipe, Steps, Topology
 from evenstep.core.world import World
-from evenstep.data.lengths import Lengths
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
 from evenstep.errors import InputError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.tensors.collate import Collator

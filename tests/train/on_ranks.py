@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep import Packed, Recipe, Topology
-from evenstep.data.feed import Feed
+from evenstep.data.streams.feed import Feed
 from evenstep.errors import EvenstepError
 from evenstep.tensors.context import shard_context
 from evenstep.tensors.losses import cross_entropy

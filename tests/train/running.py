@@ -20,10 +20,10 @@ from evenstep.core.layout import Layout
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
-from evenstep.data.pooled import PooledStream
-from evenstep.data.stream import until_all_end
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.stream import until_all_end
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.context import shard_context

@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
-from evenstep.data.feed import Feed
+from evenstep.data.streams.feed import Feed
 from evenstep.errors import ConfigError, InputError, RankError, SampleError
 from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks

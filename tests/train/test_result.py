@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evenstep import Packed, PlannedStream, Recipe, Topology, World
-from evenstep.data.memory import InMemory
+from evenstep.data.sources.memory import InMemory
 from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle

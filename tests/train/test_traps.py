@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.memory import InMemory
-from evenstep.data.planned import PlannedStream
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator

@@ -18,11 +18,11 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.topology import Topology
 from evenstep.core.validate import seed_number, truth_value
 from evenstep.core.world import World
-from evenstep.data.iterated import Iterated
-from evenstep.data.mapped import Mapped
-from evenstep.data.pool import Pool
-from evenstep.data.pooled import PooledStream
-from evenstep.data.source import Source
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.mapped import Mapped
+from evenstep.data.sources.source import Source
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
 from evenstep.integrations.dataloader import StreamDataset
 from evenstep.integrations.huggingface import choose_layout
 

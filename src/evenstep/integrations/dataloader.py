@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenstep.core.cursor import Cursor
 from evenstep.core.step import Step
 from evenstep.core.validate import truth_value, whole_number
-from evenstep.data.stream import Stream, until_all_end
+from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.parcel import Parcel, register
 
@@ -135,8 +135,8 @@ class StreamLoader:
             step (see `until_all_end`); by default asked through torch.distributed
 
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.memory import InMemory
-    >>> from evenstep.data.planned import PlannedStream
+    >>> from evenstep.data.sources.memory import InMemory
+    >>> from evenstep.data.streams.planned import PlannedStream
     >>> source = InMemory([{"input_ids": [7] * n} for n in (5, 3, 4, 2)])
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> loader = StreamLoader(PlannedStream(source, recipe, shuffle=False))

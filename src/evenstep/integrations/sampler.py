@@ -9,8 +9,8 @@ from evenstep.core.cursor import Cursor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.validate import truth_value
-from evenstep.data.place import Place
-from evenstep.data.planned import PlannedStream
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.position import Place
 from evenstep.errors import ConfigError, PlanError
 
 
@@ -38,7 +38,7 @@ class PlannedBatchSampler:
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.lengths import Lengths
+    >>> from evenstep.data.sources.lengths import Lengths
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=4))
     >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
     >>> list(PlannedBatchSampler(stream))

@@ -14,7 +14,7 @@ from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
-from evenstep.data.feed import Fed
+from evenstep.data.streams.feed import Fed
 from evenstep.errors import InputError
 
 Key: TypeAlias = tuple[int, int, int]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from evenstep.core.step import Step
-from evenstep.data.lengths import Lengths
-from evenstep.data.reading import Reader
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.streams.lookup import Reader
 from evenstep.errors import InputError
 
 

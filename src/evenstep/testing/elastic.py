@@ -15,7 +15,7 @@ from evenstep.core.cursor import Cursor
 from evenstep.core.identity import sample_name
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.pooled import merge_cursors
+from evenstep.data.streams.pooled import merge_cursors
 from evenstep.errors import InputError
 from evenstep.testing.content import content_of
 from evenstep.testing.resume import Key, Resumable, ResumeError, copied, is_cursor, told_apart
@@ -46,8 +46,8 @@ def assert_elastic_resume(
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps, Topology
-    >>> from evenstep.data.lengths import Lengths
-    >>> from evenstep.data.planned import PlannedStream
+    >>> from evenstep.data.sources.lengths import Lengths
+    >>> from evenstep.data.streams.planned import PlannedStream
     >>> def make(world: World, workers: int) -> PlannedStream:
     ...     layout, ranks = Packed(max_tokens=8), Topology(dp=world.size)
     ...     recipe = Recipe(layout=layout, steps=Steps(samples=3), topology=ranks)

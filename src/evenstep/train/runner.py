@@ -13,7 +13,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, whole_number
-from evenstep.data.feed import Fed, Feed
+from evenstep.data.streams.feed import Fed, Feed
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator

@@ -12,7 +12,7 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
 from evenstep.core.recipe import Recipe
-from evenstep.data.source import length_of
+from evenstep.data.sources.source import length_of
 from evenstep.errors import ConfigError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import IGNORE_INDEX, Batch

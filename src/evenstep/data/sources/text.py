@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.data.source import Sample
+from evenstep.data.sources.source import Sample
 from evenstep.errors import ConfigError, InputError
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from evenstep.core.identity import sample_name
 from evenstep.core.validate import one_of
-from evenstep.data.source import Sample, SampleSource, read_samples
+from evenstep.data.sources.source import Sample, SampleSource, read_samples
 from evenstep.errors import SampleError
 
 OnError: TypeAlias = Literal["raise", "skip"]
@@ -15,7 +15,7 @@ OnError: TypeAlias = Literal["raise", "skip"]
 class Reader:
     """Reads the samples of a planned stream. With `on_error="skip"` a bad one reads as None.
 
-    >>> from evenstep.data.memory import InMemory
+    >>> from evenstep.data.sources.memory import InMemory
     >>> Reader(InMemory(["zero", "one"]), "raise")[1]
     'one'
     """

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
-from evenstep.data.pool import Entry, Former, Measure, Pool
-from evenstep.data.source import Sample, length_of
+from evenstep.data.sources.source import Sample, length_of
+from evenstep.data.streams.pool import Entry, Former, Measure, Pool
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 

@@ -20,16 +20,16 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.estimate import Estimate
-from evenstep.data.lengths import column_digest
-from evenstep.data.order import EpochOrder
-from evenstep.data.per_sample import per_sample, whole_per_sample
-from evenstep.data.place import Place
-from evenstep.data.reading import OnError, Reader
-from evenstep.data.remainder import Remainder
-from evenstep.data.source import MeasuredSource, check_measured
-from evenstep.data.stream import digest_of, steps_of_pass, world_for
-from evenstep.data.units import Units
+from evenstep.data.sources.lengths import column_digest
+from evenstep.data.sources.source import MeasuredSource, check_measured
+from evenstep.data.streams.epoch_units import Units
+from evenstep.data.streams.estimate import Estimate
+from evenstep.data.streams.lookup import OnError, Reader
+from evenstep.data.streams.order import EpochOrder
+from evenstep.data.streams.per_sample import per_sample, whole_per_sample
+from evenstep.data.streams.position import Place
+from evenstep.data.streams.step_remainder import Remainder
+from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError, InputError
 from evenstep.planning.planner import plan_step, step_size
 
@@ -57,7 +57,7 @@ class PlannedStream:
     on_error     `skip` leaves samples that cannot be read out of their micro-batch, and counts
 
     >>> from evenstep import Packed, Steps
-    >>> from evenstep.data.lengths import Lengths
+    >>> from evenstep.data.sources.lengths import Lengths
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
     >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]

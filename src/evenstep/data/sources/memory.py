@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from evenstep.core.ragged import IntArray
-from evenstep.data.source import Sample, check_items, length_of
+from evenstep.data.sources.source import Sample, check_items, length_of
 from evenstep.errors import InputError
 
 _LOOKED_AT = 64

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.ragged import IntArray, frozen
-from evenstep.data.source import Sample, check_items
-from evenstep.data.text import Transform
+from evenstep.data.sources.source import Sample, check_items
+from evenstep.data.sources.text import Transform
 from evenstep.errors import InputError
 
 

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from evenstep.data.source import Sample
-from evenstep.data.text import Transform
+from evenstep.data.sources.source import Sample
+from evenstep.data.sources.text import Transform
 from evenstep.errors import InputError, SampleError
 
 

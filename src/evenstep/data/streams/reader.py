@@ -10,10 +10,10 @@ import numpy as np
 from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.rounding import divided_up
-from evenstep.data.agenda import Chapter, ShardState, merged
-from evenstep.data.items import Items
-from evenstep.data.pool import Entry, Former, Measure, micro_batch, trained_tokens_of
-from evenstep.data.source import Sample, unreadable
+from evenstep.data.sources.source import Sample, unreadable
+from evenstep.data.streams.epoch_source import Items
+from evenstep.data.streams.pool import Entry, Former, Measure, micro_batch, trained_tokens_of
+from evenstep.data.streams.remaining import Chapter, ShardState, merged
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 

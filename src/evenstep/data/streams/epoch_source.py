@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from evenstep.core.identity import item_and_part
-from evenstep.data.order import EpochOrder
-from evenstep.data.source import (
+from evenstep.data.sources.source import (
     Sample,
     SequentialSource,
     Source,
     has_random_access,
     read_samples,
 )
+from evenstep.data.streams.order import EpochOrder
 from evenstep.errors import CursorError
 
 _AHEAD = 256  # positions whose samples are looked up at once

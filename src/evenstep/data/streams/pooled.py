@@ -14,14 +14,14 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.agenda import ShardState
-from evenstep.data.estimate import Estimate
-from evenstep.data.items import Items
-from evenstep.data.pool import Former, Measure, Pool
-from evenstep.data.reading import OnError
-from evenstep.data.shard import Shard, fresh, redealt
-from evenstep.data.source import Source, check_source, has_random_access, length_of
-from evenstep.data.stream import digest_of, steps_of_pass, world_for
+from evenstep.data.sources.source import Source, check_source, has_random_access, length_of
+from evenstep.data.streams.epoch_source import Items
+from evenstep.data.streams.estimate import Estimate
+from evenstep.data.streams.lookup import OnError
+from evenstep.data.streams.pool import Former, Measure, Pool
+from evenstep.data.streams.reader import Shard, fresh, redealt
+from evenstep.data.streams.remaining import ShardState
+from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError
 
 
@@ -43,7 +43,7 @@ class PooledStream:
     be it at first or on resume, when the pool is read again.
 
     >>> from evenstep import Packed
-    >>> from evenstep.data.memory import InMemory
+    >>> from evenstep.data.sources.memory import InMemory
     >>> source = InMemory([{"input_ids": [0] * n} for n in (5, 3, 4, 2)])
     >>> stream = PooledStream(source, Recipe(layout=Packed(max_tokens=7)), shuffle=False)
     >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]

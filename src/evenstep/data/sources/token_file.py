@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from evenstep.core.ragged import IntArray
 from evenstep.core.rounding import rounded_up
-from evenstep.data.source import check_items
+from evenstep.data.sources.source import check_items
 from evenstep.errors import FileError
 
 MAGIC = b"EVENSTEP TOKS 1\n"
@@ -42,7 +42,7 @@ class TokenFile:
     samples open as fast as one.
 
     >>> import tempfile
-    >>> from evenstep.data.token_writer import write_token_file
+    >>> from evenstep.data.sources.token_writer import write_token_file
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = write_token_file(f"{folder}/a.tokens", [[5, 6, 7], [8]], dtype=np.uint16)
     ...     len(file), file.lengths_of(np.array([1, 0])).tolist(), file[0]

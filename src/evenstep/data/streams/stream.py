@@ -13,8 +13,8 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.estimate import Estimate
-from evenstep.data.pool import micro_batch
+from evenstep.data.streams.estimate import Estimate
+from evenstep.data.streams.pool import micro_batch
 from evenstep.errors import ConfigError
 
 

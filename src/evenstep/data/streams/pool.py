@@ -15,7 +15,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST, whole_field
-from evenstep.data.source import Sample
+from evenstep.data.sources.source import Sample
 from evenstep.errors import ConfigError
 from evenstep.planning.overflow import refused, segments_of
 from evenstep.planning.select import Room, select

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.data.source import Sample
-from evenstep.data.text import RowDecoder, Transform, as_tokenize
+from evenstep.data.sources.source import Sample
+from evenstep.data.sources.text import RowDecoder, Transform, as_tokenize
 from evenstep.errors import ConfigError, FileError, InputError
 
 _GROUPS_KEPT = 4

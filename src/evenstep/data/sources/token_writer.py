@@ -15,8 +15,8 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from evenstep.data.source import Sample, SampleSource, read_samples
-from evenstep.data.token_file import (
+from evenstep.data.sources.source import Sample, SampleSource, read_samples
+from evenstep.data.sources.token_file import (
     HEADER_SIZE,
     OFFSETS,
     TOKENS,

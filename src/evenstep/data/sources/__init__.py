@@ -1,0 +1,8 @@
+"""Sources: where samples come from.
+
+source                    the protocols of a source
+memory, lengths           samples in memory; lengths alone
+token_file, token_writer  tokens of many samples in one memory-mapped file
+jsonl, parquet, text      text files, read in any order
+mapped, iterated          any dataset by index; any iterable
+"""
