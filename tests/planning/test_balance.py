@@ -11,8 +11,8 @@ from evenstep.core.bounds import makespan_bound
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning import partition
-from evenstep.planning.balance import DEALS
-from evenstep.planning.deal import deal_packs
+from evenstep.planning.balance.deal import deal_packs
+from evenstep.planning.balance.partition import DEALS
 
 costs_lists = st.lists(st.floats(0.1, 100), min_size=1, max_size=40)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Padded, Recipe, Topology, make_plan
-from evenstep.planning.batch import feasible_starts, fewest_cuts, optimal_cuts, split_cuts
+from evenstep.planning.batching.cuts import feasible_starts, fewest_cuts, optimal_cuts, split_cuts
 from evenstep.testing import assert_valid_plan
 
 

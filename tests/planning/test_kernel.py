@@ -172,7 +172,7 @@ def test_a_process_with_a_damaged_cache_says_nothing(
 ) -> None:
     code = (
         "import numpy as np\n"
-        "from evenstep.planning.items import check_items\n"
+        "from evenstep.planning.packing.items import check_items\n"
         "from evenstep.data.streams.order import EpochOrder\n"
         "check_items(np.array([3, 4]), 8)\n"
         "print(EpochOrder(count=9, seed=0, epoch=0).samples(np.arange(9)).tolist())\n"

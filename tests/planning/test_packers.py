@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import PACKER_NAMES
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning import best_fit, pack
+from evenstep.planning import pack
+from evenstep.planning.packing import best_fit
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

@@ -25,7 +25,7 @@ from evenstep.core.layout import Layout
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.data.sources.lengths import Lengths
 from evenstep.errors import EvenstepError
-from evenstep.planning import joint
+from evenstep.planning.balance import joint
 from evenstep.planning.planner import step_size
 from evenstep.testing import Case, cases
 

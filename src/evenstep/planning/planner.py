@@ -15,9 +15,9 @@ from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST
 from evenstep.errors import InputError, PlanError
 from evenstep.planning.assemble import StepLayout, assemble
-from evenstep.planning.cells import count_lanes, packs_freely, place_step
 from evenstep.planning.limits import check_units
 from evenstep.planning.overflow import refusal, refused, segments_of
+from evenstep.planning.place_step import count_lanes, packs_freely, place_step
 from evenstep.planning.sizing import fractions, most_that_fit
 from evenstep.planning.steps import assign_steps, check_groups, first_step, too_large
 from evenstep.planning.units import Units, units_of

@@ -88,31 +88,31 @@ def check_measured(source: object) -> None:
 
 _BY_NUMBER = ("fingerprint", "__len__", "__getitem__")
 _IN_ORDER = ("fingerprint", "open", "decode")
-_MEASURED = "MeasuredMapped(dataset, lengths=...) of evenstep.data.sources.mapped"
-_MAPPED = "Mapped(dataset) of evenstep.data.sources.mapped"
-_IN_MEMORY = "Wrap it: InMemory(samples) of evenstep.data.sources.memory."
+_MEASURED = "MeasuredMapped(dataset, lengths=...) of evenstep.data"
+_MAPPED = "Mapped(dataset) of evenstep.data"
+_IN_MEMORY = "Wrap it: InMemory(samples) of evenstep.data."
 _WRAPPERS = {
     "samples": _IN_MEMORY,
     "lengths": _IN_MEMORY,
     "dataset": f"Wrap it: {_MAPPED}.",
     "datasets": f"Choose one of its values, and wrap that: {_MAPPED}.",
-    "items": "Wrap it: Iterated(items) of evenstep.data.sources.iterated.",
-    "path": "Open it: Jsonl of evenstep.data.sources.jsonl, ParquetText of evenstep.data.sources.parquet or "
-    "TokenFile of evenstep.data.sources.token_file.",
-    "other": "Pass a list of samples as InMemory(samples) of evenstep.data.sources.memory, a dataset as "
+    "items": "Wrap it: Iterated(items) of evenstep.data.",
+    "path": "Open it: Jsonl of evenstep.data, ParquetText of evenstep.data or "
+    "TokenFile of evenstep.data.",
+    "other": "Pass a list of samples as InMemory(samples) of evenstep.data, a dataset as "
     f"{_MAPPED}.",
 }
 """What makes a source of each kind of thing."""
 _MEASURED_WRAPPERS = {
-    "lengths": "Wrap it: Lengths(np.asarray(lengths)) of evenstep.data.sources.lengths.",
+    "lengths": "Wrap it: Lengths(np.asarray(lengths)) of evenstep.data.",
     "dataset": f"Wrap it: {_MEASURED}; where lengths are not known, {_MAPPED}, and read that with "
     "a PooledStream.",
     "datasets": f"Choose one of its values, and wrap that: {_MEASURED}.",
-    "items": "Wrap it: Iterated(items) of evenstep.data.sources.iterated, and read that with a "
+    "items": "Wrap it: Iterated(items) of evenstep.data, and read that with a "
     "PooledStream, as lengths are not known ahead.",
-    "path": "Open it: TokenFile of evenstep.data.sources.token_file; or Jsonl of evenstep.data.sources.jsonl or "
-    "ParquetText of evenstep.data.sources.parquet, and read that with a PooledStream.",
-    "other": "Pass a list of samples as InMemory(samples) of evenstep.data.sources.memory, a dataset as "
+    "path": "Open it: TokenFile of evenstep.data; or Jsonl of evenstep.data or "
+    "ParquetText of evenstep.data, and read that with a PooledStream.",
+    "other": "Pass a list of samples as InMemory(samples) of evenstep.data, a dataset as "
     f"{_MEASURED}.",
 }
 """Where lengths have to be known, what differs."""

@@ -17,8 +17,8 @@ from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST, whole_field
 from evenstep.data.sources.source import Sample
 from evenstep.errors import ConfigError
+from evenstep.planning.batching.selection import Room, select
 from evenstep.planning.overflow import refused, segments_of
-from evenstep.planning.select import Room, select
 
 PackedStrategy: TypeAlias = Literal["subset_sum", "greedy"]
 PaddedStrategy: TypeAlias = Literal["fullest", "prefer_closest", "prefer_first"]

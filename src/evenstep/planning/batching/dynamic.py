@@ -10,14 +10,14 @@ from evenstep.core.layout import Padded
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up, rounded_up
-from evenstep.planning.batch import (
+from evenstep.planning.balance.deal import deal_packs
+from evenstep.planning.batching.cuts import (
     feasible_starts,
     fewest_cuts,
     greedy_cuts,
     optimal_cuts,
     split_cuts,
 )
-from evenstep.planning.deal import deal_packs
 from evenstep.planning.units import Units
 
 

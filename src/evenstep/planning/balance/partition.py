@@ -17,10 +17,10 @@ from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.rounding import divided_up
 from evenstep.core.validate import MOST_RANKS, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.differencing import differencing_kernel
+from evenstep.planning.balance.differencing import differencing_kernel
 from evenstep.planning.heap import sink
 from evenstep.planning.kernel import kernel
-from evenstep.planning.optimal import optimal_kernel
+from evenstep.planning.packing.optimal import optimal_kernel
 
 Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 

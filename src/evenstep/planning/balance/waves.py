@@ -10,9 +10,9 @@ runs out. Swaps inside each wave then lower its heaviest pack.
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.first_fit import nearest_free
+from evenstep.planning.balance.exchange import refine_waves
 from evenstep.planning.kernel import kernel
-from evenstep.planning.relieve import refine_waves
+from evenstep.planning.packing.first_fit import nearest_free
 
 _LOOK = 256  # units looked at in a row that a further limit keeps out
 _GOOD = 1.003  # waves this even are not worth another attempt

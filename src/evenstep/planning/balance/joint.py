@@ -9,14 +9,14 @@ from evenstep.core.layout import Packer
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up, rounded_up
-from evenstep.planning.deal import deal_packs
+from evenstep.planning.balance.deal import deal_packs
+from evenstep.planning.balance.exchange import refine_waves
+from evenstep.planning.balance.waves import best_waves
 from evenstep.planning.kernel import kernel
-from evenstep.planning.pack import pack
-from evenstep.planning.relieve import refine_waves
-from evenstep.planning.split import split_bins
-from evenstep.planning.spread import spread_units
+from evenstep.planning.packing.more_bins import split_bins
+from evenstep.planning.packing.packers import pack
+from evenstep.planning.packing.spread import spread_units
 from evenstep.planning.units import Units
-from evenstep.planning.waves import best_waves
 
 _OPEN = 256  # bins that a fit under several limits looks at
 _SEARCHED = 2048  # units up to which other ways are tried when waves are not even

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.items import check_items
 from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
+from evenstep.planning.packing.items import check_items
 
 Natural: TypeAlias = NDArray[np.unsignedinteger]
 

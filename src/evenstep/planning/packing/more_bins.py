@@ -5,8 +5,8 @@ import heapq
 import numpy as np
 
 from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.balance import partition
-from evenstep.planning.spread import spread_kernel
+from evenstep.planning.balance.partition import partition
+from evenstep.planning.packing.spread import spread_kernel
 
 _REFINED = 1024  # bins up to which swaps are worth their time
 _NONE: IntArray = np.empty(0, np.int64)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.balance import partition
+from evenstep.planning.balance.partition import partition
 from evenstep.planning.kernel import kernel
 
 _SWAPS = 200

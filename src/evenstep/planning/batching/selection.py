@@ -14,8 +14,8 @@ import numpy as np
 from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError
 from evenstep.planning.kernel import kernel
-from evenstep.planning.knapsack import fill_under_weight, search
-from evenstep.planning.subset_sum import fill_to_the_brim
+from evenstep.planning.packing.knapsack import fill_under_weight, search
+from evenstep.planning.packing.subset_sum import fill_to_the_brim
 
 _ANY = 2**62  # a limit that nothing reaches
 _UNCOUNTED = np.empty(0, np.int64)

@@ -12,15 +12,15 @@ from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.rounding import rounded_up
 from evenstep.core.validate import MOST, seed_number, whole_number
 from evenstep.errors import ConfigError, InputError, PlanError
-from evenstep.planning.best_fit import best_fit
-from evenstep.planning.first_fit import (
+from evenstep.planning.packing.best_fit import best_fit
+from evenstep.planning.packing.first_fit import (
     first_fit_kernel,
     modified_first_fit_kernel,
     next_fit_kernel,
 )
-from evenstep.planning.items import check_items
-from evenstep.planning.optimal import optimal_kernel
-from evenstep.planning.split import even_bins
+from evenstep.planning.packing.items import check_items
+from evenstep.planning.packing.more_bins import even_bins
+from evenstep.planning.packing.optimal import optimal_kernel
 
 _LARGE, _EACH = 2**22, 64  # spaces of a table, in all or for each item, that are worth their memory
 

@@ -11,12 +11,16 @@ from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.planning.assemble import StepLayout
-from evenstep.planning.balance import partition
-from evenstep.planning.deal import deal_waves
-from evenstep.planning.dynamic import count_cuts, count_greedy, place_greedy, place_optimal
-from evenstep.planning.equal_sizes import check_equal, count_by_rank, place_by_rank
-from evenstep.planning.in_order import packs_in_order
-from evenstep.planning.joint import count_packs, place_units
+from evenstep.planning.balance.deal import deal_waves
+from evenstep.planning.balance.equal_sizes import (
+    check_equal,
+    count_by_rank,
+    place_by_rank,
+)
+from evenstep.planning.balance.joint import count_packs, place_units
+from evenstep.planning.balance.partition import partition
+from evenstep.planning.batching.dynamic import count_cuts, count_greedy, place_greedy, place_optimal
+from evenstep.planning.batching.in_order import packs_in_order
 from evenstep.planning.units import Units
 
 

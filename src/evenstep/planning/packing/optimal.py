@@ -9,8 +9,8 @@ one dial: several settings are tried until the bins meet the bound.
 import numpy as np
 
 from evenstep.core.ragged import IntArray
-from evenstep.planning.first_fit import nearest_free
 from evenstep.planning.kernel import kernel
+from evenstep.planning.packing.first_fit import nearest_free
 
 _LIMIT = 2000  # partners looked at for one gap
 _LOOKS = 500_000  # and for all gaps of all attempts: some milliseconds

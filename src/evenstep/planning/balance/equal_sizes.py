@@ -11,7 +11,7 @@ import numpy as np
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
-from evenstep.planning.balance import partition
+from evenstep.planning.balance.partition import partition
 from evenstep.planning.units import Units
 
 PlaceRank: TypeAlias = Callable[[Units, int | None], tuple[IntArray, int]]
