@@ -33,8 +33,8 @@ from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy
-from evenstep.train.loss import SequenceMean, TokenMean
 from evenstep.train.model import Decoder, DecoderShape
+from evenstep.train.normalization import SequenceMean, TokenMean
 from evenstep.train.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,9 +13,9 @@ from torch.nn import functional
 from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.context import context_work, join_context, shard_context
+from evenstep.tensors.batch_shard import Shard, join_shards
+from evenstep.tensors.context_parallel import context_work, join_context, shard_context
 from evenstep.tensors.extras import RaggedTensor
-from evenstep.tensors.shard import Shard, join_shards
 from tests.tensors.cuts import VOCABULARY, Work, handmade, make_work, same, works
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")

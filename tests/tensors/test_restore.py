@@ -12,7 +12,7 @@ from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.core.recipe import Overflow
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.context import shard_context
+from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.origin import Key
 from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
 from tests.tensors.cuts import Work, make_work, same, works

@@ -26,7 +26,7 @@ from evenstep.errors import InputError, SampleError
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.context import shard_context
+from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
 from tests.tensors.cuts import CAPACITY, layouts, same
 

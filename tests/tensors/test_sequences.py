@@ -12,12 +12,12 @@ from torch import Tensor
 from evenstep import Packed, Plan, Recipe, Topology
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.context import shard_context
+from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.losses import cross_entropy, label_log_probs, policy_gradient
 from evenstep.tensors.metrics import Metric, merge
+from evenstep.tensors.per_sequence import Outcome, PerSequence, Sums
 from evenstep.tensors.restore import restore_sequences, restore_tokens
-from evenstep.tensors.sequences import Outcome, PerSequence, Sums
-from evenstep.tensors.shard import Shard
 from evenstep.tensors.view import View
 from tests.tensors.cuts import VOCABULARY, Work, make_work, works
 

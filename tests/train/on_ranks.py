@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenstep import Packed, Recipe, Topology
 from evenstep.data.streams.feed import Feed
 from evenstep.errors import EvenstepError
-from evenstep.tensors.context import shard_context
+from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.losses import cross_entropy
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle

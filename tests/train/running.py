@@ -25,13 +25,13 @@ from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.stream import until_all_end
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch_shard import Shard
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.context import shard_context
+from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.losses import cross_entropy
-from evenstep.tensors.shard import Shard
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
-from evenstep.train.loss import Normalization
+from evenstep.train.normalization import Normalization
 from evenstep.train.result import StepResult
 from evenstep.train.runner import Loss, LossFunction, Runner
 from tests.train.steps import (

@@ -22,8 +22,10 @@ from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
+from evenstep.train.gradient_scale import Normalized, Normalizer
 from evenstep.train.gradients import SeparateGradients
-from evenstep.train.loss import (
+from evenstep.train.model import Decoder, DecoderShape
+from evenstep.train.normalization import (
     Constant,
     Custom,
     FixedLength,
@@ -34,8 +36,6 @@ from evenstep.train.loss import (
     TokenMean,
     weighted,
 )
-from evenstep.train.model import Decoder, DecoderShape
-from evenstep.train.normalizer import Normalized, Normalizer
 
 torch.set_num_threads(1)
 

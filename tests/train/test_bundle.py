@@ -13,7 +13,7 @@ from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.errors import InputError
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.metrics import Metric, merge
-from evenstep.tensors.sequences import Outcome, PerSequence
+from evenstep.tensors.per_sequence import Outcome, PerSequence
 from evenstep.tensors.view import View
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle

@@ -177,7 +177,7 @@ def test_split_samples_of_a_feed_count_once() -> None:
     feed.close()
     held = list(feed)
     assert sum(len(fed.micro.segments) for fed in held) == 4
-    from evenstep.train.loss import SequenceMean
+    from evenstep.train.normalization import SequenceMean
 
     result = runner(normalization=SequenceMean()).run_fed(held)
     assert result.numbers is not None

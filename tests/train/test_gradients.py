@@ -12,9 +12,9 @@ from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
 from evenstep.train.framework import sum_gradients
+from evenstep.train.gradient_scale import Normalizer, power_of_two
 from evenstep.train.gradients import SeparateGradients, rescale, set_aside
-from evenstep.train.loss import Custom, TokenMean
-from evenstep.train.normalizer import Normalizer, power_of_two
+from evenstep.train.normalization import Custom, TokenMean
 from tests.train.steps import LIMIT, make_work
 
 TOKENS = {"nll": (TokenMean(), 1.0)}

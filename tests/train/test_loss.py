@@ -13,9 +13,9 @@ from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.context import shard_context
+from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.extras import Extra
-from evenstep.train.loss import (
+from evenstep.train.normalization import (
     NORMALIZATIONS,
     Constant,
     Custom,

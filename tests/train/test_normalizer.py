@@ -11,8 +11,8 @@ from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import ConfigError
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.loss import Constant, FixedLength, SequenceMean, TokenMean
-from evenstep.train.normalizer import Mode, Normalized, Normalizer
+from evenstep.train.gradient_scale import Mode, Normalized, Normalizer
+from evenstep.train.normalization import Constant, FixedLength, SequenceMean, TokenMean
 from tests.train.running import Counting
 from tests.train.steps import (
     LIMIT,

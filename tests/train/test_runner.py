@@ -18,11 +18,11 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy
 from evenstep.tensors.metrics import Metric
-from evenstep.tensors.sequences import Sums
+from evenstep.tensors.per_sequence import Sums
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
-from evenstep.train.loss import Constant, FixedLength, GroupMean, SequenceMean
-from evenstep.train.normalizer import Mode
+from evenstep.train.gradient_scale import Mode
+from evenstep.train.normalization import Constant, FixedLength, GroupMean, SequenceMean
 from evenstep.train.runner import Loss, Runner
 from tests.train.running import (
     LAYOUTS,

@@ -19,8 +19,8 @@ from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
-from evenstep.train.loss import Constant, TokenMean
-from evenstep.train.normalizer import Mode
+from evenstep.train.gradient_scale import Mode
+from evenstep.train.normalization import Constant, TokenMean
 from evenstep.train.runner import Loss, Runner, run_step
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.dealing import dealt, out_of_order
+from evenstep.core.assignment import dealt, out_of_order
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
 from evenstep.core.validate import MOST

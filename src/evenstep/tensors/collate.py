@@ -16,8 +16,8 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.validate import truth_field, whole_number
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.beyond import Beyond
 from evenstep.tensors.columns import Columns, Sample
+from evenstep.tensors.continuation import Beyond
 from evenstep.tensors.extras import Extra
 from evenstep.tensors.numbering import number_slots
 

@@ -15,7 +15,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import offsets_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX
-from evenstep.tensors.beyond import Beyond
+from evenstep.tensors.continuation import Beyond
 from evenstep.tensors.extras import Extra, RaggedTensor
 
 Sample: TypeAlias = Mapping[str, Any]

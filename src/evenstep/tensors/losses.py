@@ -11,7 +11,7 @@ from torch.nn import functional
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.metrics import Metric
-from evenstep.tensors.sequences import Outcome, PerSequence
+from evenstep.tensors.per_sequence import Outcome, PerSequence
 from evenstep.tensors.view import View
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from evenstep.core.placement import place
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.errors import InputError
-from evenstep.tensors.context import join_context
+from evenstep.tensors.context_parallel import join_context
 from evenstep.tensors.extras import RaggedTensor
 from evenstep.tensors.metrics import Reduction
 from evenstep.tensors.origin import Key, Origin, Work

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.tensors.beyond import Beyond
+from evenstep.tensors.continuation import Beyond
 from evenstep.tensors.extras import Alignment, RaggedTensor
 
 # label: token-aligned, but moved to the slot that predicts the token, as labels are

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch_shard import Shard
 from evenstep.tensors.extras import RaggedTensor
-from evenstep.tensors.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

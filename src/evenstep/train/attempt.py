@@ -18,11 +18,15 @@ from evenstep.core.segments import Segments
 from evenstep.data.streams.feed import Fed, Feed
 from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.batch_shard import Shard
 from evenstep.tensors.metrics import Metric
-from evenstep.tensors.sequences import Sums
-from evenstep.tensors.shard import Shard
+from evenstep.tensors.per_sequence import Sums
 from evenstep.train.bundle import Bundle
-from evenstep.train.checks import (
+from evenstep.train.framework import Framework, sum_gradients
+from evenstep.train.gradient_scale import Mode, Normalizer, power_of_two
+from evenstep.train.normalization import weighted
+from evenstep.train.prefetch import Prefetch
+from evenstep.train.refusals import (
     check_constants,
     check_counts,
     check_labels,
@@ -31,10 +35,6 @@ from evenstep.train.checks import (
     refuse_groups_in_parts,
     refuse_skipped,
 )
-from evenstep.train.framework import Framework, sum_gradients
-from evenstep.train.loss import weighted
-from evenstep.train.normalizer import Mode, Normalizer, power_of_two
-from evenstep.train.prefetch import Prefetch
 from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS, StepResult, Timings
 from evenstep.train.stopwatch import Busy, Stopwatch
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from evenstep.errors import ConfigError
 from evenstep.tensors.attention import attention
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.shard import Shard
-from evenstep.train.context import context_attention
+from evenstep.tensors.batch_shard import Shard
+from evenstep.train.context_attention import context_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

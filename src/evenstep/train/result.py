@@ -9,7 +9,7 @@ from evenstep.core import summary
 from evenstep.errors import InputError
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.normalizer import Normalized, Normalizer
+from evenstep.train.gradient_scale import Normalized, Normalizer
 
 BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
 TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"

@@ -16,16 +16,16 @@ from evenstep.core.validate import one_of, whole_number
 from evenstep.data.streams.feed import Fed, Feed
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch_shard import Shard
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.sequences import Sums
-from evenstep.tensors.shard import Shard
+from evenstep.tensors.per_sequence import Sums
 from evenstep.train.attempt import Attempt, TooLargeError, Work, nothing
-from evenstep.train.checks import refuse_alone
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
+from evenstep.train.gradient_scale import Mode
 from evenstep.train.gradients import set_aside
-from evenstep.train.loss import Normalization, TokenMean
-from evenstep.train.normalizer import Mode
+from evenstep.train.normalization import Normalization, TokenMean
+from evenstep.train.refusals import refuse_alone
 from evenstep.train.result import StepResult
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.train.pieces import by_piece, first_pieces, groups_of, refuse_parts, spread, whole
+from evenstep.train.segment_sums import (
+    by_piece,
+    first_pieces,
+    groups_of,
+    refuse_parts,
+    spread,
+    whole,
+)
 
 _OF_PLANS = (
     "samples", "tokens", "empty", "loss_tokens", "sequences", "groups",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from evenstep.tensors.context import join_context
-from evenstep.tensors.shard import Shard
+from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.context_parallel import join_context
 
 
 def context_attention(

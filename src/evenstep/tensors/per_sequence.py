@@ -11,8 +11,8 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch_shard import Shard
 from evenstep.tensors.metrics import Metric, merge
-from evenstep.tensors.shard import Shard
 from evenstep.tensors.view import View
 
 Outcome: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Metric]]

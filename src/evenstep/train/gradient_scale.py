@@ -36,7 +36,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.gradients import SeparateGradients, rescale
-from evenstep.train.loss import Normalization
+from evenstep.train.normalization import Normalization
 
 Mode: TypeAlias = Literal["known", "deferred", "per_micro_batch"]
 
@@ -70,7 +70,7 @@ class Normalizer:
     share a denominator. For each micro-batch: `amounts` of the batch, `scales`, a backward of
     `objective`, and its `bundle`; for each step `finish`, with the bundles merged and reduced.
 
-    >>> from evenstep.train.loss import TokenMean
+    >>> from evenstep.train.normalization import TokenMean
     >>> import torch
     >>> normalizer = Normalizer(losses={"nll": (TokenMean(), 1.0)}, constant=4.0)
     >>> x = torch.tensor(2.0, requires_grad=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.shard import Shard, check_rank, cut, put
+from evenstep.tensors.batch_shard import Shard, check_rank, cut, put
 
 
 def shard_context(batch: Batch, rank: int, size: int) -> Shard:

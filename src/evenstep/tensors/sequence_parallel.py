@@ -13,7 +13,7 @@ from torch import Tensor
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.shard import Shard, check_rank, cut
+from evenstep.tensors.batch_shard import Shard, check_rank, cut
 
 
 def shard_sequence(batch: Batch, rank: int, size: int) -> Shard:

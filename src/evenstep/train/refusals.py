@@ -12,9 +12,9 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.loss import GroupMean
-from evenstep.train.normalizer import Normalizer
-from evenstep.train.pieces import groups_of
+from evenstep.train.gradient_scale import Normalizer
+from evenstep.train.normalization import GroupMean
+from evenstep.train.segment_sums import groups_of
 
 LEAST, MOST = "evenstep/least", "evenstep/most"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.shard import Shard
+from evenstep.tensors.batch_shard import Shard
 
 
 def whole(batch: Any) -> Batch:
