@@ -31,9 +31,9 @@ from evenstep import Cost, Packed, Padded, Recipe, Steps
 from evenstep.core.layout import Layout
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
+from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy
-from evenstep.train.model import Decoder, DecoderShape
 from evenstep.train.normalization import SequenceMean, TokenMean
 from evenstep.train.runner import Runner
 

@@ -29,11 +29,11 @@ from evenstep import MicroBatch, Packed, Recipe
 from evenstep.core.step import Step
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
+from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy
-from evenstep.train.model import Decoder, DecoderShape
 from evenstep.train.runner import run_step
 
 LENGTH, TOGETHER, VOCABULARY = 64, 8, 512  # tokens of a sample, samples of a micro-batch

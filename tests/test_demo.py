@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from evenstep import Plan, demo
+from evenstep import Plan
 from evenstep.data.sources.token_writer import write_token_file
+from evenstep.demo import run as demo
 from evenstep.planning import make_plan
 from evenstep.report import Entry
 
@@ -73,7 +74,7 @@ def test_the_table_has_a_column_for_each_layout_and_a_row_for_each_loss() -> Non
 
 
 def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> None:
-    short = "from evenstep import demo; demo.main(steps=2, each=6)"
+    short = "from evenstep.demo.run import main; main(steps=2, each=6)"
     done = subprocess.run(
         [sys.executable, "-c", short], capture_output=True, text=True, cwd=tmp_path
     )

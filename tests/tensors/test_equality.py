@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenstep import Packed, Recipe, Topology
+from evenstep.demo.decoder import Decoder, DecoderShape, rotate, rotation
 from evenstep.integrations.huggingface import hf_kwargs
 from evenstep.tensors.attention import attention
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.context_parallel import join_context, shard_context
-from evenstep.train.model import Decoder, DecoderShape, rotate, rotation
 from tests.integrations.models import llama, qwen
 from tests.tensors.batches import RECIPES, VOCAB, batches_of, by_sample, distance, samples_of
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.testing import LeakError, assert_no_leaks, find_leaks
-from evenstep.train.model import Decoder, DecoderShape
 from tests.tensors.batches import RECIPES, VOCAB, batch_of
 
 torch.set_num_threads(1)

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenstep import Packed, Recipe, Topology
 from evenstep.data.streams.feed import Feed
+from evenstep.demo.decoder import Block, Decoder
 from evenstep.errors import EvenstepError
 from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.losses import cross_entropy
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Distributed
-from evenstep.train.model import Block, Decoder
 from evenstep.train.result import StepResult
 from evenstep.train.runner import Runner
 from evenstep.train.scoring import compute_log_probs

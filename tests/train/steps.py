@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evenstep import Packed, Padded, Plan, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
+from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.extras import Extra
@@ -24,7 +25,6 @@ from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
 from evenstep.train.gradient_scale import Normalized, Normalizer
 from evenstep.train.gradients import SeparateGradients
-from evenstep.train.model import Decoder, DecoderShape
 from evenstep.train.normalization import (
     Constant,
     Custom,

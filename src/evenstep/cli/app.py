@@ -10,6 +10,7 @@ import typer
 
 from evenstep import __version__
 from evenstep.cli import check, compare, plan, report, terminal
+from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
 app = typer.Typer(
@@ -75,5 +76,5 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _fault(message: str) -> int:
-    print(f"error: {terminal.printable(' '.join(message.split()))}", file=sys.stderr)
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2

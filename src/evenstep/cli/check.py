@@ -10,8 +10,9 @@ def check(plan: options.SavedPlan, json: options.Json = False) -> int:
     from evenstep.cli import screen
     from evenstep.core.checks import CHECKS, violations_by_check
     from evenstep.core.plan import Plan
+    from evenstep.screen import progress
 
-    with screen.progress(f"Checking {plan.name}"):
+    with progress(f"Checking {plan.name}"):
         found = violations_by_check(Plan.load(plan))
     broken = any(found.values())
     promises = {name: (promise.__doc__ or name).strip() for name, promise in CHECKS.items()}

@@ -40,15 +40,16 @@ def compare(
     from evenstep.core.archive import replace_file
     from evenstep.errors import PlanError
     from evenstep.report import comparison_page, comparison_picture
+    from evenstep.screen import progress
 
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, config], picture)
-    with screen.progress(f"Reading {lengths.name}"):
+    with progress(f"Reading {lengths.name}"):
         job = load_job(lengths, config, set_ or [], column, groups)
     own = [own_strategy(text, job) for text in strategy or []]
     entries: list[Entry] = []
     for each in refuse_namesakes([*usual_strategies(job), *own]):
-        with screen.progress(f"Planning: {each.name}") as advance:
+        with progress(f"Planning: {each.name}") as advance:
             entries.append(run(job, each, advance))
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}
     if not plans:

@@ -27,12 +27,13 @@ def plan(
     from evenstep.core.archive import replace_files
     from evenstep.core.checks import assert_valid
     from evenstep.report import plan_page, plan_picture
+    from evenstep.screen import progress
 
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, config], out, picture)
-    with screen.progress(f"Reading {lengths.name}"):
+    with progress(f"Reading {lengths.name}"):
         job = load_job(lengths, config, set_ or [], column, groups)
-    with screen.progress("Planning") as advance:
+    with progress("Planning") as advance:
         made = job.plan(job.recipe, advance)
         assert_valid(made)
         stats = made.stats()

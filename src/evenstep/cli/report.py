@@ -17,10 +17,11 @@ def report(
     from evenstep.core.checks import assert_valid
     from evenstep.core.plan import Plan
     from evenstep.report import plan_page, plan_picture
+    from evenstep.screen import progress
 
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([plan], picture)
-    with screen.progress(f"Measuring {plan.name}"):
+    with progress(f"Measuring {plan.name}"):
         made = Plan.load(plan)
         assert_valid(made)
         stats, steps = made.stats(), made.step_stats()

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.cli.terminal import printable
+from evenstep.core.glimpse import printable
 from evenstep.report.comparison import HEADER, LEGEND, Entry, cells
 from evenstep.report.tables import sections, step_table
+from evenstep.screen import console
 
-_PIPED_WIDTH = 130  # a pipe has no width; tables are not to be broken for it
 _MOST_STEPS = 50
-
-
-def console() -> Console:
-    """Standard output, wide enough for our tables."""
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen.width = _PIPED_WIDTH
-    return screen
 
 
 def print_whole(screen: Console, table: Table) -> None:
@@ -47,31 +37,6 @@ def remark(text: str) -> None:
 def print_json(data: Any) -> None:
     """JSON for programs; numbers keep all their digits."""
     print(json.dumps(data, indent=2, allow_nan=False))
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show that work goes on, where somebody watches; yields `advance(done, total)`.
-
-    The bar pulses until the first call says how much there is.
-    """
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[steps]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(what), total=None, steps="")
-
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, steps=f"step {done:,} of {total:,}")
-
-        yield advance
 
 
 def print_stats(stats: Mapping[str, Any], title: str) -> None:

@@ -53,12 +53,3 @@ def silence() -> None:
         os.close(nowhere)
     except (AttributeError, OSError):  # closed, or no file: nothing is left in it
         pass
-
-
-def printable(text: str) -> str:
-    r"""The text without what would steer a terminal.
-
-    >>> printable("a\x1b[31m.txt")
-    'a\\x1b[31m.txt'
-    """
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -26,3 +26,12 @@ def glimpse(value: object, most: int = 80) -> str:
 def cut(text: str, most: int = 80) -> str:
     """The text, at most so many characters of it."""
     return text if len(text) <= most else f"{text[: most - 4]}..."
+
+
+def printable(text: str) -> str:
+    r"""The text without what would steer a terminal.
+
+    >>> printable("a\x1b[31m.txt")
+    'a\\x1b[31m.txt'
+    """
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -160,7 +160,7 @@ def run_step(
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.losses import cross_entropy
-    >>> from evenstep.train.model import Decoder, DecoderShape
+    >>> from evenstep.demo.decoder import Decoder, DecoderShape
     >>> samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
     >>> plan = make_plan([3, 2], Recipe(layout=Packed(max_tokens=3)))
     >>> batches = [Collator()(micro, samples) for micro in plan[0, 0]]

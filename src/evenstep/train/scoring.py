@@ -42,7 +42,7 @@ def compute_log_probs(
     i's; the first, which nothing predicts, holds 0, as does what the recipe drops or truncates.
 
     >>> from evenstep import Packed
-    >>> from evenstep.train.model import Decoder, DecoderShape
+    >>> from evenstep.demo.decoder import Decoder, DecoderShape
     >>> samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
     >>> recipe = Recipe(layout=Packed(max_tokens=4))
     >>> [len(found) for found in compute_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe)]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from evenstep.cli import screen
+from evenstep import screen
 from evenstep.core.archive import replace_file
 from evenstep.core.cost import Cost
 from evenstep.core.joining import join_plans
@@ -222,9 +222,9 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    from evenstep.demo.decoder import Decoder, DecoderShape
     from evenstep.tensors.losses import cross_entropy
     from evenstep.train.collectives import Distributed
-    from evenstep.train.model import Decoder, DecoderShape
     from evenstep.train.runner import Runner
     from evenstep.train.watch import Watch
 
@@ -291,7 +291,3 @@ def table(records: dict[str, dict[str, Any]], entries: list[Entry]) -> Table:
     for step in range(len(found[0]["losses"])):
         made.add_row(f"loss of step {step}", *(f"{r['losses'][step]:.6f}" for r in found))
     return made
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,47 @@
+"""The terminal: a console for results, a progress bar on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from evenstep.core.glimpse import printable
+
+_PIPED_WIDTH = 130  # a pipe has no width; tables are not to be broken for it
+
+
+def console() -> Console:
+    """Standard output, wide enough for our tables."""
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = _PIPED_WIDTH
+    return screen
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar if standard error is a terminal; yields `advance(done, total)`.
+
+    The bar pulses until the first call says how much there is.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[steps]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(what), total=None, steps="")
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, steps=f"step {done:,} of {total:,}")
+
+        yield advance
