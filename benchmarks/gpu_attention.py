@@ -47,7 +47,7 @@ FACTOR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPosition:
     """Where to run, and how much."""
 
     device: str
@@ -111,7 +111,7 @@ class Case:
         ]
 
 
-def kernel_cases(place: Place) -> list[Case]:
+def kernel_cases(place: StreamPosition) -> list[Case]:
     lengths = [1, 700, 1, 129, 2048, 64, 333, 1, 5, 512]
     if place.quick:
         lengths = [1, 70, 1, 19, 64, 5]
@@ -165,7 +165,7 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
     )
 
 
-def kernels(place: Place) -> Section:
+def kernels(place: StreamPosition) -> Section:
     """Outputs and gradients of each backend against single precision."""
     section = Section("Outputs and gradients in bfloat16, against single precision")
     section.notes.append(
@@ -238,7 +238,7 @@ def learn(
     return loss, gradient
 
 
-def decoder(place: Place) -> Section:
+def decoder(place: StreamPosition) -> Section:
     """Loss and gradient of a small model, packed against one at a time."""
     random = np.random.default_rng(0)
     count, mean = (12, 3.0) if place.quick else (48, 6.0)
@@ -318,7 +318,7 @@ def best(call: Callable[[], Any], device: str, runs: int) -> float:
     return min(times)
 
 
-def speed(place: Place) -> Section:
+def speed(place: StreamPosition) -> Section:
     """Forward and backward of one layer's attention on the same samples in each layout."""
     budget = 512 if place.quick else 32768
     heads, kv_heads, dim = (4, 2, 16) if place.quick else (32, 8, 128)
@@ -380,7 +380,7 @@ def speed(place: Place) -> Section:
     return section
 
 
-def _mask_times(lengths: list[int], packed: Recipe, place: Place) -> Table:
+def _mask_times(lengths: list[int], packed: Recipe, place: StreamPosition) -> Table:
     """Building the block mask from boundaries, and by trying every entry as torch does."""
     batch = next(make_batch(lengths, packed, place.device))
     runs = 2 if place.quick else 5
@@ -399,14 +399,14 @@ def _mask_times(lengths: list[int], packed: Recipe, place: Place) -> Table:
 
 # Running and filing ---------------------------------------------------------------------------
 
-SECTIONS: dict[str, Callable[[Place], Section]] = {
+SECTIONS: dict[str, Callable[[StreamPosition], Section]] = {
     "kernels": kernels,
     "decoder": decoder,
     "speed": speed,
 }
 
 
-def facts(place: Place) -> dict[str, str]:
+def facts(place: StreamPosition) -> dict[str, str]:
     """What the results depend on."""
     on_gpu = place.device == "cuda"
     return {
@@ -436,7 +436,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(torch._dynamo.config, name):
             setattr(torch._dynamo.config, name, 64)
             break
-    place = Place(options.device, options.quick)
+    place = StreamPosition(options.device, options.quick)
     console = Console(width=None if sys.stdout.isatty() else 140)
     found = {}
     for name in options.only or SECTIONS:
@@ -449,7 +449,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _file(folder: Path, place: Place, found: dict[str, Section]) -> None:
+def _file(folder: Path, place: StreamPosition, found: dict[str, Section]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = facts(place)
     data = {"machine": about, "sections": {name: s.to_dict() for name, s in found.items()}}

@@ -222,7 +222,7 @@ def _of_plan(plan: Plan) -> Places:
     micro = plan.micro_batch_of_segment
     cell = plan.cell_of_micro_batch[micro]
     places = np.full((2, len(plan.lengths)), -1, np.int64)
-    places[0, plan.segments.sample] = cell % plan.ranks
+    places[0, plan.segments.sample] = cell % plan.num_ranks
     places[1, plan.segments.sample] = micro - plan.cell_offsets[cell]
     assert (plan.segments.length == plan.lengths[plan.segments.sample]).all(), "whole samples"
     return places[0], places[1]

@@ -69,7 +69,7 @@ def plans(bench: Bench) -> Section:
             }
             timed = interleave(calls, repeats=bench.pick(3, 1), patience=bench.pick(2.0, 0.5))
             plan = timed["many"].result
-            assert plan.steps == steps, "as many steps as asked for"
+            assert plan.num_steps == steps, "as many steps as asked for"
             assert plan.slots.max() <= budget, "nothing over budget"
             found = plan.stats()
             each, alone = timed["many"].ms / steps, timed["one"].ms
@@ -77,7 +77,7 @@ def plans(bench: Bench) -> Section:
             table.add(
                 corpus,
                 budget,
-                plan.micro_batches / steps / RANKS,
+                plan.num_micro_batches / steps / RANKS,
                 "yes" if found["packs_optimal"] else "no",
                 float(found["imbalance_cost_micro_batch"]),
                 float(found["imbalance_cost_step"]),

@@ -36,7 +36,7 @@ from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.position import Place
+from evenstep.data.streams.position import StreamPosition
 from evenstep.planning.planner import plan_step
 
 SAMPLES, STEP, RANKS, BUDGET = 100_000_000, 64, 8, 32_768
@@ -207,7 +207,7 @@ def _simple_steps(lengths: Any, seed: int) -> Iterator[Any]:
 
 def _resumed(lengths: Any, place: int) -> float:
     """The best time from a cursor to the step behind it, on a new stream each time."""
-    state = _stream(lengths).cursor(Place(0, place * STEP, place)).to_dict()
+    state = _stream(lengths).cursor(StreamPosition(0, place * STEP, place)).to_dict()
     times = []
     for _ in range(20):
         start = time.perf_counter()

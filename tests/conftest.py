@@ -1,6 +1,6 @@
 """Hypothesis profiles: `ci` by default, `pytest --hypothesis-profile=fuzz` to search longer."""
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # No deadline: the first example of a test may compile kernels.
 settings.register_profile(
@@ -17,5 +17,10 @@ settings.register_profile(
     max_examples=5000,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "quick",  # no shrinking: says at once that a test fails
+    settings.get_profile("ci"),
+    phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile("ci")

@@ -84,5 +84,5 @@ def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> N
     assert spread is not None
     assert float(spread[1]) < 1e-5
     plans = [Plan.load(tmp_path / demo.plan_path(name)) for name in demo.LAYOUTS]
-    assert [(plan.steps, len(plan.lengths)) for plan in plans] == [(2, 12)] * 3
+    assert [(plan.num_steps, len(plan.lengths)) for plan in plans] == [(2, 12)] * 3
     assert (tmp_path / "build" / "demo.html").read_text().startswith("<!doctype html>")

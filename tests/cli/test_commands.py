@@ -138,7 +138,7 @@ def test_a_saved_plan_brings_its_samples_and_its_recipe(
     again = Plan.load(second)
     assert again.lengths.tolist() == LENGTHS
     assert again.groups is not None
-    assert (again.ranks, again.recipe.layout) == (1, Packed(max_tokens=16))
+    assert (again.num_ranks, again.recipe.layout) == (1, Packed(max_tokens=16))
     capsys.readouterr()
     run("plan", first, "--json")
     assert printed(capsys)["fingerprint"] == Plan.load(first).fingerprint
@@ -313,7 +313,7 @@ def evenstep(*arguments: object, **options: Any) -> subprocess.CompletedProcess[
 def test_json_is_all_there_is_on_standard_output(lengths: Path, tmp_path: Path) -> None:
     done = evenstep("plan", lengths, *BUDGET, "--json", "--out", tmp_path / "a.evenstep")
     assert done.returncode == 0
-    assert json.loads(done.stdout)["stats"]["samples"] == 8
+    assert json.loads(done.stdout)["stats"]["num_samples"] == 8
     assert done.stderr == f"wrote {tmp_path / 'a.evenstep'}\n"
 
 

@@ -355,7 +355,7 @@ def test_groups_of_different_names_stay_apart(
     (tmp_path / "g.csv").write_text("length,g\n4,01\n4,1\n4,01\n4,1\n")
     recipe = ["--set", "layout.max_tokens=8", "--groups", "g", "--json"]
     assert main(["plan", str(tmp_path / "g.csv"), *recipe]) == 0
-    assert json.loads(capsys.readouterr().out)["stats"]["micro_batches"] == 2
+    assert json.loads(capsys.readouterr().out)["stats"]["num_micro_batches"] == 2
 
 
 def test_without_the_command_lines_libraries_one_line_says_what_to_install() -> None:

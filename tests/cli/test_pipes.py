@@ -44,7 +44,7 @@ def test_every_sample_of_a_pipe_is_planned(
 ) -> None:
     with pipe(tmp_path / name, CONTENTS[name].encode()):
         assert main(["plan", str(tmp_path / name), *BUDGET, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["stats"]["samples"] == COUNT
+    assert json.loads(capsys.readouterr().out)["stats"]["num_samples"] == COUNT
 
 
 def test_binary_files_and_plans_may_be_piped(
@@ -58,10 +58,10 @@ def test_binary_files_and_plans_may_be_piped(
         capsys.readouterr()
         with pipe(piped, (tmp_path / name).read_bytes()):
             assert main(["plan", str(piped), *BUDGET, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["stats"]["samples"] == COUNT
+        assert json.loads(capsys.readouterr().out)["stats"]["num_samples"] == COUNT
 
 
 def test_standard_input_is_read_whole() -> None:
     command = [sys.executable, "-m", "evenstep", "plan", "/dev/stdin", *BUDGET, "--json"]
     done = subprocess.run(command, input="7\n" * 20_000, capture_output=True, text=True)
-    assert json.loads(done.stdout)["stats"]["samples"] == 20_000
+    assert json.loads(done.stdout)["stats"]["num_samples"] == 20_000

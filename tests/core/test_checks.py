@@ -82,7 +82,7 @@ def one_rank_short(plan: Plan) -> Plan:
 
 def steps_reversed(plan: Plan) -> Plan:
     """The last step first, all of it in its right place."""
-    last = plan.steps - 1
+    last = plan.num_steps - 1
     nested = [
         [
             [
@@ -92,9 +92,9 @@ def steps_reversed(plan: Plan) -> Plan:
                 ]
                 for micro in plan[last - step, rank]
             ]
-            for rank in range(plan.ranks)
+            for rank in range(plan.num_ranks)
         ]
-        for step in range(plan.steps)
+        for step in range(plan.num_steps)
     ]
     return handmade(plan.lengths.tolist(), nested, plan.recipe)
 
@@ -102,13 +102,13 @@ def steps_reversed(plan: Plan) -> Plan:
 def a_step_of_dummies(plan: Plan) -> Plan:
     """One more step at the end in which every rank runs one micro-batch of nothing."""
     rows, micros, cells = plan.row_offsets, plan.micro_offsets, plan.cell_offsets
-    more = np.arange(1, plan.ranks + 1)
+    more = np.arange(1, plan.num_ranks + 1)
     return changed(
         plan,
-        row_offsets=np.append(rows, np.full(plan.ranks, rows[-1])),
+        row_offsets=np.append(rows, np.full(plan.num_ranks, rows[-1])),
         micro_offsets=np.append(micros, micros[-1] + more),
         cell_offsets=np.append(cells, cells[-1] + more),
-        widths=np.append(plan.widths, np.full(plan.ranks, plan.recipe.width_unit)),
+        widths=np.append(plan.widths, np.full(plan.num_ranks, plan.recipe.width_unit)),
     )
 
 
@@ -215,7 +215,7 @@ FAULTS = {
     "a short sample alone is far too wide": Fault(
         "slots_within_budget",
         Recipe(layout=Packed(max_tokens=8), overflow="alone"),
-        lambda p: changed(p, widths=np.full(p.micro_batches, 1000)),
+        lambda p: changed(p, widths=np.full(p.num_micro_batches, 1000)),
     ),
     "a step holds too many tokens": Fault(
         "samples_stay_in_step",

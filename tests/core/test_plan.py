@@ -36,8 +36,8 @@ def plan() -> Plan:
 def test_cells_give_each_rank_its_micro_batches(plan: Plan) -> None:
     seen = [
         sample
-        for step in range(plan.steps)
-        for rank in range(plan.ranks)
+        for step in range(plan.num_steps)
+        for rank in range(plan.num_ranks)
         for micro in plan[step, rank]
         for sample in micro.segments.sample
     ]
@@ -165,7 +165,7 @@ def test_saving_where_nothing_can_be_written_leaves_nothing(plan: Plan, tmp_path
 
 def test_no_samples_give_a_plan_of_no_steps() -> None:
     plan = make_plan([], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=4)))
-    assert (plan.steps, plan.micro_batches) == (0, 0)
+    assert (plan.num_steps, plan.num_micro_batches) == (0, 0)
     assert plan.stats()["tokens"] == 0
 
 

@@ -119,8 +119,8 @@ def test_a_step_of_so_many_micro_batches_is_not_blamed_for_their_number() -> Non
 )
 def test_the_bound_on_packs_knows_every_limit(recipe: Recipe, bound: int) -> None:
     stats = make_plan([5] * 16, recipe, columns={"patches": [50] * 16}).stats()
-    assert stats["packs_bound"] == bound
-    assert stats["packs"] == bound
+    assert stats["num_packs_bound"] == bound
+    assert stats["num_packs"] == bound
     assert stats["packs_optimal"]
 
 
@@ -128,8 +128,8 @@ def test_groups_count_as_a_whole_in_the_bound_on_packs() -> None:
     recipe = Recipe(layout=Packed(max_tokens=100), limits=Limits(columns={"patches": 100}))
     columns = {"patches": [30] * 8}
     about = {"columns": columns, "groups": [0, 0, 1, 1, 2, 2, 3, 3]}
-    assert make_plan([5] * 8, recipe, columns=columns).stats()["packs_bound"] == 3
-    assert make_plan([5] * 8, recipe, **about).stats()["packs_bound"] == 4  # type: ignore[arg-type]
+    assert make_plan([5] * 8, recipe, columns=columns).stats()["num_packs_bound"] == 3
+    assert make_plan([5] * 8, recipe, **about).stats()["num_packs_bound"] == 4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -150,5 +150,5 @@ def test_whatever_it_is_over_a_sample_alone_is_counted(layout: Any, limits: Limi
     recipe = Recipe(layout=layout, limits=limits, overflow="alone", topology=Topology(dp=2))
     lengths = [5, 40, 6, 50, 32, 1]
     plan = make_plan(lengths, recipe, columns={"patches": lengths})
-    assert plan.stats()["alone"] == 2
-    assert sum(step["alone"] for step in plan.step_stats()) == 2
+    assert plan.stats()["num_alone"] == 2
+    assert sum(step["num_alone"] for step in plan.step_stats()) == 2

@@ -37,7 +37,7 @@ def test_what_a_plan_shows_is_what_its_stats_say(case: Case) -> None:
         return
     shown, stats = repr(plan), plan.stats()
     assert SHOWN.fullmatch(shown)
-    if plan.micro_batches:
+    if plan.num_micro_batches:
         when = plan.recipe.sync_every
         assert f"imbalance {stats[f'imbalance_cost_{when}']:.3f})" in shown
         fill = re.search(r"fill ([\d.]+)%", shown)

@@ -7,12 +7,12 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.data.streams.remaining import Chapter, ShardState, merged
+from evenstep.data.streams.remaining import ReaderState, RemainingEpoch, merged
 
 Element = tuple[int, int] | int
 
 
-def elements(chapter: Chapter, shard: int = 0, shards: int = 1) -> list[Element]:
+def elements(chapter: RemainingEpoch, shard: int = 0, shards: int = 1) -> list[Element]:
     found: list[Element] = []
     index = shard
     while (element := chapter[index]) is not None:
@@ -22,7 +22,7 @@ def elements(chapter: Chapter, shard: int = 0, shards: int = 1) -> list[Element]
 
 
 chapters = st.builds(
-    Chapter,
+    RemainingEpoch,
     st.just(0),
     st.lists(st.tuples(st.integers(100, 200), st.just(0)), max_size=5, unique=True).map(tuple),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 7)), max_size=4).map(
@@ -32,17 +32,19 @@ chapters = st.builds(
 
 
 @given(chapters, st.integers(1, 5))
-def test_shards_share_a_chapter_without_overlap(chapter: Chapter, shards: int) -> None:
+def test_shards_share_a_chapter_without_overlap(chapter: RemainingEpoch, shards: int) -> None:
     whole = elements(chapter)
     dealt = [elements(chapter, shard, shards) for shard in range(shards)]
     interleaved = [dealt[i % shards][i // shards] for i in range(len(whole))]
     assert interleaved == whole
-    assert Chapter.from_list(json.loads(json.dumps(chapter.to_list()))) == chapter
+    assert RemainingEpoch.from_list(json.loads(json.dumps(chapter.to_list()))) == chapter
 
 
 @given(chapters, st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=5))
 @settings(max_examples=300)
-def test_the_rest_is_what_no_shard_has_read(chapter: Chapter, read: list[int | None]) -> None:
+def test_the_rest_is_what_no_shard_has_read(
+    chapter: RemainingEpoch, read: list[int | None]
+) -> None:
     shards = len(read)
     expected: list[Element] = []
     for shard, count in enumerate(read):
@@ -56,7 +58,7 @@ def test_the_rest_is_what_no_shard_has_read(chapter: Chapter, read: list[int | N
 def test_any_number_of_changes_of_shards_reads_every_position_once(
     count: int, sizes: list[int], data: st.DataObject
 ) -> None:
-    agenda: tuple[Chapter, ...] = (Chapter.whole(0, count),)
+    agenda: tuple[RemainingEpoch, ...] = (RemainingEpoch.whole(0, count),)
     seen: list[int] = []
     for shards in sizes:
         states = []
@@ -67,13 +69,13 @@ def test_any_number_of_changes_of_shards_reads_every_position_once(
             numbers = [e if isinstance(e, int) else e[0] for e in mine[:read]]
             seen += numbers[: read - held]
             states.append(
-                ShardState(
+                ReaderState(
                     shard=shard, shards=shards, chapters=agenda, read=read,
                     waiting=tuple((0, n, 0) for n in numbers[read - held :]),
                 )
             )  # fmt: skip
             state = states[-1]
-            copy = ShardState.from_dict(json.loads(json.dumps(state.to_dict())), shard, shards)
+            copy = ReaderState.from_dict(json.loads(json.dumps(state.to_dict())), shard, shards)
             assert copy == state
         agenda = merged(states, count)
         assert len(agenda) == 1
@@ -82,9 +84,9 @@ def test_any_number_of_changes_of_shards_reads_every_position_once(
 
 
 def test_shards_in_different_epochs_leave_parts_of_both() -> None:
-    ahead = ShardState(shard=0, shards=2, chapters=(Chapter.whole(1, 6),), read=1)
-    behind = ShardState(
-        shard=1, shards=2, chapters=(Chapter.whole(0, 6),), read=1, waiting=((0, 1, 0),)
+    ahead = ReaderState(shard=0, shards=2, chapters=(RemainingEpoch.whole(1, 6),), read=1)
+    behind = ReaderState(
+        shard=1, shards=2, chapters=(RemainingEpoch.whole(0, 6),), read=1, waiting=((0, 1, 0),)
     )
     first, second = merged([behind, ahead], 6)
     assert (first.epoch, elements(first)) == (0, [(1, 0), 3, 5])
@@ -92,20 +94,24 @@ def test_shards_in_different_epochs_leave_parts_of_both() -> None:
 
 
 def test_an_epoch_of_which_nothing_was_left_is_not_begun_again() -> None:
-    behind = (Chapter(3, ((1, 0),)), Chapter(5, ((2, 0),)), Chapter.whole(6, 4))
+    behind = (
+        RemainingEpoch(3, ((1, 0),)),
+        RemainingEpoch(5, ((2, 0),)),
+        RemainingEpoch.whole(6, 4),
+    )
     states = [
-        ShardState(shard=0, shards=2, chapters=behind),
-        ShardState(shard=1, shards=2, chapters=(Chapter.whole(8, 4),)),
+        ReaderState(shard=0, shards=2, chapters=behind),
+        ReaderState(shard=1, shards=2, chapters=(RemainingEpoch.whole(8, 4),)),
     ]
     left = {chapter.epoch: elements(chapter) for chapter in merged(states, 4)}
-    # Shard 0 has its half of epochs 6 and 7 before it, and nothing of epoch 4.
+    # PoolReader 0 has its half of epochs 6 and 7 before it, and nothing of epoch 4.
     half = [0, 2]
     assert left == {3: [(1, 0)], 4: [], 5: [(2, 0)], 6: half, 7: half, 8: [0, 1, 2, 3]}
 
 
 def test_an_epoch_without_a_known_end_leaves_a_tail_without_one() -> None:
     states = [
-        ShardState(shard=s, shards=2, chapters=(Chapter.whole(0, None),), read=read)
+        ReaderState(shard=s, shards=2, chapters=(RemainingEpoch.whole(0, None),), read=read)
         for s, read in enumerate((3, 1))
     ]
     (chapter,) = merged(states, None)
@@ -113,7 +119,7 @@ def test_an_epoch_without_a_known_end_leaves_a_tail_without_one() -> None:
 
 
 def test_spans_without_end_take_turns_so_that_positions_only_grow() -> None:
-    whole = Chapter.whole(0, None)
+    whole = RemainingEpoch.whole(0, None)
     rest = whole.rest([None, 2, 4])  # shard 0 of 3 has found the end
     assert rest.spans == ((7, 3, 2), (13, 3, None), (14, 3, None))
     assert [rest[index] for index in range(8)] == [7, 10, 13, 14, 16, 17, 19, 20]
@@ -132,7 +138,7 @@ def test_no_change_of_shards_loses_what_lies_before_an_unknown_end(
 ) -> None:
     """Shards read in order up to an end that only reading finds; `expected` is a plain list."""
     far = 300  # what is compared lies well before it
-    chapter, expected = Chapter.whole(0, None), list(range(far))
+    chapter, expected = RemainingEpoch.whole(0, None), list(range(far))
     for read in changes:
         size = len(read)
         expected = sorted(
@@ -148,6 +154,6 @@ def test_no_change_of_shards_loses_what_lies_before_an_unknown_end(
     assert [p for p in endless if p is not None] == sorted(p for p in endless if p is not None)
 
 
-def _all(chapter: Chapter, far: int) -> list[int]:
+def _all(chapter: RemainingEpoch, far: int) -> list[int]:
     found = (chapter[index] for index in range(far))
     return [position for position in found if isinstance(position, int)]

@@ -434,8 +434,8 @@ def test_a_cursor_behind_the_end_of_other_groups_is_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
-        ([{"input_ids": [1]}], r"a list is no source.* InMemory\(.* of evenstep\.data\.memory"),
-        ([5, 3, 4], r"Lengths\(np\.asarray\(.* of evenstep\.data\.lengths"),
+        ([{"input_ids": [1]}], r"a list is no source.* InMemory\(.* of evenstep\.data"),
+        ([5, 3, 4], r"Lengths\(np\.asarray\(.* of evenstep\.data"),
         (np.array([5, 3, 4]), r"a ndarray is no source.* Lengths\("),
         (MapStyle(), r"a MapStyle is no source.* MeasuredMapped\(.* Mapped\(.* PooledStream"),
         ({"train": MapStyle()}, "a dict is no source.* one of its values"),

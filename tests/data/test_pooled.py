@@ -234,7 +234,7 @@ def test_only_trained_tokens_count_and_the_rest_is_capped() -> None:
     data = [{"input_ids": [1] * 10, "labels": [-100] * 8 + [1] * 2} for _ in range(40)]
     recipe = Recipe(layout=Packed(max_tokens=60))
     for trained, expected in ((8, 4), (100, 6)):
-        stream = PooledStream(InMemory(data), recipe, pool=Pool(trained_tokens=trained))
+        stream = PooledStream(InMemory(data), recipe, pool=Pool(loss_tokens=trained))
         counts = [len(m.segments) for step in stream for m in step.micro_batches]
         assert counts[:-1] == [expected] * (len(counts) - 1)
 
@@ -517,9 +517,9 @@ def test_after_a_change_of_shards_a_state_holds_its_own_share_alone() -> None:
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
-        ([{"input_ids": [1]}], r"a list is no source.* InMemory\(.* of evenstep\.data\.memory"),
-        (MapStyle(), r"a MapStyle is no source.* Mapped\(.* of evenstep\.data\.mapped"),
-        (range(3).__iter__, r"is no source.* Iterated\(.* of evenstep\.data\.iterated"),
+        ([{"input_ids": [1]}], r"a list is no source.* InMemory\(.* of evenstep\.data"),
+        (MapStyle(), r"a MapStyle is no source.* Mapped\(.* of evenstep\.data"),
+        (range(3).__iter__, r"is no source.* Iterated\(.* of evenstep\.data"),
         ({1, 2}, r"a set is no source.* Iterated\("),
         ({"train": MapStyle()}, "a dict is no source.* one of its values"),
         ("data.jsonl", "a str is no source.* Jsonl"),

@@ -154,7 +154,7 @@ def test_the_good_samples_of_an_item_come_although_one_of_it_is_skipped() -> Non
 
 def test_labels_that_cannot_be_counted_name_the_sample() -> None:
     source = InMemory([{"input_ids": [1, 2], "labels": [[1], [2, 3]]}])
-    pool = Pool(samples=2, tokens=0, trained_tokens=4)
+    pool = Pool(samples=2, tokens=0, loss_tokens=4)
     with pytest.raises(SampleError, match="sample 0 cannot be read"):
         list(stream_of(source, pool=pool))
     with pytest.warns(UserWarning, match="1 skipped"):
@@ -257,7 +257,7 @@ def test_data_that_has_become_less_is_not_skipped() -> None:
 def test_the_rows_of_a_micro_batch_share_its_trained_tokens_and_its_warm_up() -> None:
     source = InMemory([sample(i, 5) for i in range(200)])
     recipe = Recipe(layout=Packed(rows=4, pad_to=20))
-    limited = stream_of(source, recipe=recipe, pool=Pool(samples=16, trained_tokens=10))
+    limited = stream_of(source, recipe=recipe, pool=Pool(samples=16, loss_tokens=10))
     assert {m.tokens for step in limited for m in step.micro_batches} == {10}
     warming = Pool(samples=16, warmup_steps=4, warmup_tokens=20)
     grown = stream_of(source, recipe=recipe, pool=warming)
@@ -268,8 +268,8 @@ def test_limits_that_rows_cannot_share_are_refused() -> None:
     source, layout = InMemory([sample(0, 5)]), Packed(rows=4, pad_to=20)
     with pytest.raises(ConfigError, match=r"layout\.samples is 3, shared by 4 rows"):
         Packed(rows=4, pad_to=20, samples=3)
-    with pytest.raises(ConfigError, match=r"pool\.trained_tokens is 3"):
-        stream_of(source, recipe=Recipe(layout=layout), pool=Pool(trained_tokens=3))
+    with pytest.raises(ConfigError, match=r"pool\.loss_tokens is 3"):
+        stream_of(source, recipe=Recipe(layout=layout), pool=Pool(loss_tokens=3))
 
 
 # Places --------------------------------------------------------------------------------------

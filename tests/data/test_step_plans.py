@@ -66,7 +66,7 @@ def test_a_planned_step_brings_the_plan_of_all_ranks_and_the_names_of_its_sample
             assert same_plan(step, by_rank[0])
             assert step.plan is not None
             assert step.sample_ids is not None
-            assert step.plan.steps == 1
+            assert step.plan.num_steps == 1
             assert violations(step.plan) == []
             assert step.plan.lengths.tolist() == lengths[step.sample_ids].tolist()
             mine = [micro.renumbered(step.sample_ids) for micro in step.plan[0, rank]]

@@ -37,8 +37,8 @@ RECIPES = {
 def draw(plan: Plan) -> str:
     """One line per row: |sample:length ...| and what is padding, as `..`"""
     lines = []
-    for step in range(plan.steps):
-        for rank in range(plan.ranks):
+    for step in range(plan.num_steps):
+        for rank in range(plan.num_ranks):
             lines.append(f"step {step} rank {rank}")
             for micro in plan[step, rank]:
                 rows = []

@@ -587,7 +587,7 @@ def test_the_empty_steps_of_a_rank_that_has_ended_are_collated_too() -> None:
     for step in steps:
         assert step.batches is not None
         assert len(step.batches) == len(step)
-    assert steps[2].micro_batches[0].is_dummy
+    assert steps[2].micro_batches[0].is_empty
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_optimal_cuts_never_need_more_micro_batches_or_slots_than_greedy(
         layout = Padded(max_tokens=128, cut=cut)
         plan = make_plan(lengths, Recipe(layout=layout, topology=Topology(dp=ranks)))
         stats[cut] = plan.stats()
-    assert stats["optimal"]["micro_batches"] <= stats["greedy"]["micro_batches"]
-    if stats["optimal"]["micro_batches"] == stats["greedy"]["micro_batches"]:
+    assert stats["optimal"]["num_micro_batches"] <= stats["greedy"]["num_micro_batches"]
+    if stats["optimal"]["num_micro_batches"] == stats["greedy"]["num_micro_batches"]:
         dummies = {cut: stats[cut]["dummies"] for cut in stats}
         assert stats["optimal"]["slots"] - dummies["optimal"] <= (
             stats["greedy"]["slots"] - dummies["greedy"]

@@ -141,7 +141,7 @@ def test_every_step_but_the_last_is_nearly_full(name: str, equal_sizes: bool) ->
     plan = make_plan(lengths, recipe)
     share = 0.5 if isinstance(LAYOUTS[name], Padded) else 0.75
     capacity = {"samples": 8 * 3 * 16, "static": 4 * 8 * 16}.get(name, 8 * 64)
-    for step in range(plan.steps - 1):
+    for step in range(plan.num_steps - 1):
         assert lengths[plan.step_of == step].sum() > share * capacity
 
 

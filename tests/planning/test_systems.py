@@ -20,7 +20,7 @@ def as_sets(rows: list[list[int]]) -> set[frozenset[int]]:
 
 
 def widths_by_rank(plan: Plan) -> list[list[int]]:
-    return [[micro.width for micro in plan[0, rank]] for rank in range(plan.ranks)]
+    return [[micro.width for micro in plan[0, rank]] for rank in range(plan.num_ranks)]
 
 
 class TestNeMoPackers:
@@ -114,7 +114,7 @@ class TestNeMoSharding:
 
     def test_two_rows_on_four_ranks_leave_two_ranks_with_a_dummy(self) -> None:
         plan = make_plan([3, 4], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=4)))
-        assert [plan[0, rank][0].is_dummy for rank in range(4)] == [False, False, True, True]
+        assert [plan[0, rank][0].is_empty for rank in range(4)] == [False, False, True, True]
 
     def test_alignment_counts_towards_the_pack(self) -> None:
         def width(lengths: list[int], unit: int) -> int:

@@ -22,17 +22,17 @@ MORE = 1 + 1e-9
 
 def floors(plan: Plan) -> list[Floor]:
     """The floor of each step."""
-    starts = plan.segment_offsets[plan.cell_offsets[:: plan.ranks]].tolist()
+    starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]].tolist()
     known = Floors(plan)
-    return [known.of_step(s, slice(starts[s], starts[s + 1])) for s in range(plan.steps)]
+    return [known.of_step(s, slice(starts[s], starts[s + 1])) for s in range(plan.num_steps)]
 
 
 def times(plan: Plan) -> list[float]:
     """The modelled time of each step."""
     shown = []
-    for step in range(plan.steps):
-        cells = plan.cell_offsets[step * plan.ranks : (step + 1) * plan.ranks + 1]
-        cost = plan.costs[cells[0] : cells[-1]].reshape(plan.ranks, -1)
+    for step in range(plan.num_steps):
+        cells = plan.cell_offsets[step * plan.num_ranks : (step + 1) * plan.num_ranks + 1]
+        cost = plan.costs[cells[0] : cells[-1]].reshape(plan.num_ranks, -1)
         by_position = plan.recipe.sync_every == "micro_batch"
         shown.append(cost.max(axis=0).sum() if by_position else cost.sum(axis=1).max())
     return shown
@@ -69,12 +69,12 @@ def test_no_other_packer_cut_or_balance_is_below_the_floor(case: Case) -> None:
         if not np.array_equal(other.step_of, plan.step_of):
             continue  # steps of micro-batches may be other steps
         held = np.diff(other.segment_offsets) > 0
-        starts = other.cell_offsets[:: other.ranks]
+        starts = other.cell_offsets[:: other.num_ranks]
         for step, (time, floor) in enumerate(zip(times(other), least, strict=True)):
             assert time * MORE >= floor.time
             micro = slice(starts[step], starts[step + 1])
             assert held[micro].sum() >= floor.packs
-            assert held[micro].size >= floor.per_rank * other.ranks
+            assert held[micro].size >= floor.per_rank * other.num_ranks
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

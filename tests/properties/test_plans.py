@@ -26,7 +26,7 @@ def test_every_plan_keeps_every_promise(case: Case) -> None:
     kept = plan.step_of >= 0
     assert stats["tokens"] + stats["tokens_truncated"] == plan.lengths[kept].sum()
     assert stats["slots"] >= stats["tokens"]
-    assert stats["packs"] >= stats["packs_bound"]
+    assert stats["num_packs"] >= stats["num_packs_bound"]
     assert stats["imbalance_cost_step"] >= 1 - 1e-9
     assert stats["imbalance_cost_micro_batch"] >= stats["imbalance_cost_step"] - 1e-9
 

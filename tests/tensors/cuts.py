@@ -43,7 +43,7 @@ class Work:
     @property
     def batches(self) -> list[Batch]:
         """Of all micro-batches, in execution order."""
-        cells = ((s, r) for s in range(self.plan.steps) for r in range(self.plan.ranks))
+        cells = ((s, r) for s in range(self.plan.num_steps) for r in range(self.plan.num_ranks))
         return [COLLATOR(micro, self.samples) for cell in cells for micro in self.plan[cell]]
 
 
@@ -126,7 +126,7 @@ def handmade(pieces: list[int], real: list[int], tokens: list[int]) -> Batch:
         seqlens=seqlens,
         sample_ids=torch.where(seqlens > 0, torch.arange(len(real)), -1),
         starts=torch.zeros_like(seqlens),
-        trained=(seqlens - 1).clamp(min=0),
+        loss_tokens=(seqlens - 1).clamp(min=0),
         max_seqlen=max(pieces),
     )
 

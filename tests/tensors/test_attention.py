@@ -134,11 +134,11 @@ def test_tails_dummies_and_segments_without_tokens_are_pieces_like_any_other() -
         seqlens=torch.tensor([2, 0, 2]),
         sample_ids=torch.tensor([0, 1, 2]),
         starts=torch.zeros(3, dtype=torch.int64),
-        trained=torch.zeros(3, dtype=torch.int64),
+        loss_tokens=torch.zeros(3, dtype=torch.int64),
         max_seqlen=2,
     )
     dummy = batch_of([3] * 5, Recipe(layout=Padded(max_tokens=8)))
-    assert not dummy.is_dummy
+    assert not dummy.is_empty
     for batch in (empty, dummy):
         q, k, v = tensors_for(batch)
         expected = real(batch, plain(q, k, v, batch))
@@ -155,7 +155,7 @@ def test_a_dummy_gives_finite_outputs_and_gradients() -> None:
     dummy = next(
         batch
         for batch in (Collator()(plan[0, r][0], [{"input_ids": [1, 2, 3]}]) for r in (0, 1))
-        if batch.is_dummy
+        if batch.is_empty
     )
     q, k, v = (x.requires_grad_() for x in tensors_for(dummy))
     for name in (None, "segments", "mask", "causal"):

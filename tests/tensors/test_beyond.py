@@ -44,7 +44,7 @@ def split(lookahead: int = 1, **columns: Any) -> list[Batch]:
 def test_the_last_slot_of_a_piece_predicts_the_first_token_of_the_next() -> None:
     labels = [batch.labels.tolist() for batch in split()]
     assert labels == [[[1, 2, 3, 4]], [[5, 6, 7, 8]], [[9, -100]]]
-    assert [batch.trained.tolist() for batch in split()] == [[9]] * 3
+    assert [batch.loss_tokens.tolist() for batch in split()] == [[9]] * 3
 
 
 def test_a_truncated_sample_ends_where_it_was_cut() -> None:
@@ -52,8 +52,8 @@ def test_a_truncated_sample_ends_where_it_was_cut() -> None:
     assert plan.ends(np.array([0])).tolist() == [4]
     batch = Collator()(plan[0, 0][0], [{"input_ids": range(10)}])
     assert batch.labels.tolist() == [[1, 2, 3, -100]]
-    assert batch.trained.tolist() == [3]
-    assert batch.beyond is None
+    assert batch.loss_tokens.tolist() == [3]
+    assert batch.continuation is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_truncated_sample_ends_where_it_was_cut() -> None:
 def test_what_is_not_trained_is_not_trained_across_a_cut_either(columns: Any) -> None:
     batches = split(**columns)
     assert [batch.labels.tolist()[0][-1] for batch in batches] == [-100, 8, -100]
-    assert [batch.trained.tolist() for batch in batches] == [[7]] * 3
+    assert [batch.loss_tokens.tolist() for batch in batches] == [[7]] * 3
     weights = torch.cat([batch.loss_weights for batch in batches], dim=1)
     assert weights.tolist() == [[1, 1, 1, 0, 1, 1, 1, 1, 0, 0]]
 
@@ -109,9 +109,9 @@ def test_a_column_added_later_is_refused_where_its_next_value_is_unknown() -> No
 
 def test_a_batch_moves_with_what_lies_beyond() -> None:
     moved = split()[0].to("cpu")
-    assert moved.beyond is not None
-    assert moved.beyond.values["old"].tolist() == [[pytest.approx(0.4)]]
-    meta = moved.beyond.to("meta")
+    assert moved.continuation is not None
+    assert moved.continuation.values["old"].tolist() == [[pytest.approx(0.4)]]
+    meta = moved.continuation.to("meta")
     assert {value.device.type for value in (meta.counts, *meta.values.values())} == {"meta"}
 
 
@@ -135,8 +135,8 @@ def test_no_label_is_lost_or_trained_twice_however_samples_are_cut(work: Work) -
                 first = int(batch.starts[view.piece]) + 1
                 own = values[first : first + len(view.tokens)]
                 assert torch.equal(view.ahead(name)[: len(own)], own)
-            assert int(batch.trained[view.piece]) == work.samples[sample]["loss_mask"][1:].sum()
-        assert not batch.trained[batch.sample_ids < 0].any()
+            assert int(batch.loss_tokens[view.piece]) == work.samples[sample]["loss_mask"][1:].sum()
+        assert not batch.loss_tokens[batch.sample_ids < 0].any()
     assert found == [int(sample["loss_mask"][1:].sum()) for sample in work.samples]
 
 

@@ -37,8 +37,8 @@ def one_batch(samples: list[Any], collator: Collator | None = None, **layout: An
 def batches(plan: Plan, samples: list[dict[str, Any]], collator: Collator) -> list[Batch]:
     return [
         collator(micro, samples)
-        for step in range(plan.steps)
-        for rank in range(plan.ranks)
+        for step in range(plan.num_steps)
+        for rank in range(plan.num_ranks)
         for micro in plan[step, rank]
     ]
 
@@ -165,7 +165,7 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
         assert bounds[0] == 0
         assert bounds[-1] == tokens.numel()
         assert batch.max_seqlen == max(np.diff(bounds))
-        assert batch.is_dummy == (not mask.any())
+        assert batch.is_empty == (not mask.any())
         real = 0
         for piece, (begin, end) in enumerate(pairwise(bounds)):
             count = int(batch.seqlens[piece])
@@ -176,7 +176,7 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
             number = int(batch.sample_ids[piece])
             assert (number < 0) == (count == 0)
             if number < 0:
-                assert int(batch.trained[piece]) == 0
+                assert int(batch.loss_tokens[piece]) == 0
                 assert set(labels) == {IGNORE_INDEX}
                 continue
             start = int(batch.starts[piece])
@@ -188,9 +188,9 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
             following = samples[number]["input_ids"][start + 1 : min(start + count + 1, last)]
             padding = [IGNORE_INDEX] * (end - begin - len(following))
             assert labels == (following + shift).tolist() + padding
-            assert int(batch.trained[piece]) == last - 1
-            if batch.beyond is not None:
-                assert int(batch.beyond.counts[piece]) == int(start + count < last)
+            assert int(batch.loss_tokens[piece]) == last - 1
+            if batch.continuation is not None:
+                assert int(batch.continuation.counts[piece]) == int(start + count < last)
             advantages = batch.extras["advantages"]
             assert isinstance(advantages, torch.Tensor)
             torch.testing.assert_close(advantages.reshape(-1)[part], own.float() / 10)
@@ -268,7 +268,7 @@ def test_an_attention_mask_that_was_declared_travels_like_any_extra() -> None:
 def test_a_dummy_is_all_padding() -> None:
     plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
     batch = Collator(extras=EXTRAS)(plan[0, 1][0], with_extras([3]))
-    assert batch.is_dummy
+    assert batch.is_empty
     assert batch.loss_weights.sum() == 0
     assert batch.tokens.shape == (1, 1)
     assert batch.extras["advantages"].shape == (1, 1)  # type: ignore[union-attr]

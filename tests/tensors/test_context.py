@@ -13,17 +13,17 @@ from torch.nn import functional
 from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard, join_shards
+from evenstep.tensors.batch_shard import BatchShard, join_shards
 from evenstep.tensors.context_parallel import context_work, join_context, shard_context
 from evenstep.tensors.extras import RaggedTensor
 from tests.tensors.cuts import VOCABULARY, Work, handmade, make_work, same, works
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-PER_PIECE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "trained")
+PER_PIECE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "loss_tokens")
 CP2 = Topology(cp=2)
 
 
-def shards_of(batch: Batch, size: int) -> list[Shard]:
+def shards_of(batch: Batch, size: int) -> list[BatchShard]:
     return [shard_context(batch, rank, size) for rank in range(size)]
 
 
@@ -32,7 +32,7 @@ def assert_same_batch(first: Batch, second: Batch) -> None:
         assert same(getattr(first, name), getattr(second, name)), name
     assert first.max_seqlen == second.max_seqlen
     assert first.aligned == second.aligned
-    assert first.beyond is second.beyond
+    assert first.continuation is second.continuation
     for name, extra in first.extras.items():
         other = second.extras[name]
         if isinstance(extra, RaggedTensor):
@@ -118,7 +118,7 @@ def test_faults_say_what_was_expected() -> None:
 def test_a_shard_moves_as_a_whole() -> None:
     work = make_work([8, 3], Recipe(layout=Packed(max_tokens=16), topology=CP2))
     shard = shard_context(work.batches[0], 0, 2).to("cpu")
-    assert (shard.rows, shard.width, shard.device.type, shard.is_dummy) == (1, 6, "cpu", False)
+    assert (shard.rows, shard.width, shard.device.type, shard.is_empty) == (1, 6, "cpu", False)
     assert same(shard.extras["features"], shard.take(work.batches[0].extras["features"]))
 
 

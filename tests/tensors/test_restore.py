@@ -27,7 +27,7 @@ def values_of(batch: Batch) -> Tensor:
 
 
 def keys_of(plan: Plan) -> list[Key]:
-    cells = ((s, r) for s in range(plan.steps) for r in range(plan.ranks))
+    cells = ((s, r) for s in range(plan.num_steps) for r in range(plan.num_ranks))
     return [(s, r, at) for s, r in cells for at in range(len(plan[s, r]))]
 
 
@@ -151,7 +151,7 @@ def test_one_value_per_real_segment_is_asked_for() -> None:
 
 def test_a_dummys_result_is_never_looked_at() -> None:
     plan = make_plan([2], Recipe(layout=Packed(max_tokens=4), topology=Topology(dp=2)))
-    assert [micro.is_dummy for rank in range(2) for micro in plan[0, rank]] == [False, True]
+    assert [micro.is_empty for rank in range(2) for micro in plan[0, rank]] == [False, True]
     anything = torch.full((3, 5), float("nan"))
     assert restore_tokens(plan, [torch.ones(1, 2), anything]).tolist() == [[1.0, 1.0]]
     assert restore_sequences(plan, [torch.ones(1), anything]).tolist() == [1.0]
@@ -168,7 +168,7 @@ def test_a_dummys_result_is_never_looked_at() -> None:
 @given(works(), st.integers(0, 3), st.booleans())
 def test_tokens_return_to_their_samples(work: Work, more: int, shifted: bool) -> None:
     plan, size = work.plan, work.plan.recipe.topology.cp
-    if not plan.micro_batches:
+    if not plan.num_micro_batches:
         return
     batches = work.batches
     results = [values_of(b) + shifted * b.token_mask for b in batches]
@@ -199,7 +199,7 @@ def test_some_micro_batches_restore_their_own_tokens(work: Work, data: st.DataOb
     if not keys:
         return
     by_key = dict(zip(keys, work.batches, strict=True))
-    rank = data.draw(st.integers(0, plan.ranks - 1))
+    rank = data.draw(st.integers(0, plan.num_ranks - 1))
     mine = data.draw(st.permutations([key for key in keys if key[1] == rank]))
     restored = restore_tokens(plan, {key: values_of(by_key[key]) for key in mine}, pad=-1)
     for sample, ran in enumerate(ran_of(plan, mine)):
@@ -217,7 +217,7 @@ def test_some_micro_batches_restore_their_own_tokens(work: Work, data: st.DataOb
 @given(works())
 def test_results_on_a_gpu_stay_there_and_agree(work: Work) -> None:
     plan, size = work.plan, work.plan.recipe.topology.cp
-    if not plan.micro_batches:
+    if not plan.num_micro_batches:
         return
     batches = work.batches
     moved = [batch.to("cuda") for batch in batches]

@@ -21,7 +21,7 @@ from evenstep.core.step import Step
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.feed import Feed
 from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.position import Place
+from evenstep.data.streams.position import StreamPosition
 from evenstep.errors import InputError, SampleError
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.tensors.batch import Batch
@@ -167,7 +167,7 @@ def test_a_step_that_was_resumed_inside_restores_what_is_left_of_it(
     for rank in range(ranks):
         recipe = recipe_of(layout, Steps(samples=8), overflow, ranks)
         stream = PlannedStream(source_of(lengths), recipe, world=World(rank, ranks))
-        stream.load_state_dict(stream.cursor(Place(inside=((before, done),))).to_dict())
+        stream.load_state_dict(stream.cursor(StreamPosition(inside=((before, done),))).to_dict())
         for step in stream:
             check_step(step, lengths)
             assert (step.plan is None) == (step.number == 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from evenstep import Packed, Plan, Recipe, Topology
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.losses import cross_entropy, label_log_probs, policy_gradient
 from evenstep.tensors.metrics import Metric, merge
@@ -39,7 +39,7 @@ class Model:
     def __call__(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         return self.weight[tokens] * torch.cos(0.3 * position_ids)[..., None]
 
-    def of(self, batch: Batch | Shard) -> Tensor:
+    def of(self, batch: Batch | BatchShard) -> Tensor:
         return self(batch.tokens, batch.position_ids)
 
     def gradient(self, loss: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def assert_same_metrics(first: dict[str, Metric], second: dict[str, Metric]) -> 
 @given(work=works(cp=(1, 2)))
 def test_packed_looped_and_by_hand_agree_with_gradients(name: str, work: Work) -> None:
     model, loss, plan = Model(), LOSSES[name], work.plan
-    if not plan.micro_batches:
+    if not plan.num_micro_batches:
         return
     at_once = [loss(model.of(batch), batch) for batch in work.batches]
     looped = [loss.looped()(model.of(batch), batch) for batch in work.batches]
@@ -137,7 +137,7 @@ def test_the_shards_of_a_batch_add_up_to_it(name: str, work: Work) -> None:
 @given(works(cp=(1, 2)))
 def test_log_probs_of_packed_batches_come_back_token_by_token(work: Work) -> None:
     plan, model = work.plan, Model()
-    if not plan.micro_batches:
+    if not plan.num_micro_batches:
         return
     results = []
     for batch in work.batches:
@@ -200,7 +200,7 @@ def batch_of(*lengths: int, cp: int = 1) -> Batch:
 def test_a_dummy_has_a_loss_of_zero_and_a_backward(name: str, way: str) -> None:
     recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
     batch = make_work([3], recipe).batches[1]
-    assert batch.is_dummy
+    assert batch.is_empty
     model, loss = Model(), LOSSES[name] if way == "at once" else LOSSES[name].looped()
     sums = loss(model.of(batch), batch)
     assert sums.loss.item() == 0.0

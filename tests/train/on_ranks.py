@@ -187,7 +187,7 @@ def _outcome(rank: int, size: int, case: Case, work: Work, contexts: dict[int, A
     except EvenstepError as error:
         distributed.barrier()
         return Outcome(0.0, torch.zeros(1), 0, 0, f"{type(error).__name__}: {error}")
-    return Outcome(result.loss, gradient(model), len(exchanges), result.micro_batches)
+    return Outcome(result.loss, gradient(model), len(exchanges), result.num_micro_batches)
 
 
 # Ways to wrap that have to be seen or refused ---------------------------------------------------
@@ -236,7 +236,7 @@ def wrappings(rank: int, size: int, samples: Samples) -> dict[str, Outcome]:
         runner = Runner(model=model, loss=cross_entropy(), collective=ranks, collate=COLLATOR)
         try:
             result = runner.run(step)
-            found[name] = Outcome(result.loss, gradient(model), 0, result.micro_batches)
+            found[name] = Outcome(result.loss, gradient(model), 0, result.num_micro_batches)
         except EvenstepError as error:
             found[name] = Outcome(0.0, torch.zeros(1), 0, 0, str(error))
     return found
@@ -274,7 +274,7 @@ def sparse_steps(rank: int, size: int, samples: Samples) -> dict[bool, tuple[Ten
     return found
 
 
-# Fed --------------------------------------------------------------------------------------------
+# Fed steps --------------------------------------------------------------------------------
 
 
 def fed(
@@ -288,7 +288,7 @@ def fed(
         result = run_fed(
             model, Distributed(), work, shares[rank // cp], cp=cp, cut=_cut(rank % cp, cp)
         )
-        outcome = Outcome(result.loss, gradient(model), len(exchanges), result.micro_batches)
+        outcome = Outcome(result.loss, gradient(model), len(exchanges), result.num_micro_batches)
         found[wrap] = (outcome, result.ages)
     return found
 

@@ -25,7 +25,7 @@ from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.stream import until_all_end
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.losses import cross_entropy
@@ -134,7 +134,7 @@ def _step(plan: Plan, work: Work, world: World, known: bool) -> Step | list[Batc
         stream = PooledStream(source, plan.recipe, world=world, seed=plan.seed)
         # A rank that got no sample has no step of its own, but an empty one.
         steps = list(islice(until_all_end(iter(stream), lambda mine: True, plan.recipe), 2))
-        assert all(micro.is_dummy for micro in steps[1].micro_batches), "the first holds it all"
+        assert all(micro.is_empty for micro in steps[1].micro_batches), "the first holds it all"
         return steps[0]
     counts = np.array([int(sample["loss_mask"][1:].sum()) for sample in work.samples])
     step = next(
@@ -224,11 +224,11 @@ class Context:
     size: int
     whole: Batch | None = None
 
-    def cut(self, batch: Batch) -> Shard:
+    def cut(self, batch: Batch) -> BatchShard:
         self.whole = batch
         return shard_context(batch, self.rank, self.size)
 
-    def forward(self, model: Any, shard: Shard) -> Tensor:
+    def forward(self, model: Any, shard: BatchShard) -> Tensor:
         assert self.whole is not None
         return shard.take(model(self.whole))
 

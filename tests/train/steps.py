@@ -250,7 +250,7 @@ def run_step(
             result = normalizer.finish(parameters, reduced, work.totals)
         return result, gradient_of(own)
 
-    return run_ranks(work.plan.ranks, rank)
+    return run_ranks(work.plan.num_ranks, rank)
 
 
 def scales_of(

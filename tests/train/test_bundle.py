@@ -137,10 +137,10 @@ def test_a_rank_with_nothing_but_dummies_has_the_metrics_of_the_others() -> None
         outputs = torch.ones(1, micro.width, 2, requires_grad=True)
         sums = PerSequence(looped)(outputs, Collator()(micro, samples))
         sums.loss.backward()
-        assert not micro.is_dummy or (sums.loss.item() == 0 and not outputs.grad.any())
+        assert not micro.is_empty or (sums.loss.item() == 0 and not outputs.grad.any())
         return Bundle({"loss": sums.loss}, sums.metrics).reduce(ranks)
 
-    assert any(micro.is_dummy for rank in range(3) for micro in plan[0, rank])
+    assert any(micro.is_empty for rank in range(3) for micro in plan[0, rank])
     for found in run_ranks(3, reduce):
         values = {name: float(metric.value) for name, metric in found.metrics.items()}
         assert values == {"longest": 3, "shortest": 1, "length": 2, "sequences": 2}

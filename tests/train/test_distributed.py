@@ -117,7 +117,7 @@ def test_a_runner_that_was_not_told_of_the_other_ranks_is_an_error(tmp_path: Pat
         assert own == ""
 
 
-# Fed ------------------------------------------------------------------------------------------
+# Fed steps --------------------------------------------------------------------------------
 
 
 def test_ranks_of_unequal_numbers_are_fed_in_lock_step(tmp_path: Path) -> None:

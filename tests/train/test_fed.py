@@ -83,7 +83,7 @@ def test_a_step_runs_what_is_there_while_more_is_made() -> None:
 
     with feeding(fill):
         result = runner(forward=forward).run_fed(feed, number=7)
-    assert (result.micro_batches, result.tokens) == (4, 4 * LIMIT)
+    assert (result.num_micro_batches, result.tokens) == (4, 4 * LIMIT)
 
 
 def test_ages_are_from_the_making_of_a_sample_to_its_forward() -> None:
@@ -186,8 +186,8 @@ def test_split_samples_of_a_feed_count_once() -> None:
 
 def test_dummies_have_a_shape_that_context_parallel_ranks_can_cut() -> None:
     feed = Feed(Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2)))
-    assert feed.dummy.is_dummy
-    assert feed.dummy.slots == 4
+    assert feed.empty_micro_batch.is_empty
+    assert feed.empty_micro_batch.slots == 4
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -85,7 +85,7 @@ def test_the_first_forward_waits_for_no_more_than_it_needs(prefetch: int) -> Non
     result = run_step(
         step, model_of(), cross_entropy(), collate=COLLATOR, forward=forward, prefetch=prefetch
     )
-    assert len(reads) == result.micro_batches == 6
+    assert len(reads) == result.num_micro_batches == 6
     for place, seen in enumerate(reads):
         assert place + 1 <= seen <= place + 1 + prefetch
     assert samples.reads == [0, 1, 2, 3, 4, 5]
@@ -227,7 +227,7 @@ def test_real_tokens_count_and_padding_does_not() -> None:
     result = run_step(
         batches, Nothing(), lambda x, batch: x.sum() * 0, cost=cost, peak_flops=1000.0
     )
-    assert (result.tokens, result.slots, result.micro_batches) == (7, 8, 2)
+    assert (result.tokens, result.slots, result.num_micro_batches) == (7, 8, 2)
     assert result.padding == pytest.approx(1 / 8)
     seconds = result.timings.total
     assert result.tokens_per_second == pytest.approx(7 / seconds)

@@ -141,7 +141,7 @@ def test_a_config_finds_them_by_name() -> None:
 @settings(max_examples=40)
 @given(works())
 def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> None:
-    batches = [batch for rank in range(work.plan.ranks) for batch in work.batches(rank)]
+    batches = [batch for rank in range(work.plan.num_ranks) for batch in work.batches(rank)]
     for normalization in steps.NORMALIZATIONS.values():
         if isinstance(normalization, Constant):
             continue
@@ -152,7 +152,7 @@ def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> 
 @settings(max_examples=40)
 @given(works())
 def test_weights_are_finite_and_zero_where_nothing_is_trained(work: Work) -> None:
-    for rank in range(work.plan.ranks):
+    for rank in range(work.plan.num_ranks):
         for batch in work.batches(rank):
             for normalization in steps.NORMALIZATIONS.values():
                 weights = normalization.weights(batch)

@@ -39,7 +39,7 @@ def check(name: str, work: Work, mode: Mode, **options: Any) -> None:
     normalizer = Normalizer(
         losses={"nll": (NORMALIZATIONS[name], 1.0)},
         mode=mode,
-        averaged_over=work.plan.ranks,
+        averaged_over=work.plan.num_ranks,
         **options,
     )
     for result, gradient in run_step(normalizer, model, work):
@@ -183,7 +183,7 @@ def test_losses_of_several_denominators_add_up(losses: Any, mode: str, work: Wor
         losses=losses,
         mode="deferred" if separate else "known",
         separate=separate,
-        averaged_over=work.plan.ranks,
+        averaged_over=work.plan.num_ranks,
         constant=4.0 if separate else 1.0,
     )
     for result, gradient in run_step(normalizer, model, work):

@@ -96,7 +96,7 @@ def test_one_to_eight_micro_batches_on_one_to_four_ranks_agree(way: Any, count: 
         plan = Plan(way, Packed(samples=1), dp=dp)
         kept = samples_of([len(s["input_ids"]) for s in kept.samples], seed=count)
         ran = check("token mean", plan, kept, "deferred")
-        assert [each.result.micro_batches for each in ran] == [count] * dp
+        assert [each.result.num_micro_batches for each in ran] == [count] * dp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -243,8 +243,8 @@ def test_deferred_steps_meet_once_more_than_for_gradients_and_known_ones_never(
         for each in run_plan(plan, steps_of(plan, work, known), model, mode=mode):
             others = [size for size in each.calls if size != gradients]
             assert len(each.calls) - len(others) == 1
-            count = each.result.micro_batches + 1 if more is None else more
-            assert each.result.micro_batches > 1
+            count = each.result.num_micro_batches + 1 if more is None else more
+            assert each.result.num_micro_batches > 1
             assert len(others) == count
 
 
@@ -295,11 +295,11 @@ def test_metrics_of_losses_are_those_of_all_ranks() -> None:
     ran = run_plan(plan, steps_of(plan, work))
     for each in ran:
         metrics = each.result.metrics
-        assert metrics["trained_tokens"] == work.totals["loss_tokens"]
+        assert metrics["loss_tokens"] == work.totals["loss_tokens"]
         assert metrics["nll"] == pytest.approx(each.result.loss, rel=1e-12)
     named = {name: Loss(function=cross_entropy()) for name in ("a", "b")}
     metrics = run_plan(plan, steps_of(plan, work), loss=named)[0].result.metrics
-    assert set(metrics) == {f"{n}/{m}" for n in "ab" for m in ("nll", "trained_tokens")}
+    assert set(metrics) == {f"{n}/{m}" for n in "ab" for m in ("nll", "loss_tokens")}
 
 
 def test_the_same_runner_runs_step_after_step() -> None:

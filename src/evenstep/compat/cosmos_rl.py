@@ -140,7 +140,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
             yield [
                 [samples[number] for number in micro.segments.sample.tolist()]
                 for micro, samples in step
-                if not micro.is_dummy
+                if not micro.is_empty
             ]
 
     def __len__(self) -> int:

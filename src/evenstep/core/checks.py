@@ -41,8 +41,10 @@ def offsets_nest(plan: Plan) -> list[str]:
             wrong.append(f"{name} does not run from 0 to {end} without going back")
     if len(plan.widths) != len(plan.micro_offsets) - 1:
         wrong.append(f"{len(plan.widths)} widths for {len(plan.micro_offsets) - 1} micro-batches")
-    if (len(plan.cell_offsets) - 1) % plan.ranks:
-        wrong.append(f"{len(plan.cell_offsets) - 1} cells do not divide into {plan.ranks} ranks")
+    if (len(plan.cell_offsets) - 1) % plan.num_ranks:
+        wrong.append(
+            f"{len(plan.cell_offsets) - 1} cells do not divide into {plan.num_ranks} ranks"
+        )
     if (np.diff(plan.micro_offsets) < 1).any() or (plan.widths < 1).any():
         wrong.append("a micro-batch has no row or no width")
     count = len(plan.lengths)
@@ -148,8 +150,8 @@ def slots_within_budget(plan: Plan) -> list[str]:
 
 def _needed_by_step(plan: Plan) -> IntArray:
     """For each micro-batch, the width that the fullest row of its step needs."""
-    step = plan.cell_of_micro_batch // plan.ranks
-    most = np.zeros(plan.steps, np.int64)
+    step = plan.cell_of_micro_batch // plan.num_ranks
+    most = np.zeros(plan.num_steps, np.int64)
     np.maximum.at(most, np.repeat(step, plan.rows), _used_by_row(plan))
     return plan.recipe.layout.widths(most, plan.recipe.width_unit)[step]
 
@@ -163,7 +165,7 @@ def _runs_alone(plan: Plan) -> BoolArray:
     """Which micro-batches hold one over-long segment, and are no wider than it needs."""
     limit, offsets = plan.recipe.longest_segment, plan.segment_offsets
     if limit is None or len(plan.segments) == 0:
-        return np.zeros(plan.micro_batches, bool)
+        return np.zeros(plan.num_micro_batches, bool)
     length = plan.segments.length[np.minimum(offsets[:-1], len(plan.segments) - 1)]
     needed = plan.recipe.layout.widths(length, plan.recipe.width_unit)
     alone = (np.diff(offsets) == 1) & (length > limit) & (plan.rows == 1)
@@ -213,7 +215,7 @@ def rows_fit_layout(plan: Plan) -> list[str]:
 def counts_agree(plan: Plan) -> list[str]:
     """All ranks of a step run the same number of micro-batches, in the pipeline's multiple."""
     multiple = plan.recipe.topology.multiple
-    counts = np.diff(plan.cell_offsets).reshape(plan.steps, plan.ranks)
+    counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
     wrong = [
         f"ranks of step {s} run {sorted(set(counts[s].tolist()))} micro-batches"
         for s in _some((counts != counts[:, :1]).any(axis=1))
@@ -228,9 +230,9 @@ def samples_stay_in_step(plan: Plan) -> list[str]:
     """Each sample runs in the step it was dealt to; steps are as large as asked, none is empty."""
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
     sample = plan.segments.sample
-    wrong = _named(sample[cell // plan.ranks != plan.step_of[sample]], "left its step")
-    here = plan.step_of[(plan.step_of >= 0) & (plan.step_of < plan.steps)]
-    empty = np.bincount(here, minlength=plan.steps) == 0
+    wrong = _named(sample[cell // plan.num_ranks != plan.step_of[sample]], "left its step")
+    here = plan.step_of[(plan.step_of >= 0) & (plan.step_of < plan.num_steps)]
+    empty = np.bincount(here, minlength=plan.num_steps) == 0
     wrong += [f"step {s} runs no sample" for s in _some(empty)]
     asked = plan.recipe.steps.micro_batches
     if asked is None:
@@ -238,7 +240,7 @@ def samples_stay_in_step(plan: Plan) -> list[str]:
     # All but the last have just as many as asked, in the order of the samples. Whether a step took
     # as many samples as fit is best fit's to say, which planning knows.
     wrong += _named(out_of_order(plan), "is in a wrong step")
-    count = np.diff(plan.cell_offsets)[:: plan.ranks]
+    count = np.diff(plan.cell_offsets)[:: plan.num_ranks]
     off = count != asked
     off[-1:] = count[-1:] > asked
     return wrong + [
@@ -254,7 +256,7 @@ def groups_together(plan: Plan) -> list[str]:
     micro = plan.micro_batch_of_segment
     place = micro
     if plan.recipe.groups == "step":
-        place = plan.cell_of_micro_batch[micro] // plan.ranks
+        place = plan.cell_of_micro_batch[micro] // plan.num_ranks
     by = np.lexsort((place, group))
     same = (group[by][1:] == group[by][:-1]) & (place[by][1:] != place[by][:-1])
     parted = np.unique(group[by][1:][same])
@@ -267,9 +269,9 @@ def shapes_equal(plan: Plan) -> list[str]:
     if not plan.recipe.topology.equal_widths:
         return []
     wrong = []
-    starts = plan.cell_offsets[:: plan.ranks]
+    starts = plan.cell_offsets[:: plan.num_ranks]
     rows = plan.rows
-    for step in range(plan.steps):
+    for step in range(plan.num_steps):
         micro = slice(int(starts[step]), int(starts[step + 1]))
         shapes = set(zip(rows[micro].tolist(), plan.widths[micro].tolist(), strict=True))
         if len(shapes) > 1:
@@ -309,8 +311,8 @@ def sizes_equal(plan: Plan) -> list[str]:
     if not plan.recipe.equal_sizes:
         return []
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
-    count = np.bincount(cell, minlength=plan.steps * plan.ranks)
-    count = count.reshape(plan.steps, plan.ranks)
+    count = np.bincount(cell, minlength=plan.num_steps * plan.num_ranks)
+    count = count.reshape(plan.num_steps, plan.num_ranks)
     uneven = count.max(axis=1) - count.min(axis=1) > 1
     return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _some(uneven)]
 

@@ -43,7 +43,7 @@ class Floors:
 
     def __init__(self, plan: Plan) -> None:
         recipe, sample = plan.recipe, plan.segments.sample
-        self.recipe, self.steps = recipe, plan.steps
+        self.recipe, self.steps = recipe, plan.num_steps
         self.aligned = plan.aligned_lengths
         self.costs = recipe.cost.of_lengths(self.aligned)
         self.groups: IntArray | None = None

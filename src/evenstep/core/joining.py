@@ -29,7 +29,7 @@ def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
             f"steps of one epoch."
         )
     place = np.argsort(ids)
-    before = np.cumsum([0, *(plan.steps for plan in plans)])
+    before = np.cumsum([0, *(plan.num_steps for plan in plans)])
     named = zip(plans, before, strict=False)
     step_of = [np.where(plan.step_of < 0, -1, plan.step_of + first) for plan, first in named]
     groups = [plan.groups for plan in plans if plan.groups is not None]

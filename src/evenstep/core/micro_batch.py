@@ -57,7 +57,7 @@ class MicroBatch:
         return place(self.segments.length, self.row_offsets, self.width, self.alignment)
 
     @property
-    def is_dummy(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether no segment is in it."""
         return len(self.segments) == 0
 

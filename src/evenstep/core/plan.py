@@ -59,22 +59,22 @@ class Plan:
     # Shape -------------------------------------------------------------------------------------
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Data-parallel ranks."""
         return self.recipe.topology.dp
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """Optimizer steps."""
-        return (len(self.cell_offsets) - 1) // self.ranks
+        return (len(self.cell_offsets) - 1) // self.num_ranks
 
     @property
-    def micro_batches(self) -> int:
+    def num_micro_batches(self) -> int:
         """Micro-batches of all steps and ranks, dummies included."""
         return len(self.widths)
 
     def __len__(self) -> int:
-        return self.steps
+        return self.num_steps
 
     @overload
     def __getitem__(self, at: SupportsIndex) -> list[list[MicroBatch]]: ...
@@ -87,28 +87,28 @@ class Plan:
         `plan[step]`: a list of those of each rank. `plan[-1]` is the last step."""
         if not isinstance(at, tuple):
             step = self._step(at)
-            return [self._cell(step, rank) for rank in range(self.ranks)]
+            return [self._cell(step, rank) for rank in range(self.num_ranks)]
         step, rank = self._step(at[0]), operator.index(at[1])
-        if not 0 <= rank < self.ranks:
+        if not 0 <= rank < self.num_ranks:
             raise IndexError(
-                f"rank {rank} is out of range: the plan has ranks 0 to {self.ranks - 1}"
+                f"rank {rank} is out of range: the plan has ranks 0 to {self.num_ranks - 1}"
             )
         return self._cell(step, rank)
 
     def __iter__(self) -> Iterator[list[list[MicroBatch]]]:
         """The steps, each as `plan[step]`."""
-        return (self[step] for step in range(self.steps))
+        return (self[step] for step in range(self.num_steps))
 
     def _step(self, index: SupportsIndex) -> int:
         step = operator.index(index)
-        if not -self.steps <= step < self.steps:
+        if not -self.num_steps <= step < self.num_steps:
             raise IndexError(
-                f"step {step} is out of range: the plan has {summary.counted(self.steps, 'step')}"
+                f"step {step} is out of range: the plan has {summary.counted(self.num_steps, 'step')}"
             )
-        return step % self.steps
+        return step % self.num_steps
 
     def _cell(self, step: int, rank: int) -> list[MicroBatch]:
-        at = step * self.ranks + rank
+        at = step * self.num_ranks + rank
         return [self._micro(m) for m in range(self.cell_offsets[at], self.cell_offsets[at + 1])]
 
     def _micro(self, micro: int) -> MicroBatch:
@@ -187,7 +187,7 @@ class Plan:
     @property
     def micro_batch_of_segment(self) -> IntArray:
         """The micro-batch of each segment."""
-        return np.repeat(np.arange(self.micro_batches), np.diff(self.segment_offsets))
+        return np.repeat(np.arange(self.num_micro_batches), np.diff(self.segment_offsets))
 
     # There and back ----------------------------------------------------------------------------
 

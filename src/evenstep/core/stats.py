@@ -26,13 +26,13 @@ Value: TypeAlias = Any  # a number, a truth or a word
 def of_plan(plan: Plan, width: int | None = None) -> dict[str, Value]:
     """All steps together. `width` is that of the padded input, the longest sample by default."""
     columns = _Columns(plan)
-    steps = [_Step(columns, step) for step in range(plan.steps)]
+    steps = [_Step(columns, step) for step in range(plan.num_steps)]
     dropped = plan.step_of < 0
     return {
-        "steps": plan.steps,
-        "ranks": plan.ranks,
+        "num_steps": plan.num_steps,
+        "num_ranks": plan.num_ranks,
         **_measure(columns, steps, width),
-        "dropped": int(dropped.sum()),
+        "num_dropped": int(dropped.sum()),
         "tokens_dropped": int(plan.lengths[dropped].sum()),
     }
 
@@ -42,7 +42,7 @@ def of_steps(plan: Plan) -> list[dict[str, Value]]:
     columns = _Columns(plan)
     return [
         {"step": step, **_measure(columns, [_Step(columns, step)], None)}
-        for step in range(plan.steps)
+        for step in range(plan.num_steps)
     ]
 
 
@@ -66,7 +66,7 @@ class _Step:
 
     def __init__(self, columns: _Columns, step: int) -> None:
         plan = columns.plan
-        ranks = plan.ranks
+        ranks = plan.num_ranks
         cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
         micro = slice(int(cells[0]), int(cells[-1]))
         offsets = columns.segment_offsets[micro.start : micro.stop + 1]
@@ -102,10 +102,10 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
     lock_step = sum(s.lock_step for s in steps)
     time, floor = sum(s.time for s in steps), sum(s.floor.time for s in steps)
     return {
-        "samples": len(samples),
-        "segments": len(picked),
-        "micro_batches": len(micro),
-        "dummies": len(micro) - real,
+        "num_samples": len(samples),
+        "num_segments": len(picked),
+        "num_micro_batches": len(micro),
+        "num_empty_micro_batches": len(micro) - real,
         "tokens": tokens,
         "slots": slots,
         "padding": slots - tokens,
@@ -120,8 +120,8 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
         ),
         "imbalance_cost_step": rank_sum / ideal if ideal else 1.0,
         "imbalance_cost_micro_batch": lock_step / ideal if ideal else 1.0,
-        "packs": real,
-        "packs_bound": needed,
+        "num_packs": real,
+        "num_packs_bound": needed,
         "packs_optimal": at_bound,
         "sync_every": recipe.sync_every,
         "time_over_floor": time / floor if floor else 1.0,
@@ -150,7 +150,7 @@ def _bins(columns: _Columns, micro: IntArray, steps: list[_Step]) -> dict[str, V
 def _bottleneck(plan: Plan, steps: list[_Step]) -> str:
     """Say when one sequence outweighs a rank's mean load, and what would help."""
     for step in steps:
-        if len(step.segment_costs) == 0 or plan.ranks == 1:
+        if len(step.segment_costs) == 0 or plan.num_ranks == 1:
             continue
         worst = int(step.segment_costs.argmax())
         ratio = float(step.segment_costs[worst]) / step.ideal if step.ideal else 0.0
@@ -169,15 +169,15 @@ def _overflow(columns: _Columns, samples: IntArray, segments: IntArray) -> dict[
     """How many samples were over the budget or a limit by themselves, and what became of them."""
     missing = columns.plan.lengths[samples] - columns.kept[samples]
     return {
-        "truncated": int((missing > 0).sum()),
+        "num_truncated": int((missing > 0).sum()),
         "tokens_truncated": int(missing.sum()),
-        "split": int((columns.pieces[samples] > 1).sum()),
-        "alone": int(columns.alone[segments].sum()),
+        "num_split": int((columns.pieces[samples] > 1).sum()),
+        "num_alone": int(columns.alone[segments].sum()),
     }
 
 
 def _over(largest: list[IntArray], total: int, plan: Plan) -> float:
-    return float(sum(largest)) * plan.ranks / total if total else 1.0
+    return float(sum(largest)) * plan.num_ranks / total if total else 1.0
 
 
 def _indices(slices: list[slice]) -> IntArray:

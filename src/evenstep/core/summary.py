@@ -86,10 +86,10 @@ def of_plan(plan: Plan) -> str:
     from evenstep.core.checks import offsets_nest  # which imports Plan
 
     sizes = [
-        counted(max(plan.steps, 0), "step"),
-        counted(plan.ranks, "rank"),
+        counted(max(plan.num_steps, 0), "step"),
+        counted(plan.num_ranks, "rank"),
         counted(len(plan.lengths), "sample"),
-        counted(plan.micro_batches, "micro-batch"),
+        counted(plan.num_micro_batches, "micro-batch"),
     ]
     if attempt(lambda: "broken" if offsets_nest(plan) else "whole") != "whole":
         return line("Plan", [*sizes, "offsets do not nest"])
@@ -102,7 +102,7 @@ def of_plan(plan: Plan) -> str:
 
 def _imbalance(plan: Plan) -> str:
     """The modelled time over the ideal, as often as the recipe says that ranks synchronise."""
-    costs, ranks = plan.costs, plan.ranks
+    costs, ranks = plan.costs, plan.num_ranks
     ideal = float(costs.sum()) / ranks
     if not ideal > 0:
         return ""

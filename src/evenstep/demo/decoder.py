@@ -12,7 +12,7 @@ from torch.nn import functional
 from evenstep.errors import ConfigError
 from evenstep.tensors.attention import attention
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.train.context_attention import context_attention
 
 
@@ -70,7 +70,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.apply(_initialise)
 
-    def forward(self, batch: Batch | Shard) -> Tensor:
+    def forward(self, batch: Batch | BatchShard) -> Tensor:
         """Logits, (rows, width, vocab)."""
         x = self.embed(batch.tokens)
         turn = rotation(batch.position_ids, self.shape)
@@ -89,7 +89,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.ffn_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.ffn = SwiGLU(shape)
 
-    def forward(self, x: Tensor, turn: Tensor, batch: Batch | Shard) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, batch: Batch | BatchShard) -> Tensor:
         """(rows, width, hidden) -> the same."""
         x = x + self.attention(self.attention_norm(x), turn, batch)
         return x + self.ffn(self.ffn_norm(x))
@@ -108,7 +108,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         self.value = nn.Linear(shape.hidden, keys, bias=False)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor, batch: Batch | Shard) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, batch: Batch | BatchShard) -> Tensor:
         """(rows, width, hidden) -> the same."""
         q, k, v = (
             # (rows, width, heads * dim) -> (rows, heads, width, dim)
@@ -116,7 +116,7 @@ class Attention(nn.Module):  # type: ignore[misc]
             for part in (self.query, self.key, self.value)
         )
         q, k, window = rotate(q, turn), rotate(k, turn), self.shape.window
-        if isinstance(batch, Shard):
+        if isinstance(batch, BatchShard):
             if self.context is None:
                 raise ConfigError(
                     "the model was given one rank's shard of a batch but knows no group to gather "

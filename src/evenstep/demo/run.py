@@ -142,7 +142,7 @@ def plan_path(name: str) -> Path:
 def entry_of(name: str, record: dict[str, Any]) -> Entry:
     """What a layout ran, for the table and the picture."""
     plan = Plan.load(plan_path(name))
-    return Entry(name, plan, record["planning"] * plan.steps)
+    return Entry(name, plan, record["planning"] * plan.num_steps)
 
 
 class Planned:
@@ -249,7 +249,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     return {
         "losses": [result.loss for result in results],
         "tokens_per_second": sum(r.tokens_per_second * r.timings.total for r in steady) / seconds,
-        "micro_batches": sum(result.micro_batches for result in results),
+        "micro_batches": sum(result.num_micro_batches for result in results),
         "planned": float(np.mean([result.planned_imbalance for result in results])),
         "measured": float(np.mean([result.measured_imbalance for result in steady])),
         "waiting": sum(result.timings.wait for result in steady) / seconds,

@@ -21,7 +21,7 @@ def packed_seq_params(batch: Batch) -> dict[str, Any]:
     cu_seqlens_q_padded [0, 4, 8, 12].
     """
     padded = batch.cu_seqlens
-    real = padded if batch.is_dummy else _offsets(batch.seqlens)
+    real = padded if batch.is_empty else _offsets(batch.seqlens)
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": real,

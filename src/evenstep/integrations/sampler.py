@@ -10,7 +10,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.validate import truth_value
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.position import Place
+from evenstep.data.streams.position import StreamPosition
 from evenstep.errors import ConfigError, PlanError
 
 
@@ -90,8 +90,8 @@ class PlannedBatchSampler:
         walk = self.stream.walk_all() if self.all_ranks else ([step] for step in self.stream.walk())
         for steps in walk:
             if steps[0].epoch != before.epoch:  # the step before was the last of its epoch
-                before = Place(steps[0].epoch, 0, before.step)
-            after = Place.from_dict(steps[0].cursor.place, steps[0].cursor.step)
+                before = StreamPosition(steps[0].epoch, 0, before.step)
+            after = StreamPosition.from_dict(steps[0].cursor.place, steps[0].cursor.step)
             if self._left_out(steps):
                 if after.epoch > fruitful + 1:
                     raise PlanError(
@@ -112,10 +112,10 @@ class PlannedBatchSampler:
                     yield self._named(step.micro_batches[k], step)
             before = after
 
-    def _begin(self) -> Place:
+    def _begin(self) -> StreamPosition:
         cursor = self.stream.start()
         self._now = cursor
-        return Place.from_dict(cursor.place, cursor.step)
+        return StreamPosition.from_dict(cursor.place, cursor.step)
 
     def _left_out(self, steps: list[Step]) -> bool:
         """Whether a step is left out, because some rank would have nothing to do in it."""
@@ -129,13 +129,13 @@ class PlannedBatchSampler:
         return empty
 
     def _named(self, micro: MicroBatch, step: Step) -> list[int]:
-        if micro.is_dummy and not step.totals:
+        if micro.is_empty and not step.totals:
             raise PlanError(
                 f"of step {step.number}, which other ranks began, less is left than there are "
                 f"ranks, so a micro-batch is empty, which a batch sampler cannot express. Go on "
                 f"with fewer ranks, or use a StreamLoader."
             )
-        if micro.is_dummy:
+        if micro.is_empty:
             raise PlanError(
                 f"step {step.number} has less work than ranks, so a micro-batch of it is empty, "
                 f"which a batch sampler cannot express. Set drop_last=True to leave such a step "

@@ -28,7 +28,7 @@ class Entry:
         """The modelled time of all steps: the slowest rank's cost, summed."""
         assert self.plan is not None
         over = float(self.stats[f"imbalance_cost_{self.stats['sync_every']}"])
-        return over * float(self.plan.costs.sum()) / self.plan.ranks
+        return over * float(self.plan.costs.sum()) / self.plan.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def _figures(entry: Entry, least: float) -> list[float]:
     if entry.plan is None:
         return []
     names = (
-        "micro_batches",
+        "num_micro_batches",
         "slots",
         "padding_ratio",
         "imbalance_cost_micro_batch",

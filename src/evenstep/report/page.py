@@ -22,8 +22,8 @@ def plan_page(plan: Plan, title: str = "Plan") -> str:
     stats = plan.stats()
     parts = [_bottleneck(stats), _scroll(plan_picture(plan, title)), _sections(stats)]
     parts += ["<h2>Steps</h2>", _steps(plan.step_stats()[:_MOST_STEPS])]
-    if plan.steps > _MOST_STEPS:
-        parts.append(f"<p>The first {_MOST_STEPS} of {count(plan.steps)} steps are listed.</p>")
+    if plan.num_steps > _MOST_STEPS:
+        parts.append(f"<p>The first {_MOST_STEPS} of {count(plan.num_steps)} steps are listed.</p>")
     recipe = json.dumps(plan.recipe.to_dict(), indent=2)
     parts.append(f"<details><summary>Recipe</summary><pre>{escape(recipe)}</pre></details>")
     return _document(title, parts)

@@ -30,7 +30,7 @@ def plan_picture(plan: Plan, title: str = "Plan") -> str:
 
 def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", step: int = 0) -> str:
     """An SVG of the same step under several strategies, on one scale of time."""
-    lines = {name: timelines(plan)[step] for name, plan in plans.items() if step < plan.steps}
+    lines = {name: timelines(plan)[step] for name, plan in plans.items() if step < plan.num_steps}
     shortest = min((line.end for line in lines.values()), default=1.0)
     panels = []
     for name, line in lines.items():

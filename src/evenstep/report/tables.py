@@ -46,25 +46,25 @@ def headline(stats: Mapping[str, Value]) -> list[Row]:
             f"ranks synchronise {when}",
         ),
         Row(
-            f"{_noun(stats, 'packs', 'micro-batch')}; bound {_int(stats, 'packs_bound')}",
-            _int(stats, "packs"),
+            f"{_noun(stats, 'num_packs', 'micro-batch')}; bound {_int(stats, 'num_packs_bound')}",
+            _int(stats, "num_packs"),
         ),
-        Row(_noun(stats, "samples", "sample"), _int(stats, "samples")),
+        Row(_noun(stats, "num_samples", "sample"), _int(stats, "num_samples")),
         Row(_noun(stats, "tokens", "real token"), _int(stats, "tokens")),
     ]
 
 
 def _holds(stats: Mapping[str, Value]) -> Section:
-    where = f"{_times(stats, 'steps', 'step')} on {_times(stats, 'ranks', 'rank')}"
-    dummies = _number(stats, "dummies")
+    where = f"{_times(stats, 'num_steps', 'step')} on {_times(stats, 'num_ranks', 'rank')}"
+    dummies = _number(stats, "num_empty_micro_batches")
     return Section(
         "Plan",
         [
-            Row("samples", _int(stats, "samples"), where),
-            Row("segments", _int(stats, "segments")),
+            Row("samples", _int(stats, "num_samples"), where),
+            Row("segments", _int(stats, "num_segments")),
             Row(
                 "micro-batches",
-                _int(stats, "micro_batches"),
+                _int(stats, "num_micro_batches"),
                 f"{times(dummies, 'dummy')} to keep counts equal" if dummies else "",
             ),
         ],
@@ -120,8 +120,8 @@ def _even(stats: Mapping[str, Value]) -> Section:
 
 
 def _near(stats: Mapping[str, Value]) -> Section:
-    verb = "is" if stats["packs_bound"] == 1 else "are"
-    packs = f"at least {_int(stats, 'packs_bound')} {verb} needed"
+    verb = "is" if stats["num_packs_bound"] == 1 else "are"
+    packs = f"at least {_int(stats, 'num_packs_bound')} {verb} needed"
     if stats["packs_optimal"]:
         packs += "; as few per rank as any plan can have"
     balance = "slowest over its lower bound"
@@ -130,7 +130,7 @@ def _near(stats: Mapping[str, Value]) -> Section:
     return Section(
         "Bounds",
         [
-            Row("micro-batches with segments", _int(stats, "packs"), packs),
+            Row("micro-batches with segments", _int(stats, "num_packs"), packs),
             Row("time", factor(_number(stats, "time_over_floor")), balance),
         ],
     )
@@ -138,14 +138,14 @@ def _near(stats: Mapping[str, Value]) -> Section:
 
 def _over_long(stats: Mapping[str, Value]) -> Section:
     rows = [
-        Row("truncated", _int(stats, "truncated"), _lost(stats, "tokens_truncated")),
-        Row("split", _int(stats, "split"), "samples in several segments"),
+        Row("truncated", _int(stats, "num_truncated"), _lost(stats, "tokens_truncated")),
+        Row("split", _int(stats, "num_split"), "samples in several segments"),
         Row(
             "alone",
-            _int(stats, "alone"),
+            _int(stats, "num_alone"),
             "over a limit by themselves, in micro-batches of their own",
         ),
-        Row("dropped", _int(stats, "dropped"), _lost(stats, "tokens_dropped")),
+        Row("dropped", _int(stats, "num_dropped"), _lost(stats, "tokens_dropped")),
     ]
     some = [row for row in rows if row.value != "0"]
     return Section("Over-long samples", some or [Row("none", "")])
@@ -170,8 +170,8 @@ def step_table(steps: Sequence[Mapping[str, Value]]) -> tuple[list[str], list[li
     rows = [
         [
             _int(step, "step"),
-            _int(step, "samples"),
-            _int(step, "micro_batches"),
+            _int(step, "num_samples"),
+            _int(step, "num_micro_batches"),
             _int(step, "slots"),
             percent(_number(step, "padding_ratio")),
             factor(_number(step, "imbalance_cost_micro_batch")),

@@ -58,9 +58,9 @@ class Timeline:
 def timelines(plan: Plan) -> list[Timeline]:
     """All steps of a plan, in order."""
     lock_step = plan.recipe.sync_every == "micro_batch"
-    costs, ranks = plan.costs, plan.ranks
+    costs, ranks = plan.costs, plan.num_ranks
     result = []
-    for step in range(plan.steps):
+    for step in range(plan.num_steps):
         cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
         # (ranks, positions): a valid plan has the same number of micro-batches on every rank
         micro = np.arange(cells[0], cells[-1]).reshape(ranks, -1)

@@ -82,9 +82,9 @@ class Batch(Slots):
         left = self.seqlens[pieces] - positions  # tokens from here to the end of the piece
         none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
         ahead = ahead.masked_fill_(none, fill)
-        if self.beyond is not None and isinstance(values, str):
+        if self.continuation is not None and isinstance(values, str):
             index = torch.where(left > 0, distance - left, -1)  # padding looks at nothing
-            ahead = self.beyond.put(ahead, values, pieces, index)
+            ahead = self.continuation.put(ahead, values, pieces, index)
         return ahead.view_as(given)
 
     def column(self, name: str, distance: int = 1) -> Tensor:
@@ -97,16 +97,16 @@ class Batch(Slots):
                 f"the extra {name!r} is aligned to {self.aligned.get(name)!r}, so it has no values "
                 f"to move. Token-aligned are {sorted(named)}."
             )
-        if self.beyond is not None and name not in self.beyond.values:
+        if self.continuation is not None and name not in self.continuation.values:
             raise InputError(
                 f"a sample of this batch was split and {name!r} was added after collating, so its "
                 f"value beyond the cut is not known. Let the Collator lay it out, or move it to "
                 f"its labels yourself and align it to 'label'."
             )
-        if self.beyond is not None and distance > self.beyond.lookahead:
+        if self.continuation is not None and distance > self.continuation.lookahead:
             raise ConfigError(
                 f"a sample of this batch was split, and {distance} tokens ahead lies beyond the "
-                f"{self.beyond.lookahead} that are known past the cut; labels would be lost. Set "
+                f"{self.continuation.lookahead} that are known past the cut; labels would be lost. Set "
                 f"Collator(lookahead={distance})."
             )
         return named[name]

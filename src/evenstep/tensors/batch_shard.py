@@ -1,4 +1,4 @@
-"""Shard: the slots of a Batch that one rank of a context- or sequence-parallel group holds."""
+"""BatchShard: the slots of a Batch that one rank of a context- or sequence-parallel group holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evenstep.tensors.slots import PER_PIECE, PER_SLOT, Slots
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Shard(Slots):
+class BatchShard(Slots):
     """Rows times width / size. What is per slot is cut; what describes pieces is the whole batch's.
 
     A type of its own, because a shard cannot do all that a batch can: the token after a slot may
@@ -55,9 +55,9 @@ class Shard(Slots):
         return _take(values, self.slot_ids)
 
 
-def cut(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> Shard:
+def cut(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> BatchShard:
     """The shard of `batch` that holds these slots, (rows, width / size) of them, in order."""
-    return Shard(
+    return BatchShard(
         **{name: _take(getattr(batch, name), slot_ids) for name in PER_SLOT},
         **{name: getattr(batch, name) for name in PER_PIECE},
         slot_ids=slot_ids,
@@ -71,7 +71,7 @@ def cut(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> Shard:
     )
 
 
-def join_shards(shards: Sequence[Shard]) -> Batch:
+def join_shards(shards: Sequence[BatchShard]) -> Batch:
     """The batch that these shards were cut from; all ranks of the group, in any order."""
     shards = sorted(shards, key=lambda shard: shard.rank)
     size = shards[0].size if shards else 1
@@ -118,7 +118,7 @@ def _take(values: Any, slot_ids: Tensor) -> Tensor:
     return taken.view(*slot_ids.shape, *values.shape[2:])
 
 
-def _is_per_slot(whole: Batch | Shard, name: str) -> bool:
+def _is_per_slot(whole: Batch | BatchShard, name: str) -> bool:
     if name not in whole.aligned:
         raise InputError(
             f"nothing says how the extra {name!r} is aligned, so it cannot be cut or joined. Let "

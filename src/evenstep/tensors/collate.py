@@ -17,7 +17,7 @@ from evenstep.core.validate import truth_field, whole_number
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.columns import Columns, Sample
-from evenstep.tensors.continuation import Beyond
+from evenstep.tensors.continuation import Continuation
 from evenstep.tensors.extras import Extra
 from evenstep.tensors.numbering import number_slots
 
@@ -77,12 +77,12 @@ class Collator:
         shape = (micro.rows, micro.width)
         numbers = np.empty((3, micro.slots), np.int64)
         weights = np.empty(micro.slots, np.float32)
-        trained = np.empty(len(place.real), np.int64)
+        loss_tokens = np.empty(len(place.real), np.int64)
         number_slots(
             place.offsets, place.real, targets.numpy(), IGNORE_INDEX,
-            numbers[0], numbers[1], numbers[2], weights, trained,
+            numbers[0], numbers[1], numbers[2], weights, loss_tokens,
         )  # fmt: skip
-        beyond = self._past_cuts(columns, numbers[2], weights, trained)
+        continuation = self._past_cuts(columns, numbers[2], weights, loss_tokens)
         positions, pieces, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
         batch = Batch(
             tokens=tokens.view(shape),
@@ -95,8 +95,8 @@ class Collator:
             seqlens=torch.from_numpy(np.array(place.real)),
             sample_ids=torch.from_numpy(_by_piece(micro.segments.sample, place, -1)),
             starts=torch.from_numpy(_by_piece(micro.segments.start, place, 0)),
-            trained=torch.from_numpy(trained),
-            beyond=beyond,
+            loss_tokens=torch.from_numpy(loss_tokens),
+            continuation=continuation,
             max_seqlen=int(place.slots.max(initial=0)),
             extras={name: columns.extra(name, extra) for name, extra in self.extras.items()},
             aligned={name: extra.aligned for name, extra in self.extras.items()},
@@ -108,8 +108,8 @@ class Collator:
         columns: Columns,
         labels: IntArray,
         weights: NDArray[np.float32],
-        trained: IntArray,
-    ) -> Beyond | None:
+        loss_tokens: IntArray,
+    ) -> Continuation | None:
         """Complete what depends on the other pieces of split samples; None if none was cut here."""
         micro, place = columns.micro, columns.place
         if columns.whole:
@@ -123,7 +123,7 @@ class Collator:
         for at in np.flatnonzero(partial).tolist():
             piece, last = int(pieces[at]), int(micro.sample_ends[at])
             targets = columns.sample_targets(at)[:last]
-            trained[piece] = int((targets[1:] != IGNORE_INDEX).sum())
+            loss_tokens[piece] = int((targets[1:] != IGNORE_INDEX).sum())
             if end[at] < last:
                 after[piece] = targets[end[at] : end[at] + self.lookahead]
                 slot = place.offsets[piece] + place.real[piece] - 1

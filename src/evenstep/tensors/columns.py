@@ -15,7 +15,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import offsets_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX
-from evenstep.tensors.continuation import Beyond
+from evenstep.tensors.continuation import Continuation
 from evenstep.tensors.extras import Extra, RaggedTensor
 
 Sample: TypeAlias = Mapping[str, Any]
@@ -98,7 +98,7 @@ class Columns:
 
     def beyond(
         self, targets: Mapping[int, Tensor], lookahead: int, extras: Mapping[str, Extra]
-    ) -> Beyond:
+    ) -> Continuation:
         """What follows the pieces that were cut, whose later `targets` are given."""
         count = len(self.place.real)
         counts = torch.zeros(count, dtype=torch.int64)
@@ -122,7 +122,7 @@ class Columns:
                 column = self._tensors(key, [self.chosen[at][key]], at)[0]
                 part = column[first : first + known]
                 values[name][piece, :known] = part.to(values[name].dtype)
-        return Beyond(counts, values)
+        return Continuation(counts, values)
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
         """A declared extra, laid out as it was declared."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard, check_rank, cut, put
+from evenstep.tensors.batch_shard import BatchShard, check_rank, cut, put
 
 
-def shard_context(batch: Batch, rank: int, size: int) -> Shard:
+def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
     """What rank `rank` of `size` context-parallel ranks holds of `batch`.
 
     Plans with `Topology(cp=size)` align every segment and width so that this works out. Extras

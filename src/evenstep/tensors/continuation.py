@@ -1,4 +1,4 @@
-"""Beyond: what follows a piece in its sample where overflow='split' cut the sample in two.
+"""Continuation: what follows a piece in its sample where overflow='split' cut the sample in two.
 
 sample a b c d e cut at 3 -> pieces [a b c] [d e]; beyond the first lies d, then nothing
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beyond:
+class Continuation:
     """The next few tokens of each piece's sample, and what is aligned to them."""
 
     counts: Tensor  # (pieces) int64: how many are known, 0 where the sample ends with the piece
@@ -41,14 +41,14 @@ class Beyond:
             known.view(-1, *(1,) * (ahead.ndim - 1)), self.values[name][pieces, at], ahead
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Beyond:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Continuation:
         """The same on a device."""
         moved = {
             name: value.to(device, non_blocking=non_blocking) for name, value in self.values.items()
         }
-        return Beyond(self.counts.to(device, non_blocking=non_blocking), moved)
+        return Continuation(self.counts.to(device, non_blocking=non_blocking), moved)
 
-    def pin_memory(self) -> Beyond:
+    def pin_memory(self) -> Continuation:
         """The same in page-locked memory."""
         moved = {name: value.pin_memory() for name, value in self.values.items()}
-        return Beyond(self.counts.pin_memory(), moved)
+        return Continuation(self.counts.pin_memory(), moved)

@@ -16,7 +16,7 @@ from evenstep.tensors.view import View
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """(n, vocabulary) logits and (n) labels -> (n) log-probs, 0 where none is trained; in float32
+    """(n, vocabulary) logits and (n) labels -> (n) log-probs, 0 where none is counts; in float32
     at least.
 
     Slot i holds the log-prob of token i + 1; `restore_tokens(..., shifted=True)` moves it there.
@@ -32,10 +32,10 @@ def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 def _cross_entropy(logits: Tensor, view: View) -> Outcome:
     nll = -label_log_probs(logits, view.labels)
     weighted = nll * view.loss_weights
-    trained = view.labels != IGNORE_INDEX
+    counts = view.labels != IGNORE_INDEX
     return weighted, {
-        "nll": Metric.mean(nll.sum(), trained.sum()),
-        "trained_tokens": Metric.sum(trained.sum()),
+        "nll": Metric.mean(nll.sum(), counts.sum()),
+        "loss_tokens": Metric.sum(counts.sum()),
     }
 
 
@@ -67,28 +67,28 @@ def policy_gradient(
 
     def loss(logits: Tensor, view: View) -> Outcome:
         labels, weights = view.labels, view.loss_weights
-        trained = labels != IGNORE_INDEX
+        counts = labels != IGNORE_INDEX
         log_probs = label_log_probs(logits, labels)
         # Whatever stands in padding or at a segment's end, its log-ratio is 0 and its ratio 1.
-        log_ratio = torch.where(trained, log_probs - view.ahead("old_log_probs"), 0.0)
+        log_ratio = torch.where(counts, log_probs - view.ahead("old_log_probs"), 0.0)
         if ratio == "sequence":
-            count = view.sum_by_segment(trained.to(log_ratio)).clamp(min=1)
+            count = view.sum_by_segment(counts.to(log_ratio)).clamp(min=1)
             mean = view.sum_by_segment(log_ratio) / count
-            log_ratio = torch.where(trained, mean[view.segment_ids], 0.0)
+            log_ratio = torch.where(counts, mean[view.segment_ids], 0.0)
         change, advantage = log_ratio.exp(), view.ahead("advantages")
         clipped = change.clamp(1 - clip_low, 1 + clip_high)
         value = -torch.minimum(change * advantage, clipped * advantage)
         metrics = {
-            "ratio": Metric.mean((change * trained).sum(), trained.sum()),
-            "ratio_min": Metric.min(torch.where(trained, change, torch.inf)),
-            "ratio_max": Metric.max(torch.where(trained, change, -torch.inf)),
-            "clipped": Metric.mean(((change != clipped) & trained).sum(), trained.sum()),
+            "ratio": Metric.mean((change * counts).sum(), counts.sum()),
+            "ratio_min": Metric.min(torch.where(counts, change, torch.inf)),
+            "ratio_max": Metric.max(torch.where(counts, change, -torch.inf)),
+            "clipped": Metric.mean(((change != clipped) & counts).sum(), counts.sum()),
         }
         if kl_weight:
-            above = torch.where(trained, view.ahead("reference_log_probs") - log_probs, 0.0)
+            above = torch.where(counts, view.ahead("reference_log_probs") - log_probs, 0.0)
             divergence = above.exp() - above - 1
             value = value + kl_weight * divergence
-            metrics["kl"] = Metric.mean(divergence.sum(), trained.sum())
-        return torch.where(trained, value * weights, 0.0), metrics
+            metrics["kl"] = Metric.mean(divergence.sum(), counts.sum())
+        return torch.where(counts, value * weights, 0.0), metrics
 
     return PerSequence(loss, vectorised=True)

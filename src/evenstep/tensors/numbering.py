@@ -17,7 +17,7 @@ def number_slots(
     pieces: IntArray,
     labels: IntArray,
     weights: NDArray[np.float32],
-    trained: IntArray,
+    loss_tokens: IntArray,
 ) -> None:
     """Fill the last five arrays, piece by piece.
 
@@ -39,7 +39,7 @@ def number_slots(
             label[slot] = target[slot]
             count += target[slot] != ignore
         label[inner:] = ignore
-        trained[piece] = count
+        loss_tokens[piece] = count
         weight = weights[begin:end]
         for slot in range(size):
             weight[slot] = 0.0 if label[slot] == ignore else 1.0

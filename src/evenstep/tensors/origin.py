@@ -14,12 +14,12 @@ from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
-from evenstep.data.streams.feed import Fed
+from evenstep.data.streams.feed import FedMicroBatch
 from evenstep.errors import InputError
 
 Key: TypeAlias = tuple[int, int, int]
 """(step, rank, position): `plan[step, rank][position]`."""
-Work: TypeAlias = Plan | Step | Sequence[MicroBatch | Fed]
+Work: TypeAlias = Plan | Step | Sequence[MicroBatch | FedMicroBatch]
 """A plan of all ranks, or what one rank runs: a step, or micro-batches in order."""
 
 
@@ -54,7 +54,7 @@ class Origin:
                 work.row_offsets,
                 work.micro_offsets,
                 work.widths,
-                np.full(work.micro_batches, work.recipe.topology.alignment),
+                np.full(work.num_micro_batches, work.recipe.topology.alignment),
             )
         return cls._of_micro_batches(work, _micro_batches(work))
 
@@ -140,13 +140,13 @@ class Origin:
                 f"Pass a sequence, one for each micro-batch."
             )
         step, rank, position = key
-        if 0 <= step < plan.steps and 0 <= rank < plan.ranks:
-            first, end = plan.cell_offsets[step * plan.ranks + rank :][:2].tolist()
+        if 0 <= step < plan.num_steps and 0 <= rank < plan.num_ranks:
+            first, end = plan.cell_offsets[step * plan.num_ranks + rank :][:2].tolist()
             if 0 <= position < end - first:
                 return int(first + position)
         raise InputError(
             f"a result is named (step {step}, rank {rank}, position {position}), which the plan of "
-            f"{plan.steps} steps on {plan.ranks} ranks does not run. Name it as plan[step, rank] "
+            f"{plan.num_steps} steps on {plan.num_ranks} ranks does not run. Name it as plan[step, rank] "
             f"does."
         )
 
@@ -162,7 +162,7 @@ class Origin:
         if isinstance(self.work, Plan):
             plan = self.work
             cell = int(np.searchsorted(plan.cell_offsets, number, side="right")) - 1
-            step, rank = divmod(cell, plan.ranks)
+            step, rank = divmod(cell, plan.num_ranks)
             where = f"micro-batch {number - plan.cell_offsets[cell]} of step {step} on rank {rank}"
         elif isinstance(self.work, Step):
             where += f" of step {self.work.number}"
@@ -175,10 +175,10 @@ class Origin:
         return sample_name(int(self.ids[row]))
 
 
-def _micro_batches(work: Step | Sequence[MicroBatch | Fed]) -> Sequence[MicroBatch]:
+def _micro_batches(work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Sequence[MicroBatch]:
     if isinstance(work, Step):
         return work.read_micro_batches
-    micros = [item.micro if isinstance(item, Fed) else item for item in work]
+    micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in work]
     for item in micros:
         if not isinstance(item, MicroBatch):
             raise InputError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.metrics import Metric, merge
 from evenstep.tensors.view import View
 
@@ -67,7 +67,7 @@ class PerSequence:
     function: SequenceFunction
     vectorised: bool = False
 
-    def __call__(self, outputs: Tensor, batch: Batch | Shard) -> Sums:
+    def __call__(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
         """The sums over `batch`, given the model's (rows, width, ...) outputs for it."""
         if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
             raise InputError(
@@ -77,7 +77,7 @@ class PerSequence:
             )
         if self.vectorised:
             return self._at_once(outputs, batch)
-        if isinstance(batch, Shard):
+        if isinstance(batch, BatchShard):
             raise InputError(
                 "a function of whole sequences was given one rank's shard, which holds only parts "
                 "of them. Join the outputs of all ranks first, or declare it vectorised if its "
@@ -89,7 +89,7 @@ class PerSequence:
         """The same function, one sequence at a time."""
         return PerSequence(self.function)
 
-    def _at_once(self, outputs: Tensor, batch: Batch | Shard) -> Sums:
+    def _at_once(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
         view = View.of_all(batch)
         values, metrics = _parts(self.function(view.flat(outputs), view))
         if tuple(values.shape) != tuple(view.labels.shape):
@@ -98,7 +98,7 @@ class PerSequence:
                 f"{len(view.labels)} slots, so its values cannot be told apart. Return one value "
                 f"per slot, or do not declare it vectorised."
             )
-        if isinstance(batch, Shard):
+        if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
         pieces = view.sum_by_segment(values)
         return Sums(values.sum(), metrics, pieces, batch.sample_ids >= 0)

@@ -3,7 +3,7 @@
     by what                results                                   rows of what is restored
     a `Plan`               of all ranks, or of some by their key     all its samples, by number
     a `Step`               one for each of this rank's               `step.own_sample_ids`
-    micro-batches, `Fed`s  one for each                              their samples, ascending by id
+    micro-batches, `FedMicroBatch`s  one for each                              their samples, ascending by id
 
 A step works whether it was planned, pooled or resumed inside; one without the samples that could
 not be read works by the micro-batches that were read. Results may come from any layout, and from

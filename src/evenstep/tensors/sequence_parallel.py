@@ -13,10 +13,10 @@ from torch import Tensor
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard, check_rank, cut
+from evenstep.tensors.batch_shard import BatchShard, check_rank, cut
 
 
-def shard_sequence(batch: Batch, rank: int, size: int) -> Shard:
+def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     """What rank `rank` of `size` sequence-parallel ranks holds of `batch`.
 
     Labels were shifted before the cut, so the last slot of a rank still predicts the first token

@@ -9,19 +9,27 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.tensors.continuation import Beyond
+from evenstep.tensors.continuation import Continuation
 from evenstep.tensors.extras import Alignment, RaggedTensor
 
 # label: token-aligned, but moved to the slot that predicts the token, as labels are
 Aligned: TypeAlias = Alignment | Literal["label"]
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-PER_PIECE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "trained", "max_seqlen", "beyond")
+PER_PIECE = (
+    "cu_seqlens",
+    "seqlens",
+    "sample_ids",
+    "starts",
+    "loss_tokens",
+    "max_seqlen",
+    "continuation",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Slots:
-    """What is per slot and what is per piece, as tensors. Made as a `Batch`, or cut to a `Shard`.
+    """What is per slot and what is per piece, as tensors. Made as a `Batch`, or cut to a `BatchShard`.
 
     Neither is the other: a shard holds a part of each row, but describes the pieces of the whole.
     So positions, pieces and lengths are the whole batch's in both, and what follows from them
@@ -38,9 +46,9 @@ class Slots:
     seqlens: Tensor  # (pieces) int64
     sample_ids: Tensor  # (pieces) int64
     starts: Tensor  # (pieces) int64
-    trained: Tensor  # (pieces) int64: labels that the piece's whole sample trains, 0 for a tail
+    loss_tokens: Tensor  # (pieces) int64: labels that the piece's whole sample trains, 0 for a tail
     max_seqlen: int
-    beyond: Beyond | None = None
+    continuation: Continuation | None = None
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
     aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
 
@@ -60,7 +68,7 @@ class Slots:
         return self.tokens.device
 
     @property
-    def is_dummy(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing in the whole batch is real."""
         return bool((self.sample_ids < 0).all())
 
@@ -80,7 +88,7 @@ class Slots:
 
     def _map(self, change: Callable[[Any], Any]) -> Self:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        kinds = (Tensor, Beyond)
+        kinds = (Tensor, Continuation)
         moved = {name: change(value) for name, value in values if isinstance(value, kinds)}
         extras = {name: change(value) for name, value in self.extras.items()}
         return replace(self, **moved, extras=extras)

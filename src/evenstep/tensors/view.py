@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.extras import RaggedTensor
 
 
@@ -23,12 +23,12 @@ class View:
     so that what is per sequence can be summed by `sum_by_segment` and spread by `[segment_ids]`.
     """
 
-    source: Batch | Shard
+    source: Batch | BatchShard
     slots: slice
     piece: int | None
 
     @classmethod
-    def of_all(cls, source: Batch | Shard) -> View:
+    def of_all(cls, source: Batch | BatchShard) -> View:
         """Every slot, row by row."""
         return cls(source, slice(0, source.rows * source.width), None)
 
@@ -101,7 +101,7 @@ class View:
         """
         if self._declared(name)[0] != "token":
             return self.extra(name)
-        if isinstance(self.source, Shard):
+        if isinstance(self.source, BatchShard):
             raise InputError(
                 f"the extra {name!r} is needed one token ahead, but the next token may lie on "
                 f"another rank's shard. Cut `batch.at_labels({name!r})` instead of `batch`."
@@ -109,8 +109,12 @@ class View:
         if self.piece is None:
             return self.flat(self.source.ahead(name))
         mine = self.flat(self.source.column(name))
-        beyond = self.source.beyond
-        last = torch.zeros_like(mine[:1]) if beyond is None else beyond.next(name, self.piece)
+        continuation = self.source.continuation
+        last = (
+            torch.zeros_like(mine[:1])
+            if continuation is None
+            else continuation.next(name, self.piece)
+        )
         return torch.cat((mine[1:], last))
 
     def ragged(self, name: str) -> RaggedTensor:
@@ -129,7 +133,7 @@ class View:
 
     def sum_by_segment(self, values: Tensor) -> Tensor:
         """(n) values -> (segments) sums, tails included when the view is of all slots."""
-        if isinstance(self.source, Shard):
+        if isinstance(self.source, BatchShard):
             raise InputError(
                 "a sum over each sequence was asked of one rank's shard, which holds only parts of "
                 "them. Join the outputs of all ranks first, or use a function of single tokens."

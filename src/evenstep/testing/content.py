@@ -11,7 +11,7 @@ import numpy as np
 
 from evenstep.core.step import Step
 from evenstep.data.sources.lengths import Lengths
-from evenstep.data.streams.lookup import Reader
+from evenstep.data.streams.lookup import SampleLookup
 from evenstep.errors import InputError
 
 
@@ -76,7 +76,7 @@ def _of_step(step: Step) -> Any:
     about = (step.number, step.epoch, content_of(step.totals), content_of(lost))
     if step.batches is not None:
         return ("step", about, content_of(step.micro_batches), content_of(step.batches))
-    if isinstance(step.samples, Reader) and isinstance(step.samples.source, Lengths):
+    if isinstance(step.samples, SampleLookup) and isinstance(step.samples.source, Lengths):
         return ("step", about, content_of(step.micro_batches))
     return ("step", about, content_of([step.read(k) for k in range(len(step))]))
 

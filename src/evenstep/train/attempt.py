@@ -15,10 +15,10 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
-from evenstep.data.streams.feed import Fed, Feed
+from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.metrics import Metric
 from evenstep.tensors.per_sequence import Sums
 from evenstep.train.bundle import Bundle
@@ -65,7 +65,7 @@ def nothing() -> MicroBatch:
 class Work:
     """What a step is, to an attempt at it. `count` is None where nobody knows it yet."""
 
-    items: Iterable[Batch | Fed | tuple[MicroBatch, Mapping[int, Any]]]
+    items: Iterable[Batch | FedMicroBatch | tuple[MicroBatch, Mapping[int, Any]]]
     count: int | None
     number: int
     totals: Mapping[str, float]
@@ -165,7 +165,7 @@ class Attempt:
             ),
             tokens=self.tokens,
             slots=self.slots,
-            micro_batches=self.position,
+            num_micro_batches=self.position,
             planned_imbalance=work.totals.get(f"imbalance_{often}"),
             ages=tuple(self.ages),
             peak_flops=runner.peak_flops,
@@ -178,7 +178,7 @@ class Attempt:
 
     def _prepared(self) -> Iterator[Ready]:
         for item in self.work.items:
-            if isinstance(item, Fed):
+            if isinstance(item, FedMicroBatch):
                 yield self._ready(
                     self._collated(item.micro, item.samples), tuple(item.born.values())
                 )
@@ -291,7 +291,7 @@ class Attempt:
     def _forward_backward(
         self,
         batch: Batch,
-        shard: Batch | Shard,
+        shard: Batch | BatchShard,
         amounts: Mapping[str, Tensor],
         scales: Mapping[str, float],
     ) -> None:

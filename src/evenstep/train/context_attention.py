@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.context_parallel import join_context
 
 
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, group: Any, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, shard: BatchShard, group: Any, window: int | None = None
 ) -> Tensor:
     """Attend within each piece of the whole batch, of which this rank holds `shard`.
 
@@ -30,7 +30,7 @@ def context_attention(
     )
 
 
-def visible(shard: Shard, window: int | None = None) -> Tensor:
+def visible(shard: BatchShard, window: int | None = None) -> Tensor:
     """(rows, 1, width / size, width) bool: which slots of its row each slot here may see."""
     width = shard.width * shard.size
     row = torch.arange(shard.rows, device=shard.device)[:, None] * width

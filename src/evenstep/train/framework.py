@@ -120,7 +120,7 @@ def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
         raise ConfigError(
             f"the parts of the model that were given to fully_shard exchange gradients between "
             f"other ranks or divide them by other factors (ranks / factor: {shown}), so no single "
-            f"factor makes them exact. Shard all parts over the same ranks, and set one whole "
+            f"factor makes them exact. BatchShard all parts over the same ranks, and set one whole "
             f"gradient divide factor on all of them or none."
         )
     ranks, factor = found.pop() if found else (1, None)

@@ -108,11 +108,11 @@ class SequenceMean:
 
     def weights(self, batch: Batch) -> Tensor:
         """1 / trained tokens of the sample."""
-        return spread(batch, 1 / batch.trained.double().clamp(min=1))
+        return spread(batch, 1 / batch.loss_tokens.double().clamp(min=1))
 
     def amount(self, batch: Batch) -> Tensor:
         """The samples that begin in this batch and train something."""
-        return (first_pieces(batch) & (batch.trained > 0)).sum().double()
+        return (first_pieces(batch) & (batch.loss_tokens > 0)).sum().double()
 
     def known(self, totals: Mapping[str, float]) -> float | None:
         """The plan's `sequences`."""
@@ -124,7 +124,7 @@ class GroupMean:
     """The mean over groups of samples of the mean over each group's trained tokens.
 
     How many tokens a group trains is given by the sequence-aligned extra `group_tokens`: the sum
-    of `Batch.trained` over its samples. Without it, the groups are told by the sequence-aligned
+    of `Batch.loss_tokens` over its samples. Without it, the groups are told by the sequence-aligned
     extra `group` and counted in the batch, which is right only if each group lies in one
     micro-batch: plan with `groups=` and the recipe's groups="micro_batch".
     """
@@ -137,7 +137,7 @@ class GroupMean:
 
     def amount(self, batch: Batch) -> Tensor:
         """Each sample's share of its group's trained tokens; those of a group make 1."""
-        share = batch.trained / self._tokens(batch)
+        share = batch.loss_tokens / self._tokens(batch)
         return torch.where(first_pieces(batch), share, 0.0).sum()
 
     def known(self, totals: Mapping[str, float]) -> float | None:
@@ -151,8 +151,8 @@ class GroupMean:
         group = groups_of(batch)
         refuse_parts(batch)
         number = torch.unique(group, return_inverse=True)[1]
-        trained = torch.where(first_pieces(batch), batch.trained, 0).double()
-        return torch.zeros_like(trained).index_add_(0, number, trained)[number].clamp_(min=1)
+        tokens = torch.where(first_pieces(batch), batch.loss_tokens, 0).double()
+        return torch.zeros_like(tokens).index_add_(0, number, tokens)[number].clamp_(min=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def refuse_groups_in_parts(
             "counts each group's tokens in its micro-batch, so the group would count twice. "
             "Give samples the sequence-aligned extra 'group_tokens'."
         )
-    groups = groups_of(batch)[batch.trained > 0].unique().tolist()
+    groups = groups_of(batch)[batch.loss_tokens > 0].unique().tolist()
     again = sorted(seen.intersection(groups))
     if again:
         raise InputError(
@@ -66,11 +66,11 @@ def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
     """Where a denominator was known before the step, each sample must train what it counts on."""
     if not loss_tokens:
         return
-    for number, trained in zip(batch.sample_ids.tolist(), batch.trained.tolist(), strict=True):
-        told = loss_tokens.get(number, trained)
-        if told != trained:
+    for number, counted in zip(batch.sample_ids.tolist(), batch.loss_tokens.tolist(), strict=True):
+        told = loss_tokens.get(number, counted)
+        if told != counted:
             raise InputError(
-                f"sample {number} trains {trained} labels but the stream's loss_tokens say {told}, "
+                f"sample {number} has {counted} loss tokens but the stream's loss_tokens say {told}, "
                 f"and the step is divided by them, so its gradient would be off. Count the labels "
                 f"that the collator leaves (the first token has none), or leave loss_tokens out."
             )

@@ -49,7 +49,7 @@ class StepResult:
     """Real tokens that this rank ran."""
     slots: int
     """The same with padding."""
-    micro_batches: int
+    num_micro_batches: int
     planned_imbalance: float | None
     """Largest over mean cost of ranks, as planned, for how often they synchronise."""
     ages: tuple[float, ...] = ()
@@ -65,7 +65,7 @@ class StepResult:
         planned = self.planned_imbalance
         parts = (
             summary.attempt(lambda: f"loss {self.loss:.6g}" if self.reduced else "not reduced"),
-            summary.counted(self.micro_batches, "micro-batch"),
+            summary.counted(self.num_micro_batches, "micro-batch"),
             summary.counted(self.tokens, "token"),
             summary.fill(self.tokens, self.slots),
             "" if planned is None else f"imbalance {planned:.3f} planned",

@@ -13,10 +13,10 @@ from evenstep.core.cost import Cost
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, whole_number
-from evenstep.data.streams.feed import Fed, Feed
+from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.per_sequence import Sums
 from evenstep.train.attempt import Attempt, TooLargeError, Work, nothing
@@ -75,7 +75,7 @@ class Runner:
     collective: Collective = field(default_factory=Alone)
     collate: Callable[[MicroBatch, Any], Batch] = field(default_factory=Collator)
     forward: Callable[[Any, Any], Any] = call
-    cut: Callable[[Batch], Shard] | None = None
+    cut: Callable[[Batch], BatchShard] | None = None
     device: torch.device | str | None = None
     prefetch: int = 1
     cost: Cost | None = None
@@ -111,7 +111,7 @@ class Runner:
         refuse_alone(step.ranks, self.collective)
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
-    def run_fed(self, feed: Iterable[Fed], number: int = 0) -> StepResult:
+    def run_fed(self, feed: Iterable[FedMicroBatch], number: int = 0) -> StepResult:
         """Run a step that is being filled while it runs (`data.feed.Feed`).
 
         Ranks agree before each micro-batch whether any has another; who has none runs a dummy. The
@@ -128,7 +128,7 @@ class Runner:
             number=number,
             totals={},
             budget=feed.budget if isinstance(feed, Feed) else None,
-            dummy=feed.dummy if isinstance(feed, Feed) else nothing(),
+            dummy=feed.empty_micro_batch if isinstance(feed, Feed) else nothing(),
         )
         return self._once(work)
 

@@ -78,6 +78,6 @@ def compute_log_probs(
 
 
 def _mine(plan: Plan, rank: int) -> Iterator[tuple[tuple[int, int, int], MicroBatch]]:
-    for step in range(plan.steps):
+    for step in range(plan.num_steps):
         for position, micro in enumerate(plan[step, rank]):
             yield (step, rank, position), micro

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.batch_shard import Shard
+from evenstep.tensors.batch_shard import BatchShard
 
 
 def whole(batch: Any) -> Batch:
     """The batch itself; a shard is refused."""
-    if isinstance(batch, Shard):
+    if isinstance(batch, BatchShard):
         raise InputError(
             "a normalization was given one rank's shard, which holds only parts of sequences, so "
             "it would count some twice or not at all. Weigh the whole batch first, and cut "
@@ -65,10 +65,10 @@ def groups_of(batch: Batch) -> Tensor:
 
 def refuse_parts(batch: Batch) -> None:
     """A split sample whose other pieces run elsewhere cannot be counted here."""
-    trained = (batch.labels != IGNORE_INDEX).reshape(-1).long()
-    here = torch.zeros_like(batch.trained).index_add_(0, batch.segment_ids.reshape(-1), trained)
+    counts = (batch.labels != IGNORE_INDEX).reshape(-1).long()
+    here = torch.zeros_like(batch.loss_tokens).index_add_(0, batch.segment_ids.reshape(-1), counts)
     number = torch.unique(batch.sample_ids, return_inverse=True)[1]
-    short = torch.zeros_like(here).index_add_(0, number, here)[number] != batch.trained
+    short = torch.zeros_like(here).index_add_(0, number, here)[number] != batch.loss_tokens
     if bool((short & (batch.sample_ids >= 0)).any()):
         sample = int(batch.sample_ids[short & (batch.sample_ids >= 0)][0])
         raise InputError(

@@ -1,4 +1,4 @@
-"""Items: any source, read by epoch and position, forwards and again."""
+"""EpochSource: any source, read by epoch and position, forwards and again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evenstep.errors import CursorError
 _AHEAD = 256  # positions whose samples are looked up at once
 
 
-class Items:
+class EpochSource:
     """The samples at a position of an epoch. A source with random access is read in the epoch's
     order; one without is read as it comes, and opened again where we must go back.
     """

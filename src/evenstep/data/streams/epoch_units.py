@@ -1,4 +1,4 @@
-"""Units: what an epoch's order moves as a whole, a sample or a group of samples."""
+"""EpochUnits: what an epoch's order moves as a whole, a sample or a group of samples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from evenstep.core.ragged import IntArray, Ragged, by_first_appearance, offsets_
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Units:
+class EpochUnits:
     """Samples, or with `groups` the groups of them, numbered by their first member.
 
-    >>> units = Units.of(4, np.array([7, 5, 7, 5]))
+    >>> units = EpochUnits.of(4, np.array([7, 5, 7, 5]))
     >>> samples, ends = units.members(np.array([1, 0]))
     >>> samples.tolist(), ends.tolist()
     ([1, 3, 0, 2], [2, 4])
@@ -25,7 +25,7 @@ class Units:
     grouped: Ragged | None = None
 
     @classmethod
-    def of(cls, samples: int, groups: NDArray[np.integer] | None) -> Units:
+    def of(cls, samples: int, groups: NDArray[np.integer] | None) -> EpochUnits:
         """The units of so many samples."""
         if groups is None:
             return cls(samples)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.data.sources.source import Sample, length_of
-from evenstep.data.streams.pool import Entry, Former, Measure, Pool
+from evenstep.data.streams.pool import Entry, Measure, Pool, PoolBatcher, entries_of
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 
@@ -18,7 +18,7 @@ _LOOK = 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fed:
+class FedMicroBatch:
     """A micro-batch, its samples, and when each of them was made (`time.time()`)."""
 
     micro: MicroBatch
@@ -48,7 +48,7 @@ class Feed:
         # Without a pool of the caller's, as many samples as a micro-batch takes are enough, too.
         self._samples = recipe.layout.samples if pool is None else None
         pool = _just_enough(recipe) if pool is None else pool
-        self._former, self._length_of = Former(recipe, pool), length_of
+        self._batcher, self._length_of = PoolBatcher(recipe, pool), length_of
         self._waiting: list[Entry] = []
         self._born: dict[int, float] = {}
         self._count = 0
@@ -59,7 +59,7 @@ class Feed:
     def put(self, sample: Sample, born: float | None = None) -> None:
         """Add a sample; `born` is when it was made, now if not given."""
         length = self._length_of(sample)
-        pieces = self._former.segments(length) if length > 0 else None
+        pieces = self._batcher.segments(length) if length > 0 else None
         with self._changed:
             if self._closed:
                 raise InputError(
@@ -75,13 +75,10 @@ class Feed:
             if pieces is None:
                 if length < 1:
                     raise SampleError(f"sample {number} has length {length}. Leave it out.")
-                raise SampleError(refusal(number, length, self._former.recipe))
+                raise SampleError(refusal(number, length, self._batcher.recipe))
             self._count += 1
             self._born[number] = time.time() if born is None else born
-            end = pieces[-1][0] + pieces[-1][1] if pieces else 0
-            self._waiting += [
-                Entry(0, number, start, part, length, end, part, sample) for start, part in pieces
-            ]
+            self._waiting += entries_of(0, number, sample, length, pieces)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -105,14 +102,14 @@ class Feed:
     @property
     def budget(self) -> int | None:
         """The most slots of a micro-batch."""
-        return self._former.recipe.layout.budget
+        return self._batcher.recipe.layout.budget
 
     @property
-    def dummy(self) -> MicroBatch:
+    def empty_micro_batch(self) -> MicroBatch:
         """A micro-batch with nothing in it, of a shape that the recipe's topology can cut."""
-        return self._former.take([], 0)[0]
+        return self._batcher.take([], 0)[0]
 
-    def __iter__(self) -> Iterator[Fed]:
+    def __iter__(self) -> Iterator[FedMicroBatch]:
         while True:
             with self._changed:
                 while not self._changed.wait_for(self._ready, timeout=_LOOK):
@@ -121,16 +118,16 @@ class Feed:
                     raise self._failure
                 if self._abandoned or not self._waiting:
                     return
-                micro, taken = self._former.take(self._waiting, 0)
+                micro, taken = self._batcher.take(self._waiting, 0)
                 samples = {entry.number: entry.sample for entry in taken}
                 born = {number: self._born[number] for number in samples}
-            yield Fed(micro, samples, born)
+            yield FedMicroBatch(micro, samples, born)
 
     def _ready(self) -> bool:
-        count, pool = len(self._waiting), self._former.pool
+        count, pool = len(self._waiting), self._batcher.pool
         full = self._samples is not None and count >= self._samples
         if count >= pool.samples and not full:
-            full = sum(entry.length for entry in self._waiting) >= self._former.enough
+            full = sum(entry.length for entry in self._waiting) >= self._batcher.enough
         return full or self._closed or self._abandoned or self._failure is not None
 
 

@@ -1,4 +1,4 @@
-"""Reader: samples by number, with what cannot be read either raised or skipped and counted."""
+"""SampleLookup: samples by number, with what cannot be read either raised or skipped and counted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from evenstep.errors import SampleError
 OnError: TypeAlias = Literal["raise", "skip"]
 
 
-class Reader:
+class SampleLookup:
     """Reads the samples of a planned stream. With `on_error="skip"` a bad one reads as None.
 
     >>> from evenstep.data.sources.memory import InMemory
-    >>> Reader(InMemory(["zero", "one"]), "raise")[1]
+    >>> SampleLookup(InMemory(["zero", "one"]), "raise")[1]
     'one'
     """
 

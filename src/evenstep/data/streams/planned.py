@@ -22,13 +22,13 @@ from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.sources.lengths import column_digest
 from evenstep.data.sources.source import MeasuredSource, check_measured
-from evenstep.data.streams.epoch_units import Units
+from evenstep.data.streams.epoch_units import EpochUnits
 from evenstep.data.streams.estimate import Estimate
-from evenstep.data.streams.lookup import OnError, Reader
+from evenstep.data.streams.lookup import OnError, SampleLookup
 from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.per_sample import per_sample, whole_per_sample
-from evenstep.data.streams.position import Place
-from evenstep.data.streams.step_remainder import Remainder
+from evenstep.data.streams.position import StreamPosition
+from evenstep.data.streams.step_remainder import StepRemainder
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError, InputError
 from evenstep.planning.planner import plan_step, step_size
@@ -94,9 +94,9 @@ class PlannedStream:
             None if given is None else whole_per_sample(name, given, count)
             for name, given in (("loss_tokens", loss_tokens), ("groups", groups))
         )
-        self._units = Units.of(count, ids)
-        self._reader = Reader(source, on_error)
-        self._start = self._now = Place()
+        self._units = EpochUnits.of(count, ids)
+        self._lookup = SampleLookup(source, on_error)
+        self._start = self._now = StreamPosition()
         self._walked = False  # whether the place was iterated since it was chosen
         self._window = 64  # units that are looked at first; a step depends on those it takes alone
 
@@ -115,7 +115,7 @@ class PlannedStream:
     def __iter__(self) -> Iterator[Step]:
         self._now = self._start
         for step in self.walk():
-            self._now = Place.from_dict(step.cursor.place, step.cursor.step)
+            self._now = StreamPosition.from_dict(step.cursor.place, step.cursor.step)
             yield step
 
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
@@ -134,19 +134,21 @@ class PlannedStream:
             ranks = range(self.world.size)
             yield [self._step(before, after, last, rank) for rank in ranks]
 
-    def _bounds(self, place: Place) -> Iterator[tuple[Place, Place, bool]]:
+    def _bounds(
+        self, place: StreamPosition
+    ) -> Iterator[tuple[StreamPosition, StreamPosition, bool]]:
         """(the place before, the place behind, whether it is its epoch's last) of every step."""
         fruitful = place.position > 0
         while self.max_num_steps is None or place.step < self.max_num_steps:
             found = self._next(place)
             if found is not None:
-                after = Place(place.epoch, place.position + found[0], place.step + 1)
+                after = StreamPosition(place.epoch, place.position + found[0], place.step + 1)
                 yield place, after, found[1]
                 place, fruitful = after, True
             elif not self.infinite_loop:
                 return
             elif fruitful:
-                place, fruitful = Place(place.epoch + 1, 0, place.step), False
+                place, fruitful = StreamPosition(place.epoch + 1, 0, place.step), False
             else:
                 raise InputError(
                     f"epoch {place.epoch} holds no sample that could run, and no other epoch will, "
@@ -154,7 +156,7 @@ class PlannedStream:
                     f"'drop'."
                 )
 
-    def _next(self, place: Place) -> tuple[int, bool] | None:
+    def _next(self, place: StreamPosition) -> tuple[int, bool] | None:
         """(units of the coming step, whether they are the epoch's last), or None at its end.
 
         Looks at no more units than it takes to tell.
@@ -178,7 +180,7 @@ class PlannedStream:
                 return units, units == rest
             window = min(rest, 2 * window)
 
-    def _all_dropped(self, place: Place, units: int) -> bool:
+    def _all_dropped(self, place: StreamPosition, units: int) -> bool:
         """Whether all that lies behind so many units, to the end of the epoch, is dropped."""
         at, window, longest = place.position + units, 64, self.recipe.longest_segment
         while at < len(self._units):
@@ -189,7 +191,7 @@ class PlannedStream:
             at, window = at + count, 2 * window
         return True
 
-    def _samples(self, place: Place, units: int) -> tuple[IntArray, IntArray]:
+    def _samples(self, place: StreamPosition, units: int) -> tuple[IntArray, IntArray]:
         """(the samples of the next units, how many there are up to the end of each unit)."""
         count = len(self._units)
         order = EpochOrder(count=count, seed=self.seed, epoch=place.epoch, shuffle=self.shuffle)
@@ -202,7 +204,7 @@ class PlannedStream:
             "names": samples,
         }
 
-    def _step(self, place: Place, after: Place, last: bool, rank: int) -> Step:
+    def _step(self, place: StreamPosition, after: StreamPosition, last: bool, rank: int) -> Step:
         samples, _ = self._samples(place, after.position - place.position)
         plan, micro_batches = self._planned(samples, place, last, rank)
         over = plan.recipe.longest_segment
@@ -213,7 +215,7 @@ class PlannedStream:
             number=place.step,
             epoch=place.epoch,
             micro_batches=tuple(micro_batches),
-            samples=self._reader,
+            samples=self._lookup,
             cursor=self.cursor(after),
             totals=totals,
             lost={overflow: beyond} if overflow and beyond else {},
@@ -231,7 +233,7 @@ class PlannedStream:
         return dict(zip(numbers, self._loss_tokens[numbers].tolist(), strict=True))
 
     def _planned(
-        self, samples: IntArray, place: Place, last: bool, rank: int
+        self, samples: IntArray, place: StreamPosition, last: bool, rank: int
     ) -> tuple[Plan, list[MicroBatch]]:
         """The plan of a step, and what a rank has yet to do of it."""
         lengths, about = self.source.lengths_of(samples), self._about(samples)
@@ -242,21 +244,21 @@ class PlannedStream:
         plan = plan_step(lengths, recipe, last=last, **about)
         if not place.inside:
             return plan, [micro.renumbered(samples) for micro in plan[0, rank]]
-        rest = Remainder.of(plan, samples, about)
+        rest = StepRemainder.of(plan, samples, about)
         return plan, rest.micro_batches(place.inside, rank, ranks)
 
     def _totals(self, samples: IntArray, plan: Plan) -> dict[str, float]:
         """What the whole step holds; labels where they are known, and none can go missing."""
         run = plan.step_of >= 0
-        costs = plan.costs.reshape(plan.ranks, -1)  # (ranks, micro-batches)
-        ideal = costs.sum() / plan.ranks
+        costs = plan.costs.reshape(plan.num_ranks, -1)  # (ranks, micro-batches)
+        ideal = costs.sum() / plan.num_ranks
         totals: dict[str, float] = {
             "tokens": int(plan.segments.length.sum()),
             "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
             "imbalance_step": float(costs.sum(axis=1).max() / ideal) if ideal else 1.0,
             "imbalance_micro_batch": float(costs.max(axis=0).sum() / ideal) if ideal else 1.0,
         }
-        if self._reader.on_error == "skip":
+        if self._lookup.on_error == "skip":
             return totals  # nobody knows yet which samples will run
         totals["samples"] = int(run.sum())
         if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
@@ -267,7 +269,7 @@ class PlannedStream:
                 totals["groups"] = len(np.unique(plan.groups[run][labels > 0]))
         return totals
 
-    # Place -------------------------------------------------------------------------------------
+    # Position --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor behind the last step that iterating gave out, as plain data."""
@@ -277,7 +279,7 @@ class PlannedStream:
         """Begin behind the step that this state was taken after, on any number of ranks."""
         cursor = Cursor.from_dict(state)
         cursor.check(self._belongs(inside="inside" in cursor.place))
-        place = Place.from_dict(cursor.place, cursor.step)
+        place = StreamPosition.from_dict(cursor.place, cursor.step)
         if not 0 <= place.position <= len(self._units):
             raise CursorError(
                 f"the cursor stands at {place.position} of {len(self._units)}, so it was taken "
@@ -300,7 +302,7 @@ class PlannedStream:
         epoch = whole_number("epoch", epoch, least=0)
         if done is None and not self._walked and epoch == self._start.epoch:
             return
-        self._choose(Place(epoch, 0, self._now.step if done is None else done))
+        self._choose(StreamPosition(epoch, 0, self._now.step if done is None else done))
 
     def start(self, workers: int = 1) -> Cursor:
         """The cursor before the first step; the number of workers makes no difference to it."""
@@ -317,10 +319,10 @@ class PlannedStream:
         for _, after, _ in islice(self._bounds(self._start), steps):
             self._choose(after)
 
-    def _choose(self, place: Place) -> None:
+    def _choose(self, place: StreamPosition) -> None:
         self._start, self._now, self._walked = place, place, False
 
-    def cursor(self, place: Place) -> Cursor:
+    def cursor(self, place: StreamPosition) -> Cursor:
         """The cursor of a place."""
         return Cursor(
             belongs=self._belongs(inside=bool(place.inside)),
@@ -376,10 +378,13 @@ class PlannedStream:
         """About how many micro-batches a rank has in a step, as the first one has."""
         if self.recipe.steps.micro_batches is not None:
             return self.recipe.steps.micro_batches
-        found = self._next(Place(self._start.epoch))
+        found = self._next(StreamPosition(self._start.epoch))
         if found is None:
             return 0
-        before, after = Place(self._start.epoch), Place(self._start.epoch, found[0])
+        before, after = (
+            StreamPosition(self._start.epoch),
+            StreamPosition(self._start.epoch, found[0]),
+        )
         return len(self._step(before, after, found[1], self.world.rank))
 
     def __len__(self) -> int:

@@ -36,15 +36,14 @@ class Pool:
     strategy        packed rows: `subset_sum` fills the rest as full as it can be, `greedy` takes
                     what fits in order. Padded rows: `fullest` chooses the width and rows that
                     hold most tokens; `prefer_closest` and `prefer_first` are cosmos-rl's.
-    trained_tokens  at most so many trained tokens to a micro-batch, beside the layout's budget,
-                    which caps what is physically there
+    loss_tokens     the most loss tokens of a micro-batch, besides the bounds of the layout
     warmup_steps    the budget grows from `warmup_tokens` to its own over so many steps
     """
 
     samples: int = 64
     tokens: int | None = None
     strategy: PackedStrategy | PaddedStrategy | None = None
-    trained_tokens: int | None = None
+    loss_tokens: int | None = None
     warmup_steps: int = 0
     warmup_tokens: int | None = None
 
@@ -53,8 +52,8 @@ class Pool:
         if self.tokens is not None:
             whole_field(self, "pool.tokens", least=0)
         whole_field(self, "pool.warmup_steps", least=0)
-        if self.trained_tokens is not None:
-            whole_field(self, "pool.trained_tokens")
+        if self.loss_tokens is not None:
+            whole_field(self, "pool.loss_tokens")
         if (self.warmup_steps > 0) != (self.warmup_tokens is not None):
             raise ConfigError(
                 "pool.warmup_steps and pool.warmup_tokens go together: over how many steps the "
@@ -85,14 +84,14 @@ class Entry(NamedTuple):
     """The length of the sample."""
     end: int
     """Where the sample ends in what is run: its length, or what truncation leaves of it."""
-    trained: int
+    loss_tokens: int
     sample: Sample
     piece: Sequence[int] = ()
     """[epoch, number, start] for cursors, which share it; never changed."""
 
 
 @dataclass(frozen=True)
-class Former:
+class PoolBatcher:
     """Forms micro-batches of a recipe from pool entries. Decides by lengths alone."""
 
     recipe: Recipe
@@ -116,10 +115,10 @@ class Former:
                 f"steps.micro_batches is {self.micro_batches}, but this pipeline runs multiples of "
                 f"{recipe.topology.multiple}. Use a multiple."
             )
-        limit = self.pool.trained_tokens
+        limit = self.pool.loss_tokens
         if limit is not None and limit < layout.packs_per_micro_batch:
             raise ConfigError(
-                f"pool.trained_tokens is {limit}, shared by {layout.packs_per_micro_batch} rows. "
+                f"pool.loss_tokens is {limit}, shared by {layout.packs_per_micro_batch} rows. "
                 f"Raise it to {layout.packs_per_micro_batch} or more."
             )
         if recipe.topology.equal_widths and not layout.static:
@@ -185,26 +184,26 @@ class Former:
         """The next micro-batch and its entries, which leave `waiting`, in the order they lie."""
         layout = self.recipe.layout
         packs: list[list[Entry]] = []
-        left = self.pool.trained_tokens
+        left = self.pool.loss_tokens
         while len(packs) < layout.packs_per_micro_batch and waiting:
-            if packs and left is not None and left < max(1, waiting[0].trained):
-                break  # of the trained tokens nothing is left for a further row
+            if packs and left is not None and left < max(1, waiting[0].loss_tokens):
+                break  # no loss tokens are left for a further row
             packs.append(self._pack(waiting, step, left))
-            left = None if left is None else left - sum(entry.trained for entry in packs[-1])
+            left = None if left is None else left - sum(entry.loss_tokens for entry in packs[-1])
         taken = packs[0] if len(packs) == 1 else [entry for pack in packs for entry in pack]
         rows = layout.rows_of(packs)
         return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
 
-    def _pack(self, waiting: list[Entry], step: int, trained: int | None) -> list[Entry]:
+    def _pack(self, waiting: list[Entry], step: int, left: int | None) -> list[Entry]:
         lengths = np.array([entry.length for entry in waiting], np.int64)
         counted = None
         if self._alignment > 1:
             lengths = rounded_up(lengths, self._alignment)
-        if self.pool.trained_tokens is not None:
-            counted = np.array([entry.trained for entry in waiting], np.int64)
+        if self.pool.loss_tokens is not None:
+            counted = np.array([entry.loss_tokens for entry in waiting], np.int64)
         room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
-        if trained is not None and room.counted is not None and trained < room.counted:
-            room = replace(room, counted=trained)
+        if left is not None and room.counted is not None and left < room.counted:
+            room = replace(room, counted=left)
         chosen = select(self.strategy, lengths, room, counted).tolist()
         pack = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
@@ -226,7 +225,7 @@ class Former:
     def _room(self, step: int) -> Room:
         """What a pack may hold in a step."""
         layout, unit = self.recipe.layout, self._width_unit
-        packs, counted = layout.packs_per_micro_batch, self.pool.trained_tokens
+        packs, counted = layout.packs_per_micro_batch, self.pool.loss_tokens
         slots, rounding = layout.room(self.recipe)
         budget = self.pool.budget((MOST if slots is None else slots) * packs, step) // packs
         return Room(
@@ -255,19 +254,43 @@ def micro_batch(
     return MicroBatch(Segments(sample, start, length), offsets, width, whole, align, end)
 
 
-def trained_tokens_of(sample: Any, start: int, end: int) -> int:
-    """How many of a sample's tokens from `start` to `end` are trained, by its labels or mask; all
-    of them where it has neither.
+def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
+    """The labels that count in the loss for tokens `start` to `end` of a sample that runs to
+    `stop`, by its labels or mask. Token i is predicted at i - 1, so the first token of a sample is
+    no label, and the first one behind a segment is.
 
-    >>> trained_tokens_of({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, 0, 3)
-    2
+    >>> sample = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+    >>> loss_tokens_of(sample, 0, 3, 3), loss_tokens_of(sample, 0, 1, 3)
+    (2, 1)
     """
+    labels = slice(start + 1, min(end + 1, stop))
     if isinstance(sample, Mapping):
         if "labels" in sample:
-            return int((np.asarray(sample["labels"])[start:end] != -100).sum())
+            return int((np.asarray(sample["labels"])[labels] != -100).sum())
         if "loss_mask" in sample:
-            return int((np.asarray(sample["loss_mask"])[start:end] != 0).sum())
-    return end - start
+            return int((np.asarray(sample["loss_mask"])[labels] != 0).sum())
+    return max(labels.stop - labels.start, 0)
+
+
+def entries_of(
+    epoch: int, number: int, sample: Sample, length: int, segments: list[tuple[int, int]]
+) -> list[Entry]:
+    """The entries of a sample, one for each (start, length) of its segments."""
+    stop = segments[-1][0] + segments[-1][1] if segments else 0
+    return [
+        Entry(
+            epoch,
+            number,
+            start,
+            part,
+            length,
+            stop,
+            loss_tokens_of(sample, start, start + part, stop),
+            sample,
+            [epoch, number, start],
+        )
+        for start, part in segments
+    ]
 
 
 Measure: TypeAlias = Callable[[Sample], int]

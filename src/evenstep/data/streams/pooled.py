@@ -15,12 +15,12 @@ from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.sources.source import Source, check_source, has_random_access, length_of
-from evenstep.data.streams.epoch_source import Items
+from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.lookup import OnError
-from evenstep.data.streams.pool import Former, Measure, Pool
-from evenstep.data.streams.reader import Shard, fresh, redealt
-from evenstep.data.streams.remaining import ShardState
+from evenstep.data.streams.pool import Measure, Pool, PoolBatcher
+from evenstep.data.streams.reader import PoolReader, fresh, redealt
+from evenstep.data.streams.remaining import ReaderState
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError
 
@@ -74,7 +74,7 @@ class PooledStream:
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self.on_error, self.length_of = on_error, length_of
-        self._former = Former(recipe, self.pool)
+        self._batcher = PoolBatcher(recipe, self.pool)
         self._epoch = 0
         self._skip = 0
         self._begin: Cursor | None = None
@@ -127,17 +127,17 @@ class PooledStream:
             )
             number += workers
 
-    def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[Shard, int, int]:
+    def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[PoolReader, int, int]:
         """(the shard of a worker, whose turn that is, the number of its next step), behind the
         steps to be skipped. Worker 0 takes the place of whoever comes next after them."""
         begins = (worker + self._skip) % workers if turn is None else turn
         state, shard_turn = self._resume(
             begins if turn is None else worker, workers, own=turn is not None
         )
-        shard = Shard(
+        shard = PoolReader(
             state,
-            Items(self.source, self.seed, self.shuffle),
-            self._former,
+            EpochSource(self.source, self.seed, self.shuffle),
+            self._batcher,
             self.length_of,
             endless=self.infinite_loop,
             skip=self.on_error == "skip",
@@ -154,7 +154,7 @@ class PooledStream:
     def _first(self) -> int:
         return self._done if self._begin is None else self._begin.step
 
-    # Place -------------------------------------------------------------------------------------
+    # Position --------------------------------------------------------------------------------
 
     def start(self, workers: int = 1) -> Cursor:
         """The cursor of this rank before its first step, for so many workers. Steps to be skipped
@@ -169,12 +169,12 @@ class PooledStream:
         }
         return self._cursor(self.done, workers, opened[0][1], states)
 
-    def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ShardState, int]:
+    def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ReaderState, int]:
         """(the state that worker number `worker` begins with, whose turn that is). A loader
         begins with worker 0, who therefore takes the place of the one whose turn it is, unless
         the worker is given its `own` state alone."""
         rank, ranks = self.world.rank, self.world.size
-        count = Items(self.source, self.seed, self.shuffle).count
+        count = EpochSource(self.source, self.seed, self.shuffle).count
         mine, shards = rank * workers + worker, ranks * workers
         if self._begin is None:
             return fresh(mine, shards, self._epoch, count), worker
@@ -256,7 +256,7 @@ class PooledStream:
         recipe = self.recipe.to_dict()
         shape = {name: recipe[name] for name in ("layout", "overflow", "steps", "limits")}
         topology = {**recipe["topology"], "dp": None}
-        pool = asdict(self.pool) | {"strategy": self._former.strategy}
+        pool = asdict(self.pool) | {"strategy": self._batcher.strategy}
         count = f"{len(self.source)} items, " if has_random_access(self.source) else ""
         return {
             "stream": "pooled",
@@ -273,7 +273,7 @@ class PooledStream:
         """At most how many steps an epoch has: lengths are unknown, so by samples alone."""
         if not has_random_access(self.source):
             raise TypeError("a source without a known end has no length. Set max_num_steps.")
-        each = self.world.size * self._former.micro_batches
+        each = self.world.size * self._batcher.micro_batches
         return Estimate(divided_up(len(self.source), each), False)
 
     def __len__(self) -> int:
@@ -283,7 +283,7 @@ class PooledStream:
         return steps_of_pass(self, self.infinite_loop or unknown)
 
 
-def _say_lost(missing: Mapping[str, int], shard: Shard) -> None:
+def _say_lost(missing: Mapping[str, int], shard: PoolReader) -> None:
     """A warning of what went missing behind the last step, which no step can tell of."""
     counts = ", ".join(f"{n} {reason}" for reason, n in sorted(missing.items()))
     if counts:
@@ -352,7 +352,7 @@ def _check_steps(cursors: Sequence[Cursor], shards: Mapping[str, Any]) -> None:
         )
 
 
-def _states(place: Mapping[str, Any]) -> dict[int, ShardState]:
+def _states(place: Mapping[str, Any]) -> dict[int, ReaderState]:
     """The shards of a cursor's place, by number."""
     try:
         shards = int(place["ranks"]) * int(place["workers"])
@@ -366,4 +366,4 @@ def _states(place: Mapping[str, Any]) -> dict[int, ShardState]:
             f"the cursor's place cannot be read ({error!r}), so it marks none. Use an earlier "
             f"checkpoint."
         ) from None
-    return {number: ShardState.from_dict(data, number, shards) for number, data in given.items()}
+    return {number: ReaderState.from_dict(data, number, shards) for number, data in given.items()}

@@ -1,4 +1,4 @@
-"""Place: where a planned stream is. An epoch and a position, and no rank or worker."""
+"""StreamPosition: where a planned stream is. An epoch and a position, and no rank or worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenstep.errors import CursorError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPosition:
     """Before unit `position` of `epoch`, with `step` steps done.
 
     `inside` is for whoever takes micro-batches one by one and stops within a step: pairs of
@@ -29,7 +29,7 @@ class Place:
         return {**place, "inside": [list(pair) for pair in self.inside]} if self.inside else place
 
     @classmethod
-    def from_dict(cls, place: Mapping[str, Any], step: int) -> Place:
+    def from_dict(cls, place: Mapping[str, Any], step: int) -> StreamPosition:
         """The inverse of `to_dict`."""
         try:
             inside = tuple((int(ranks), int(done)) for ranks, done in place.get("inside", ()))
@@ -40,7 +40,7 @@ class Place:
                 f"Use an earlier checkpoint."
             ) from None
 
-    def within(self, ranks: int, done: int) -> Place:
+    def within(self, ranks: int, done: int) -> StreamPosition:
         """The same step with `done` micro-batches done on each of `ranks` ranks by now."""
         before = self.inside[:-1] if self.inside and self.inside[-1][0] == ranks else self.inside
-        return Place(self.epoch, self.position, self.step, (*before, (ranks, done)))
+        return StreamPosition(self.epoch, self.position, self.step, (*before, (ranks, done)))

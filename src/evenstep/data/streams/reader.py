@@ -1,4 +1,4 @@
-"""Shard: one reader's pool. Reads its share, forms micro-batches, knows where it is."""
+"""PoolReader: one reader's pool. Reads its share, forms micro-batches, knows where it is."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.rounding import divided_up
 from evenstep.data.sources.source import Sample, unreadable
-from evenstep.data.streams.epoch_source import Items
-from evenstep.data.streams.pool import Entry, Former, Measure, micro_batch, trained_tokens_of
-from evenstep.data.streams.remaining import Chapter, ShardState, merged
+from evenstep.data.streams.epoch_source import EpochSource
+from evenstep.data.streams.pool import Entry, Measure, PoolBatcher, entries_of, micro_batch
+from evenstep.data.streams.remaining import ReaderState, RemainingEpoch, merged
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 
 _PATIENCE = 16  # epochs for each shard, after which a lucky share is not to be hoped for
 
 
-class Shard:
+class PoolReader:
     """Reads its share of the agenda into a pool and takes micro-batches from it.
 
     Everything it does follows from `state`: another shard made from the same state goes on in
@@ -29,15 +29,15 @@ class Shard:
 
     def __init__(
         self,
-        state: ShardState,
-        items: Items,
-        former: Former,
+        state: ReaderState,
+        items: EpochSource,
+        batcher: PoolBatcher,
         length_of: Measure,
         *,
         endless: bool,
         skip: bool,
     ) -> None:
-        self._items, self._former, self._length_of = items, former, length_of
+        self._items, self._batcher, self._length_of = items, batcher, length_of
         self._endless, self._skip = endless, skip
         self._chapters = list(state.chapters)
         self._shard, self._shards, self._read = state.shard, state.shards, state.read
@@ -60,7 +60,7 @@ class Shard:
         return {reason: count for reason, count in new.items() if count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the shard is now: `ShardState` as plain data."""
+        """Where the shard is now: `ReaderState` as plain data."""
         return {
             "chapters": [chapter.to_list() for chapter in self._chapters],
             "read": self._read,
@@ -78,11 +78,11 @@ class Shard:
         micro_batches: list[MicroBatch] = []
         samples: dict[int, Sample] = {}
         owners: dict[int, tuple[int, int]] = {}
-        while len(micro_batches) < self._former.micro_batches:
+        while len(micro_batches) < self._batcher.micro_batches:
             self._fill()
             if not self._waiting:
                 break
-            micro, taken = self._former.take(self._waiting, number)
+            micro, taken = self._batcher.take(self._waiting, number)
             if self._items.count is None:
                 micro, taken = _told_apart(micro, taken, owners)
             micro_batches.append(micro)
@@ -91,13 +91,13 @@ class Shard:
                 self._tokens -= entry.length
         if not micro_batches:
             return None
-        missing = self._former.micro_batches - len(micro_batches)
+        missing = self._batcher.micro_batches - len(micro_batches)
         if missing:
-            micro_batches += [micro_batch([], self._former.recipe)] * missing
+            micro_batches += [micro_batch([], self._batcher.recipe)] * missing
         return micro_batches, samples
 
     def _fill(self) -> None:
-        waiting, samples, enough = self._waiting, self._former.pool.samples, self._former.enough
+        waiting, samples, enough = self._waiting, self._batcher.pool.samples, self._batcher.enough
         while len(waiting) < samples or self._tokens < enough:
             found = self._next()
             if found is None:
@@ -131,7 +131,7 @@ class Shard:
             self._turn_over(chapter)
         return None
 
-    def _turn_over(self, chapter: Chapter) -> None:
+    def _turn_over(self, chapter: RemainingEpoch) -> None:
         """Go on to the next chapter, or to a new epoch where there is no end."""
         if len(self._chapters) == 1 and not self._endless:
             self._ended = True
@@ -139,7 +139,7 @@ class Shard:
         if len(self._chapters) == 1:
             self._barren = 0 if self._fruitful else self._barren + 1
             self._check_hope(chapter.epoch)
-            self._chapters.append(Chapter.whole(chapter.epoch + 1, self._items.count))
+            self._chapters.append(RemainingEpoch.whole(chapter.epoch + 1, self._items.count))
             self._fruitful = False
         del self._chapters[0]
         self._read = 0
@@ -162,7 +162,7 @@ class Shard:
                 f"the stream would never go on. Give it samples, or another overflow than 'drop'."
             )
 
-    def _at(self, chapter: Chapter, index: int, position: int) -> list[Entry] | None:
+    def _at(self, chapter: RemainingEpoch, index: int, position: int) -> list[Entry] | None:
         """The entries of the item at a position; None behind the end of the data."""
         stride = chapter.stride(index, self._shards)
         try:
@@ -206,7 +206,7 @@ class Shard:
         self._lost = before  # counted when it was first read
         return entries
 
-    def _restored(self, state: ShardState) -> list[Entry]:
+    def _restored(self, state: ReaderState) -> list[Entry]:
         """The pool as it was. Read in order of items, which is cheap for any source."""
         samples = {(epoch, number) for epoch, number, _ in state.waiting}
         found = {
@@ -227,26 +227,20 @@ class Shard:
                 f"sample {sample_name(number)} has length {length}, so there is nothing to run. "
                 f"Remove it, or leave such samples out with on_error='skip'."
             )
-        longest, counts = self._former.longest, self._former.pool.trained_tokens is not None
+        longest, counts = self._batcher.longest, self._batcher.pool.loss_tokens is not None
         if (longest is None or length <= longest) and not counts:
             piece = [epoch, number, 0]
-            return [Entry(epoch, number, 0, length, length, length, length, sample, piece)]
-        pieces = self._former.segments(length)
-        if pieces is None:
-            raise SampleError(refusal(sample_name(number), length, self._former.recipe))
-        trained = [part for _, part in pieces]
-        if counts:
-            try:
-                trained = [trained_tokens_of(sample, start, start + part) for start, part in pieces]
-            except Exception as error:
-                raise unreadable(number, error) from error
-        end = pieces[-1][0] + pieces[-1][1] if pieces else 0
-        if end < length:
-            self._lose("truncated" if pieces else "dropped")
-        return [
-            Entry(epoch, number, start, part, length, end, count, sample, [epoch, number, start])
-            for (start, part), count in zip(pieces, trained, strict=True)
-        ]
+            return [Entry(epoch, number, 0, length, length, length, length - 1, sample, piece)]
+        segments = self._batcher.segments(length)
+        if segments is None:
+            raise SampleError(refusal(sample_name(number), length, self._batcher.recipe))
+        try:
+            entries = entries_of(epoch, number, sample, length, segments)
+        except Exception as error:
+            raise unreadable(number, error) from error
+        if not entries or entries[0].end < length:
+            self._lose("truncated" if entries else "dropped")
+        return entries
 
     def _lose(self, reason: str) -> None:
         self._lost[reason] = self._lost.get(reason, 0) + 1
@@ -274,12 +268,12 @@ def _told_apart(
     return replace(micro, segments=segments), renamed
 
 
-def fresh(shard: int, shards: int, epoch: int, count: int | None) -> ShardState:
+def fresh(shard: int, shards: int, epoch: int, count: int | None) -> ReaderState:
     """The state of a shard that has read nothing yet."""
-    return ShardState(shard=shard, shards=shards, chapters=(Chapter.whole(epoch, count),))
+    return ReaderState(shard=shard, shards=shards, chapters=(RemainingEpoch.whole(epoch, count),))
 
 
-def redealt(states: list[ShardState], shard: int, shards: int, count: int | None) -> ShardState:
+def redealt(states: list[ReaderState], shard: int, shards: int, count: int | None) -> ReaderState:
     """The state of a new shard, when what `states` had left is shared anew by `shards`.
 
     What waited in their pools waits in the new ones, so that a state never holds more than its own
@@ -291,10 +285,10 @@ def redealt(states: list[ShardState], shard: int, shards: int, count: int | None
         reason: sum(state.lost.get(reason, 0) for state in states)
         for reason in sorted({reason for state in states for reason in state.lost})
     }
-    return ShardState(
+    return ReaderState(
         shard=shard,
         shards=shards,
-        chapters=tuple(Chapter(chapter.epoch, (), chapter.spans) for chapter in chapters),
+        chapters=tuple(RemainingEpoch(chapter.epoch, (), chapter.spans) for chapter in chapters),
         waiting=tuple(waiting[shard::shards]),
         lost=lost if shard == 0 else {},
     )

@@ -1,6 +1,6 @@
 """Agenda: what a shard has yet to read, as arithmetic rather than lists.
 
-Shard s of S takes every S-th element of what is left of an epoch, from element s on. What is left
+PoolReader s of S takes every S-th element of what is left of an epoch, from element s on. What is left
 is a few waiting pieces of samples and some spans of positions; every S-th element of a span is a
 span again. So the rest of an epoch, after any number of changes of S, stays a short list.
 
@@ -32,10 +32,10 @@ Span: TypeAlias = tuple[int, int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Chapter:
+class RemainingEpoch:
     """What is left of one epoch: pieces first, then positions.
 
-    >>> chapter = Chapter(0, ((9, 0),), ((3, 2, 2), (6, 1, 2)))
+    >>> chapter = RemainingEpoch(0, ((9, 0),), ((3, 2, 2), (6, 1, 2)))
     >>> [chapter[index] for index in range(6)]
     [(9, 0), 3, 5, 6, 7, None]
     """
@@ -55,7 +55,7 @@ class Chapter:
         object.__setattr__(self, "_ends", tuple(ends))
 
     @classmethod
-    def whole(cls, epoch: int, count: int | None) -> Chapter:
+    def whole(cls, epoch: int, count: int | None) -> RemainingEpoch:
         """An epoch of which nothing was read."""
         return cls(epoch, (), ((0, 1, count),))
 
@@ -91,7 +91,7 @@ class Chapter:
     def _begin(self, at: int) -> int:
         return self._ends[at - 1] if at else len(self.pieces)
 
-    def rest(self, read: Sequence[int | None], waiting: Sequence[Piece] = ()) -> Chapter:
+    def rest(self, read: Sequence[int | None], waiting: Sequence[Piece] = ()) -> RemainingEpoch:
         """What is left after shard s read `read[s]` of its elements (None: all of them).
 
         Elements that slower shards had not reached come first, then the clean tail.
@@ -108,7 +108,7 @@ class Chapter:
         elif stop is not None:
             for shard in unfinished:
                 self._collect(shard + stop, shards, None, pieces, spans)
-        return Chapter(self.epoch, tuple(pieces), tuple(_endless_last(spans)))
+        return RemainingEpoch(self.epoch, tuple(pieces), tuple(_endless_last(spans)))
 
     def _collect(
         self, first: int, stride: int, stop: int | None, pieces: list[Piece], spans: list[Span]
@@ -139,7 +139,7 @@ class Chapter:
         return [self.epoch, [list(piece) for piece in self.pieces], [list(s) for s in self.spans]]
 
     @classmethod
-    def from_list(cls, data: Any) -> Chapter:
+    def from_list(cls, data: Any) -> RemainingEpoch:
         """The inverse of `to_list`."""
         epoch, pieces, spans = data
         return cls(
@@ -150,7 +150,7 @@ class Chapter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardState:
+class ReaderState:
     """Where one shard is: how much of its first chapter it has read, and what waits in its pool.
 
     `waiting` lists (epoch, sample number, start), oldest first; `lost` counts what went missing.
@@ -160,7 +160,7 @@ class ShardState:
 
     shard: int
     shards: int
-    chapters: tuple[Chapter, ...]
+    chapters: tuple[RemainingEpoch, ...]
     read: int = 0
     waiting: tuple[tuple[int, int, int], ...] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
@@ -189,13 +189,13 @@ class ShardState:
         return data if self.step is None else {**data, "step": self.step}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], shard: int, shards: int) -> ShardState:
+    def from_dict(cls, data: Mapping[str, Any], shard: int, shards: int) -> ReaderState:
         """The inverse of `to_dict`."""
         try:
             return cls(
                 shard=shard,
                 shards=shards,
-                chapters=tuple(Chapter.from_list(chapter) for chapter in data["chapters"]),
+                chapters=tuple(RemainingEpoch.from_list(chapter) for chapter in data["chapters"]),
                 read=int(data["read"]),
                 waiting=tuple((int(e), int(n), int(start)) for e, n, start in data["waiting"]),
                 lost={str(reason): int(count) for reason, count in data["lost"].items()},
@@ -208,7 +208,7 @@ class ShardState:
             ) from None
 
 
-def merged(states: Sequence[ShardState], count: int | None) -> tuple[Chapter, ...]:
+def merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingEpoch, ...]:
     """What all shards together have left, by epoch, for any other number of shards to share.
 
     `count` is how many items an epoch has, if that is known.
@@ -228,7 +228,11 @@ def merged(states: Sequence[ShardState], count: int | None) -> tuple[Chapter, ..
             # Between a shard's chapters is nothing left; behind its last all is whole.
             begun = min(current) <= epoch
             passed = any(s.chapters[0].epoch < epoch < s.chapters[-1].epoch for s in states)
-            chapter = Chapter.whole(epoch, count) if begun and not passed else Chapter(epoch)
+            chapter = (
+                RemainingEpoch.whole(epoch, count)
+                if begun and not passed
+                else RemainingEpoch(epoch)
+            )
         read = [
             None if now > epoch else state.read if now == epoch else 0
             for state, now in zip(states, current, strict=True)
@@ -236,7 +240,7 @@ def merged(states: Sequence[ShardState], count: int | None) -> tuple[Chapter, ..
         left = chapter.rest(read, waiting.get(epoch, ()))
         if count is None:  # where going back is dear, read in order
             pieces = sorted(left.pieces, key=lambda piece: (item_and_part(piece[0]), piece[1]))
-            left = Chapter(epoch, tuple(pieces), tuple(_endless_last(sorted(left.spans))))
+            left = RemainingEpoch(epoch, tuple(pieces), tuple(_endless_last(sorted(left.spans))))
         chapters.append(left)
     return tuple(chapters)
 

@@ -1,4 +1,4 @@
-"""Remainder: what is left of a step whose ranks stopped within it, dealt to other ranks."""
+"""StepRemainder: what is left of a step whose ranks stopped within it, dealt to other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evenstep.planning.planner import plan_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remainder:
+class StepRemainder:
     """A planned step as segments of numbered samples, and what is needed to plan it again.
 
     Segments were cut by the first plan and are never divided again, so each later plan takes
@@ -30,10 +30,10 @@ class Remainder:
     """Sample number -> its place in the step, its group and its columns."""
 
     @classmethod
-    def of(cls, plan: Plan, samples: IntArray, about: Mapping[str, Any]) -> Remainder:
+    def of(cls, plan: Plan, samples: IntArray, about: Mapping[str, Any]) -> StepRemainder:
         """The whole of a step, planned for its first ranks."""
         by_rank = [
-            [micro.renumbered(samples) for micro in plan[0, rank]] for rank in range(plan.ranks)
+            [micro.renumbered(samples) for micro in plan[0, rank]] for rank in range(plan.num_ranks)
         ]
         groups, columns = about["groups"], about["columns"]
         known = {
@@ -62,11 +62,11 @@ class Remainder:
                 here = here.on(following)
         return here.by_rank[rank]
 
-    def without(self, done: int) -> Remainder:
+    def without(self, done: int) -> StepRemainder:
         """Without the first `done` micro-batches of every rank."""
         return replace(self, by_rank=[micros[done:] for micros in self.by_rank])
 
-    def on(self, ranks: int) -> Remainder:
+    def on(self, ranks: int) -> StepRemainder:
         """The same segments, planned for so many ranks."""
         micros = [micro for each in self.by_rank for micro in each]
         pieces = Segments(

@@ -115,7 +115,7 @@ def until_all_end(
     >>> others = iter([True, False])  # they have one more step, this rank has none
     >>> recipe = Recipe(layout=Packed(max_tokens=8))
     >>> steps = until_all_end(iter([]), lambda mine: mine or next(others), recipe)
-    >>> [step.micro_batches[0].is_dummy for step in steps]
+    >>> [step.micro_batches[0].is_empty for step in steps]
     [True]
     """
     before: Step | None = None
