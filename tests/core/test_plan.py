@@ -184,7 +184,7 @@ def test_stats_name_the_sequence_that_no_assignment_can_balance() -> None:
 
 def test_step_stats_add_up_to_those_of_the_plan(plan: Plan) -> None:
     steps, whole = plan.step_stats(), plan.stats()
-    for name in ("tokens", "slots", "micro_batches", "samples", "padding"):
+    for name in ("tokens", "slots", "num_micro_batches", "num_samples", "padding"):
         assert sum(step[name] for step in steps) == whole[name]
 
 

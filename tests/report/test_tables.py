@@ -29,7 +29,7 @@ def test_a_plan_that_cannot_be_better_says_so() -> None:
 
 def test_one_of_a_kind_is_singular() -> None:
     stats = handmade([10], [[[[[0]]]]], Recipe(layout=Packed(max_tokens=10))).stats()
-    stats |= {"truncated": 1, "tokens_truncated": 1, "dropped": 2, "tokens_dropped": 30}
+    stats |= {"num_truncated": 1, "tokens_truncated": 1, "num_dropped": 2, "tokens_dropped": 30}
     notes = [row.note for section in sections(stats) for row in section.rows]
     assert "1 token lost" in notes
     assert "30 tokens lost" in notes
