@@ -2,8 +2,8 @@
 
     lengths --make_plan--> Plan --> batches --> loss and gradient
 
-Deciding is kept apart from doing: a `Plan` is data that can be printed, saved, checked, compared
-and simulated, and every rank computes the same one from the same lengths.
+A `Plan` is data: it can be printed, saved, checked, compared and simulated, and every rank computes
+the same one from the same lengths.
 
 >>> from evenstep import Packed, Recipe, Topology, make_plan
 >>> recipe = Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2))
@@ -12,29 +12,34 @@ and simulated, and every rank computes the same one from the same lengths.
 [[[0, 1]], [[2, 3, 4]]]
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from evenstep.core.checks import violations
-from evenstep.core.cost import Cost
-from evenstep.core.layout import Packed, Padded
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import Ragged
-from evenstep.core.recipe import Limits, Recipe, Steps
-from evenstep.core.topology import Topology
-from evenstep.core.world import World
-from evenstep.errors import EvenstepError
+from evenstep.lazy import exports
 
 if TYPE_CHECKING:
+    from evenstep.core.checks import violations
+    from evenstep.core.cost import Cost
+    from evenstep.core.cursor import Cursor
+    from evenstep.core.layout import Packed, Padded
+    from evenstep.core.micro_batch import MicroBatch
+    from evenstep.core.plan import Plan
+    from evenstep.core.ragged import Ragged
+    from evenstep.core.recipe import Limits, Recipe, Steps
+    from evenstep.core.step import Step
+    from evenstep.core.topology import Topology
+    from evenstep.core.world import World
     from evenstep.data.streams.planned import PlannedStream
     from evenstep.data.streams.pooled import PooledStream
-    from evenstep.planning import make_plan, pack, partition
+    from evenstep.errors import EvenstepError
+    from evenstep.planning.balance.partition import partition
+    from evenstep.planning.packing.packers import pack
+    from evenstep.planning.planner import make_plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Cost",
+    "Cursor",
     "EvenstepError",
     "Limits",
     "MicroBatch",
@@ -45,6 +50,7 @@ __all__ = [
     "PooledStream",
     "Ragged",
     "Recipe",
+    "Step",
     "Steps",
     "Topology",
     "World",
@@ -54,22 +60,26 @@ __all__ = [
     "violations",
 ]
 
-
-_LATER = {
-    "make_plan": "evenstep.planning",
-    "pack": "evenstep.planning",
-    "partition": "evenstep.planning",
-    "PlannedStream": "evenstep.data.streams.planned",
-    "PooledStream": "evenstep.data.streams.pooled",
-}
-
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Any:
-    """Planning brings its compiler along, so it is loaded when it is first used."""
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module 'evenstep' has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "core.checks": ["violations"],
+            "core.cost": ["Cost"],
+            "core.cursor": ["Cursor"],
+            "core.layout": ["Packed", "Padded"],
+            "core.micro_batch": ["MicroBatch"],
+            "core.plan": ["Plan"],
+            "core.ragged": ["Ragged"],
+            "core.recipe": ["Limits", "Recipe", "Steps"],
+            "core.step": ["Step"],
+            "core.topology": ["Topology"],
+            "core.world": ["World"],
+            "data.streams.planned": ["PlannedStream"],
+            "data.streams.pooled": ["PooledStream"],
+            "errors": ["EvenstepError"],
+            "planning.balance.partition": ["partition"],
+            "planning.packing.packers": ["pack"],
+            "planning.planner": ["make_plan"],
+        },
+    )

@@ -1,10 +1,71 @@
-"""Where samples come from and where we are: source -> **steps with a cursor**. No torch here.
+"""Sources and streams: where samples come from -> **steps with a cursor**. No torch here.
 
-source, lengths, memory, token_file, token_writer,
-jsonl, parquet, text, mapped, iterated          samples by number, or one after the other
-order, units, per_sample                        position in an epoch -> sample, without an array
-planned, place, remainder                       known lengths -> steps
-pool, shard, agenda, items, pooled              unknown lengths -> steps from a pool
-stream, estimate, reading                       what both have in common
-feed                                            samples that are still being made
+sources  samples by index or one after the other: in memory, in files, from other datasets
+streams  sources -> steps: planned, pooled, or fed while samples are produced
+
+`PlannedStream` and `PooledStream` are in `evenstep` itself.
+
+>>> from evenstep.data import InMemory
+>>> len(InMemory([{"input_ids": [1, 2, 3]}]))
+1
 """
+
+from typing import TYPE_CHECKING
+
+from evenstep.lazy import exports
+
+if TYPE_CHECKING:
+    from evenstep.data.sources.iterated import Iterated
+    from evenstep.data.sources.jsonl import Jsonl
+    from evenstep.data.sources.lengths import Lengths
+    from evenstep.data.sources.mapped import Mapped, MeasuredMapped
+    from evenstep.data.sources.memory import InMemory
+    from evenstep.data.sources.parquet import ParquetText
+    from evenstep.data.sources.source import MeasuredSource, SampleSource, SequentialSource
+    from evenstep.data.sources.token_file import TokenFile
+    from evenstep.data.sources.token_writer import TokenFileWriter, write_token_file
+    from evenstep.data.streams.feed import FedMicroBatch, Feed
+    from evenstep.data.streams.pool import Pool
+    from evenstep.data.streams.pooled import merge_cursors
+    from evenstep.data.streams.stream import until_all_end
+
+__all__ = [
+    "FedMicroBatch",
+    "Feed",
+    "InMemory",
+    "Iterated",
+    "Jsonl",
+    "Lengths",
+    "Mapped",
+    "MeasuredMapped",
+    "MeasuredSource",
+    "ParquetText",
+    "Pool",
+    "SampleSource",
+    "SequentialSource",
+    "TokenFile",
+    "TokenFileWriter",
+    "merge_cursors",
+    "until_all_end",
+    "write_token_file",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "sources.iterated": ["Iterated"],
+            "sources.jsonl": ["Jsonl"],
+            "sources.lengths": ["Lengths"],
+            "sources.mapped": ["Mapped", "MeasuredMapped"],
+            "sources.memory": ["InMemory"],
+            "sources.parquet": ["ParquetText"],
+            "sources.source": ["MeasuredSource", "SampleSource", "SequentialSource"],
+            "sources.token_file": ["TokenFile"],
+            "sources.token_writer": ["TokenFileWriter", "write_token_file"],
+            "streams.feed": ["FedMicroBatch", "Feed"],
+            "streams.pool": ["Pool"],
+            "streams.pooled": ["merge_cursors"],
+            "streams.stream": ["until_all_end"],
+        },
+    )

@@ -1,10 +1,11 @@
-"""lengths -> **Plan**. Pure functions over integer arrays decide; nothing here reads a sample.
+"""lengths -> **Plan**. Pure functions over integer arrays; nothing here reads a sample.
 
-cut_samples -> deal_steps -> per step: units -> packs or cuts -> ranks -> assemble
+planner    make_plan, from top to bottom:
+overflow     samples -> segments
+units        segments -> units, which move as a whole
+steps        samples -> steps; sizing for steps of micro-batches
+batching     sorted rows -> padded micro-batches
+packing      units -> packs
+balance      packs -> ranks
+assemble   decided steps -> the arrays of a Plan
 """
-
-from evenstep.planning.balance.partition import partition
-from evenstep.planning.packing.packers import pack
-from evenstep.planning.planner import make_plan
-
-__all__ = ["make_plan", "pack", "partition"]

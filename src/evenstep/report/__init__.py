@@ -1,12 +1,20 @@
-"""What a plan looks like: Plan -> **tables, SVG, HTML**.
+"""What a plan looks like: Plan -> **tables, SVG, HTML**. Nothing here prints or plans.
 
-Text and numbers only: nothing here prints, and nothing here plans.
+>>> from evenstep import Packed, Recipe, make_plan
+>>> from evenstep.report import plan_picture
+>>> plan_picture(make_plan([5, 3], Recipe(layout=Packed(max_tokens=8))))[:4]
+'<svg'
 """
 
-from evenstep.report.comparison import Entry
-from evenstep.report.page import comparison_page, plan_page
-from evenstep.report.picture import comparison_picture, plan_picture
-from evenstep.report.tables import Row, Section, sections
+from typing import TYPE_CHECKING
+
+from evenstep.lazy import exports
+
+if TYPE_CHECKING:
+    from evenstep.report.comparison import Entry
+    from evenstep.report.page import comparison_page, plan_page
+    from evenstep.report.picture import comparison_picture, plan_picture
+    from evenstep.report.tables import Row, Section, sections
 
 __all__ = [
     "Entry",
@@ -18,3 +26,14 @@ __all__ = [
     "plan_picture",
     "sections",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "comparison": ["Entry"],
+            "page": ["comparison_page", "plan_page"],
+            "picture": ["comparison_picture", "plan_picture"],
+            "tables": ["Row", "Section", "sections"],
+        },
+    )

@@ -1,10 +1,77 @@
-"""Plan -> **Batch** -> model -> results in the caller's order. Everything here is torch.
+"""Plan -> **Batch** -> model -> results in the caller's order. Everything here needs torch.
 
-collate    samples of one micro-batch -> Batch: tokens, labels, positions, boundaries, extras
-beyond     what follows a piece where its sample was split, so that no label is lost
-slots      what a Batch and a BatchShard of it have in common
-attention  q, k, v of a Batch -> output, with one meaning on every backend; masks for others
-context    a Batch cut for context-parallel ranks (sequence: for sequence-parallel ones) -> BatchShard
-sequences  a function of one sequence on all of a batch; losses and metrics are such functions
-restore    per-token or per-sequence results of micro-batches -> the caller's order
+collate              samples of one micro-batch -> Batch: tokens, labels, positions, boundaries
+continuation         what follows a segment of a split sample, so that no label is lost
+attention_backends   attention within segments, with one meaning on every backend
+masks                the same as masks for other attention functions
+context_parallel     a Batch -> one BatchShard per context-parallel rank
+sequence_parallel    the same for sequence-parallel ranks
+per_sequence         a function of one sequence, run on all sequences of a batch
+losses, metrics      such functions
+restore              results of micro-batches -> the caller's order
 """
+
+from typing import TYPE_CHECKING
+
+from evenstep.lazy import exports
+
+if TYPE_CHECKING:
+    from evenstep.tensors.attention_backends import attention
+    from evenstep.tensors.batch import Batch
+    from evenstep.tensors.batch_shard import BatchShard
+    from evenstep.tensors.collate import Collator
+    from evenstep.tensors.context_parallel import join_context, shard_context
+    from evenstep.tensors.extras import Extra, RaggedTensor
+    from evenstep.tensors.losses import cross_entropy, label_log_probs, policy_gradient
+    from evenstep.tensors.masks import block_mask, sdpa_mask
+    from evenstep.tensors.metrics import Metric
+    from evenstep.tensors.per_sequence import PerSequence, Sums
+    from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
+    from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
+    from evenstep.tensors.view import View
+
+__all__ = [
+    "Batch",
+    "BatchShard",
+    "Collator",
+    "Extra",
+    "Metric",
+    "PerSequence",
+    "RaggedTensor",
+    "Sums",
+    "View",
+    "attention",
+    "block_mask",
+    "cross_entropy",
+    "join_context",
+    "join_sequence",
+    "label_log_probs",
+    "policy_gradient",
+    "restore_ragged",
+    "restore_sequences",
+    "restore_tokens",
+    "sdpa_mask",
+    "shard_context",
+    "shard_sequence",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "attention_backends": ["attention"],
+            "batch": ["Batch"],
+            "batch_shard": ["BatchShard"],
+            "collate": ["Collator"],
+            "context_parallel": ["join_context", "shard_context"],
+            "extras": ["Extra", "RaggedTensor"],
+            "losses": ["cross_entropy", "label_log_probs", "policy_gradient"],
+            "masks": ["block_mask", "sdpa_mask"],
+            "metrics": ["Metric"],
+            "per_sequence": ["PerSequence", "Sums"],
+            "restore": ["restore_ragged", "restore_sequences", "restore_tokens"],
+            "sequence_parallel": ["join_sequence", "shard_sequence"],
+            "view": ["View"],
+        },
+        extra="torch",
+    )

@@ -16,16 +16,16 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Batch(Slots):
-    """Rows times width. Slots are numbered row by row; pieces tile them.
+    """Rows times width. Slots are numbered row by row; tiles tile them.
 
-    A piece is a segment with its alignment padding, or the tail padding of a row. `cu_seqlens`
-    holds the boundaries of the pieces, so it always ends at rows * width; `seqlens` holds how
-    many slots of each piece are real (0 for a tail), `sample_ids` whose they are (-1 for a tail)
+    A tile is a segment with its alignment padding, or the tail padding of a row. `cu_seqlens`
+    holds the boundaries of the tiles, so it always ends at rows * width; `seqlens` holds how
+    many slots of each tile are real (0 for a tail), `sample_ids` whose they are (-1 for a tail)
     and `starts` from which token of the sample on.
 
     `labels` are shifted already: the label of a slot is the token that follows it in its own
     sample, -100 where nothing follows or nothing is trained. `loss_weights` is 0 there. Where a
-    sample was split, the last slot of a piece predicts the first token of the next piece, wherever
+    sample was split, the last slot of a tile predicts the first token of the next tile, wherever
     that runs; `beyond` knows it, and is None where nothing of this batch was split.
     """
 
@@ -69,7 +69,7 @@ class Batch(Slots):
         segments [a b c] [d e] and distance 1 -> [b c .] [e .]
 
         `values` is "tokens", "targets" or a token-aligned extra, by name; or any (rows, width, ...)
-        tensor. Of a tensor nobody knows what lies beyond a cut, so there a split sample's piece
+        tensor. Of a tensor nobody knows what lies beyond a cut, so there a split sample's tile
         ends as any segment does.
         """
         given = self.column(values, distance) if isinstance(values, str) else values
@@ -78,13 +78,13 @@ class Batch(Slots):
         end = len(flat) - distance
         if end > 0:
             ahead[:end] = flat[distance:]
-        pieces, positions = self.segment_ids.reshape(-1), self.position_ids.reshape(-1)
-        left = self.seqlens[pieces] - positions  # tokens from here to the end of the piece
+        tiles, positions = self.segment_ids.reshape(-1), self.position_ids.reshape(-1)
+        left = self.seqlens[tiles] - positions  # tokens from here to the end of the tile
         none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
         ahead = ahead.masked_fill_(none, fill)
         if self.continuation is not None and isinstance(values, str):
             index = torch.where(left > 0, distance - left, -1)  # padding looks at nothing
-            ahead = self.continuation.put(ahead, values, pieces, index)
+            ahead = self.continuation.put(ahead, values, tiles, index)
         return ahead.view_as(given)
 
     def column(self, name: str, distance: int = 1) -> Tensor:
@@ -126,6 +126,6 @@ class Batch(Slots):
         segment is ignored, so that no segment's end predicts the next one's beginning.
 
         Such a model cannot see past a cut, so of a split sample the first label of every later
-        piece is lost, and `trained` counts more than the model trains. `labels` lose none.
+        tile is lost, and `trained` counts more than the model trains. `labels` lose none.
         """
         return self.labels_at(0).masked_fill(self.position_ids == 0, IGNORE_INDEX)

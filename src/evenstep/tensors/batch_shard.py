@@ -11,16 +11,16 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.slots import PER_PIECE, PER_SLOT, Slots
+from evenstep.tensors.slots import PER_TILE, PER_SLOT, Slots
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BatchShard(Slots):
-    """Rows times width / size. What is per slot is cut; what describes pieces is the whole batch's.
+    """Rows times width / size. What is per slot is cut; what describes tiles is the whole batch's.
 
     A type of its own, because a shard cannot do all that a batch can: the token after a slot may
     lie on another rank. Labels were shifted before the cut, so they are right at every edge, and
-    positions count from the beginning of the whole piece. `cu_seqlens` (with alignment) and
+    positions count from the beginning of the whole tile. `cu_seqlens` (with alignment) and
     `real_cu_seqlens` (without) are those of the whole batch, as attention over gathered keys
     needs them; `local_cu_seqlens` and `local_seqlens` describe what lies here.
     """
@@ -31,19 +31,19 @@ class BatchShard(Slots):
 
     @property
     def real_cu_seqlens(self) -> Tensor:
-        """(pieces + 1) int32: boundaries of the whole batch's real tokens laid end to end."""
+        """(tiles + 1) int32: boundaries of the whole batch's real tokens laid end to end."""
         return _offsets(self.seqlens)
 
     @property
     def local_cu_seqlens(self) -> Tensor:
-        """(pieces + 1) int32: where each piece begins here; a piece may have no slot here."""
-        # Slots keep their order, so the pieces of [0 0 1 1 2] begin at [0, 2, 4] and end at 5.
-        pieces = torch.arange(len(self.seqlens) + 1, device=self.device)
-        return torch.searchsorted(self.segment_ids.reshape(-1), pieces).to(torch.int32)
+        """(tiles + 1) int32: where each tile begins here; a tile may have no slot here."""
+        # Slots keep their order, so the tiles of [0 0 1 1 2] begin at [0, 2, 4] and end at 5.
+        tiles = torch.arange(len(self.seqlens) + 1, device=self.device)
+        return torch.searchsorted(self.segment_ids.reshape(-1), tiles).to(torch.int32)
 
     @property
     def local_seqlens(self) -> Tensor:
-        """(pieces) int64: how many slots of each piece are real here. They come first in it."""
+        """(tiles) int64: how many slots of each tile are real here. They come first in it."""
         real = _offsets(self.token_mask.reshape(-1), torch.int64)
         return real[self.local_cu_seqlens.long()].diff()
 
@@ -59,7 +59,7 @@ def cut(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> BatchShard:
     """The shard of `batch` that holds these slots, (rows, width / size) of them, in order."""
     return BatchShard(
         **{name: _take(getattr(batch, name), slot_ids) for name in PER_SLOT},
-        **{name: getattr(batch, name) for name in PER_PIECE},
+        **{name: getattr(batch, name) for name in PER_TILE},
         slot_ids=slot_ids,
         rank=rank,
         size=size,
@@ -84,7 +84,7 @@ def join_shards(shards: Sequence[BatchShard]) -> Batch:
     whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
     return Batch(
         **{name: put([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
-        **{name: getattr(whole, name) for name in PER_PIECE},
+        **{name: getattr(whole, name) for name in PER_TILE},
         extras={
             name: put([s.extras[name] for s in shards], slot_ids)
             if _is_per_slot(whole, name)

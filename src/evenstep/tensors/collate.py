@@ -83,18 +83,18 @@ class Collator:
             numbers[0], numbers[1], numbers[2], weights, loss_tokens,
         )  # fmt: skip
         continuation = self._past_cuts(columns, numbers[2], weights, loss_tokens)
-        positions, pieces, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
+        positions, tiles, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
         batch = Batch(
             tokens=tokens.view(shape),
             targets=targets.view(shape),
             labels=labels,
             position_ids=positions,
-            segment_ids=pieces,
+            segment_ids=tiles,
             loss_weights=torch.from_numpy(weights).view(shape),
             cu_seqlens=torch.from_numpy(place.offsets.astype(np.int32)),
             seqlens=torch.from_numpy(np.array(place.real)),
-            sample_ids=torch.from_numpy(_by_piece(micro.segments.sample, place, -1)),
-            starts=torch.from_numpy(_by_piece(micro.segments.start, place, 0)),
+            sample_ids=torch.from_numpy(_by_tile(micro.segments.sample, place, -1)),
+            starts=torch.from_numpy(_by_tile(micro.segments.start, place, 0)),
             loss_tokens=torch.from_numpy(loss_tokens),
             continuation=continuation,
             max_seqlen=int(place.slots.max(initial=0)),
@@ -110,7 +110,7 @@ class Collator:
         weights: NDArray[np.float32],
         loss_tokens: IntArray,
     ) -> Continuation | None:
-        """Complete what depends on the other pieces of split samples; None if none was cut here."""
+        """Complete what depends on the other tiles of split samples; None if none was cut here."""
         micro, place = columns.micro, columns.place
         if columns.whole:
             return None
@@ -118,16 +118,16 @@ class Collator:
         partial = (micro.segments.start > 0) | (end < micro.sample_ends)
         if not partial.any():
             return None
-        pieces = np.flatnonzero(place.segment >= 0)
-        after: dict[int, torch.Tensor] = {}  # per piece that was cut, its sample's later targets
+        tiles = np.flatnonzero(place.segment >= 0)
+        after: dict[int, torch.Tensor] = {}  # per tile that was cut, its sample's later targets
         for at in np.flatnonzero(partial).tolist():
-            piece, last = int(pieces[at]), int(micro.sample_ends[at])
+            tile, last = int(tiles[at]), int(micro.sample_ends[at])
             targets = columns.sample_targets(at)[:last]
-            loss_tokens[piece] = int((targets[1:] != IGNORE_INDEX).sum())
+            loss_tokens[tile] = int((targets[1:] != IGNORE_INDEX).sum())
             if end[at] < last:
-                after[piece] = targets[end[at] : end[at] + self.lookahead]
-                slot = place.offsets[piece] + place.real[piece] - 1
-                labels[slot] = int(after[piece][0])
+                after[tile] = targets[end[at] : end[at] + self.lookahead]
+                slot = place.offsets[tile] + place.real[tile] - 1
+                labels[slot] = int(after[tile][0])
                 weights[slot] = float(labels[slot] != IGNORE_INDEX)
         return columns.beyond(after, self.lookahead, self.extras) if after else None
 
@@ -141,6 +141,6 @@ class Collator:
         )
 
 
-def _by_piece(column: IntArray, place: Placement, otherwise: int) -> IntArray:
-    """A per-segment column per piece, with `otherwise` for tails."""
+def _by_tile(column: IntArray, place: Placement, otherwise: int) -> IntArray:
+    """A per-segment column per tile, with `otherwise` for tails."""
     return np.concatenate((column, (otherwise,)))[place.segment]  # -1 picks the last entry

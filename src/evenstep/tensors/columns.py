@@ -33,30 +33,30 @@ class Columns:
         self.chosen = chosen
         self.place = micro.placement
         self.lengths = micro.segments.length
-        self.padding: list[int] = (self.place.slots - self.place.real).tolist()  # of each piece
+        self.padding: list[int] = (self.place.slots - self.place.real).tolist()  # of each tile
         self.longest_padding = max(self.padding, default=0)
         self.expected: list[int] = micro.sample_lengths.tolist()
         self.whole = self.lengths.tolist() == self.expected
 
     def slots(self, key: str, dtype: torch.dtype, pad: float) -> Tensor:
         """The token-aligned column `key`, one entry per slot, padding filled in."""
-        return self._spread(key, self._pieces(key, self._column(key), dtype), dtype, pad)
+        return self._spread(key, self._segment_values(key, self._column(key), dtype), dtype, pad)
 
     def targets(self, keys: set[str]) -> Tensor:
         """What each slot should have been predicted as: labels less what is masked."""
         given = [s["labels"] if "labels" in s else s["input_ids"] for s in self.chosen]
-        pieces = self._pieces("labels", given, torch.int64)
-        targets = self._spread("labels", pieces, torch.int64, IGNORE_INDEX)
+        tiles = self._segment_values("labels", given, torch.int64)
+        targets = self._spread("labels", tiles, torch.int64, IGNORE_INDEX)
         if "loss_mask" in keys:
             given = [
                 s["loss_mask"] if "loss_mask" in s else torch.ones(len(s["input_ids"]))
                 for s in self.chosen
             ]
-            pieces = self._pieces("loss_mask", given, torch.float32)
-            mask = self._spread("loss_mask", pieces, torch.float32, 0)
+            tiles = self._segment_values("loss_mask", given, torch.float32)
+            mask = self._spread("loss_mask", tiles, torch.float32, 0)
             hidden = mask == 0
             if not bool((hidden | (mask == 1)).all()):
-                self._refuse_mask(pieces)
+                self._refuse_mask(tiles)
             targets.masked_fill_(hidden, IGNORE_INDEX)
         if "loss_masking_spans" in keys:
             for number, sample in enumerate(self.chosen):
@@ -99,7 +99,7 @@ class Columns:
     def beyond(
         self, targets: Mapping[int, Tensor], lookahead: int, extras: Mapping[str, Extra]
     ) -> Continuation:
-        """What follows the pieces that were cut, whose later `targets` are given."""
+        """What follows the tiles that were cut, whose later `targets` are given."""
         count = len(self.place.real)
         counts = torch.zeros(count, dtype=torch.int64)
         declared = {name: extra for name, extra in extras.items() if extra.aligned == "token"}
@@ -111,17 +111,17 @@ class Columns:
                 for name, extra in declared.items()
             },
         }
-        for piece, following in targets.items():
+        for tile, following in targets.items():
             known = len(following)
-            counts[piece] = known
-            values["targets"][piece, :known] = following
-            at = int(self.place.segment[piece])
+            counts[tile] = known
+            values["targets"][tile, :known] = following
+            at = int(self.place.segment[tile])
             first = int(self.micro.segments.start[at] + self.lengths[at])
             for name in ("tokens", *declared):
                 key = "input_ids" if name == "tokens" else name
                 column = self._tensors(key, [self.chosen[at][key]], at)[0]
                 part = column[first : first + known]
-                values[name][piece, :known] = part.to(values[name].dtype)
+                values[name][tile, :known] = part.to(values[name].dtype)
         return Continuation(counts, values)
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
@@ -130,8 +130,8 @@ class Columns:
         if extra.aligned != "token" or extra.shape:
             self._check_entries(name, extra, values)
         if extra.aligned == "token":
-            pieces = self._pieces(name, values, extra.dtype, extra.shape)
-            spread = self._spread(name, pieces, extra.dtype, extra.pad, extra.shape)
+            tiles = self._segment_values(name, values, extra.dtype, extra.shape)
+            spread = self._spread(name, tiles, extra.dtype, extra.pad, extra.shape)
             return spread.view(self.micro.rows, self.micro.width, *extra.shape)
         nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
         cast = [value.to(extra.dtype) for value in values]
@@ -164,7 +164,7 @@ class Columns:
                 f"its batch cannot be made. Give every sample one."
             ) from None
 
-    def _pieces(
+    def _segment_values(
         self, key: str, column: list[Any], dtype: torch.dtype, shape: tuple[int, ...] = ()
     ) -> list[Tensor]:
         """The segments' parts of a token-aligned column, checked against the plan."""
@@ -204,17 +204,17 @@ class Columns:
     def _spread(
         self,
         key: str,
-        pieces: list[Tensor],
+        tiles: list[Tensor],
         dtype: torch.dtype,
         pad: float,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
         """Parts of segments -> one entry per slot: each part, and the padding behind it."""
-        parts = pieces
+        parts = tiles
         if self.longest_padding:
             source = torch.full((self.longest_padding, *shape), pad, dtype=dtype)
             padding = {count: source[:count] for count in set(self.padding) if count}
-            parts, following = [], iter(pieces)
+            parts, following = [], iter(tiles)
             for count, real in zip(self.padding, self.place.real.tolist(), strict=True):
                 if real:
                     parts.append(next(following))
@@ -223,9 +223,9 @@ class Columns:
         try:
             spread = torch.cat(parts)
         except RuntimeError:
-            self._refuse_lengths(key, pieces)
+            self._refuse_lengths(key, tiles)
         if spread.ndim != 1 + len(shape):
-            self._refuse_lengths(key, pieces)
+            self._refuse_lengths(key, tiles)
         return spread
 
     def _mask_spans(self, targets: Tensor, number: int, spans: Any) -> None:

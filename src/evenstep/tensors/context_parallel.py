@@ -1,6 +1,6 @@
-"""Context parallelism: every piece of a batch cut in zigzag, so that causal work is even.
+"""Context parallelism: every tile of a batch cut in zigzag, so that causal work is even.
 
-A piece is cut into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. A late chunk
+A tile is cut into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. A late chunk
 attends to much, an early one to little; each pair of them costs the same.
 
     | 0 1 | 2 3 | 4 5 | p p |      size 2: rank 0 holds 0 1 p p, rank 1 holds 2 3 4 5
@@ -35,7 +35,7 @@ def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
     [[[10, 11, 0, 0]], [[12, 13, 14, 15]]]
     """
     check_rank(rank, size)
-    _check_pieces(batch.cu_seqlens, size, batch.sample_ids)
+    _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
     slot_ids = _slots(batch.cu_seqlens, rank, size)
     return cut(batch, slot_ids.view(batch.rows, -1), rank, size)
 
@@ -54,7 +54,7 @@ def join_context(parts: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
             f"of the batch, so they cannot be joined. Pass one (rows, width / size, ...) part of "
             f"each rank, in the order of the ranks."
         )
-    _check_pieces(cu_seqlens, len(parts))
+    _check_tiles(cu_seqlens, len(parts))
     boundaries = cu_seqlens.to(parts[0].device)
     return put(parts, [_slots(boundaries, rank, len(parts)) for rank in range(len(parts))])
 
@@ -68,7 +68,7 @@ def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     if size == 1:
         return torch.arange(total, device=device)
     begin, chunk = cu_seqlens[:-1].long(), cu_seqlens.diff().long() // (2 * size)
-    # (pieces, 2): where this rank's two chunks of each piece begin, in the batch and here
+    # (tiles, 2): where this rank's two chunks of each tile begin, in the batch and here
     numbers = torch.tensor([rank, 2 * size - 1 - rank], device=device)
     first = (begin[:, None] + chunk[:, None] * numbers).reshape(-1)
     length = chunk.repeat_interleave(2)
@@ -81,7 +81,7 @@ def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
 class ContextWork:
     """(query, key) pairs of each context-parallel rank under a causal mask, padding included.
 
-    `zigzag` is what `shard_context` gives, `contiguous` what one run of slots per rank and piece
+    `zigzag` is what `shard_context` gives, `contiguous` what one run of slots per rank and tile
     would. Imbalance is the slowest rank over the mean, 1.0 where all are even.
     """
 
@@ -95,16 +95,16 @@ class ContextWork:
 
     @property
     def contiguous_imbalance(self) -> float:
-        """Largest over mean, had pieces been cut into contiguous runs."""
+        """Largest over mean, had tiles been cut into contiguous runs."""
         return _imbalance(self.contiguous)
 
 
 def context_work(batch: Batch, size: int) -> ContextWork:
     """The causal attention work that each of `size` context-parallel ranks has with `batch`.
 
-    One piece of 8 on 2 ranks: zigzag [18, 18], contiguous [10, 26].
+    One tile of 8 on 2 ranks: zigzag [18, 18], contiguous [10, 26].
     """
-    _check_pieces(batch.cu_seqlens, size, batch.sample_ids)
+    _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
     slots, ranks = batch.cu_seqlens.diff().long()[:, None], torch.arange(size, device=batch.device)
     run = slots // size
     contiguous = _pairs(run * ranks, run).sum(0)
@@ -125,18 +125,18 @@ def _imbalance(work: Tensor) -> float:
     return float(work.max() / work.double().mean())
 
 
-def _check_pieces(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None = None) -> None:
+def _check_tiles(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None = None) -> None:
     if size > 1 and bool((cu_seqlens.diff() % (2 * size)).any()):
-        _refuse_piece(cu_seqlens, size, sample_ids)
+        _refuse_tile(cu_seqlens, size, sample_ids)
 
 
-def _refuse_piece(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None) -> NoReturn:
+def _refuse_tile(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None) -> NoReturn:
     slots = cu_seqlens.diff()
     at = int((slots % (2 * size)).ne(0).nonzero()[0])
     sample = -1 if sample_ids is None else int(sample_ids[at])
     whose = f"of sample {sample}" if sample >= 0 else f"number {at}"
     raise InputError(
-        f"the piece {whose} takes {int(slots[at])} slots, not a multiple of {2 * size}, so {size} "
+        f"the tile {whose} takes {int(slots[at])} slots, not a multiple of {2 * size}, so {size} "
         f"context-parallel ranks cannot hold two equal chunks of it each. Plan with "
         f"Topology(cp={size})."
     )

@@ -1,6 +1,6 @@
-"""Continuation: what follows a piece in its sample where overflow='split' cut the sample in two.
+"""Continuation: what follows a tile in its sample where overflow='split' cut the sample in two.
 
-sample a b c d e cut at 3 -> pieces [a b c] [d e]; beyond the first lies d, then nothing
+sample a b c d e cut at 3 -> tiles [a b c] [d e]; beyond the first lies d, then nothing
 
 The last slot of [a b c] still predicts d. So the number of labels that a sample trains does not
 depend on where it was cut, and neither does any denominator.
@@ -17,28 +17,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continuation:
-    """The next few tokens of each piece's sample, and what is aligned to them."""
+    """The next few tokens of each tile's sample, and what is aligned to them."""
 
-    counts: Tensor  # (pieces) int64: how many are known, 0 where the sample ends with the piece
-    values: Mapping[str, Tensor]  # (pieces, lookahead, ...) of tokens, targets and extras, by name
+    counts: Tensor  # (tiles) int64: how many are known, 0 where the sample ends with the tile
+    values: Mapping[str, Tensor]  # (tiles, lookahead, ...) of tokens, targets and extras, by name
 
     @property
     def lookahead(self) -> int:
-        """The most tokens that are known beyond any piece."""
+        """The most tokens that are known beyond any tile."""
         return int(self.values["targets"].shape[1])
 
-    def next(self, name: str, piece: int) -> Tensor:
-        """(1, ...): the value of the token that follows a piece, 0 where its sample ends."""
-        value = self.values[name][piece, :1]
-        return torch.where(self.counts[piece] > 0, value, torch.zeros_like(value))
+    def next(self, name: str, tile: int) -> Tensor:
+        """(1, ...): the value of the token that follows a tile, 0 where its sample ends."""
+        value = self.values[name][tile, :1]
+        return torch.where(self.counts[tile] > 0, value, torch.zeros_like(value))
 
-    def put(self, ahead: Tensor, name: str, pieces: Tensor, index: Tensor) -> Tensor:
-        """`ahead` (n, ...) with the value of token `index` beyond its piece at each slot that
+    def put(self, ahead: Tensor, name: str, tiles: Tensor, index: Tensor) -> Tensor:
+        """`ahead` (n, ...) with the value of token `index` beyond its tile at each slot that
         looks past a cut; slots whose index is negative or past the sample stay as they are."""
         at = index.clamp(0, self.lookahead - 1)
-        known = (index >= 0) & (index < self.counts[pieces])
+        known = (index >= 0) & (index < self.counts[tiles])
         return torch.where(
-            known.view(-1, *(1,) * (ahead.ndim - 1)), self.values[name][pieces, at], ahead
+            known.view(-1, *(1,) * (ahead.ndim - 1)), self.values[name][tiles, at], ahead
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Continuation:

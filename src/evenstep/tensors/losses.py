@@ -54,7 +54,7 @@ def policy_gradient(
     """The clipped policy-gradient loss of PPO and GRPO, weighted and summed.
 
     -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) per token, with r the new probability
-    over the old one: of the token, or the geometric mean over its sequence (over each piece of a
+    over the old one: of the token, or the geometric mean over its sequence (over each tile of a
     split one, as the others may run elsewhere). Extras:
     `old_log_probs` per token; `advantages` per token or per sequence; and, where `kl_weight` is
     not 0, `reference_log_probs` per token, towards which the estimate exp(d) - d - 1 pulls.

@@ -89,18 +89,18 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return counts.unsqueeze(1), listed.int().unsqueeze(1).contiguous()
 
 
-def _mask_mod(pieces: Tensor, causal: bool, window: int | None):  # type: ignore[no-untyped-def]
-    """What FlexAttention asks about single entries. It keeps the pieces, never the batch."""
+def _mask_mod(tiles: Tensor, causal: bool, window: int | None):  # type: ignore[no-untyped-def]
+    """What FlexAttention asks about single entries. It keeps the tiles, never the batch."""
 
     def same(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return pieces[row, query] == pieces[row, key]
+        return tiles[row, query] == tiles[row, key]
 
     def before(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (pieces[row, query] == pieces[row, key]) & (key <= query)
+        return (tiles[row, query] == tiles[row, key]) & (key <= query)
 
     def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key <= query) & (query - key < window)
-        return (pieces[row, query] == pieces[row, key]) & seen
+        return (tiles[row, query] == tiles[row, key]) & seen
 
     if not causal:
         return same

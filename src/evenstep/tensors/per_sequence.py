@@ -30,18 +30,18 @@ class Sums:
 
     loss: Tensor
     metrics: dict[str, Metric]
-    pieces: Tensor | None  # per piece, or per segment where `real` is None
+    tiles: Tensor | None  # per tile, or per segment where `real` is None
     real: Tensor | None = None
 
     @property
     def by_sequence(self) -> Tensor:
         """(segments): each real segment's part of the loss, ready for `restore_sequences`."""
-        if self.pieces is None:
+        if self.tiles is None:
             raise InputError(
                 "these sums come from one rank's shard, which holds only parts of sequences. Join "
                 "the outputs of all ranks first."
             )
-        return self.pieces if self.real is None else self.pieces[self.real]
+        return self.tiles if self.real is None else self.tiles[self.real]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class PerSequence:
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-        pieces = view.sum_by_segment(values)
-        return Sums(values.sum(), metrics, pieces, batch.sample_ids >= 0)
+        tiles = view.sum_by_segment(values)
+        return Sums(values.sum(), metrics, tiles, batch.sample_ids >= 0)
 
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Sums:
         # An empty slice keeps the outputs in the graph, so that a dummy has a backward too.

@@ -52,7 +52,7 @@ def restore_tokens(
     `width` is that of the caller's padded input, the longest sample by default. `shifted` says
     that results were computed from `labels` and sit one slot early, as log-probs do: then position
     i holds token i's value, and the first token of a sample, which nothing predicts, holds 0. The
-    first token of a later piece of a split sample was predicted by the piece before it, and holds
+    first token of a later tile of a split sample was predicted by the tile before it, and holds
     0 if that is not among the results.
 
     >>> from evenstep import Packed, Recipe, make_plan

@@ -1,4 +1,4 @@
-"""Slots: rows times width and the pieces that tile them, of a whole batch or one rank's shard."""
+"""Slots: rows times width and the tiles that tile them, of a whole batch or one rank's shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evenstep.tensors.extras import Alignment, RaggedTensor
 Aligned: TypeAlias = Alignment | Literal["label"]
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-PER_PIECE = (
+PER_TILE = (
     "cu_seqlens",
     "seqlens",
     "sample_ids",
@@ -29,24 +29,24 @@ PER_PIECE = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Slots:
-    """What is per slot and what is per piece, as tensors. Made as a `Batch`, or cut to a `BatchShard`.
+    """What is per slot and what is per tile, as tensors. Made as a `Batch`, or cut to a `BatchShard`.
 
-    Neither is the other: a shard holds a part of each row, but describes the pieces of the whole.
-    So positions, pieces and lengths are the whole batch's in both, and what follows from them
+    Neither is the other: a shard holds a part of each row, but describes the tiles of the whole.
+    So positions, tiles and lengths are the whole batch's in both, and what follows from them
     alone is here; what looks at the next slot is the batch's.
     """
 
     tokens: Tensor  # (rows, width) int64
     targets: Tensor  # (rows, width) int64: what each slot should have been predicted as, unshifted
     labels: Tensor  # (rows, width) int64
-    position_ids: Tensor  # (rows, width) int64, from 0 in each piece
-    segment_ids: Tensor  # (rows, width) int64: the piece of each slot
+    position_ids: Tensor  # (rows, width) int64, from 0 in each tile
+    segment_ids: Tensor  # (rows, width) int64: the tile of each slot
     loss_weights: Tensor  # (rows, width) float32
-    cu_seqlens: Tensor  # (pieces + 1) int32
-    seqlens: Tensor  # (pieces) int64
-    sample_ids: Tensor  # (pieces) int64
-    starts: Tensor  # (pieces) int64
-    loss_tokens: Tensor  # (pieces) int64: labels that the piece's whole sample trains, 0 for a tail
+    cu_seqlens: Tensor  # (tiles + 1) int32
+    seqlens: Tensor  # (tiles) int64
+    sample_ids: Tensor  # (tiles) int64
+    starts: Tensor  # (tiles) int64
+    loss_tokens: Tensor  # (tiles) int64: labels that the tile's whole sample trains, 0 for a tail
     max_seqlen: int
     continuation: Continuation | None = None
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)

@@ -25,7 +25,7 @@ class View:
 
     source: Batch | BatchShard
     slots: slice
-    piece: int | None
+    tile: int | None
 
     @classmethod
     def of_all(cls, source: Batch | BatchShard) -> View:
@@ -64,7 +64,7 @@ class View:
     def segment_ids(self) -> Tensor:
         """(n) int64: the segment of each slot, from 0."""
         ids = self.flat(self.source.segment_ids)
-        return ids if self.piece is None else torch.zeros_like(ids)
+        return ids if self.tile is None else torch.zeros_like(ids)
 
     @property
     def sample_ids(self) -> Tensor:
@@ -89,7 +89,7 @@ class View:
             return self.flat(value)
         if len(value) == 0:
             return value.new_zeros((self.tokens.numel(), *value.shape[1:]))
-        # pieces [a, tail, b] -> segments [0, 0, 1]; what a tail gets has no weight
+        # tiles [a, tail, b] -> segments [0, 0, 1]; what a tail gets has no weight
         segment = (self.source.sample_ids >= 0).cumsum(0).sub_(1).clamp_(min=0)
         return value[segment[self.flat(self.source.segment_ids)]]
 
@@ -106,14 +106,14 @@ class View:
                 f"the extra {name!r} is needed one token ahead, but the next token may lie on "
                 f"another rank's shard. Cut `batch.at_labels({name!r})` instead of `batch`."
             )
-        if self.piece is None:
+        if self.tile is None:
             return self.flat(self.source.ahead(name))
         mine = self.flat(self.source.column(name))
         continuation = self.source.continuation
         last = (
             torch.zeros_like(mine[:1])
             if continuation is None
-            else continuation.next(name, self.piece)
+            else continuation.next(name, self.tile)
         )
         return torch.cat((mine[1:], last))
 
@@ -122,11 +122,11 @@ class View:
         aligned, value = self._declared(name)
         if aligned != "ragged":
             raise ConfigError(f"the extra {name!r} is {aligned}-aligned. Read it with `extra`.")
-        if self.piece is None:
+        if self.tile is None:
             return RaggedTensor(value.values, value.offsets)
-        if self.source.sample_ids[self.piece] < 0:  # padding has no entries
+        if self.source.sample_ids[self.tile] < 0:  # padding has no entries
             return RaggedTensor(value.values[:0], value.offsets.new_zeros(2))
-        segment = int((self.source.sample_ids[: self.piece] >= 0).sum())
+        segment = int((self.source.sample_ids[: self.tile] >= 0).sum())
         begin, end = value.offsets[segment : segment + 2].tolist()
         offsets = value.offsets.new_tensor([0, end - begin])
         return RaggedTensor(value.values[begin:end], offsets)
@@ -138,7 +138,7 @@ class View:
                 "a sum over each sequence was asked of one rank's shard, which holds only parts of "
                 "them. Join the outputs of all ranks first, or use a function of single tokens."
             )
-        count = 1 if self.piece is not None else len(self.source.seqlens)
+        count = 1 if self.tile is not None else len(self.source.seqlens)
         return values.new_zeros(count).index_add(0, self.segment_ids, values)
 
     def _declared(self, name: str) -> tuple[str, Any]:

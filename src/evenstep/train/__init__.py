@@ -1,13 +1,77 @@
-"""Batch -> **loss, gradient**. Everything here is torch.
+"""Batch -> **loss, gradient**. Everything here needs torch.
 
-runner       a step: micro-batches one at a time, and in the end one exact gradient
-attempt      one try at it; prefetch prepares the next micro-batch, stopwatch and result measure
-checks       what an attempt refuses, before a wrong gradient comes of it
-framework    when DDP, fully_shard or we ourselves exchange gradients
-loss         normalizations: the weight of every token, and what a batch adds to the denominator
-normalizer   from sums of micro-batches to the gradient of the step's exact loss; gradients helps
-bundle       all that ranks sum at the end of a step, in one tensor
-collectives  how ranks meet; watch notices when one is gone
-scoring      log-probs by forwards alone
-model        a small decoder that takes a `Batch` and nothing else
+runner            one step: micro-batches one at a time, then one exact gradient
+normalization     what the loss of a step is divided by
+collectives       how ranks exchange sums
+result            what a step returns
+scoring           log-probs by forward passes alone
+watch             stops all ranks when one of them fails
+context_exchange  attention between context-parallel ranks
 """
+
+from typing import TYPE_CHECKING
+
+from evenstep.lazy import exports
+
+if TYPE_CHECKING:
+    from evenstep.train.collectives import Alone, Collective, Distributed
+    from evenstep.train.context_exchange import context_attention
+    from evenstep.train.normalization import (
+        Constant,
+        Custom,
+        FixedLength,
+        GroupMean,
+        Normalization,
+        SampleWeights,
+        SequenceMean,
+        TokenMean,
+    )
+    from evenstep.train.result import StepResult
+    from evenstep.train.runner import Loss, Runner, run_step
+    from evenstep.train.scoring import compute_log_probs
+    from evenstep.train.watch import Watch
+
+__all__ = [
+    "Alone",
+    "Collective",
+    "Constant",
+    "Custom",
+    "Distributed",
+    "FixedLength",
+    "GroupMean",
+    "Loss",
+    "Normalization",
+    "Runner",
+    "SampleWeights",
+    "SequenceMean",
+    "StepResult",
+    "TokenMean",
+    "Watch",
+    "compute_log_probs",
+    "context_attention",
+    "run_step",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "collectives": ["Alone", "Collective", "Distributed"],
+            "context_exchange": ["context_attention"],
+            "normalization": [
+                "Constant",
+                "Custom",
+                "FixedLength",
+                "GroupMean",
+                "Normalization",
+                "SampleWeights",
+                "SequenceMean",
+                "TokenMean",
+            ],
+            "result": ["StepResult"],
+            "runner": ["Loss", "Runner", "run_step"],
+            "scoring": ["compute_log_probs"],
+            "watch": ["Watch"],
+        },
+        extra="torch",
+    )

@@ -23,17 +23,17 @@ from evenstep.tensors.metrics import Metric
 from evenstep.tensors.per_sequence import Sums
 from evenstep.train.bundle import Bundle
 from evenstep.train.framework import Framework, sum_gradients
-from evenstep.train.gradient_scale import Mode, Normalizer, power_of_two
+from evenstep.train.step_loss import Mode, StepLoss, power_of_two
 from evenstep.train.normalization import weighted
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.refusals import (
+from evenstep.train.step_checks import (
     check_constants,
     check_counts,
     check_labels,
     extremes,
     extremes_of,
-    refuse_groups_in_parts,
-    refuse_skipped,
+    check_groups_whole,
+    check_none_skipped,
 )
 from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS, StepResult, Timings
 from evenstep.train.stopwatch import Busy, Stopwatch
@@ -105,13 +105,13 @@ class Attempt:
         self.ages: list[float] = []
         self.groups: set[int] = set()  # that GroupMean counted on this rank
         self.bundles: list[Bundle] = []
-        self.normalizer = Normalizer(
+        self.step_loss = StepLoss(
             losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
             mode=runner.mode or self._mode(),
             averaged_over=1 if self._by_hand else self.framework.averaged_over(runner.collective),
             constant=power_of_two(work.budget) if work.budget else 1.0,
         )
-        if self.normalizer.mode == "per_micro_batch" and work.count is None:
+        if self.step_loss.mode == "per_micro_batch" and work.count is None:
             raise ConfigError(
                 "mode='per_micro_batch' divides by the number of micro-batches, which is unknown "
                 "while a step is being fed. Use mode='deferred'."
@@ -141,18 +141,18 @@ class Attempt:
                 del ready  # before the next is asked for: prefetch + 1 are alive, not one more
         if self.position == 0 or (work.count is None and not self._by_hand):
             # Nobody knew which was the last, so one more, with nothing in it, exchanges gradients.
-            self._micro_batch(self._dummy(), exchange=True)
+            self._micro_batch(self._empty(), exchange=True)
         parameters = list(runner.model.parameters())
         if self._by_hand:
             with self.communicate:
                 sum_gradients(parameters, runner.collective)
         bundle = Bundle.merge([*self.bundles, self._measures()])
         numbers = None
-        if self.normalizer.mode != "known" or runner.collective.size == 1:
+        if self.step_loss.mode != "known" or runner.collective.size == 1:
             with self.communicate:
                 reduced = bundle.reduce(runner.collective)
             check_constants(reduced)
-            numbers = self.normalizer.finish(parameters, reduced, work.totals)
+            numbers = self.step_loss.finish(parameters, reduced, work.totals)
         often = "micro_batch" if self.framework.kind == "fsdp" else "step"
         return StepResult(
             timings=Timings(
@@ -171,7 +171,7 @@ class Attempt:
             peak_flops=runner.peak_flops,
             bundle=bundle,
             numbers=numbers,
-            known=(self.normalizer, work.totals),
+            known=(self.step_loss, work.totals),
         )
 
     # Preparing, in the prefetching thread --------------------------------------------------------
@@ -183,16 +183,16 @@ class Attempt:
                     self._collated(item.micro, item.samples), tuple(item.born.values())
                 )
             elif isinstance(item, tuple):
-                refuse_skipped(item[1], self.normalizer)
+                check_none_skipped(item[1], self.step_loss)
                 yield self._ready(self._collated(*item))
             else:
                 yield self._ready(item)
 
     def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
-        refuse_groups_in_parts(
-            batch, self.normalizer, self.groups, self.runner.on_memory == "split"
+        check_groups_whole(
+            batch, self.step_loss, self.groups, self.runner.on_memory == "split"
         )
-        if self.normalizer.mode == "known":
+        if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         real = batch.sample_ids >= 0
         lengths, samples = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
@@ -223,11 +223,11 @@ class Attempt:
                 f"`prefetch`, or lower the budget."
             ) from error
 
-    def _dummy(self) -> Ready:
-        return self._ready(self.runner.collate(self.work.dummy, {}))
+    def _empty(self) -> Ready:
+        return self._ready(self.runner.collate(self.work.empty, {}))
 
     def _in_lock_step(self, items: Iterator[Ready]) -> Iterator[Ready]:
-        """As many micro-batches as the rank with most has; dummies on the others."""
+        """As many micro-batches as the rank with most has; empty micro-batches on the others."""
         while True:
             item = next(items, None)
             with self.communicate:
@@ -235,7 +235,7 @@ class Attempt:
                 anyone = bool(self.runner.collective.all_reduce_sum(have).item())
             if not anyone:
                 return
-            yield self._dummy() if item is None else item
+            yield self._empty() if item is None else item
             del item
 
     # Running --------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Attempt:
         try:
             batch = ready.batch if ready.moved else self._moved(ready.batch)
             shard = (self.runner.cut or _whole)(batch)
-            amounts = self.normalizer.amounts(batch, getattr(shard, "rank", 0) == 0)
+            amounts = self.step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
             scales = self._scales(amounts)
             with self.compute, self.busy, self.framework.exchange(exchange and not self._by_hand):
                 self._forward_backward(batch, shard, amounts, scales)
@@ -276,7 +276,7 @@ class Attempt:
     def _scales(self, amounts: Mapping[str, Tensor]) -> dict[str, float]:
         """By what this micro-batch's sums are multiplied before backward."""
         reduced: Mapping[str, Tensor] | None = None
-        if self.normalizer.mode == "per_micro_batch":
+        if self.step_loss.mode == "per_micro_batch":
             with self.communicate:
                 bundle = Bundle(amounts, extremes(self.work.count or 0)).reduce(
                     self.runner.collective
@@ -284,7 +284,7 @@ class Attempt:
             check_counts(extremes_of(bundle))
             reduced = bundle.sums
         micro_batches = max(self.work.count or 0, 1)
-        return self.normalizer.scales(
+        return self.step_loss.scales(
             self.work.totals, reduced=reduced, micro_batches=micro_batches
         )
 
@@ -305,8 +305,8 @@ class Attempt:
             if isinstance(found, Sums):
                 prefix = f"{name}/" if len(self.losses) > 1 else ""
                 metrics |= {prefix + key: metric for key, metric in found.metrics.items()}
-        self.normalizer.objective(sums, scales).backward()
-        self.bundles.append(self.normalizer.bundle(sums, amounts, scales, metrics))
+        self.step_loss.objective(sums, scales).backward()
+        self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
         """Whether this micro-batch ran on every rank; raised on all of them if it did not."""
@@ -345,8 +345,8 @@ class Attempt:
             LABELS: Metric.sum(torch.tensor(self.labels * self.share, dtype=torch.float64)),
             SLOTS: Metric.sum(torch.tensor(self.slots * self.share, dtype=torch.float64)),
         }
-        if self.normalizer.mode == "deferred":
-            metrics |= extremes(self.normalizer.constant)
+        if self.step_loss.mode == "deferred":
+            metrics |= extremes(self.step_loss.constant)
         if self.runner.cost is not None:
             # A mean over ranks, as MFU compares with what one rank could have done.
             mine = torch.tensor(self.flops * self.share, dtype=torch.float64)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.train.segment_sums import (
-    by_piece,
-    first_pieces,
-    groups_of,
-    refuse_parts,
+from evenstep.train.tile_values import (
+    extra_by_tile,
+    first_tiles,
+    group_ids,
+    check_samples_whole,
     spread,
     whole,
 )
@@ -99,8 +99,8 @@ class TokenMean:
 class SequenceMean:
     """The mean over sequences of the mean over each one's trained tokens.
 
-    A sequence is a sample, also where it was split: its pieces divide by the trained tokens of the
-    whole, and it counts once, at its first piece, wherever the others run. One that trains nothing
+    A sequence is a sample, also where it was split: its tiles divide by the trained tokens of the
+    whole, and it counts once, at its first tile, wherever the others run. One that trains nothing
     does not count.
     """
 
@@ -112,7 +112,7 @@ class SequenceMean:
 
     def amount(self, batch: Batch) -> Tensor:
         """The samples that begin in this batch and train something."""
-        return (first_pieces(batch) & (batch.loss_tokens > 0)).sum().double()
+        return (first_tiles(batch) & (batch.loss_tokens > 0)).sum().double()
 
     def known(self, totals: Mapping[str, float]) -> float | None:
         """The plan's `sequences`."""
@@ -138,20 +138,20 @@ class GroupMean:
     def amount(self, batch: Batch) -> Tensor:
         """Each sample's share of its group's trained tokens; those of a group make 1."""
         share = batch.loss_tokens / self._tokens(batch)
-        return torch.where(first_pieces(batch), share, 0.0).sum()
+        return torch.where(first_tiles(batch), share, 0.0).sum()
 
     def known(self, totals: Mapping[str, float]) -> float | None:
         """The plan's `groups`."""
         return totals.get(self.name)
 
     def _tokens(self, batch: Batch) -> Tensor:
-        """(pieces) float64, 1 where it is 0."""
+        """(tiles) float64, 1 where it is 0."""
         if "group_tokens" in whole(batch).aligned:
-            return by_piece(batch, "group_tokens").clamp(min=1)
-        group = groups_of(batch)
-        refuse_parts(batch)
+            return extra_by_tile(batch, "group_tokens").clamp(min=1)
+        group = group_ids(batch)
+        check_samples_whole(batch)
         number = torch.unique(group, return_inverse=True)[1]
-        tokens = torch.where(first_pieces(batch), batch.loss_tokens, 0).double()
+        tokens = torch.where(first_tiles(batch), batch.loss_tokens, 0).double()
         return torch.zeros_like(tokens).index_add_(0, number, tokens)[number].clamp_(min=1)
 
 
@@ -203,7 +203,7 @@ class FixedLength:
 
     def amount(self, batch: Batch) -> Tensor:
         """The length for each sample that begins in this batch."""
-        return first_pieces(batch).sum().double() * self.length
+        return first_tiles(batch).sum().double() * self.length
 
     def known(self, totals: Mapping[str, float]) -> float | None:
         """The plan's `samples` times the length."""
@@ -226,7 +226,7 @@ class SampleWeights:
 
     def weights(self, batch: Batch) -> Tensor:
         """The weight of the token's sample."""
-        return spread(batch, by_piece(batch, self.extra))
+        return spread(batch, extra_by_tile(batch, self.extra))
 
     def amount(self, batch: Batch) -> Tensor:
         """The sum of the weights."""

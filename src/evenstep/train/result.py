@@ -9,7 +9,7 @@ from evenstep.core import summary
 from evenstep.errors import InputError
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.gradient_scale import Normalized, Normalizer
+from evenstep.train.step_loss import LossValues, StepLoss
 
 BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
 TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
@@ -56,8 +56,8 @@ class StepResult:
     """Seconds from the making of each sample to its forward, where that is known."""
     peak_flops: float | None = None
     bundle: Bundle = field(repr=False)
-    numbers: Normalized | None = None
-    known: tuple[Normalizer, Mapping[str, float]] | None = field(default=None, repr=False)
+    numbers: LossValues | None = None
+    known: tuple[StepLoss, Mapping[str, float]] | None = field(default=None, repr=False)
     """What is needed to conclude later, where nothing was exchanged yet."""
 
     def __repr__(self) -> str:
@@ -84,12 +84,12 @@ class StepResult:
         if self.reduced:
             return self
         assert self.known is not None
-        normalizer, totals = self.known
-        numbers = normalizer.finish([], self.bundle.reduce(collective), totals)
+        step_loss, totals = self.known
+        numbers = step_loss.finish([], self.bundle.reduce(collective), totals)
         return replace(self, numbers=numbers)
 
     @property
-    def _numbers(self) -> Normalized:
+    def _numbers(self) -> LossValues:
         if self.numbers is None:
             raise InputError(
                 "this step's denominators were known, so its numbers were not exchanged and this "

@@ -22,10 +22,10 @@ from evenstep.tensors.per_sequence import Sums
 from evenstep.train.attempt import Attempt, TooLargeError, Work, nothing
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
-from evenstep.train.gradient_scale import Mode
+from evenstep.train.step_loss import Mode
 from evenstep.train.gradients import set_aside
 from evenstep.train.normalization import Normalization, TokenMean
-from evenstep.train.refusals import refuse_alone
+from evenstep.train.step_checks import check_collective
 from evenstep.train.result import StepResult
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
@@ -58,7 +58,7 @@ class Runner:
     normalization by what a single loss is divided, over all micro-batches and ranks
     mode          None takes `known` where the step's totals tell every denominator, and otherwise
                   `deferred`: one all-reduce at the end of the step, for denominators, losses and
-                  metrics together. `per_micro_batch` is another loss; see `Normalizer`
+                  metrics together. `per_micro_batch` is another loss; see `StepLoss`
     forward       from model and batch to what the loss takes
     cut           the part of a batch that this context-parallel rank runs
     prefetch      micro-batches that are prepared ahead; prefetch + 1 are alive. One for which the
@@ -108,7 +108,7 @@ class Runner:
             )
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
-        refuse_alone(step.ranks, self.collective)
+        check_collective(step.ranks, self.collective)
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
     def run_fed(self, feed: Iterable[FedMicroBatch], number: int = 0) -> StepResult:

@@ -1,4 +1,4 @@
-"""One meaning on every backend: each piece attends within itself, and nowhere else."""
+"""One meaning on every backend: each tile attends within itself, and nowhere else."""
 
 import gc
 import math
@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from evenstep import Packed, Padded, Recipe
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors import attention as backends
-from evenstep.tensors.attention import BACKENDS, attention
+from evenstep.tensors import attention_backends as backends
+from evenstep.tensors.attention_backends import BACKENDS, attention
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.masks import block_mask, sdpa_mask
 from tests.tensors.batches import RECIPES, batch_of, distance

@@ -12,9 +12,9 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.gradient_scale import Normalizer
+from evenstep.train.step_loss import StepLoss
 from evenstep.train.normalization import GroupMean
-from evenstep.train.segment_sums import groups_of
+from evenstep.train.tile_values import group_ids
 
 LEAST, MOST = "evenstep/least", "evenstep/most"
 
@@ -22,11 +22,11 @@ LEAST, MOST = "evenstep/least", "evenstep/most"
 # Of samples and batches -------------------------------------------------------------------------
 
 
-def refuse_skipped(samples: Mapping[int, Any], normalizer: Normalizer) -> None:
+def check_none_skipped(samples: Mapping[int, Any], step_loss: StepLoss) -> None:
     """Whoever skips samples breaks what was promised, which the others would not notice."""
     skipped = [number for number, sample in samples.items() if sample is None]
-    promised = [n for n in normalizer.denominators.values() if n.known({}) is None]
-    if skipped and promised and normalizer.mode == "known":
+    promised = [n for n in step_loss.denominators.values() if n.known({}) is None]
+    if skipped and promised and step_loss.mode == "known":
         raise InputError(
             f"sample {skipped[0]} was skipped, but {promised[0].name!r} was known before the "
             f"step and counts it, so the gradients would be off. Set mode='deferred' where "
@@ -34,14 +34,14 @@ def refuse_skipped(samples: Mapping[int, Any], normalizer: Normalizer) -> None:
         )
 
 
-def refuse_groups_in_parts(
-    batch: Batch, normalizer: Normalizer, seen: set[int], split: bool
+def check_groups_whole(
+    batch: Batch, step_loss: StepLoss, seen: set[int], split: bool
 ) -> None:
     """Where GroupMean counts groups by itself, each must lie in one micro-batch.
 
     `seen` are the groups of this rank's earlier micro-batches; those of `batch` are added.
     """
-    means = (isinstance(n, GroupMean) for n in normalizer.denominators.values())
+    means = (isinstance(n, GroupMean) for n in step_loss.denominators.values())
     if "group_tokens" in batch.aligned or not any(means):
         return
     if split:
@@ -50,7 +50,7 @@ def refuse_groups_in_parts(
             "counts each group's tokens in its micro-batch, so the group would count twice. "
             "Give samples the sequence-aligned extra 'group_tokens'."
         )
-    groups = groups_of(batch)[batch.loss_tokens > 0].unique().tolist()
+    groups = group_ids(batch)[batch.loss_tokens > 0].unique().tolist()
     again = sorted(seen.intersection(groups))
     if again:
         raise InputError(
@@ -93,7 +93,7 @@ def extremes_of(reduced: Bundle) -> tuple[float, float]:
     return float(reduced.metrics[LEAST].value), float(reduced.metrics[MOST].value)
 
 
-def refuse_alone(ranks: int, collective: Collective) -> None:
+def check_collective(ranks: int, collective: Collective) -> None:
     """Ranks that share a step in processes of one group have to meet; who plays all of them in
     one process, one after the other, need not."""
     group = torch.distributed.is_available() and torch.distributed.is_initialized()

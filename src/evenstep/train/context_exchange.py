@@ -15,7 +15,7 @@ from evenstep.tensors.context_parallel import join_context
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, shard: BatchShard, group: Any, window: int | None = None
 ) -> Tensor:
-    """Attend within each piece of the whole batch, of which this rank holds `shard`.
+    """Attend within each tile of the whole batch, of which this rank holds `shard`.
 
     q, k and v are (rows, heads, width / size, dim), of this rank's slots. Keys and values are
     gathered, so their memory does not shrink with more ranks; queries, scores and all the rest of

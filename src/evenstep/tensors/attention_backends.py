@@ -90,7 +90,7 @@ def attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend within each piece of the batch, and nowhere else.
+    """Attend within each tile of the batch, and nowhere else.
 
     q is (rows, heads, width, dim); k and v may have fewer heads, a divisor of q's. With a
     `window` a token sees itself and window - 1 before it. What padding slots give is finite and
@@ -138,8 +138,8 @@ def _choose(call: Call) -> str:
     if _causal_refuses(call) is None:
         return "causal"
     batch = call.batch
-    pieces = len(batch.seqlens)
-    return "mask" if batch.rows * batch.width**2 < TINY * pieces else "segments"
+    tiles = len(batch.seqlens)
+    return "mask" if batch.rows * batch.width**2 < TINY * tiles else "segments"
 
 
 # varlen --------------------------------------------------------------------------------------
@@ -267,16 +267,16 @@ def _causal(call: Call) -> Tensor:
 
 def _segments(call: Call) -> Tensor:
     lengths = call.batch.cu_seqlens.diff().tolist()
-    # (rows, heads, width, dim) -> (1, heads, slots, dim), cut into pieces; split has a cheap
+    # (rows, heads, width, dim) -> (1, heads, slots, dim), cut into tiles; split has a cheap
     # backward, slices would each fill a gradient of all slots.
     flat = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (call.q, call.k, call.v))
-    pieces = zip(lengths, *(tensor.split(lengths, dim=2) for tensor in flat), strict=True)
-    out = torch.cat([_sdpa(call, q, k, v, _band(call, n)) for n, q, k, v in pieces if n], dim=2)
+    tiles = zip(lengths, *(tensor.split(lengths, dim=2) for tensor in flat), strict=True)
+    out = torch.cat([_sdpa(call, q, k, v, _band(call, n)) for n, q, k, v in tiles if n], dim=2)
     return out[0].unflatten(1, (call.batch.rows, call.batch.width)).transpose(0, 1)
 
 
 def _band(call: Call, length: int) -> Tensor | None:
-    """The window within one piece; None where it is no limit."""
+    """The window within one tile; None where it is no limit."""
     if call.window is None or call.window >= length:
         return None
     every = torch.ones(length, length, dtype=torch.bool, device=call.q.device)

@@ -1,4 +1,4 @@
-"""Normalizer: how the sums of micro-batches become the gradient of one mean over the step.
+"""StepLoss: how the sums of micro-batches become the gradient of one mean over the step.
 
 A step minimises L = sum over its losses k of w_k S_k / D_k. S_k sums weight times value over all
 micro-batches and ranks, D_k is the loss's denominator. A backward runs when a micro-batch is there,
@@ -42,7 +42,7 @@ Mode: TypeAlias = Literal["known", "deferred", "per_micro_batch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Normalized:
+class LossValues:
     """The numbers of a finished step."""
 
     loss: float
@@ -63,7 +63,7 @@ class Normalized:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Normalizer:
+class StepLoss:
     """What every micro-batch's sums are multiplied by, and the gradients at the end of a step.
 
     `losses` names each loss with its normalization and weight. Losses of the same normalization
@@ -72,15 +72,15 @@ class Normalizer:
 
     >>> from evenstep.train.normalization import TokenMean
     >>> import torch
-    >>> normalizer = Normalizer(losses={"nll": (TokenMean(), 1.0)}, constant=4.0)
+    >>> step_loss = StepLoss(losses={"nll": (TokenMean(), 1.0)}, constant=4.0)
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> parts = []
     >>> for value, labels in ((3 * x, 3.0), (2 * x, 1.0)):
     ...     sums, amounts = {"nll": value}, {"loss_tokens": torch.tensor(labels)}
-    ...     scales = normalizer.scales()
-    ...     normalizer.objective(sums, scales).backward()
-    ...     parts.append(normalizer.bundle(sums, amounts, scales))
-    >>> normalizer.finish([x], Bundle.merge(parts)).loss, float(x.grad)
+    ...     scales = step_loss.scales()
+    ...     step_loss.objective(sums, scales).backward()
+    ...     parts.append(step_loss.bundle(sums, amounts, scales))
+    >>> step_loss.finish([x], Bundle.merge(parts)).loss, float(x.grad)
     (2.5, 1.25)
     """
 
@@ -208,7 +208,7 @@ class Normalizer:
         gradients: Iterable[Tensor] | SeparateGradients,
         reduced: Bundle,
         totals: Mapping[str, float] | None = None,
-    ) -> Normalized:
+    ) -> LossValues:
         """Make the gradients those of the exact loss, and say what it is.
 
         `gradients` are the parameters, after the last backward and before clipping. `reduced` is
@@ -237,7 +237,7 @@ class Normalizer:
         if self.mode == "per_micro_batch":
             reported = sum(float(reduced.sums[f"reported/{name}"]) for name in self.losses)
         counted = [over[name] for name, n in self.denominators.items() if not _fixed(n)]
-        return Normalized(
+        return LossValues(
             loss=loss,
             losses=losses,
             denominators=over,
@@ -272,7 +272,7 @@ class Normalizer:
 
 
 def power_of_two(tokens: float) -> float:
-    """The power of two nearest to a token budget, as `Normalizer.constant`.
+    """The power of two nearest to a token budget, as `StepLoss.constant`.
 
     >>> power_of_two(5000), power_of_two(1)
     (4096.0, 1.0)

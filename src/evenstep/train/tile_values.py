@@ -1,4 +1,4 @@
-"""What normalizations ask of the pieces of a whole batch."""
+"""What normalizations ask of the tiles of a whole batch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def whole(batch: Any) -> Batch:
     return batch
 
 
-def first_pieces(batch: Batch) -> Tensor:
-    """(pieces) bool: where a sample begins; over the micro-batches of a step, each does once."""
+def first_tiles(batch: Batch) -> Tensor:
+    """(tiles) bool: where a sample begins; over the micro-batches of a step, each does once."""
     return (whole(batch).starts == 0) & (batch.sample_ids >= 0)
 
 
-def spread(batch: Batch, per_piece: Tensor) -> Tensor:
-    """(rows, width) float64: each trained slot's own weight times its piece's."""
+def spread(batch: Batch, per_tile: Tensor) -> Tensor:
+    """(rows, width) float64: each trained slot's own weight times its tile's."""
     own = whole(batch).loss_weights
-    return torch.where(own != 0, own * per_piece[batch.segment_ids], 0.0)
+    return torch.where(own != 0, own * per_tile[batch.segment_ids], 0.0)
 
 
-def by_piece(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
-    """(pieces): a sequence-aligned extra, 0 for tails. `dtype` None keeps its own."""
+def extra_by_tile(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
+    """(tiles): a sequence-aligned extra, 0 for tails. `dtype` None keeps its own."""
     value: Any = batch.extras.get(name)
     if whole(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
         raise InputError(
@@ -48,10 +48,10 @@ def by_piece(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64)
     return value.new_zeros(len(real)).masked_scatter_(real, value)
 
 
-def groups_of(batch: Batch) -> Tensor:
-    """(pieces): the number of each piece's group, as the batch has it. Refused where its type may
+def group_ids(batch: Batch) -> Tensor:
+    """(tiles): the number of each tile's group, as the batch has it. Refused where its type may
     have rounded different numbers to one."""
-    groups = by_piece(batch, "group", dtype=None)
+    groups = extra_by_tile(batch, "group", dtype=None)
     if groups.is_floating_point():
         exact = 2 / torch.finfo(groups.dtype).eps
         if bool((groups.abs() >= exact).any()):
@@ -63,8 +63,8 @@ def groups_of(batch: Batch) -> Tensor:
     return groups
 
 
-def refuse_parts(batch: Batch) -> None:
-    """A split sample whose other pieces run elsewhere cannot be counted here."""
+def check_samples_whole(batch: Batch) -> None:
+    """A split sample whose other tiles run elsewhere cannot be counted here."""
     counts = (batch.labels != IGNORE_INDEX).reshape(-1).long()
     here = torch.zeros_like(batch.loss_tokens).index_add_(0, batch.segment_ids.reshape(-1), counts)
     number = torch.unique(batch.sample_ids, return_inverse=True)[1]
