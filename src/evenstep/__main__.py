@@ -1,4 +1,4 @@
-"""`python -m evenstep` is `evenstep`."""
+"""Run the command line with `python -m evenstep`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The terminal: a console for results, a progress bar on standard error."""
+"""Terminal output: a console for results and a progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from evenstep.core.glimpse import printable
 
-_PIPED_WIDTH = 130  # a pipe has no width; tables are not to be broken for it
+_PIPED_WIDTH = 130  # a pipe has no width; wide enough that tables do not wrap
 
 
 def console() -> Console:
-    """Standard output, wide enough for our tables."""
+    """A console on standard output, wide enough for our tables."""
     screen = Console(highlight=False)
     if not screen.is_terminal:
         screen.width = _PIPED_WIDTH
@@ -24,9 +24,9 @@ def console() -> Console:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar if standard error is a terminal; yields `advance(done, total)`.
+    """Show a progress bar if standard error is a terminal; yields `advance(done, total)`.
 
-    The bar pulses until the first call says how much there is.
+    The bar pulses until the first call of `advance`.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None

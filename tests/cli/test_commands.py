@@ -1,4 +1,4 @@
-"""The commands as people use them."""
+"""The commands, run as a user runs them."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ def lengths(tmp_path: Path) -> Path:
 
 
 def write_table(path: Path) -> Path:
-    """The same samples in whatever the suffix says, under the columns n, prompt and images."""
+    """Write the same samples in the format of the suffix, with columns n, prompt and images."""
     table = {"n": LENGTHS, "prompt": PROMPTS, "images": [1] * len(LENGTHS)}
     rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
     if path.suffix == ".parquet":
@@ -63,7 +63,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Any:
 @pytest.mark.parametrize(
     "content", ["5 3 8 2 7 1 4 6", "5\n3\n8\n2\n7\n1\n4\n6\n", "5 3 8\n2 7 1 4\n6"]
 )
-def test_text_holds_one_or_more_lengths_a_line(
+def test_text_holds_one_or_more_lengths_per_line(
     content: str, tmp_path: Path, lengths: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lengths.txt"
@@ -121,7 +121,7 @@ def test_a_plan_is_saved_checked_and_reported(
     run("check", out)
     assert capsys.readouterr().out.count("ok ") == len(CHECKS)
     run("report", out)
-    assert "at every micro-batch" in capsys.readouterr().out
+    assert "imbalance per micro-batch" in capsys.readouterr().out
     run("report", out, "--json")
     reported = printed(capsys)
     assert len(reported.pop("steps")) == 2
@@ -168,14 +168,14 @@ def test_pictures_are_svg_or_html(lengths: Path, tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_bottleneck_is_said_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bottleneck_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("16 1 1 1")
     run("plan", tmp_path / "a.txt", *BUDGET)
     assert "bottleneck: sample 0 with 16 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("json_option", [[], ["--json"]])
-def test_a_broken_promise_gives_exit_code_1(
+def test_a_violation_gives_exit_code_1(
     json_option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.evenstep"
@@ -191,7 +191,7 @@ def test_a_broken_promise_gives_exit_code_1(
         assert out.count("broken ") == 1
 
 
-def test_a_plan_that_breaks_its_promises_is_not_reported(
+def test_an_invalid_plan_is_not_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.evenstep"
@@ -201,9 +201,7 @@ def test_a_plan_that_breaks_its_promises_is_not_reported(
     assert "counts_agree" in capsys.readouterr().err
 
 
-def test_compare_puts_strategies_side_by_side(
-    lengths: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_shows_every_strategy(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = [
         "--strategy",
         "mine: balance=stride, layout.packer=optimal",
@@ -233,7 +231,7 @@ def test_a_strategy_that_cannot_plan_does_not_stop_the_others(
 
 
 @pytest.mark.parametrize("change", ["balance=magic", "layout.packer=foo", "topology.vpp=2"])
-def test_a_strategy_that_is_no_recipe_ends_the_command(
+def test_a_strategy_with_an_invalid_recipe_ends_the_command(
     change: str, lengths: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("compare", lengths, *BUDGET, "--strategy", f"odd: {change}", code=2)
@@ -252,7 +250,9 @@ def test_a_saved_plan_of_no_steps_still_brings_its_recipe(
     assert printed(capsys)["recipe"]["overflow"] == "drop"
 
 
-def test_a_title_shows_a_name_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_title_shows_a_file_name_without_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "[red]x.txt"
     path.write_text("3 4")
     run("plan", path, *BUDGET)
@@ -270,7 +270,7 @@ def test_blank_lines_before_a_header_are_skipped(
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.longdouble])
-def test_floats_that_are_whole_are_lengths(
+def test_whole_floats_are_lengths(
     dtype: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "a.npy", np.array(LENGTHS, dtype))
@@ -295,14 +295,14 @@ def test_compare_starts_from_any_layout(
 
 
 @pytest.mark.parametrize("strategy", ["mine: lpt", ": balance=lpt", "packed in order: seed=3"])
-def test_a_strategy_that_says_nothing_is_refused(
+def test_a_malformed_or_duplicate_strategy_is_refused(
     strategy: str, lengths: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("compare", lengths, *BUDGET, "--strategy", strategy, code=2)
     assert capsys.readouterr().err.count("\n") == 1
 
 
-# As real processes ----------------------------------------------------------------------------
+# Real processes ----------------------------------------------------------------------------
 
 
 def evenstep(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -310,7 +310,7 @@ def evenstep(*arguments: object, **options: Any) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-def test_json_is_all_there_is_on_standard_output(lengths: Path, tmp_path: Path) -> None:
+def test_standard_output_holds_only_json(lengths: Path, tmp_path: Path) -> None:
     done = evenstep("plan", lengths, *BUDGET, "--json", "--out", tmp_path / "a.evenstep")
     assert done.returncode == 0
     assert json.loads(done.stdout)["stats"]["num_samples"] == 8
@@ -342,7 +342,7 @@ def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
-def test_a_reader_that_goes_away_is_no_traceback(lengths: Path, tmp_path: Path) -> None:
+def test_a_closed_pipe_gives_no_traceback(lengths: Path, tmp_path: Path) -> None:
     saved = tmp_path / "a.evenstep"
     run("plan", lengths, *BUDGET, "--out", saved)
     read_end, write_end = os.pipe()
@@ -355,13 +355,13 @@ def test_a_reader_that_goes_away_is_no_traceback(lengths: Path, tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may read and write anything")
-def test_what_may_not_be_read_or_written_is_said(
+def test_missing_permissions_are_reported(
     lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     run("plan", lengths, *BUDGET, "--out", closed / "a.evenstep", code=2)
-    assert "no writable folder" in capsys.readouterr().err
+    assert "not a writable folder" in capsys.readouterr().err
     lengths.chmod(0)
     run("plan", lengths, *BUDGET, code=2)
     assert "Permission denied" in capsys.readouterr().err

@@ -96,10 +96,10 @@ FAULTS = {
     ),
     "a pickle in an npy file": Fault("not a readable", "a.npy", npy({}, dtype=object)),
     "a table in an npy file": Fault("shape (2, 2)", "a.npy", npy([1, 2], [3, 4])),
-    "words in an npy file": Fault("are not lengths", "a.npy", npy("a", "b")),
+    "words in an npy file": Fault("expected one integer per sample", "a.npy", npy("a", "b")),
     "a negative length": Fault("sample 1 ", make=text("3 -4 5")),
     "a zero length": Fault("sample 2 ", make=text("3 4 0")),
-    "a fraction in text": Fault("line 2: '4.5' is not a whole number", make=text("3\n4.5\n")),
+    "a fraction in text": Fault("line 2: '4.5' is not an integer", make=text("3\n4.5\n")),
     "a fraction in an npy file": Fault("sample 1 ", "a.npy", npy(3.0, 4.5)),
     "no number in an npy file": Fault("sample 1 ", "a.npy", npy(3.0, float("nan"))),
     "a fraction in csv": Fault("sample 0 has '4.5' as length", "a.csv", text("length\n4.5\n")),
@@ -112,19 +112,19 @@ FAULTS = {
     "a word in a list in jsonl": Fault(
         "sample 1 has 'b' in its length", "a.jsonl", text('{"length": [7]}\n{"length": [1, "b"]}\n')
     ),
-    "a truth in a list in jsonl": Fault(
+    "a boolean in a list in jsonl": Fault(
         "sample 0 has True in its length", "a.jsonl", text('{"length": [true]}\n')
     ),
     "a list in a list in jsonl": Fault(
         "sample 0 has [1, 2] in its length", "a.jsonl", text('{"length": [[1, 2]]}\n')
     ),
     "a number after a list in jsonl": Fault(
-        "sample 1 has 5 as length, where sample 0 has a list",
+        "sample 1 has 5 as length, but sample 0 has a list",
         "a.jsonl",
         text('{"length": [7]}\n{"length": 5}\n'),
     ),
     "a list after a number in jsonl": Fault(
-        "sample 0 has 5 as length, where sample 1 has a list",
+        "sample 0 has 5 as length, but sample 1 has a list",
         "a.jsonl",
         text('{"length": 5}\n{"length": [7]}\n'),
     ),
@@ -141,18 +141,18 @@ FAULTS = {
         options=sets("layout.samples=2"),
     ),
     "words for lengths": Fault("line 1: 'many'", make=text("many words")),
-    "a csv file without the column": Fault("It has 'a', 'b'", "a.csv", text("a,b\n1,2\n")),
-    "a jsonl file without the column": Fault("It has 'n'", "a.jsonl", text('{"n": 1}\n')),
+    "a csv file without the column": Fault("it has 'a', 'b'", "a.csv", text("a,b\n1,2\n")),
+    "a jsonl file without the column": Fault("it has 'n'", "a.jsonl", text('{"n": 1}\n')),
     "a short line in csv": Fault("line 3", "a.csv", text("a,length\n1,2\n3\n")),
     "lines that are not JSON": Fault("line 2: not JSON", "a.jsonl", text('{"length": 1}\n{\n')),
-    "JSON that is no object": Fault("not an object", "a.jsonl", text("[1]\n")),
+    "JSON that is no object": Fault("expected an object", "a.jsonl", text("[1]\n")),
     "a column of text": Fault("has no columns", options=(*BUDGET, "--column", "n")),
     "groups of text": Fault("has no columns", options=(*BUDGET, "--groups", "n")),
     "a limit column of text": Fault(
         "has no columns", options=(*BUDGET, *sets("limits.columns.images=3"))
     ),
     "an empty group": Fault(
-        "names no group",
+        "expected a group id",
         "a.csv",
         text("length,prompt\n3,\n"),
         (*BUDGET, "--groups", "prompt"),
@@ -166,17 +166,17 @@ FAULTS = {
     "an unknown key": Fault(
         "Did you mean max_tokens?", options=(*BUDGET, *sets("layout.max_token=1"))
     ),
-    "a time that is none": Fault("seed", options=(*BUDGET, *sets("seed=!!timestamp abc"))),
-    "a truth that is none": Fault("seed", options=(*BUDGET, *sets("seed=!!bool maybe"))),
-    "a number that is none": Fault("seed", options=(*BUDGET, *sets('seed=!!int ""'))),
+    "an invalid timestamp": Fault("seed", options=(*BUDGET, *sets("seed=!!timestamp abc"))),
+    "an invalid boolean": Fault("seed", options=(*BUDGET, *sets("seed=!!bool maybe"))),
+    "an invalid integer": Fault("seed", options=(*BUDGET, *sets('seed=!!int ""'))),
     "a number of many digits": Fault(
         "5002 digits", options=(*BUDGET, *sets("seed=0x" + 5000 * "f"))
     ),
-    "a truth for a number": Fault(
+    "a word for a number": Fault(
         "steps.samples must be an integer, got 'yes'.",
         options=(*BUDGET, *sets("steps.samples=yes")),
     ),
-    "a word for a truth": Fault(
+    "a word for a boolean": Fault(
         "equal_sizes must be true or false, got 'no'. Write false.",
         options=(*BUDGET, *sets("equal_sizes=no")),
     ),
@@ -200,9 +200,9 @@ FAULTS = {
     ),
     "a missing config file": Fault("No such file", options=("--config", "absent.yaml")),
     "a picture of an unknown kind": Fault("'.png'", options=(*BUDGET, "--picture", "a.png")),
-    "a picture without a suffix": Fault("nothing", options=(*BUDGET, "--picture", "a")),
+    "a picture without a suffix": Fault("the suffix ''", options=(*BUDGET, "--picture", "a")),
     "an output folder that is missing": Fault(
-        "no writable folder", options=(*BUDGET, "--out", "absent/a.evenstep")
+        "not a writable folder", options=(*BUDGET, "--out", "absent/a.evenstep")
     ),
     "an output that is a folder": Fault("is a folder", options=(*BUDGET, "--out", ".")),
     "an output over the input": Fault("named twice", options=(*BUDGET, "--out", "lengths.txt")),
@@ -266,7 +266,7 @@ def test_bad_input_gives_one_line_and_no_file(
         (b"EVENSTEP PLAN 1\n" + bytes(500), "of version 1, and this release reads version 2"),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused(
+def test_a_file_that_is_not_a_plan_is_refused(
     command: str,
     content: bytes | None,
     says: str,
@@ -283,14 +283,14 @@ def test_a_file_that_is_no_plan_is_refused(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("cut", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.99])
 def test_a_truncated_plan_is_refused(
-    cut: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kept: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("3 4 5")
     path = tmp_path / "a.evenstep"
     assert main(["plan", str(tmp_path / "a.txt"), *BUDGET, "--out", str(path)]) == 0
-    path.write_bytes(path.read_bytes()[: int(cut * path.stat().st_size)])
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     capfd.readouterr()
     for command in (["check"], ["report"], ["plan", *BUDGET], ["compare"]):
         assert main([command[0], str(path), *command[1:]]) == 2
@@ -305,7 +305,7 @@ def test_columns_for_a_saved_plan_are_refused(
     assert main(["plan", str(tmp_path / "a.txt"), *BUDGET, "--out", path]) == 0
     capfd.readouterr()
     assert main(["plan", path, "--groups", "prompt"]) == 2
-    assert "brings its own" in capfd.readouterr().err
+    assert "with its own lengths" in capfd.readouterr().err
 
 
 def test_parquet_without_pyarrow_says_what_to_install(

@@ -1,4 +1,4 @@
-"""Outputs are written whole, all or none, over nothing else, and errors name the right one."""
+"""Outputs are written completely or not at all, and never over an input."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def test_an_input_under_another_name_is_not_overwritten(
         assert Path(name).read_text() == content
 
 
-# A pipe of our own stands for every special file: root could lose the machine's /dev/null here.
+# A pipe stands for every special file: as root, a bug here could replace /dev/null.
 @posix
 def test_a_pipe_stays_a_pipe(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo("pipe.svg")
@@ -76,7 +76,7 @@ def test_a_link_stays_and_what_it_points_to_is_written(lengths: str) -> None:
     assert Plan.load("folder/real.plan").lengths.tolist() == [3, 4, 5]
 
 
-def test_a_name_may_be_as_long_as_names_can_be(lengths: str) -> None:
+def test_a_name_may_have_the_maximum_length(lengths: str) -> None:
     picture = f"{'x' * 245}.svg"
     assert main(["plan", lengths, *BUDGET, "--out", "good.plan", "--picture", picture]) == 0
     assert present() == {"good.plan", lengths, picture}
@@ -102,7 +102,7 @@ def test_no_output_is_written_when_a_later_one_cannot_be(
 
 
 @posix
-def test_a_name_that_is_no_text_may_be_planned_and_drawn(lengths: str) -> None:
+def test_a_file_name_that_is_not_text_can_be_planned_and_drawn(lengths: str) -> None:
     name = os.fsdecode(b"\xff\x01.txt")
     Path(name).write_text("3 4 5")
     for picture in ("b.svg", "b.html"):
@@ -113,26 +113,28 @@ def test_a_name_that_is_no_text_may_be_planned_and_drawn(lengths: str) -> None:
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no full device")
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_full_standard_output_is_told_from_a_file(option: list[str], lengths: str) -> None:
+def test_a_full_standard_output_is_distinguished_from_a_file(
+    option: list[str], lengths: str
+) -> None:
     with FULL.open("w") as full:
         done = evenstep("plan", lengths, *BUDGET, "--out", "a.plan", *option, stdout=full)
     assert done.returncode == 2
     assert done.stderr.startswith("error: standard output cannot be written (No space left")
-    assert "a.plan was written and is whole" in done.stderr
+    assert "a.plan was written completely" in done.stderr
     assert done.stderr.count("\n") == 1
     assert Plan.load("a.plan").lengths.tolist() == [3, 4, 5]
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no full device")
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], []])
-def test_help_into_a_full_file_is_one_line(arguments: list[str]) -> None:
+def test_help_into_a_full_file_gives_a_one_line_error(arguments: list[str]) -> None:
     with FULL.open("w") as full:
         done = evenstep(*arguments, stdout=full)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
 
 
-def test_any_encoding_of_standard_output_will_do(lengths: str) -> None:
+def test_any_encoding_of_standard_output_works(lengths: str) -> None:
     assert main(["plan", lengths, *BUDGET, "--out", "a.plan"]) == 0
     for arguments in (["report", "a.plan"], ["compare", "a.plan"], ["check", "a.plan"]):
         environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

@@ -1,4 +1,4 @@
-"""Lengths from a pipe are all seen, whatever their format."""
+"""Lengths from a pipe are read completely, in every format."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from evenstep.cli import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="named pipes are elsewhere there")
 
-COUNT = 5000  # more than any buffer takes at once
+COUNT = 5000  # more than one buffer holds
 BUDGET = ("--set", "layout.max_tokens=512")
 CONTENTS = {
     "a": "7\n" * COUNT,
@@ -29,7 +29,7 @@ CONTENTS = {
 
 @contextmanager
 def pipe(path: Path, content: bytes) -> Iterator[None]:
-    """A named pipe that somebody fills once."""
+    """A named pipe that is written once."""
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_bytes, args=[content], daemon=True)
     writer.start()
@@ -47,7 +47,7 @@ def test_every_sample_of_a_pipe_is_planned(
     assert json.loads(capsys.readouterr().out)["stats"]["num_samples"] == COUNT
 
 
-def test_binary_files_and_plans_may_be_piped(
+def test_binary_files_and_plans_can_be_piped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "file.npy", np.full(COUNT, 7))
@@ -61,7 +61,7 @@ def test_binary_files_and_plans_may_be_piped(
         assert json.loads(capsys.readouterr().out)["stats"]["num_samples"] == COUNT
 
 
-def test_standard_input_is_read_whole() -> None:
+def test_standard_input_is_read_completely() -> None:
     command = [sys.executable, "-m", "evenstep", "plan", "/dev/stdin", *BUDGET, "--json"]
     done = subprocess.run(command, input="7\n" * 20_000, capture_output=True, text=True)
     assert json.loads(done.stdout)["stats"]["num_samples"] == 20_000

@@ -97,7 +97,7 @@ def test_all_faults_are_reported_at_once_with_their_paths() -> None:
         ({"cost": {"per_token": -1, "per_pair": -1}}, ["cost.per_token", "cost.per_pair"]),
         ({"seed": "x", "lay": 3, "costs": 4, "cost": 5}, ["seed", "lay", "costs", "cost"]),
         ({"seed": -1, "topology": {"vpp": 2}}, ["topology.vpp", "seed"]),
-        # What may follow from the first fault alone is not said: vpp needs a pipeline.
+        # A possible consequence of the first fault is not reported: vpp needs a pipeline.
         ({"topology": {"pp": 0, "vpp": 2, "tp": 0}}, ["topology.tp", "topology.pp"]),
         ({"cost": 3, "limits": {"columns": {"a": 0}, "cost": 0}},
          ["cost", "limits.columns.a", "limits.cost"]),
@@ -135,7 +135,7 @@ def test_all_faults_of_one_part_are_reported_at_once(
         ({"layout": {"max_tokens": 8}, "overflow": "alone", "topology": {"pp": 2}}, "'alone'"),
     ],
 )
-def test_a_fault_says_what_would_be_right(data: dict[str, object], says: str) -> None:
+def test_a_fault_says_what_was_expected(data: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         recipe_from(data)
     assert says in str(caught.value)
@@ -167,7 +167,7 @@ def test_a_fault_is_one_plain_sentence(data: dict[str, object], sentence: str) -
     assert str(caught.value) == sentence
 
 
-def test_messages_cut_what_is_long(tmp_path: Path) -> None:
+def test_messages_shorten_long_values(tmp_path: Path) -> None:
     path = tmp_path / "bomb.yaml"
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
@@ -207,7 +207,7 @@ def test_an_override_that_sets_nothing_is_refused(override: str) -> None:
     ("content", "says"),
     [
         (b"- 1\n", "list data"),
-        (b"layout: {\n", "not YAML at line 2"),
+        (b"layout: {\n", "not valid YAML at line 2"),
         (b"seed: 1\nseed: 2\n", "line 2, column 1 (seed is given twice)"),
         (b"\xff\xfe\x00", "not text"),
         (b"seed: !!timestamp abc\n", "a value does not fit its tag"),
@@ -215,11 +215,11 @@ def test_an_override_that_sets_nothing_is_refused(override: str) -> None:
         (b"seed: !!int ''\n", "a value does not fit its tag"),
         (b"a: &a {x: 1}\nb:\n  <<: *a\n", "merges keys with << at line 3, column 3"),
         (b"seed: " + b"9" * 5000, "a number of 5000 digits"),
-        (b"3: 4\n", "keys are needed"),
-        (b"a: !!python/object/apply:os.getcwd []\n", "not YAML"),
+        (b"3: 4\n", "expected keys that are words"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -283,7 +283,7 @@ BUDGET = "layout.max_tokens"
          "drop."),
     ],
 )  # fmt: skip
-def test_what_yaml_1_1_would_misread_is_refused(override: str, sentence: str) -> None:
+def test_values_that_yaml_1_1_would_misread_are_refused(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe(overrides=["layout.max_tokens=8192", override])
     assert str(caught.value) == sentence
@@ -318,18 +318,18 @@ def test_numbers_are_those_of_yaml_1_2_and_may_have_underscores(text: str, value
 
 
 @pytest.mark.parametrize("text", ["true", "True", "TRUE", "false", "False", "FALSE"])
-def test_truths_are_true_and_false_alone(text: str) -> None:
+def test_only_true_and_false_are_booleans(text: str) -> None:
     recipe = load_recipe(overrides=[f"{BUDGET}=8", f"equal_sizes={text}"])
     assert recipe.equal_sizes is (text.lower() == "true")
 
 
 @pytest.mark.parametrize("text", ["", "~", "null", "Null", "NULL"])
-def test_nothing_stays_nothing_where_that_is_allowed(text: str) -> None:
+def test_null_is_accepted_for_optional_keys(text: str) -> None:
     recipe = load_recipe(overrides=[f"{BUDGET}=8", f"layout.pad_to={text}", "limits.cost=~"])
     assert recipe == Recipe(layout=Packed(max_tokens=8))
 
 
-def test_names_of_columns_are_text_whatever_yaml_1_1_makes_of_them(tmp_path: Path) -> None:
+def test_column_names_that_yaml_1_1_would_convert_stay_text(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("layout: {max_tokens: 8}\nlimits: {columns: {on: 1, no: 2, 2026-01-01: 3}}\n")
     assert load_recipe(path).limits.columns == {"on": 1, "no": 2, "2026-01-01": 3}
@@ -360,7 +360,7 @@ def test_all_misread_values_of_a_file_are_reported_at_once(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "tag", ["!!bool yes", "!!int 010", "!!int 0b1", "!!float 1:30", "!!int 1.5"]
 )
-def test_a_tag_makes_no_exception(tag: str) -> None:
+def test_tags_follow_the_same_rules(tag: str) -> None:
     with pytest.raises(ConfigError, match="a value does not fit its tag"):
         load_recipe(overrides=[f"{BUDGET}={tag}"])
 
@@ -372,13 +372,13 @@ def test_a_tag_makes_no_exception(tag: str) -> None:
         {"seed": 3.0, "equal_sizes": True, "cost": {"per_token": 2}},
     ],
 )
-def test_numbers_of_numpy_and_whole_floats_are_taken(data: dict[str, Any]) -> None:
+def test_numpy_numbers_and_whole_floats_are_accepted(data: dict[str, Any]) -> None:
     expected = Recipe(
         layout=Packed(max_tokens=8), seed=3, equal_sizes=True, cost=Cost(per_token=2.0)
     )
     assert recipe_from({"layout": {"max_tokens": 8}, **data}) == expected
 
 
-def test_a_truth_of_numpy_is_no_number() -> None:
+def test_a_numpy_boolean_is_not_a_number() -> None:
     with pytest.raises(ConfigError, match="seed must be an integer"):
         recipe_from({"layout": {"max_tokens": 8}, "seed": np.True_})

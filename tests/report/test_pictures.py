@@ -41,7 +41,7 @@ def words(svg: str) -> str:
     return " ".join(text.text or "" for text in ET.fromstring(svg).iter() if text.text)
 
 
-def test_a_picture_is_well_formed_and_needs_nothing_from_elsewhere() -> None:
+def test_a_picture_is_well_formed_and_self_contained() -> None:
     svg = plan_picture(some_plan())
     ET.fromstring(svg)
     links = set(re.findall(r"(?:https?:)?//[^\"' ]+", svg)) - {"http://www.w3.org/2000/svg"}
@@ -65,15 +65,15 @@ def _colours(rules: str) -> dict[str, str]:
     }
 
 
-WITH_DUMMIES = handmade(
+WITH_EMPTY = handmade(
     [5, 600, 7], [[[[[0]], [[1]]], [[[2]], [[]]]]], recipe(Packed(max_tokens=999))
 )
 
 
 @pytest.mark.parametrize(
-    "svg", [plan_picture(WITH_DUMMIES), comparison_picture({"a": some_plan(), "b": some_plan()})]
+    "svg", [plan_picture(WITH_EMPTY), comparison_picture({"a": some_plan(), "b": some_plan()})]
 )
-def test_a_picture_has_colours_where_css_variables_are_unknown(svg: str) -> None:
+def test_a_picture_has_colours_without_css_variables(svg: str) -> None:
     light, dark = light_and_dark(svg)
     assert "var(" not in svg
     assert set(dark) <= set(light)
@@ -86,7 +86,7 @@ def test_a_picture_has_colours_where_css_variables_are_unknown(svg: str) -> None
             assert names & painted, names
 
 
-def test_every_colour_of_a_picture_has_its_dark_one() -> None:
+def test_every_colour_of_a_picture_has_a_dark_variant() -> None:
     light, dark = light_and_dark(plan_picture(some_plan()))
     coloured = {selector for selector, value in light.items() if value.startswith("#")}
     assert coloured == set(dark)
@@ -94,7 +94,7 @@ def test_every_colour_of_a_picture_has_its_dark_one() -> None:
 
 
 @pytest.mark.parametrize(("letter", "ems"), [("x", 0.7), ("W", 1.1), ("長", 1), ("\udcff", 1)])
-def test_a_long_name_is_cut_in_the_middle(letter: str, ems: float) -> None:
+def test_a_long_name_is_shortened_in_the_middle(letter: str, ems: float) -> None:
     name = f"Plan of {letter * 300}.parquet"
     svg = plan_picture(some_plan(), name)
     root = ET.fromstring(svg)
@@ -121,10 +121,10 @@ def test_a_name_that_fits_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[500], [500, 400], [500, 500, 500, 499], [500] * 4])
-def test_the_last_tick_stays_clear_of_the_name_of_its_axis(lengths: list[int]) -> None:
+def test_the_last_tick_does_not_overlap_the_name_of_its_axis(lengths: list[int]) -> None:
     plan = first_fit(lengths, recipe(Packed(max_tokens=500), 4), 9)
     texts = [e for e in ET.fromstring(plan_picture(plan)).iter() if e.text]
-    (name,) = (float(e.get("x", 0)) for e in texts if e.text == "even loads")
+    (name,) = (float(e.get("x", 0)) for e in texts if e.text == "mean loads")
     ends = [
         float(e.get("x", 0)) + 7 * len(e.text or "") / 2 for e in texts if e.get("class") == "tick"
     ]
@@ -136,7 +136,7 @@ def test_the_last_tick_stays_clear_of_the_name_of_its_axis(lengths: list[int]) -
     ("lengths", "slowest"),
     [([5, 5, 5, 5], []), ([5, 3, 4, 2], [0]), ([3, 5, 5, 2], [1, 2])],
 )
-def test_all_that_are_slowest_stand_out_unless_that_is_every_rank(
+def test_the_slowest_ranks_are_marked_unless_all_are_equal(
     lengths: list[int], slowest: list[int]
 ) -> None:
     rows = [[[[sample]]] for sample in range(4)]
@@ -145,12 +145,12 @@ def test_all_that_are_slowest_stand_out_unless_that_is_every_rank(
     assert [rank for rank, kind in enumerate(kinds) if kind == "busy slowest"] == slowest
 
 
-def test_one_of_a_kind_is_singular() -> None:
+def test_a_count_of_one_is_singular() -> None:
     svg = plan_picture(handmade([1], [[[[[0]]]]], recipe(Packed(max_tokens=9), 1)))
     said = [element.text or "" for element in ET.fromstring(svg).iter()]
     assert {"sample", "real token", "micro-batch; bound 1"} <= set(said)
     assert any("1 row × 1 = 1 slot, 1 token, " in text for text in said)
-    assert not re.search(r"\b1 \S+s\b", " | ".join(said).replace("1 even loads", ""))
+    assert not re.search(r"\b1 \S+s\b", " | ".join(said).replace("1 mean loads", ""))
 
 
 def test_the_same_plan_gives_the_same_picture() -> None:
@@ -166,29 +166,29 @@ def test_titles_are_escaped() -> None:
     assert "<i>" not in comparison_page([Entry("<i>", plan), Entry("x", fault="<i>")], "t")
 
 
-def test_what_xml_has_no_place_for_is_replaced() -> None:
+def test_characters_that_xml_forbids_are_replaced() -> None:
     plan, name = some_plan(), "a\x00\x1b\ufffe\udcff×\t🙂"
     for svg in (plan_picture(plan, name), comparison_picture({name: plan}, name)):
         assert words(svg.encode().decode()).count("a\ufffd\ufffd\ufffd\ufffd×\t🙂") >= 2
     comparison_page([Entry(name, plan), Entry("x", fault=name)], name).encode()
 
 
-def test_every_rank_has_a_lane_and_every_step_a_heading() -> None:
+def test_every_rank_has_a_line_and_every_step_a_heading() -> None:
     said = words(plan_picture(some_plan(ranks=5)))
     assert all(f"rank {rank}" in said for rank in range(5))
     assert all(f"Step {step}" in said for step in range(3))
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_notes_name_what_is_left_out() -> None:
     many_steps = words(plan_picture(some_plan(samples=300, per_step=10)))
-    assert "4 of 30 steps are shown" in many_steps
+    assert "Shows 4 of 30 steps" in many_steps
     many_ranks = words(plan_picture(some_plan(ranks=200, samples=400, per_step=400)))
-    assert "64 of 200 ranks are shown" in many_ranks
+    assert "Shows 64 of 200 ranks" in many_ranks
     rows = [[[[sample]] for sample in range(100)]]
     many = handmade([5] * 100, [rows], recipe(Packed(max_tokens=9), 1))
-    assert "the first 40 of 100 micro-batches per rank are shown" in words(plan_picture(many))
+    assert "shows the first 40 of 100 micro-batches per rank" in words(plan_picture(many))
     tiny = handmade([1] * 5000, [[[[list(range(5000))]]]], recipe(Packed(max_tokens=5000), 1))
-    assert "5,000 segments too small to see" in words(plan_picture(tiny))
+    assert "5,000 segments too small to draw" in words(plan_picture(tiny))
 
 
 def test_the_busiest_rank_is_always_shown() -> None:
@@ -210,12 +210,12 @@ def test_a_picture_of_many_segments_stays_small() -> None:
     assert len(plan_picture(plan)) < 1_000_000
 
 
-def test_dummies_are_marked() -> None:
+def test_empty_micro_batches_are_marked() -> None:
     plan = handmade([5, 6, 7], [[[[[0]], [[1]]], [[[2]], [[]]]]], recipe(Packed(max_tokens=9)))
     svg = plan_picture(plan)
-    assert 'class="dummy"' in svg
-    assert "dummy" in words(svg)
-    assert 'class="dummy"' not in plan_picture(some_plan(ranks=1))
+    assert 'class="empty"' in svg
+    assert "empty micro-batch" in words(svg)
+    assert 'class="empty"' not in plan_picture(some_plan(ranks=1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 16, 64])
@@ -237,7 +237,7 @@ def test_strategies_share_one_scale() -> None:
     assert re.search(r"padded: \d\.\d+×", said)
 
 
-def test_ranks_that_meet_at_every_micro_batch_start_it_together() -> None:
+def test_ranks_that_synchronise_at_every_micro_batch_start_it_together() -> None:
     rows = [[[[0]], [[1]]], [[[2]], [[3]]]]
     together = handmade([3, 1, 2, 2], [rows], recipe(Packed(max_tokens=3)))
     line = timelines(together)[0]
@@ -262,7 +262,7 @@ def test_bars_cover_the_tokens_and_leave_the_padding() -> None:
     assert bars.right.tolist() == [1, 0.5]
 
 
-def test_merged_bars_keep_their_place_and_are_counted() -> None:
+def test_merged_bars_keep_their_position_and_are_counted() -> None:
     plan = handmade([90, *[1] * 10], [[[[list(range(11))]]]], recipe(Packed(max_tokens=100), 1))
     bars = bars_of(plan, 0, 0.05, 0)
     assert bars.left[0] == 0

@@ -16,18 +16,18 @@ UNEVEN = handmade([5, 5, 5, 5], [[[[[0, 1]], [[2]]], [[[3]], [[]]]]], RECIPE)
 
 def test_every_section_has_its_rows() -> None:
     found = {section.title: section.rows for section in sections(UNEVEN.stats())}
-    assert list(found) == ["Plan", "Full", "Even", "Bounds", "Over-long samples"]
+    assert list(found) == ["Plan", "Padding", "Balance", "Bounds", "Over-long samples"]
     assert [row.label for row in found["Over-long samples"]] == ["none"]
-    assert "1 dummy" in found["Plan"][2].note
+    assert "1 empty" in found["Plan"][2].note
 
 
-def test_a_plan_that_cannot_be_better_says_so() -> None:
+def test_an_optimal_plan_is_reported_as_optimal() -> None:
     bounds = {section.title: section.rows for section in sections(EVEN.stats())}["Bounds"]
-    assert "as few per rank as any plan can have" in bounds[0].note
-    assert "no plan of this recipe can be faster" in bounds[1].note
+    assert "no plan has fewer per rank" in bounds[0].note
+    assert "no plan of this recipe is faster" in bounds[1].note
 
 
-def test_one_of_a_kind_is_singular() -> None:
+def test_a_count_of_one_is_singular() -> None:
     stats = handmade([10], [[[[[0]]]]], Recipe(layout=Packed(max_tokens=10))).stats()
     stats |= {"num_truncated": 1, "tokens_truncated": 1, "num_dropped": 2, "tokens_dropped": 30}
     notes = [row.note for section in sections(stats) for row in section.rows]
@@ -42,7 +42,7 @@ def test_the_table_of_steps_has_a_row_for_each() -> None:
     assert [len(row) for row in rows] == [len(header)]
 
 
-def test_the_best_of_a_column_stands_out() -> None:
+def test_the_best_of_a_column_is_marked() -> None:
     even, uneven, none = cells([Entry("a", EVEN), Entry("b", UNEVEN), Entry("c", fault="x")])
     assert len(even) == len(uneven) == len(HEADER)
     assert none == []
@@ -52,7 +52,7 @@ def test_the_best_of_a_column_stands_out() -> None:
     assert not even[-1].best
 
 
-def test_one_strategy_alone_is_not_the_best_of_anything() -> None:
+def test_a_single_strategy_is_not_marked_as_best() -> None:
     assert not any(cell.best for cell in cells([Entry("a", EVEN)])[0])
 
 
@@ -82,4 +82,4 @@ def test_percentages_never_round_to_none_or_all(ratio: float, text: str) -> None
 def test_numbers_are_written_for_people() -> None:
     assert [factor(1.00345), factor(4.2)] == ["1.0034×", "4.20×"]
     assert [seconds(0.00123), seconds(12.34)] == ["1.2 ms", "12.3 s"]
-    assert [times(1, "micro-batch"), times(2, "dummy")] == ["1 micro-batch", "2 dummies"]
+    assert [times(1, "micro-batch"), times(2, "step")] == ["1 micro-batch", "2 steps"]

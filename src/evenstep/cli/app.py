@@ -1,4 +1,4 @@
-"""The commands, and how they end: 0 fine, 1 a plan breaks a promise, 2 cannot be done."""
+"""The commands and their exit codes: 0 success, 1 a plan is invalid, 2 an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evenstep.errors import EvenstepError
 
 app = typer.Typer(
     name="evenstep",
-    help="Turns variable-length samples into full, even, exact training steps.",
+    help="Turn variable-length samples into full, even and exact training steps.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -25,14 +25,14 @@ app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("compare")(compare.compare)
 
-# typer's errors of usage, whichever click it stands on
+# typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]
 
 
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Say which version this is."),
+    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
     if version:
         with terminal.printing():
@@ -44,9 +44,9 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a fault is one line on standard error."""
+    """Run one command and return its exit code; an error is one line on standard error."""
     if arguments is None and hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end as `evenstep ... | head` expects
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `evenstep ... | head` ends quietly
     with terminal.any_text():
         return _run(arguments)
 
@@ -62,16 +62,13 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _fault(str(error))
     except _UsageError as error:
         message = str(error.format_message())  # type: ignore[attr-defined]
-        return _fault(f"{message.rstrip('.')}, so nothing was done. See `evenstep --help`.")
+        return _fault(f"{message.rstrip('.')}. See `evenstep --help`.")
     except OSError as error:
         terminal.silence()
-        what = "the system" if error.filename is None else str(error.filename)
-        return _fault(
-            f"{what} failed ({error.strerror or error}), so the command did not finish. "
-            f"Check the files and the space left."
-        )
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _fault(f"{where}{error.strerror or error}. Check the file and the free disk space.")
     except MemoryError:
-        return _fault("memory does not suffice, so nothing was done. Plan fewer samples or ranks.")
+        return _fault("out of memory. Plan fewer samples or ranks.")
     return code if isinstance(code, int) else 0
 
 

@@ -1,4 +1,4 @@
-"""`evenstep check`: does a saved plan keep its promises?"""
+"""`evenstep check`: check the invariants of a saved plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from evenstep.cli import options, terminal
 
 
 def check(plan: options.SavedPlan, json: options.Json = False) -> int:
-    """Check every promise of a saved plan; exit code 1 when one is broken."""
+    """Check all invariants of a saved plan. The exit code is 1 if one does not hold."""
     from evenstep.cli import screen
     from evenstep.core.checks import CHECKS, violations_by_check
     from evenstep.core.plan import Plan
@@ -14,11 +14,11 @@ def check(plan: options.SavedPlan, json: options.Json = False) -> int:
 
     with progress(f"Checking {plan.name}"):
         found = violations_by_check(Plan.load(plan))
-    broken = any(found.values())
-    promises = {name: (promise.__doc__ or name).strip() for name, promise in CHECKS.items()}
+    invalid = any(found.values())
+    invariants = {name: (check.__doc__ or name).strip() for name, check in CHECKS.items()}
     with terminal.printing():
         if json:
-            screen.print_json({"valid": not broken, "checks": found})
+            screen.print_json({"valid": not invalid, "checks": found})
         else:
-            screen.print_checks(found, promises)
-    return int(broken)
+            screen.print_checks(found, invariants)
+    return int(invalid)

@@ -1,4 +1,4 @@
-"""Columns out of CSV, JSONL and Parquet files."""
+"""Read columns of CSV, JSONL and Parquet files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evenstep.errors import FileError, InputError
 
 
 def read_csv(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
-    """The named columns of a CSV file with a header (tabs in .tsv); every value is text."""
+    """Read columns of a CSV file with a header (.tsv: separated by tabs); values are text."""
     path = source.path
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     table: dict[str, list[Any]] = {name: [] for name in names}
@@ -29,28 +29,27 @@ def read_csv(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
             if not header:
                 return table
             _refuse_missing(path, names, header)
-            _refuse_namesakes(path, names, header)
-            places = [header.index(name) for name in names]
+            _refuse_duplicates(path, names, header)
+            indices = [header.index(name) for name in names]
             for row in reader:
                 if not row:
                     continue
-                if len(row) <= max(places):
+                if len(row) <= max(indices):
                     raise InputError(
-                        f"{path}, line {reader.line_num}: {len(row)} values under {len(header)} "
-                        f"column names, so the rest is unknown. Complete the line."
+                        f"{path}, line {reader.line_num}: {len(row)} values, but the header has "
+                        f"{len(header)} columns. Complete the line."
                     )
-                for name, place in zip(names, places, strict=True):
-                    table[name].append(row[place].strip())
+                for name, index in zip(names, indices, strict=True):
+                    table[name].append(row[index].strip())
         except csv.Error as error:
             raise InputError(
-                f"{path}, line {reader.line_num}: not CSV ({error}), so it cannot be read. "
-                f"Correct the line."
+                f"{path}, line {reader.line_num}: not CSV ({error}). Correct the line."
             ) from None
     return table
 
 
 def read_jsonl(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
-    """The named columns of a file with one JSON object per line."""
+    """Read columns of a file with one JSON object per line."""
     path = source.path
     table: dict[str, list[Any]] = {name: [] for name in names}
     with source.text() as file:
@@ -61,13 +60,12 @@ def read_jsonl(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
                 item = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise InputError(
-                    f"{path}, line {number}: not JSON ({error}), so it cannot be read. "
-                    f"Write one object per line."
+                    f"{path}, line {number}: not JSON ({error}). Write one object per line."
                 ) from None
             if not isinstance(item, dict):
                 raise InputError(
-                    f"{path}, line {number}: {shown(item)} is not an object, so it has no "
-                    f'columns. Write lines such as {{"length": 512}}.'
+                    f"{path}, line {number}: expected an object such as "
+                    f'{{"length": 512}}, got {shown(item)}.'
                 )
             if any(name not in item for name in names):
                 _refuse_missing(path, names, list(item), f", line {number}")
@@ -77,32 +75,31 @@ def read_jsonl(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def read_parquet(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
-    """The named columns of a Parquet file; needs pyarrow."""
+    """Read columns of a Parquet file; needs pyarrow."""
     path = source.path
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise FileError(
-            f"{path} is Parquet and pyarrow is not installed, so it cannot be read. "
+            f"Reading {path} needs pyarrow, which is not installed. "
             f"Install it with: pip install 'evenstep[parquet]'."
         ) from None
     try:
         with source.open() as opened, parquet.ParquetFile(opened) as file:
             _refuse_missing(path, names, file.schema_arrow.names)
-            _refuse_namesakes(path, names, file.schema_arrow.names)
+            _refuse_duplicates(path, names, file.schema_arrow.names)
             data = file.read(columns=list(names))
             return {name: data.column(name).to_pylist() for name in names}
     except InputError:
         raise
     except (ArrowException, ArithmeticError, LookupError, ValueError) as error:
         raise InputError(
-            f"{path} is not readable Parquet ({first_line(error)}), so it holds no "
-            f"lengths. Write it again."
+            f"{path} is not readable Parquet ({first_line(error)}). Write it again."
         ) from None
 
 
 def integers(path: Path, column: str, values: Iterable[Any]) -> IntArray:
-    """A column as integers; the first value that is none is named by its sample."""
+    """A column as integers; an error names the first sample whose value is not an integer."""
     values = values if isinstance(values, list) else list(values)
     try:
         if all(type(value) is int for value in values):
@@ -111,18 +108,18 @@ def integers(path: Path, column: str, values: Iterable[Any]) -> IntArray:
     except (ValueError, OverflowError):
         at = next(index for index, value in enumerate(values) if not fits(value))
     raise InputError(
-        f"{path}: sample {at} has {shown(values[at])} as {column}, not a whole number of 64 bits, "
-        f"so it cannot be planned. Correct it, or name another column."
+        f"{path}: sample {at} has {shown(values[at])} as {column}, expected a 64-bit integer. "
+        f"Correct it or choose another column."
     )
 
 
 def group_ids(path: Path, column: str, values: list[Any]) -> IntArray:
-    """A column of any labels as group numbers: integers stay, all else is numbered by name."""
+    """A column as group ids: integers stay as they are, other labels are numbered."""
     for index, value in enumerate(values):
         if value is None or value == "" or not isinstance(value, int | str):
             raise InputError(
-                f"{path}: sample {index} has {shown(value)} as {column}, which names no group, so "
-                f"nobody knows whom to keep it with. Give it a number or a name."
+                f"{path}: sample {index} has {shown(value)} as {column}, expected a group id. "
+                f"Give it a number or a name."
             )
     kinds = {type(value) for value in values}
     if len(kinds) == 1 and all(fits(value) and str(int(value)) == str(value) for value in values):
@@ -131,12 +128,12 @@ def group_ids(path: Path, column: str, values: list[Any]) -> IntArray:
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut where it is long."""
+    """A value for a message, shortened if it is long."""
     return glimpse(value, 40)
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, in one line, or its kind where it says nothing."""
+    """The first line of an error's message, or the name of its type if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -147,19 +144,18 @@ def _integer(value: object) -> int:
 
 
 def fits(value: object) -> bool:
-    """Whether a value is a whole number of 64 bits, or the text of one."""
+    """Whether a value is a 64-bit integer, or the text of one."""
     try:
         return -(2**63) <= _integer(value) < 2**63
     except ValueError:
         return False
 
 
-def _refuse_namesakes(path: Path, names: Sequence[str], present: Sequence[str]) -> None:
+def _refuse_duplicates(path: Path, names: Sequence[str], present: Sequence[str]) -> None:
     twice = [name for name in names if present.count(name) > 1]
     if twice:
         raise InputError(
-            f"{path} has {present.count(twice[0])} columns named {twice[0]!r}, so nobody knows "
-            f"which of them is meant. Rename one."
+            f"{path} has {present.count(twice[0])} columns named {twice[0]!r}. Rename one."
         )
 
 
@@ -169,6 +165,7 @@ def _refuse_missing(
     missing = [name for name in names if name not in present]
     if missing:
         raise InputError(
-            f"{path}{where} has no column {missing[0]!r}, so it cannot be planned by it. It has "
-            f"{', '.join(map(shown, present[:20])) or 'none'}; name one with --column or --groups."
+            f"{path}{where} has no column {missing[0]!r}; it has "
+            f"{', '.join(map(shown, present[:20])) or 'none'}. Choose one with --column or "
+            f"--groups."
         )

@@ -1,4 +1,4 @@
-"""`evenstep compare`: several strategies on the same lengths."""
+"""`evenstep compare`: compare strategies on the same lengths."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ StrategyOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--strategy",
-        help='A strategy of your own, such as "lpt: balance=lpt, layout.round_to=64". Repeatable; '
-        "stands beside the usual ones.",
+        help='Add a strategy to the built-in ones, such as "lpt: balance=lpt, layout.round_to=64". '
+        "Repeatable.",
         metavar="NAME: KEY=VALUE, ...",
         show_default=False,
     ),
@@ -33,10 +33,10 @@ def compare(
     picture: options.Picture = None,
     json: options.Json = False,
 ) -> None:
-    """Plan the same lengths in several ways and put the results side by side."""
+    """Plan the same lengths with several strategies and compare the results."""
     from evenstep.cli import screen
     from evenstep.cli.job import load_job
-    from evenstep.cli.strategies import own_strategy, refuse_namesakes, run, usual_strategies
+    from evenstep.cli.strategies import built_in_strategies, own_strategy, refuse_duplicates, run
     from evenstep.core.archive import replace_file
     from evenstep.errors import PlanError
     from evenstep.report import comparison_page, comparison_picture
@@ -48,7 +48,7 @@ def compare(
         job = load_job(lengths, config, set_ or [], column, groups)
     own = [own_strategy(text, job) for text in strategy or []]
     entries: list[Entry] = []
-    for each in refuse_namesakes([*usual_strategies(job), *own]):
+    for each in refuse_duplicates([*built_in_strategies(job), *own]):
         with progress(f"Planning: {each.name}") as advance:
             entries.append(run(job, each, advance))
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}

@@ -1,4 +1,4 @@
-"""What a command is asked to write: refused early where it cannot be, written late and whole."""
+"""Output files of a command: checked before any work, written at the end."""
 
 from __future__ import annotations
 
@@ -13,53 +13,50 @@ PICTURES = (".svg", ".html")
 
 
 def refuse_unwritable(inputs: Sequence[Path | None], *targets: Path | None) -> None:
-    """Say before the work, not after it, that a file cannot be written or would be lost."""
+    """Refuse outputs that cannot be written, or that would overwrite an input or each other."""
     seen = [path for path in inputs if path is not None]
     for target in targets:
         if target is None:
             continue
         if any(_same(target, other) for other in seen):
             raise FileError(
-                f"{target} is named twice, so one file would overwrite another. "
-                f"Give every output a name of its own."
+                f"{target} is named twice. Give every output a name of its own, different from "
+                f"the inputs."
             )
         seen.append(target)
         _refuse_special(target)
         folder = Path(os.path.realpath(target)).parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise FileError(
-                f"{target} cannot be written because {folder} is no writable folder, so "
-                f"nothing was done. Create it or choose another."
+                f"{target} cannot be written: {folder} is not a writable folder. "
+                f"Create it or choose another."
             )
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether both name one file, by a link or another spelling, there or yet to be written."""
+    """Whether both paths name one file, existing or not, possibly through a link."""
     try:
-        return os.path.samefile(one, other)  # noqa: PTH121 - also of names that are too long
+        return os.path.samefile(one, other)  # noqa: PTH121 - also takes names that are too long
     except OSError:
         return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _refuse_special(target: Path) -> None:
-    """A file put in the place of a pipe or a device would end it; a folder cannot be replaced."""
+    """Refuse pipes and devices, which a new file would replace, and folders."""
     try:
         status = target.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise FileError(
-            f"{target} cannot be written ({error.strerror or error}), so nothing was done. "
-            f"Choose another name."
+            f"{target} cannot be written ({error.strerror or error}). Choose another name."
         ) from None
     if stat.S_ISDIR(status.st_mode):
-        raise FileError(
-            f"{target} is a folder, so nothing can be saved under that name. Name a file in it."
-        )
+        raise FileError(f"{target} is a folder, expected a file. Name a file in it.")
     if not stat.S_ISREG(status.st_mode) or _is_standard_output(status):
         raise FileError(
-            f"{target} is a pipe, a device or standard output, and a file in its place would end "
-            f"it, so nothing was done. Name a regular file."
+            f"{target} is a pipe, a device or standard output, expected a regular file. "
+            f"Choose another name."
         )
 
 
@@ -71,14 +68,13 @@ def _is_standard_output(status: os.stat_result) -> bool:
 
 
 def refuse_unknown_picture(path: Path | None) -> None:
-    """A picture is an SVG or a page; the suffix says which."""
+    """Refuse a picture whose suffix is neither .svg nor .html."""
     if path is not None and path.suffix.lower() not in PICTURES:
         raise FileError(
-            f"{path} ends in {path.suffix or 'nothing'!r}, which is no kind of picture here, so "
-            f"nothing was drawn. End it in .svg or .html."
+            f"{path} has the suffix {path.suffix!r}, expected .svg or .html. Rename the picture."
         )
 
 
 def picture(path: Path, svg: Callable[[], str], html: Callable[[], str]) -> bytes:
-    """A drawing in the format that the suffix asks for."""
+    """The picture in the format of the suffix."""
     return (svg() if path.suffix.lower() == ".svg" else html()).encode()

@@ -1,4 +1,4 @@
-"""What a command reads its samples from: a file, or a pipe that gives its bytes but once."""
+"""Input of a command: a file, or a pipe that can be read only once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from evenstep.errors import FileError
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Something to read from its beginning as often as needed.
+    """An input that can be read from the beginning several times.
 
-    A regular file is opened each time. `kept` holds all of anything else, such as `/dev/stdin`
-    or `<(seq 100)`: what was once read of a pipe cannot be read again.
+    A regular file is opened each time. The content of anything else, such as `/dev/stdin` or
+    `<(seq 100)`, is kept in `kept`, because a pipe can be read only once.
     """
 
     path: Path
@@ -24,20 +24,19 @@ class Input:
 
     @classmethod
     def at(cls, path: Path) -> Input:
-        """The input at `path`, read where it can be read only once."""
+        """The input at `path`; a pipe is read at once."""
         try:
             regular = stat.S_ISREG(path.stat().st_mode)
             return cls(path, None if regular else path.read_bytes())
         except OSError as error:
             raise FileError(
-                f"{path} cannot be read ({error.strerror or error}), so there is nothing to plan. "
-                f"Check the path."
+                f"{path} cannot be read ({error.strerror or error}). Check the path."
             ) from None
 
     def open(self) -> BinaryIO:
-        """Its bytes, from the first one on."""
+        """Open it as bytes, from the beginning."""
         return self.path.open("rb") if self.kept is None else io.BytesIO(self.kept)
 
     def text(self) -> TextIO:
-        """Its text, without a byte order mark; lines end as they were written."""
+        """Open it as text, without a byte order mark; line ends are kept."""
         return io.TextIOWrapper(self.open(), encoding="utf-8-sig", newline="")

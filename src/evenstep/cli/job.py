@@ -1,4 +1,4 @@
-"""A job: the samples and the recipe that a command line asks to plan."""
+"""The samples and the recipe of a command line."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from evenstep.errors import InputError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What there is to plan, and how."""
+    """Samples and the recipe to plan them with."""
 
     samples: Samples
     recipe: Recipe
 
     def first(self, count: int) -> Job:
-        """The same job on the first samples alone."""
+        """The same job with only the first `count` samples."""
         samples = self.samples
         groups = None if samples.groups is None else samples.groups[:count]
         columns = {name: column[:count] for name, column in samples.columns.items()}
         return Job(Samples(samples.lengths[:count], groups, columns), self.recipe)
 
     def plan(self, recipe: Recipe, progress: Callable[[int, int], None] | None = None) -> Plan:
-        """Plan the samples under a recipe, the job's own or another."""
-        from evenstep.planning import make_plan
+        """Plan the samples with a recipe, the job's own or another."""
+        from evenstep import make_plan
 
         return make_plan(
             self.samples.lengths,
@@ -48,7 +48,7 @@ def load_job(
     column: str | None,
     groups: str | None,
 ) -> Job:
-    """Read lengths and recipe. A saved plan brings its samples, and its recipe as the base."""
+    """Read lengths and recipe; a saved plan gives both, and overrides change its recipe."""
     source = Input.at(path)
     saved = saved_plan(source)
     recipe = load_recipe(config, overrides, None if saved is None else saved.recipe.to_dict())
@@ -56,7 +56,6 @@ def load_job(
         return Job(read_samples(source, column, groups, list(recipe.limits.columns)), recipe)
     if column or groups:
         raise InputError(
-            f"{path} is a saved plan and brings its own lengths and groups, so --column and "
-            f"--groups would have no effect. Leave them out."
+            f"{path} is a saved plan with its own lengths and groups. Remove --column and --groups."
         )
     return Job(samples_of(saved), recipe)

@@ -1,4 +1,4 @@
-"""The arguments and options that commands share."""
+"""Arguments and options that several commands use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 Lengths: TypeAlias = Annotated[
     Path,
     typer.Argument(
-        help="Lengths as .npy, .csv, .jsonl, .parquet or text, or a saved plan.",
+        help="File with lengths (.npy, .csv, .tsv, .jsonl, .parquet or text), or a saved plan.",
         metavar="LENGTHS",
         show_default=False,
     ),
@@ -19,7 +19,8 @@ SavedPlan: TypeAlias = Annotated[
     Path, typer.Argument(help="A saved plan.", metavar="PLAN", show_default=False)
 ]
 Config: TypeAlias = Annotated[
-    Path | None, typer.Option(help="A recipe in YAML.", metavar="FILE", show_default=False)
+    Path | None,
+    typer.Option(help="Read the recipe from a YAML file.", metavar="FILE", show_default=False),
 ]
 Set: TypeAlias = Annotated[
     list[str] | None,
@@ -33,20 +34,23 @@ Set: TypeAlias = Annotated[
 Column: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="The column that holds the lengths. Without it: length.",
+        help="Column of the lengths, or of lists of token ids. Default: length.",
         metavar="NAME",
         show_default=False,
     ),
 ]
 Groups: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="The column that holds group ids.", metavar="NAME", show_default=False),
+    typer.Option(help="Column of the group ids.", metavar="NAME", show_default=False),
 ]
 Out: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Save the plan here.", metavar="FILE", show_default=False)
+    Path | None,
+    typer.Option(help="Save the plan to this file.", metavar="FILE", show_default=False),
 ]
 Picture: TypeAlias = Annotated[
     Path | None,
-    typer.Option(help="Draw it here, as .svg or .html.", metavar="FILE", show_default=False),
+    typer.Option(
+        help="Draw a picture to this file (.svg or .html).", metavar="FILE", show_default=False
+    ),
 ]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -1,4 +1,4 @@
-"""`evenstep plan`: lengths and a recipe into a plan."""
+"""`evenstep plan`: plan lengths with a recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plan(
     picture: options.Picture = None,
     json: options.Json = False,
 ) -> None:
-    """Plan steps for these lengths, and say how full and even they are."""
+    """Plan training steps for these lengths; show padding and balance."""
     from evenstep.cli import screen
     from evenstep.cli.job import load_job
     from evenstep.core.archive import replace_files
@@ -56,5 +56,5 @@ def plan(
 
 
 def summary(made: Plan, stats: dict[str, Any]) -> dict[str, Any]:
-    """What `--json` prints of a plan."""
+    """The fields of a plan that `--json` prints."""
     return {"fingerprint": made.fingerprint, "recipe": made.recipe.to_dict(), "stats": stats}

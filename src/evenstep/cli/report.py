@@ -1,4 +1,4 @@
-"""`evenstep report`: what a saved plan is worth."""
+"""`evenstep report`: show the stats of a saved plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def report(
     picture: options.Picture = None,
     json: options.Json = False,
 ) -> None:
-    """Show how full and even a saved plan is, as a whole and step by step."""
+    """Show padding and balance of a saved plan, in total and per step."""
     from evenstep.cli import screen
     from evenstep.cli.plan import summary
     from evenstep.core.archive import replace_file

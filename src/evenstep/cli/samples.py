@@ -1,4 +1,4 @@
-"""Lengths, groups and columns from a file of any kind that people keep them in."""
+"""Read lengths, groups and limit columns from files of several formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TABLES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """What is known of each sample before planning."""
+    """Per-sample columns: lengths, optional groups, optional limit columns."""
 
     lengths: NDArray[Any]
     groups: IntArray | None = None
@@ -37,27 +37,26 @@ class Samples:
 
 
 def saved_plan(source: Input) -> Plan | None:
-    """The plan in this input, or None where it holds something else."""
+    """The plan in this input, or None if it is not a plan."""
     try:
         with source.open() as file:
             start = file.read(len(MAGIC))
             return Plan.from_bytes(start + file.read(), source.path) if start == MAGIC else None
     except OSError as error:
         raise FileError(
-            f"{source.path} cannot be read ({error.strerror or error}), so there is nothing to "
-            f"plan. Check the path."
+            f"{source.path} cannot be read ({error.strerror or error}). Check the path."
         ) from None
 
 
 def samples_of(plan: Plan) -> Samples:
-    """The samples that a plan was made from."""
+    """The samples of a plan."""
     return Samples(plan.lengths, plan.groups, plan.columns)
 
 
 def read_samples(
     source: Input, column: str | None, groups: str | None, extra: Sequence[str]
 ) -> Samples:
-    """Read an input by its suffix; anything unknown is text. `extra` names limit columns."""
+    """Read an input by its suffix; unknown suffixes are text. `extra` names limit columns."""
     path = source.path
     suffix = path.suffix.lower()
     try:
@@ -68,16 +67,16 @@ def read_samples(
             samples = Samples(_read_npy(source) if suffix == ".npy" else _read_text(source))
     except UnicodeDecodeError:
         raise InputError(
-            f"{path} is neither text nor a saved plan, so it holds no lengths. "
+            f"{path} is neither text nor a saved plan. "
             f"Use .npy, .csv, .jsonl, .parquet or text with one length per line."
         ) from None
     except OSError as error:
         raise FileError(
-            f"{path} cannot be read ({error.strerror or error}), so there is nothing to plan. "
+            f"{path} cannot be read ({error.strerror or error}). "
             f"Check the file and its permissions."
         ) from None
     if len(samples.lengths) == 0:
-        raise InputError(f"{path} holds no lengths, so there is nothing to plan. Add some.")
+        raise InputError(f"{path} holds no lengths, expected at least one.")
     return samples
 
 
@@ -93,22 +92,21 @@ def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[
 
 
 def _lengths(path: Path, column: str, values: list[Any]) -> IntArray:
-    """A column of lengths, or of the tokens themselves: those of each sample in a list."""
+    """Lengths from a column of integers or of lists of token ids."""
     first = next((at for at, value in enumerate(values) if isinstance(value, list)), None)
     if first is None:
         return tables.integers(path, column, values)
     for at, tokens in enumerate(values):
         if not isinstance(tokens, list):
             raise InputError(
-                f"{path}: sample {at} has {tables.shown(tokens)} as {column}, where sample {first} "
-                f"has a list, so its length is unknown. Give all samples lists of tokens, or all "
-                f"their lengths."
+                f"{path}: sample {at} has {tables.shown(tokens)} as {column}, but sample {first} "
+                f"has a list. Give every sample a list of token ids, or every sample a length."
             )
         if set(map(type, tokens)) - {int}:
             odd = next(token for token in tokens if type(token) is not int)
             raise InputError(
-                f"{path}: sample {at} has {tables.shown(odd)} in its {column}, which is no token, "
-                f"so its length is unknown. Give lists of whole numbers, or name another column."
+                f"{path}: sample {at} has {tables.shown(odd)} in its {column}, expected integer "
+                f"token ids. Correct it or choose another column."
             )
     return np.array([len(tokens) for tokens in values], np.int64)
 
@@ -120,8 +118,8 @@ def _refuse_columns(
     for option, name in asked.items():
         if name:
             raise InputError(
-                f"{option} asks for {name!r}, but {path} has no columns, so there is nothing to "
-                f"take it from. Use .csv, .jsonl or .parquet."
+                f"{option} names the column {name!r}, but {path} has no columns. "
+                f"Use .csv, .jsonl or .parquet."
             )
 
 
@@ -132,17 +130,16 @@ def _read_npy(source: Input) -> NDArray[Any]:
             array = np.lib.format.read_array(file, allow_pickle=False)
     except OSError:
         raise
-    except Exception as error:  # a damaged header may fail anywhere in Python's own parser
+    except Exception as error:  # a damaged header can raise almost anything
         raise FileError(
-            f"{path} is not a readable .npy file ({tables.first_line(error)}), so it holds no "
-            f"lengths. Save it with numpy.save, as integers."
+            f"{path} is not a readable .npy file ({tables.first_line(error)}). "
+            f"Save integers with numpy.save."
         ) from None
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise InputError(
-            f"{path} holds {array.dtype} of shape {array.shape}, which are not lengths. "
-            f"Save one integer per sample."
+            f"{path} holds {array.dtype} of shape {array.shape}, expected one integer per sample."
         )
-    # A float of 16 bits has no room for the bounds that lengths are compared with.
+    # float16 cannot represent the bounds that lengths are compared with.
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
@@ -152,7 +149,7 @@ def _read_text(source: Input) -> IntArray:
         text = file.read()
     if "\0" in text:
         raise InputError(
-            f"{path} is binary, not text, so it holds no lengths. "
+            f"{path} is binary, not text. "
             f"Use .npy, .csv, .jsonl, .parquet or text with one length per line."
         )
     try:
@@ -165,8 +162,8 @@ def _read_text(source: Input) -> IntArray:
             if not tables.fits(word)
         )
     digits = word.removeprefix("-").removeprefix("+")
-    fault = "has more than 64 bits" if digits.isdecimal() else "is not a whole number"
+    fault = "has more than 64 bits" if digits.isdecimal() else "is not an integer"
     raise InputError(
-        f"{path}, line {number}: {tables.shown(word)} {fault}, so it is no length. "
-        f"Write lengths as integers, separated by spaces or lines."
+        f"{path}, line {number}: {tables.shown(word)} {fault}. "
+        f"Write lengths as integers, separated by spaces or newlines."
     )

@@ -1,4 +1,4 @@
-"""What people see: tables on standard output, progress and remarks on standard error."""
+"""Print results as tables or JSON on standard output, and remarks on standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_STEPS = 50
 
 
 def print_whole(screen: Console, table: Table) -> None:
-    """Print a table with all its figures; a terminal too narrow for them wraps its lines."""
+    """Print a table without truncating figures; a narrow terminal wraps its lines."""
     roomy = screen.options.update(width=1000)
     if screen.measure(table, options=roomy).maximum > screen.width:
         table.padding = 0
@@ -30,17 +30,17 @@ def print_whole(screen: Console, table: Table) -> None:
 
 
 def remark(text: str) -> None:
-    """Say something beside the result, such as where a file went."""
+    """Print a remark on standard error, such as the name of a written file."""
     print(printable(text), file=sys.stderr)
 
 
 def print_json(data: Any) -> None:
-    """JSON for programs; numbers keep all their digits."""
+    """Print JSON; numbers keep all their digits."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 def print_stats(stats: Mapping[str, Any], title: str) -> None:
-    """The table of one plan, and what stands in its way."""
+    """Print the stats of one plan and its bottleneck."""
     table = Table(title=_title(title), title_justify="left", box=None, pad_edge=False)
     for name, style in (("label", ""), ("value", "bold"), ("note", "dim")):
         table.add_column(name, style=style, justify="right" if name == "value" else "left")
@@ -58,12 +58,12 @@ def print_stats(stats: Mapping[str, Any], title: str) -> None:
 
 
 def _title(text: str) -> Text:
-    """A title as it is: a file may be named `[red].txt`."""
+    """A title without markup: a file may be named `[red].txt`."""
     return Text(printable(text), "bold")
 
 
 def print_comparison(entries: Sequence[Entry], title: str) -> None:
-    """Strategies side by side; the best of each column stands out."""
+    """Print one row per strategy; the best figure of a column is highlighted."""
     table = Table(
         title=_title(title),
         title_justify="left",
@@ -93,7 +93,7 @@ def print_comparison(entries: Sequence[Entry], title: str) -> None:
 
 
 def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
-    """One line per step, the first ones where there are very many."""
+    """Print one line per step, at most the first fifty."""
     header, rows = step_table(steps[:_MOST_STEPS])
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     for name in header:
@@ -104,17 +104,21 @@ def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
     screen.print()
     screen.print(table)
     if len(steps) > _MOST_STEPS:
-        screen.print(f"the first {_MOST_STEPS} of {len(steps):,} steps; --json has them all")
+        screen.print(
+            f"Shows the first {_MOST_STEPS} of {len(steps):,} steps; --json prints all of them."
+        )
 
 
-def print_checks(found: Mapping[str, Sequence[str]], promises: Mapping[str, str]) -> None:
-    """One line per promise: kept, broken and how, or not looked at."""
+def print_checks(found: Mapping[str, Sequence[str]], invariants: Mapping[str, str]) -> None:
+    """Print one line per invariant: ok, broken with its violations, or skipped."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for name, promise in promises.items():
+    for name, invariant in invariants.items():
         if name not in found:
-            table.add_row(Text("skipped", "yellow"), name, Text("after the fault above", "dim"))
+            table.add_row(
+                Text("skipped", "yellow"), name, Text("because of the violation above", "dim")
+            )
         elif found[name]:
             table.add_row(Text("broken", "bold red"), name, Text("; ".join(found[name])))
         else:
-            table.add_row(Text("ok", "green"), name, Text(promise, "dim"))
+            table.add_row(Text("ok", "green"), name, Text(invariant, "dim"))
     console().print(table)

@@ -1,4 +1,4 @@
-"""The ways to plan that `compare` sets side by side."""
+"""The strategies that `compare` runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from evenstep.report import Entry
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A name, and what it changes in the recipe that all strategies share."""
+    """A name and the overrides it applies to the shared recipe."""
 
     name: str
     overrides: tuple[str, ...]
 
 
 def parse_strategy(text: str) -> Strategy:
-    """`name: key=value, key=value`; without a name, the changes are the name.
+    """Parse `name: key=value, key=value`; without a name, the overrides are the name.
 
     >>> parse_strategy("lpt: balance=lpt, sync_every=step")
     Strategy(name='lpt', overrides=('balance=lpt', 'sync_every=step'))
@@ -36,38 +36,36 @@ def parse_strategy(text: str) -> Strategy:
     overrides = tuple(part.strip() for part in rest.split(",") if part.strip())
     if not name.strip() or not all("=" in override for override in overrides):
         raise ConfigError(
-            f"--strategy {text!r} is not of the form 'name: key=value, key=value', so there is "
-            f"nothing to compare. Write for example 'lpt: balance=lpt'."
+            f"--strategy must be of the form 'name: key=value, key=value', got {text!r}. "
+            f"Write for example 'lpt: balance=lpt'."
         )
     return Strategy(name.strip(), overrides)
 
 
 def own_strategy(text: str, job: Job) -> Strategy:
-    """A strategy that the user wrote; one that makes no recipe is refused before any work."""
+    """Parse a strategy of the user; refuse it before any work if its recipe is invalid."""
     strategy = parse_strategy(text)
     data = overridden(job.recipe.to_dict(), strategy.overrides)
     recipe_from(data, f"--strategy {strategy.name!r}")
     return strategy
 
 
-def refuse_namesakes(strategies: list[Strategy]) -> list[Strategy]:
-    """The strategies, unless two of them have one name and could not be told apart."""
+def refuse_duplicates(strategies: list[Strategy]) -> list[Strategy]:
+    """The strategies; two with the same name are refused."""
     names = [strategy.name for strategy in strategies]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(
-                f"{name!r} names two strategies, so they could not be told apart. Rename one."
-            )
+            raise ConfigError(f"{name!r} names two strategies. Rename one.")
     return strategies
 
 
-def usual_strategies(job: Job) -> list[Strategy]:
-    """The recipe itself, then what most people would try: padded, then packed, in its budget."""
+def built_in_strategies(job: Job) -> list[Strategy]:
+    """The recipe itself, then common padded and packed strategies within its budget."""
     recipe = job.recipe
     budget, unit = recipe.layout.budget, recipe.width_unit
     longest = int(np.nan_to_num(job.samples.lengths).max(initial=1))
     widest = rounded_up(longest, unit)
-    if budget is None:  # samples alone may be bounded
+    if budget is None:  # only the number of samples is bounded
         budget = widest
     widest = min(widest, budget // unit * unit)
     shared = (f"layout.max_tokens={budget}", "layout.samples=null", "balance=refined")
@@ -89,13 +87,15 @@ def usual_strategies(job: Job) -> list[Strategy]:
 
 
 def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | None = None) -> Entry:
-    """Plan under a strategy; where that cannot be, the entry says why.
+    """Plan with a strategy; an entry without a plan holds the error message.
 
-    Kernels compile or load at their first use; a small plan beforehand keeps that out of the time.
+    A small plan runs first, so that the measured time excludes compiling or loading kernels.
     """
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
-        with contextlib.suppress(PlanError):  # what the first samples cannot, all may
+        with contextlib.suppress(
+            PlanError
+        ):  # all samples may have a plan where the first 64 have none
             job.first(64).plan(recipe)
         began = time.perf_counter()
         plan = job.plan(recipe, progress)

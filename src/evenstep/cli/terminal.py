@@ -1,4 +1,4 @@
-"""What standard output takes: any text, in any encoding, until it is full."""
+"""Standard output: any text in any encoding, and errors when it cannot be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evenstep.errors import FileError
 
 @contextmanager
 def any_text() -> Iterator[None]:
-    """Print what the encoding of a stream lacks as `?`, and as `\\xd7` among errors."""
+    """Replace characters that an encoding lacks by `?`, on standard error by `\\xd7`."""
     streams = ((sys.stdout, "replace"), (sys.stderr, "backslashreplace"))
     before: list[tuple[io.TextIOWrapper, str | None]] = []
     for stream, errors in streams:
@@ -30,7 +30,7 @@ def any_text() -> Iterator[None]:
 
 @contextmanager
 def printing(written: Iterable[Path] = ()) -> Iterator[None]:
-    """Print the result inside; where that fails, say so and which files were written before."""
+    """Print the result in this context; a failure names the files already written."""
     try:
         yield
         if sys.stdout is not None:
@@ -39,17 +39,17 @@ def printing(written: Iterable[Path] = ()) -> Iterator[None]:
         silence()
         names = " and ".join(map(str, written))
         raise FileError(
-            f"standard output cannot be written ({error.strerror or error}), so what it was to "
-            f"show is lost{f'; {names} was written and is whole' if names else ''}. "
-            f"Free some space or send it elsewhere."
+            f"standard output cannot be written ({error.strerror or error})"
+            f"{f'; {names} was written completely' if names else ''}. "
+            f"Free disk space or redirect the output."
         ) from None
 
 
 def silence() -> None:
-    """Send what is left in standard output nowhere, so that Python's end does not fail on it."""
+    """Discard the rest of standard output, so that the interpreter does not fail at exit."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-    except (AttributeError, OSError):  # closed, or no file: nothing is left in it
+    except (AttributeError, OSError):  # closed, or not a file: nothing to discard
         pass

@@ -1,4 +1,4 @@
-"""Decode plain data into a `Recipe`, and say everything that is wrong with it at once."""
+"""Decode plain data into a `Recipe`; one error reports all faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARTS: dict[str, type] = {"topology": Topology, "steps": Steps, "cost": Cost, "
 
 
 def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
-    """The recipe that plain data describes; without `layout.kind` the layout is packed.
+    """Decode plain data into a recipe; the layout is packed unless `layout.kind` says otherwise.
 
     >>> recipe_from({"layout": {"max_tokens": 8192}, "topology": {"dp": 8}}).topology.dp
     8
@@ -42,7 +42,7 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     """
     rest = dict(data)
     layout, faults = _layout(rest.pop("layout", {}))
-    # A layout that fails leaves this one in its place, so that the other faults still show.
+    # An invalid layout is replaced by a valid one, so that the faults of other keys are found.
     rest["layout"] = layout or Packed(max_tokens=MOST)
     recipe, others = _decode(Recipe, rest, ())
     faults += others
@@ -57,7 +57,7 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
 
 
 def _layout(data: object) -> tuple[Layout | None, list[str]]:
-    """The layout, or None and what is wrong with it."""
+    """The layout, or None and its faults."""
     if not isinstance(data, Mapping):
         return None, [_not_a_mapping("layout", data)]
     kind = data.get("kind", DEFAULT_KIND)
@@ -68,10 +68,10 @@ def _layout(data: object) -> tuple[Layout | None, list[str]]:
 
 
 def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[Any, list[str]]:
-    """The object that `data` describes, or None, and everything that is wrong with it.
+    """The object that `data` describes, or None, and all its faults.
 
-    A class stops at its first fault. So what is at fault is taken out and the rest tried again:
-    {dp: 0, cp: 0} says that of dp, then {cp: 0} says that of cp.
+    A class raises at its first fault. The faulty key is then removed and the rest is tried again:
+    {dp: 0, cp: 0} reports dp, then {cp: 0} reports cp.
     """
     rest = copy.deepcopy(dict(data))
     faults: list[str] = []
@@ -84,54 +84,54 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
         before = len(removed)
         for detail in details:
             sentence = _sentence(detail, kind, prefix)
-            # What names a field taken out earlier may follow from that alone.
+            # A fault that names a field removed earlier may be a consequence of the removal.
             if detail["type"] != "value_error" or not _mentions(sentence, removed[:before]):
                 faults.append(sentence)
-            place = _place(detail, sentence, prefix)
-            if _take_out(rest, place[len(prefix) :]):
-                removed.append(place)
+            path = _path(detail, sentence, prefix)
+            if _remove(rest, path[len(prefix) :]):
+                removed.append(path)
         if len(removed) == before:
             return None, faults
 
 
-def _place(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of what is at fault; our own sentences begin with it: "seed must be in ..."."""
+def _path(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the faulty key. Our own messages begin with it: "seed must be in ..."."""
     if detail["type"] == "value_error":
         named = re.match(r"(?:unknown )?([\w.]+)[ =]", sentence)
         return tuple(named[1].split(".")) if named else prefix
     return (*prefix, *(str(part) for part in detail["loc"]))
 
 
-def _take_out(data: dict[str, Any], place: tuple[str, ...]) -> bool:
-    """Remove what stands at `place`, if there is anything."""
-    if not place:
+def _remove(data: dict[str, Any], path: tuple[str, ...]) -> bool:
+    """Remove the key at `path`; False if there is none."""
+    if not path:
         return False
     inner: Any = data
-    for parent in place[:-1]:
+    for parent in path[:-1]:
         inner = inner.get(parent) if isinstance(inner, dict) else None
-    keys = [key for key in inner if str(key) == place[-1]] if isinstance(inner, dict) else []
+    keys = [key for key in inner if str(key) == path[-1]] if isinstance(inner, dict) else []
     for key in keys:
         del inner[key]
     return bool(keys)
 
 
-def _mentions(sentence: str, places: Iterable[tuple[str, ...]]) -> bool:
-    paths = (re.escape(".".join(place)) for place in places)
-    return any(re.search(rf"(?<![\w.]){path}(?![\w])", sentence) for path in paths)
+def _mentions(sentence: str, paths: Iterable[tuple[str, ...]]) -> bool:
+    dotted = (re.escape(".".join(path)) for path in paths)
+    return any(re.search(rf"(?<![\w.]){path}(?![\w])", sentence) for path in dotted)
 
 
 @cache
 def _validator(kind: type) -> SchemaValidator:
-    # pydantic takes a config for a union but not for a bare dataclass; None itself never arrives.
+    # pydantic accepts a config for a union but not for a bare dataclass; data is never None.
     either = cast(Any, kind | None)
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
     return SchemaValidator(_literal(TypeAdapter(either, config=config).core_schema))
 
 
 def _literal(schema: Any) -> Any:
-    """A schema that takes text neither for a number nor for a truth, nor one of these for another.
+    """A schema that does not convert between text, numbers and booleans.
 
-    pydantic's strict mode would refuse 1e4 as an integer and a mapping as a dataclass too.
+    pydantic's strict mode would also refuse 1e4 as an integer and a mapping as a dataclass.
     """
     if isinstance(schema, list):
         return [_literal(item) for item in schema]
@@ -144,7 +144,7 @@ def _literal(schema: Any) -> Any:
         case "float":
             return core_schema.no_info_before_validator_function(_number, schema)
         case "bool":
-            return core_schema.no_info_before_validator_function(_truth, schema)
+            return core_schema.no_info_before_validator_function(_boolean, schema)
     return schema
 
 
@@ -160,22 +160,22 @@ def _number(value: object) -> object:
     return value
 
 
-def _truth(value: object) -> object:
+def _boolean(value: object) -> object:
     if not isinstance(value, bool | np.bool_):
         raise PydanticKnownError("bool_type")
     return value
 
 
 def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
-    """One fault: its dotted path, what was expected, what was given, and how to write it."""
-    place = (*prefix, *(str(part) for part in detail["loc"]))
-    path, value = cut(".".join(place)), detail["input"]
+    """One fault: its dotted path, the expected and the given value, and how to write it."""
+    keys = (*prefix, *(str(part) for part in detail["loc"]))
+    path, value = cut(".".join(keys)), detail["input"]
     context = detail.get("ctx", {})
     match detail["type"]:
         case "value_error":
             return str(context["error"])  # already names its field
         case "unexpected_keyword_argument":
-            return _unknown_key(place, kind)
+            return _unknown_key(keys, kind)
         case "missing":
             return f"{path} is missing. Set it with --set {path}=VALUE."
         case "literal_error":
@@ -189,14 +189,14 @@ def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
         case "float_type":
             expected, hint = "a number", _as_number(value)
         case "bool_type":
-            expected, hint = "true or false", _as_truth(value)
+            expected, hint = "true or false", _as_boolean(value)
         case _:
             expected, hint = detail["msg"].removeprefix("Input should be "), ""
     return f"{path} must be {expected}, got {glimpse(value)}.{hint}"
 
 
 def _as_number(value: object) -> str:
-    """How to write what YAML does not read as a number: " Write 10000 or 0o10000."."""
+    """How to write text that YAML does not read as a number: " Write 10000 or 0o10000."."""
     if not isinstance(value, str) or len(value) > _LONGEST_HINT:
         return ""
     if is_number(value):
@@ -210,7 +210,7 @@ def _as_number(value: object) -> str:
     return ""
 
 
-def _as_truth(value: object) -> str:
+def _as_boolean(value: object) -> str:
     match str(value)[:_LONGEST_HINT].lower():
         case "true" | "yes" | "on" | "y" | "1":
             return " Write true."
@@ -219,8 +219,8 @@ def _as_truth(value: object) -> str:
     return ""
 
 
-def _unknown_key(place: tuple[str, ...], kind: type) -> str:
-    *parents, key = place
+def _unknown_key(path: tuple[str, ...], kind: type) -> str:
+    *parents, key = path
     if parents == ["layout"]:
         word = next(word for word, layout in LAYOUTS.items() if layout is kind)
         owner, known = f"a {word} layout", _fields(kind)
@@ -231,7 +231,7 @@ def _unknown_key(place: tuple[str, ...], kind: type) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     return (
-        f"{cut('.'.join(place))} is not a known key. {hint}"
+        f"{cut('.'.join(path))} is not a known key. {hint}"
         f"{owner[0].upper()}{owner[1:]} has {', '.join(known)}."
     )
 

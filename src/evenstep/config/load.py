@@ -1,4 +1,4 @@
-"""Recipes from files and overrides."""
+"""Load recipes from files and overrides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load_recipe(
     overrides: Iterable[str] = (),
     base: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """The recipe of a YAML file, or of `base` where there is no file, with overrides on top.
+    """The recipe of a YAML file, or of `base` without a file, with overrides applied.
 
     >>> load_recipe(overrides=["layout.max_tokens=8192", "overflow=split"]).overflow
     'split'
@@ -28,24 +28,21 @@ def load_recipe(
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """The keys and values of a YAML file; an empty file has none."""
+    """The mapping in a YAML file; an empty file gives an empty one."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:
         raise FileError(
-            f"{path} cannot be read ({error.strerror or error}), so there is no recipe. "
-            f"Check the path given to --config."
+            f"{path} cannot be read ({error.strerror or error}). Check the path given to --config."
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(
-            f"{path} is not text, so it holds no recipe. Give --config a YAML file."
-        ) from None
+        raise ConfigError(f"{path} is not text. Give --config a YAML file.") from None
     data = parse_yaml(text, str(path))
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(
-            f"{path} holds {type(data).__name__} data where keys are needed, so it is no recipe. "
-            f"Start with a line such as `layout: {{max_tokens: 8192}}`."
+            f"{path} holds {type(data).__name__} data, expected keys that are words. "
+            f"Write for example `layout: {{max_tokens: 8192}}`."
         )
     return data

@@ -1,4 +1,4 @@
-"""`key=value` overrides, laid over plain data."""
+"""Apply `key=value` overrides to plain data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from evenstep.errors import ConfigError
 def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of `data` with each `dotted.path=value` set, the value read as YAML.
 
-    Another `layout.kind` keeps the keys that both kinds have and drops the rest.
+    Changing `layout.kind` keeps the layout keys that both kinds have and drops the others.
 
     >>> overridden({"topology": {"dp": 2}}, ["topology.dp=8", "overflow=split"])
     {'topology': {'dp': 8}, 'overflow': 'split'}
     """
     result: dict[str, Any] = copy.deepcopy(dict(data))
     pairs = [_parse(override) for override in overrides]
-    # The kind first, so that it does not drop what the same call sets.
+    # The kind comes first, so that it does not drop keys set by the same call.
     for path, value in sorted(pairs, key=lambda pair: pair[0] != ("layout", "kind")):
         if path == ("layout", "kind"):
             _change_kind(result, value)
@@ -35,9 +35,8 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
             if not isinstance(inner, dict):
                 above = ".".join(path[:depth])
                 raise ConfigError(
-                    f"{cut('.'.join(path))} cannot be set because {cut(above)} is "
-                    f"{glimpse(inner)} and holds no keys, so nothing was planned. "
-                    f"Set {cut(above)} itself, or check the spelling."
+                    f"{cut('.'.join(path))} cannot be set: {cut(above)} is {glimpse(inner)} and "
+                    f"has no keys. Set {cut(above)} itself, or check the spelling."
                 )
         inner[key] = value
     return result
@@ -48,7 +47,7 @@ def _parse(override: str) -> tuple[tuple[str, ...], Any]:
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         raise ConfigError(
-            f"{glimpse(override)} sets nothing, because it is not of the form key=value. "
+            f"an override must be of the form key=value, got {glimpse(override)}. "
             f"Write for example layout.max_tokens=8192."
         )
     return path, parse_yaml(text, f"the value of {cut(key.strip())}")
@@ -57,7 +56,7 @@ def _parse(override: str) -> tuple[tuple[str, ...], Any]:
 def _change_kind(data: dict[str, Any], kind: object) -> None:
     layout = data.get("layout")
     if not isinstance(layout, dict) or kind not in LAYOUTS:
-        return  # decoding says what is wrong
+        return  # decoding reports the fault
     if layout.get("kind", DEFAULT_KIND) != kind:
         known = {field.name for field in dataclasses.fields(LAYOUTS[str(kind)])}
         data["layout"] = {name: value for name, value in layout.items() if name in known}

@@ -1,4 +1,4 @@
-"""YAML 1.2 as people expect it. A key given twice is a fault, and no key is merged.
+"""Parse YAML 1.2. Duplicate keys and merge keys (`<<`) are errors.
 
 true, True, TRUE            booleans; yes, no, on and off are text
 10000, 10_000, 1e4          numbers; 0x10 and 0o17 too
@@ -30,18 +30,18 @@ _MERGE = re.compile("^<<$")
 
 
 def is_number(text: str) -> bool:
-    """Whether YAML reads a number where this stands without quotes."""
+    """Whether YAML reads this text as a number when it is not quoted."""
     return bool(_INT.match(text) or _FLOAT.match(text))
 
 
 class _MergeKeyError(yaml.MarkedYAMLError):
-    """`<<: *base`, which YAML 1.2 no longer has."""
+    """`<<: *base`, which YAML 1.2 does not have."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the values of YAML 1.2, without its merge keys and silent duplicates."""
+    """SafeLoader with the scalars of YAML 1.2 that refuses merge keys and duplicate keys."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 (not those of YAML 1.1)
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (without the resolvers of YAML 1.1)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
             )
         return super().construct_scalar(node)
 
-    # With a tag such as !!int a value may be anything; a ValueError says that it does not fit.
+    # With a tag such as !!int the value can be any text; a ValueError means that it does not fit.
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = self._matched(node, _INT)
@@ -100,7 +100,7 @@ for _tag, _construct in (
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value that `text` describes; `source` is what an error calls it.
+    """Parse one YAML value; error messages name `source`.
 
     >>> parse_yaml("{samples: 128, tokens: 4e6}", "steps")
     {'samples': 128, 'tokens': 4000000.0}
@@ -109,21 +109,20 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)  # a SafeLoader
     except _MergeKeyError as error:
         raise ConfigError(
-            f"{source} merges keys with <<{_place(error)}, which is not read here, so nothing in "
-            f"it was used. Write the merged keys out."
+            f"{source} merges keys with <<{_where(error)}, which is not supported. "
+            f"Write the merged keys out."
         ) from None
-    # A tag that does not fit its value fails as it happens to: `!!bool maybe` is a KeyError.
+    # A tag that does not fit its value can raise any exception: `!!bool maybe` is a KeyError.
     except Exception as error:
-        said = "a value does not fit its tag"
+        problem = "a value does not fit its tag"
         if isinstance(error, yaml.YAMLError | RecursionError):
-            said = getattr(error, "problem", None) or str(error)
-        problem, where = cut(said.splitlines()[0], 120), _place(error)
+            problem = getattr(error, "problem", None) or str(error)
+        problem = cut(problem.splitlines()[0], 120)
         raise ConfigError(
-            f"{source} is not YAML{where} ({problem}), so nothing in it was used. "
-            f"Correct it; keys are written as `key: value`."
+            f"{source} is not valid YAML{_where(error)} ({problem}). Write keys as `key: value`."
         ) from None
 
 
-def _place(error: Exception) -> str:
+def _where(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     return f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

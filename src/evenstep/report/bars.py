@@ -1,8 +1,7 @@
-"""What is drawn of one micro-batch: its segments as bars of a few colours.
+"""The segments of one micro-batch as bars.
 
-A block is a unit square: x runs along the row, y over the rows. Everything that no bar covers is
-padding. Bars too narrow to see are merged, and counted, so that a picture never lies by leaving
-out what it could not draw.
+A block is a unit square: x runs along the row, y over the rows. The area without bars is padding.
+Bars that are too narrow to see are merged and counted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from evenstep.core.rounding import divided_up, rounded_up
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bars:
-    """Bars within the unit square; `merged` of the segments have no bar of their own."""
+    """Bars within the unit square; `merged` counts the segments that share a bar."""
 
     left: FloatArray
     right: FloatArray
@@ -34,14 +33,13 @@ class Bars:
 
 
 def bars_of(plan: Plan, micro: int, narrowest: float, thinnest: float) -> Bars:
-    """The bars of a micro-batch, none narrower or thinner than said (as shares of the block)."""
+    """The bars of a micro-batch; minimum width and height are fractions of the block."""
     first_row, last_row = plan.micro_offsets[micro : micro + 2]
     rows = plan.row_offsets[first_row : last_row + 1]
     segments = slice(int(rows[0]), int(rows[-1]))
     row_of = np.repeat(np.arange(len(rows) - 1), np.diff(rows))
     lengths = plan.segments.length[segments]
-    unit = plan.recipe.topology.alignment
-    offsets = offsets_of(rounded_up(lengths, unit))
+    offsets = offsets_of(rounded_up(lengths, plan.recipe.topology.alignment))
     starts = offsets[:-1] - offsets[(rows - rows[0])[row_of]]
     width, count = float(plan.widths[micro]), len(rows) - 1
     together = max(1, int(np.ceil(count * thinnest - 1e-9)))  # rows that share one line
@@ -66,7 +64,7 @@ def bars_of(plan: Plan, micro: int, narrowest: float, thinnest: float) -> Bars:
 
 
 def _groups(left: FloatArray, right: FloatArray, row_of: IntArray, narrowest: float) -> IntArray:
-    """Number the bars: neighbours in a row that are too narrow share one until it is visible."""
+    """Number the bars; narrow neighbours in a row share one until it is wide enough."""
     group = np.zeros(len(left), np.int64)
     number, start = 0, 0
     for index in range(1, len(left)):
@@ -82,7 +80,7 @@ def _groups(left: FloatArray, right: FloatArray, row_of: IntArray, narrowest: fl
 def _thin_rows(
     row_of: IntArray, lengths: IntArray, width: float, count: int, together: int
 ) -> Bars:
-    """Several rows to a line, as wide as they are on average."""
+    """Draw several rows as one line, as wide as their mean."""
     line = row_of // together
     lines = divided_up(count, together)
     held = np.bincount(line, minlength=lines)

@@ -1,4 +1,4 @@
-"""Several strategies on the same lengths, side by side."""
+"""Compare strategies on the same lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evenstep.report.numbers import count, factor, percent, seconds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One strategy: its plan and the time that planning took, or why there is none."""
+    """One strategy: its plan and the planning time, or the reason why it has no plan."""
 
     name: str
     plan: Plan | None = None
@@ -25,7 +25,7 @@ class Entry:
 
     @property
     def modelled_time(self) -> float:
-        """The modelled time of all steps: the slowest rank's cost, summed."""
+        """The modelled time of all steps: the cost of each step's slowest rank, summed."""
         assert self.plan is not None
         over = float(self.stats[f"imbalance_cost_{self.stats['sync_every']}"])
         return over * float(self.plan.costs.sum()) / self.plan.num_ranks
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One figure of the table, and whether it is the best of its column."""
+    """One figure of the table; `best` marks the lowest of its column."""
 
     text: str
     best: bool = False
@@ -43,21 +43,22 @@ HEADER = (
     "micro-batches",
     "slots",
     "padding",
-    "at every micro-batch",
-    "once per step",
+    "imbalance per micro-batch",
+    "imbalance per step",
     "modelled time",
-    "to plan",
+    "planning time",
 )
 LEGEND = (
-    "At every micro-batch, once per step: cost of the slowest rank over the mean, where ranks meet "
-    "so often. Modelled time: the slowest rank of every step added up, the least being 1."
+    "Imbalance: cost of the slowest rank over the mean, if ranks synchronise at every micro-batch "
+    "or once per step. Modelled time: sum over steps of the slowest rank, relative to the fastest "
+    "strategy."
 )
 
 
 def cells(entries: Sequence[Entry]) -> list[list[Cell]]:
-    """The figures of each entry under `HEADER`; none for an entry without a plan."""
+    """The cells of each entry under `HEADER`; an entry without a plan has none."""
     times = [entry.modelled_time for entry in entries if entry.plan is not None]
-    least = min((time for time in times if time > 0), default=1.0)  # one that dropped all has 0
+    least = min((time for time in times if time > 0), default=1.0)  # 0 if every sample was dropped
     figures = [_figures(entry, least) for entry in entries]
     planned = [figure for figure in figures if figure]
     lowest = [min(column) for column in zip(*planned, strict=True)] if len(planned) > 1 else []
@@ -65,7 +66,7 @@ def cells(entries: Sequence[Entry]) -> list[list[Cell]]:
 
 
 def _cells(figures: list[float], lowest: list[float]) -> list[Cell]:
-    """Written out. Only slots, padding and time have a winner: even padding is still padding."""
+    """Format figures. Imbalance has no best: a plan with more padding can be more even."""
     write = (count, count, percent, factor, factor, factor, seconds)
     return [
         Cell(text(value), bool(lowest) and index in (1, 2, 5) and value == lowest[index])

@@ -1,4 +1,4 @@
-"""Panels as SVG: lanes, blocks, bars, axes."""
+"""Draw panels as SVG: lines of ranks, blocks, bars and axes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from evenstep.report.panel import Panel
 
 WIDTH = 1240
 LEFT, RIGHT = 28, 28
-_LABELS, _BUSY = 52, 58  # the gutters left and right of the lanes
+_LABELS, _BUSY = 52, 58  # the margins left and right of the lines
 _X = LEFT + _LABELS
 _RIGHT = WIDTH - RIGHT - _BUSY
-_LANES = _RIGHT - _X
+_LINE_WIDTH = _RIGHT - _X
 _MOST_BARS = 24_000  # per picture
-_MOST_HOVERS = 2500  # with more blocks, no micro-batch has a tooltip
-_DIGIT = 7  # pixels of a digit under the axis
-_THINNEST = 2.5  # pixels of a row, below which rows share one
-_APART = 4  # pixels of a bar, from which on a line sets it apart from the next
+_MOST_HOVERS = 2500  # with more blocks there are no tooltips
+_DIGIT = 7  # width of a digit under the axis, in pixels
+_THINNEST = 2.5  # minimum height of a row in pixels; thinner rows share a line
+_APART = 4  # minimum width in pixels of a bar with an outline
 
 _SHADES = [f"s{shade}" for shade in range(ink.SHADES)]
-_LAYERS = ["idle", "pad", "hatch", *_SHADES, *(f"apart {s}" for s in _SHADES), "block", "dummy"]
+_LAYERS = ["idle", "pad", "hatch", *_SHADES, *(f"apart {s}" for s in _SHADES), "block", "empty"]
 
 
 class Drawing:
-    """What all panels of one picture share: scale, shades and what had to be left out.
+    """The state that all panels of one picture share: scale, shades and notes.
 
-    `unit` is the cost that the axis counts as 1 on a shared scale; without it every panel has
-    its own scale and counts in even loads.
+    `unit` is the cost shown as 1 on a shared axis. Without it every panel has its own axis, in
+    mean loads.
     """
 
     def __init__(self, panels: Sequence[Panel], unit: float | None) -> None:
@@ -42,7 +42,7 @@ class Drawing:
         lengths = [panel.plan.segments.length[panel.segments] for panel in panels]
         every = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
         self.shading = ink.Shading.of(int(every.min(initial=2**40)), int(every.max(initial=1)))
-        self.has_dummies = any(
+        self.has_empty = any(
             bool((np.diff(panel.plan.segment_offsets)[panel.line.micro] == 0).any())
             for panel in panels
         )
@@ -52,26 +52,26 @@ class Drawing:
         self._left_out: list[str] = []
 
     def notes(self) -> list[str]:
-        """What the picture does not show, said."""
+        """One sentence for each thing that the picture leaves out or merges."""
         if not self._merged:
             return self._left_out
         merged = (
-            f"{times(self._merged, 'segment')} too small to see by themselves are drawn together "
-            f"with their neighbours, in the shade of their mean length."
+            f"Merges {times(self._merged, 'segment')} too small to draw with their neighbours, in "
+            f"the shade of their mean length."
         )
         return [*self._left_out, merged]
 
     def panel(self, panel: Panel, y: float) -> tuple[str, float]:
         """The panel as SVG with its top at `y`, and its height."""
-        scale = _LANES / (panel.span if self.unit is None else self._span)
+        scale = _LINE_WIDTH / (panel.span if self.unit is None else self._span)
         top = y + 42
         paint: dict[str, list[str]] = {layer: [] for layer in _LAYERS}
         labels, hovers = [], []
-        for lane, rank in enumerate(panel.ranks):
-            lane_y = top + lane * panel.pitch
-            labels.append(_lane_labels(panel, rank, lane_y + panel.height / 2))
-            for position in range(panel.positions):
-                hovers.append(self._block(paint, panel, rank, position, scale, lane_y))
+        for index, rank in enumerate(panel.ranks):
+            line_y = top + index * panel.pitch
+            labels.append(_labels(panel, rank, line_y + panel.height / 2))
+            for wave in range(panel.waves):
+                hovers.append(self._block(paint, panel, rank, wave, scale, line_y))
         self._left_out += [note for note in panel.notes() if note not in self._left_out]
         heading = escape(fitting(panel.heading, 14))
         parts = [
@@ -90,30 +90,30 @@ class Drawing:
         paint: dict[str, list[str]],
         panel: Panel,
         rank: int,
-        position: int,
+        wave: int,
         scale: float,
         y: float,
     ) -> str:
-        """Paint one micro-batch and the wait after it; return its tooltip."""
+        """Draw one micro-batch and the wait after it; return its tooltip."""
         line, height = panel.line, panel.height
-        x = _X + float(line.starts[rank, position]) * scale
-        width = float(line.costs[rank, position]) * scale
-        wait = float(panel.waits[rank, position]) * scale
+        x = _X + float(line.starts[rank, wave]) * scale
+        width = float(line.costs[rank, wave]) * scale
+        wait = float(panel.waits[rank, wave]) * scale
         box = _rect(x, y, width, height)
         bars = bars_of(
             panel.plan,
-            int(line.micro[rank, position]),
+            int(line.micro[rank, wave]),
             self._narrowest / max(width, 1e-9),
             _THINNEST / height,
         )
         self._merged += bars.merged
         if wait > 0.3:
             paint["idle"].append(_rect(x + width, y, wait, height))
-        if len(bars) == 0:  # too little work to see, so as wide as a mark must be
+        if len(bars) == 0:  # an empty micro-batch; its cost is too small to draw to scale
             mark = max(width, 9)
             at = min(x + 1.5, _X + panel.span * scale - mark)
-            paint["dummy"].append(_rect(at, y + 1, mark, height - 2))
-            return _hover(panel, rank, position, bars, box)
+            paint["empty"].append(_rect(at, y + 1, mark, height - 2))
+            return _hover(panel, rank, wave, bars, box)
         for layer in ("pad", "hatch", "block"):
             paint[layer].append(box)
         for index in range(len(bars)):
@@ -122,24 +122,24 @@ class Drawing:
             shade = f"s{self.shading.shade(float(bars.length[index]))}"
             layer = f"apart {shade}" if right - left >= _APART else shade
             paint[layer].append(_rect(x + left, y + top, max(right - left, 0.4), bottom - top))
-        return _hover(panel, rank, position, bars, box)
+        return _hover(panel, rank, wave, bars, box)
 
     def _fit(self, panels: Sequence[Panel]) -> float:
-        """The narrowest bar in pixels that keeps the picture at a size browsers like."""
+        """The minimum width of a bar in pixels, chosen so that the number of bars stays bounded."""
         narrowest = 1.6
         segments = sum(panel.segments.stop - panel.segments.start for panel in panels)
-        lanes = sum(len(panel.ranks) for panel in panels)
+        lines = sum(len(panel.ranks) for panel in panels)
         if segments > _MOST_BARS:
-            narrowest = max(narrowest, lanes * _LANES / _MOST_BARS)
+            narrowest = max(narrowest, lines * _LINE_WIDTH / _MOST_BARS)
         return narrowest
 
     def _axis(self, panel: Panel, scale: float, top: float) -> str:
         bottom = top + panel.pitch * len(panel.ranks)
-        unit = self.unit or panel.line.even or 1.0
+        unit = self.unit or panel.line.mean or 1.0
         end = panel.span / unit
         parts = []
-        if panel.positions > 1:
-            barriers = panel.line.barriers[: panel.positions]
+        if panel.waves > 1:
+            barriers = panel.line.barriers[: panel.waves]
             lines = "".join(
                 f"M{_n(_X + float(at) * scale)} {_n(top - 3)}V{_n(bottom)}" for at in barriers
             )
@@ -149,23 +149,23 @@ class Drawing:
             x = _X + tick * unit * scale
             parts.append(f'<path class="axis" d="M{_n(x)} {_n(bottom + 2)}v4"/>')
             text = f"{tick:g}"
-            x = min(x, _RIGHT - _DIGIT / 2 * len(text))  # clear of the name of the axis
+            x = min(x, _RIGHT - _DIGIT / 2 * len(text))  # do not overlap the name of the axis
             parts.append(f'<text class="tick" x="{_n(x)}" y="{_n(bottom + 18)}">{text}</text>')
-        name = "even loads" if self.unit is None else "× shortest"
+        name = "mean loads" if self.unit is None else "× shortest"
         label = f'<text class="unit" x="{_RIGHT + 10}" y="{_n(bottom + 18)}">{name}</text>'
         parts.append(label)
         if self.unit is None and end >= 1 - 1e-9:
             x = _X + unit * scale
-            parts.append(f'<path class="even" d="M{_n(x)} {_n(top - 5)}V{_n(bottom + 2)}"/>')
+            parts.append(f'<path class="mean" d="M{_n(x)} {_n(top - 5)}V{_n(bottom + 2)}"/>')
         return "".join(parts)
 
 
 def fitting(text: str, size: float) -> str:
-    """Text that a picture has room for in one line of this size."""
+    """Text shortened to fit one line of the picture at this font size."""
     return shortened(text, (WIDTH - LEFT - RIGHT) / size)
 
 
-def _lane_labels(panel: Panel, rank: int, y: float) -> str:
+def _labels(panel: Panel, rank: int, y: float) -> str:
     busy = panel.line.busy
     size = min(12.0, panel.height)
     kind = "busy slowest" if panel.line.slowest[rank] else "busy"
@@ -177,20 +177,20 @@ def _lane_labels(panel: Panel, rank: int, y: float) -> str:
     )
 
 
-def _hover(panel: Panel, rank: int, position: int, bars: Bars, box: str) -> str:
-    plan, micro = panel.plan, int(panel.line.micro[rank, position])
+def _hover(panel: Panel, rank: int, wave: int, bars: Bars, box: str) -> str:
+    plan, micro = panel.plan, int(panel.line.micro[rank, wave])
     rows = int(plan.micro_offsets[micro + 1] - plan.micro_offsets[micro])
     width = int(plan.widths[micro])
     text = (
-        f"rank {rank}, micro-batch {position}: {times(bars.segments, 'segment')}, "
+        f"rank {rank}, micro-batch {wave}: {times(bars.segments, 'segment')}, "
         f"{times(rows, 'row')} × {count(width)} = {times(rows * width, 'slot')}, "
-        f"{times(bars.tokens, 'token')}, cost {panel.line.costs[rank, position]:.6g}"
+        f"{times(bars.tokens, 'token')}, cost {panel.line.costs[rank, wave]:.6g}"
     )
     return f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>'
 
 
 def _ticks(end: float) -> list[float]:
-    """Round numbers from 0 to `end`, five or so."""
+    """About five round numbers from 0 to `end`."""
     step = 10 ** math.floor(math.log10(max(end, 1e-9) / 4))
     step *= min((1, 2, 2.5, 5, 10), key=lambda times: abs(end / (step * times) - 5))
     return [round(step * index, 9) for index in range(int(end / step + 1e-9) + 1)]

@@ -1,4 +1,4 @@
-"""Colours and type, for light and dark, shared by pictures and pages."""
+"""Colours and fonts of pictures and pages, light and dark."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _DARK = {
 
 
 def variables() -> str:
-    """The colours as CSS variables; dark where the reader's screen is."""
+    """The colours as CSS variables, with a dark variant for dark mode."""
     return themed(f":root{{{''.join(f'--{name}:${name};' for name in _LIGHT)}}}")
 
 
 def themed(rules: str) -> str:
-    """CSS rules with `$ink` for a colour, light and then dark where the reader's screen is.
+    """CSS rules in which names such as `$ink` become colours, for light mode and for dark mode.
 
-    Plain values, because what draws an SVG outside a browser often knows no CSS variables.
+    The colours are plain values: many SVG renderers outside browsers lack CSS variables.
     """
     light, dark = (Template(rules).substitute(inks) for inks in (_LIGHT, _DARK))
     return f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
@@ -69,13 +69,13 @@ FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-se
 
 @dataclass(frozen=True, slots=True)
 class Shading:
-    """Which shade a segment of some length has: `edges[i]` is the longest of shade i."""
+    """Map segment lengths to shades; `edges[i]` is the longest length of shade i."""
 
     edges: tuple[int, ...]
 
     @classmethod
     def of(cls, shortest: int, longest: int) -> Shading:
-        """Shades in equal ratios between two lengths, at round numbers.
+        """Shades in equal ratios between two lengths, with round edges.
 
         >>> Shading.of(100, 10000).edges
         (220, 460, 1000, 2200, 4600, 10000)
@@ -85,7 +85,7 @@ class Shading:
         return cls((*sorted(edge for edge in inner if shortest <= edge < longest), longest))
 
     def shade(self, length: float) -> int:
-        """The shade of a length, spread over all shades where there are fewer edges."""
+        """The shade of a length; with few edges, shades are spread over the full range."""
         at = next((i for i, edge in enumerate(self.edges) if length <= edge), len(self.edges) - 1)
         return self.spread(at)
 
@@ -94,11 +94,11 @@ class Shading:
         return round(at * (SHADES - 1) / max(1, len(self.edges) - 1))
 
     def labels(self) -> list[tuple[int, str]]:
-        """(shade, text) for a legend."""
+        """(shade, label) pairs for a legend."""
         return [(self.spread(at), f"≤ {count(edge)}") for at, edge in enumerate(self.edges)]
 
 
 def _round(value: float) -> int:
-    """Two significant digits: 1234 -> 1200."""
+    """Round to two significant digits: 1234 -> 1200."""
     step = 10 ** max(0, math.floor(math.log10(value)) - 1)
     return int(round(value / step) * step)

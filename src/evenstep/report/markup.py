@@ -1,4 +1,4 @@
-"""Text inside SVG and HTML."""
+"""Escape and shorten text for SVG and HTML."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 import unicodedata
 from itertools import accumulate
 
-# What XML 1.0 has no place for: most control characters, halves of pairs, U+FFFE and U+FFFF.
+# Characters that XML 1.0 forbids: most control characters, lone surrogates, U+FFFE and U+FFFF.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def escape(text: str) -> str:
-    """Any text as the content of an element, such as a file's name with bytes that are no text.
+    """Escape any text for use inside an element; forbidden characters become U+FFFD.
 
     >>> escape("<a>\\x1b")
     '&lt;a&gt;\ufffd'
@@ -21,9 +21,9 @@ def escape(text: str) -> str:
 
 
 def shortened(text: str, ems: float) -> str:
-    """Text without its middle where it is wider than so many times its size.
+    """Replace the middle of text that is wider than `ems` by an ellipsis.
 
-    Both ends tell files apart. Widths are guesses, on the safe side for most typefaces.
+    Both ends stay, because they tell file names apart. Widths are estimates on the safe side.
 
     >>> shortened("tokens-of-everything.npy", 10)
     'tokens…ng.npy'

@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def count(value: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """0.01234 -> 1.23 %; what is not quite none or all never reads as that."""
+    """0.01234 -> 1.23 %; only exact 0 and 1 read as 0 % and 100 %."""
     if ratio in (0, 1):
         return f"{100 * ratio:g} %"
     if 0 < ratio < 0.00005:
@@ -42,7 +42,5 @@ def agreeing(number: float, noun: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """Micro-batch -> micro-batches, dummy -> dummies."""
-    if noun.endswith("y"):
-        return f"{noun[:-1]}ies"
+    """Micro-batch -> micro-batches."""
     return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: figures, tables and the picture, light and dark."""
+"""Self-contained HTML pages with pictures and tables, light and dark."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MOST_STEPS = 500
 
 
 def plan_page(plan: Plan, title: str = "Plan") -> str:
-    """A page about one plan: its picture, its measures, its steps and its recipe."""
+    """A page about one plan: picture, stats, steps and recipe."""
     stats = plan.stats()
     parts = [_bottleneck(stats), _scroll(plan_picture(plan, title)), _sections(stats)]
     parts += ["<h2>Steps</h2>", _steps(plan.step_stats()[:_MOST_STEPS])]
     if plan.num_steps > _MOST_STEPS:
-        parts.append(f"<p>The first {_MOST_STEPS} of {count(plan.num_steps)} steps are listed.</p>")
+        parts.append(f"<p>Lists the first {_MOST_STEPS} of {count(plan.num_steps)} steps.</p>")
     recipe = json.dumps(plan.recipe.to_dict(), indent=2)
     parts.append(f"<details><summary>Recipe</summary><pre>{escape(recipe)}</pre></details>")
     return _document(title, parts)
 
 
 def comparison_page(entries: Sequence[Entry], title: str = "Comparison") -> str:
-    """A page about several strategies on the same lengths."""
+    """A page that compares strategies on the same lengths."""
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}
     parts = [f"<h1>{escape(title)}</h1>", _comparison(entries)]
     parts.append(f"<p>{escape(comparison.LEGEND)}</p>")

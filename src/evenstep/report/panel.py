@@ -1,4 +1,4 @@
-"""Which part of a step is drawn, and how high its lanes are."""
+"""Choose the ranks and micro-batches of a step to draw, and the height of a rank's line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from evenstep.report.timeline import Timeline
 
 _MOST_RANKS = 64
 _MOST_BLOCKS = 1024
-_MOST_POSITIONS = 40  # more would be slivers
+_MOST_WAVES = 40  # more would be too narrow to see
 
 
 @dataclass(slots=True, eq=False)
 class Panel:
-    """A step of a plan, what is written over it, and what of it can be seen.
+    """A step of a plan with its heading, and the ranks and waves to draw.
 
-    With 1,024 ranks 64 are drawn; with 2,000 micro-batches per rank the first ones; `notes`
-    says so.
+    At most 64 ranks and the first 40 waves are drawn; `notes` names what is left out.
     """
 
     plan: Plan
@@ -29,21 +28,21 @@ class Panel:
     heading: str
     detail: str
     ranks: list[int] = field(init=False)
-    positions: int = field(init=False)
-    span: float = field(init=False)  # the cost from the left end to the right end
+    waves: int = field(init=False)  # the first ones
+    span: float = field(init=False)  # cost from the left end to the right end
     height: float = field(init=False)
-    waits: FloatArray = field(init=False)  # ranks × positions: after each micro-batch
+    waits: FloatArray = field(init=False)  # ranks × waves: the wait after each micro-batch
 
     def __post_init__(self) -> None:
         self.ranks = _choose_ranks(self.line)
         every = self.line.micro.shape[1]
-        self.positions = min(every, _MOST_POSITIONS, max(4, _MOST_BLOCKS // len(self.ranks)))
+        self.waves = min(every, _MOST_WAVES, max(4, _MOST_BLOCKS // len(self.ranks)))
         if self.whole:
             self.span = self.line.end
         elif self.line.lock_step:
-            self.span = float(self.line.barriers[self.positions - 1])
+            self.span = float(self.line.barriers[self.waves - 1])
         else:
-            last = self.positions - 1
+            last = self.waves - 1
             self.span = float((self.line.starts[:, last] + self.line.costs[:, last]).max())
         self.height = min(34.0, max(11.0, 420 / len(self.ranks)))
         ends = self.line.starts + self.line.costs
@@ -56,38 +55,38 @@ class Panel:
 
     @property
     def whole(self) -> bool:
-        """Whether every micro-batch of the ranks shown is drawn."""
-        return self.positions == int(self.line.micro.shape[1])
+        """Whether every micro-batch of the chosen ranks is drawn."""
+        return self.waves == int(self.line.micro.shape[1])
 
     @property
     def pitch(self) -> float:
-        """From the top of one lane to the top of the next."""
+        """The distance between the tops of two neighbouring lines."""
         return self.height + (4 if self.height > 16 else 2)
 
     @property
     def blocks(self) -> int:
-        """Micro-batches drawn."""
-        return len(self.ranks) * self.positions
+        """The number of micro-batches drawn."""
+        return len(self.ranks) * self.waves
 
     @property
     def segments(self) -> slice:
-        """The segments of the step in the plan."""
+        """The plan's segments that belong to this step."""
         offsets, micro = self.plan.segment_offsets, self.line.micro
         return slice(int(offsets[micro.min()]), int(offsets[micro.max() + 1]))
 
     def notes(self) -> list[str]:
-        """What is not drawn."""
-        ranks, positions = self.line.micro.shape
+        """One sentence for each thing that is left out."""
+        ranks, waves = self.line.micro.shape
         notes = []
         if len(self.ranks) < ranks:
             notes.append(
-                f"{len(self.ranks)} of {count(ranks)} ranks are shown: evenly spaced ones, and "
-                f"the busiest."
+                f"Shows {len(self.ranks)} of {count(ranks)} ranks, evenly spaced, including the "
+                f"busiest."
             )
         if not self.whole:
             notes.append(
-                f"{self.heading}: the first {self.positions} of {count(positions)} micro-batches "
-                f"per rank are shown."
+                f"{self.heading}: shows the first {self.waves} of {count(waves)} micro-batches per "
+                f"rank."
             )
         return notes
 

@@ -1,7 +1,7 @@
-"""Pictures of plans: ranks as lanes, micro-batches as blocks along time, segments inside.
+"""Draw plans as SVG: one line per rank, micro-batches as blocks over time, segments as bars.
 
-Left to right is modelled cost. What is hatched is padding, what is tinted is a rank that waits.
-The same plan gives the same SVG, which needs nothing from elsewhere.
+The horizontal axis is modelled cost. Padding is hatched; time that a rank waits is tinted.
+The SVG is self-contained, and the same plan always gives the same SVG.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from evenstep.report.panel import Panel
 from evenstep.report.tables import Row, headline
 from evenstep.report.timeline import Timeline, timelines
 
-MANY_RANKS = 16  # from here on two steps fill a screen
+MANY_RANKS = 16  # with more ranks than this, two steps fill a screen
 
 
 def plan_picture(plan: Plan, title: str = "Plan") -> str:
-    """An SVG of a plan: its first steps and its most uneven one."""
+    """An SVG of a plan: its first steps and the most uneven of the rest."""
     steps = timelines(plan)
     shown, left_out = _choose(steps)
     panels = [Panel(plan, step, *_describe(plan, step)) for step in shown]
@@ -29,28 +29,28 @@ def plan_picture(plan: Plan, title: str = "Plan") -> str:
 
 
 def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", step: int = 0) -> str:
-    """An SVG of the same step under several strategies, on one scale of time."""
+    """An SVG of the same step under several strategies, on one time scale."""
     lines = {name: timelines(plan)[step] for name, plan in plans.items() if step < plan.num_steps}
     shortest = min((line.end for line in lines.values()), default=1.0)
     panels = []
     for name, line in lines.items():
         _, detail = _describe(plans[name], line)
         panels.append(Panel(plans[name], line, f"{name}: {factor(line.end / shortest)}", detail))
-    notes = [f"Step {step} of each strategy. All share one scale: 1 is the shortest of them."]
+    notes = [f"Step {step} of each strategy. All share one scale; the shortest is 1."]
     return _compose(title, [], panels, notes, unit=shortest)
 
 
 def _choose(steps: list[Timeline]) -> tuple[list[Timeline], list[str]]:
-    """The first steps, with the most uneven one among them, and what to say about the rest."""
+    """The first steps and the most uneven of the rest, and a note about what is left out."""
     most = 4 if not steps or len(steps[0].micro) <= MANY_RANKS else 2
     if len(steps) <= most:
         return steps, []
     rest = steps[most - 1 :]
-    worst = max(rest, key=lambda line: line.end / line.even if line.even else 1.0)
+    worst = max(rest, key=lambda line: line.end / line.mean if line.mean else 1.0)
     first = "the first" if most == 2 else f"the first {most - 1}"
     note = (
-        f"{most} of {times(len(steps), 'step')} are shown: {first}, and step {worst.step}, the "
-        f"most uneven of the rest."
+        f"Shows {most} of {times(len(steps), 'step')}: {first}, and step {worst.step}, the most "
+        f"uneven of the rest."
     )
     return [*steps[: most - 1], worst], [note]
 
@@ -60,13 +60,13 @@ def _describe(plan: Plan, line: Timeline) -> tuple[str, str]:
     offsets = plan.segment_offsets
     segments = int(offsets[micro.stop] - offsets[micro.start])
     slots, tokens = int(plan.slots[micro].sum()), int(plan.tokens[micro].sum())
-    where = "at every micro-batch" if line.lock_step else "once per step"
-    over = line.end / line.even if line.even else 1.0
-    ranks, positions = line.micro.shape
+    often = "micro-batch" if line.lock_step else "step"
+    over = line.end / line.mean if line.mean else 1.0
+    ranks, waves = line.micro.shape
     detail = (
         f"{times(segments, 'segment')} · {times(ranks, 'rank')} × "
-        f"{times(positions, 'micro-batch')} · {percent((slots - tokens) / slots)} padding · "
-        f"{factor(over)} the even load (ranks meet {where})"
+        f"{times(waves, 'micro-batch')} · {percent((slots - tokens) / slots)} padding · "
+        f"imbalance per {often} {factor(over)}"
     )
     return f"Step {line.step}", detail
 
@@ -74,7 +74,7 @@ def _describe(plan: Plan, line: Timeline) -> tuple[str, str]:
 def _compose(
     title: str, figures: list[Row], panels: Sequence[Panel], notes: list[str], unit: float | None
 ) -> str:
-    """Title, figures, legend, panels and notes, one under the other."""
+    """Stack title, figures, legend, panels and notes."""
     drawing = Drawing(panels, unit)
     parts: list[str] = []
     y = 44.0
@@ -113,7 +113,7 @@ def _figures(figures: list[Row], y: float) -> str:
 
 
 def _legend(drawing: Drawing, y: float) -> str:
-    """Swatches in one line: lengths by shade, then padding, waiting, dummies, the even load."""
+    """One line: segment lengths by shade, padding, waiting, empty micro-batches, mean load."""
     x, parts = float(LEFT), []
 
     def add(mark: str, label: str, gap: float = 16) -> None:
@@ -131,11 +131,11 @@ def _legend(drawing: Drawing, y: float) -> str:
     hatched = box.format(kind="pad") + box.format(kind="hatch")
     add(hatched, "padding")
     add(box.format(kind="idle"), "waiting")
-    if drawing.has_dummies:
-        add(box.format(kind="dummy"), "dummy")
+    if drawing.has_empty:
+        add(box.format(kind="empty"), "empty micro-batch")
     if drawing.unit is None:
-        line = '<path class="even" d="M{x} {text}m0 -4h17"/>'
-        add(line, "even load")
+        line = '<path class="mean" d="M{x} {text}m0 -4h17"/>'
+        add(line, "mean load")
     return "".join(parts)
 
 
@@ -153,11 +153,11 @@ _FORM = (
     ".evenstep .apart{stroke-width:.7}"
     ".evenstep .hatch{fill:url(#evenstep-hatch)}"
     ".evenstep .hatching{stroke-width:1.4}"
-    ".evenstep .dummy{stroke-dasharray:2 2}"
+    ".evenstep .empty{stroke-dasharray:2 2}"
     ".evenstep .block{fill:none;stroke-width:2.6}"
     ".evenstep .barrier{stroke-width:.6;stroke-dasharray:1 2;fill:none}"
     ".evenstep .axis{stroke-width:1;fill:none}"
-    ".evenstep .even{stroke-width:1.5;stroke-dasharray:5 3;fill:none}"
+    ".evenstep .mean{stroke-width:1.5;stroke-dasharray:5 3;fill:none}"
     ".evenstep .hover{fill:none;pointer-events:all}"
 )
 _COLOURS = (
@@ -170,10 +170,10 @@ _COLOURS = (
     ".evenstep .pad{fill:$pad}"
     ".evenstep .hatching{stroke:$hatch}"
     ".evenstep .idle{fill:$idle}"
-    ".evenstep .dummy{fill:$paper;stroke:$muted}"
+    ".evenstep .empty{fill:$paper;stroke:$muted}"
     ".evenstep .barrier{stroke:$muted}"
     ".evenstep .axis{stroke:$rule}"
-    ".evenstep .even{stroke:$mark}"
+    ".evenstep .mean{stroke:$mark}"
 )
 _PATTERN = (
     '<defs><pattern id="evenstep-hatch" width="5" height="5" patternUnits="userSpaceOnUse" '

@@ -1,4 +1,4 @@
-"""The measures of a plan as labelled rows, for a terminal or a page."""
+"""Tables of a plan's stats, as labelled rows for a terminal or a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenstep.report.numbers import agreeing, count, factor, percent, times
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measure: what it is called, what it says, and what to compare it with."""
+    """One figure: its label, its value, and a note that explains it."""
 
     label: str
     value: str
@@ -20,30 +20,30 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Measures that answer one question."""
+    """Rows under one heading."""
 
     title: str
     rows: list[Row]
 
 
 def sections(stats: Mapping[str, Value]) -> list[Section]:
-    """The table of a plan: what it holds, how full, how even, how near the best, what was cut.
+    """The stats of a plan in five sections: contents, padding, balance, bounds, over-long samples.
 
     `for section in sections(plan.stats()): print(section.title, section.rows)`
     """
-    return [_holds(stats), _full(stats), _even(stats), _near(stats), _over_long(stats)]
+    return [_contents(stats), _padding(stats), _balance(stats), _bounds(stats), _over_long(stats)]
 
 
 def headline(stats: Mapping[str, Value]) -> list[Row]:
-    """The few figures that say whether a plan is any good."""
+    """The five figures at the top of a picture."""
     often = str(stats["sync_every"])
-    when = "at every micro-batch" if often == "micro_batch" else "once per step"
+    when = often.replace("_", "-")
     return [
         Row("of slots are real tokens", percent(1 - _number(stats, "padding_ratio"))),
         Row(
-            "slowest rank over the mean",
+            f"imbalance per {when}",
             factor(_number(stats, f"imbalance_cost_{often}")),
-            f"ranks synchronise {when}",
+            "cost of the slowest rank over the mean",
         ),
         Row(
             f"{_noun(stats, 'num_packs', 'micro-batch')}; bound {_int(stats, 'num_packs_bound')}",
@@ -54,9 +54,9 @@ def headline(stats: Mapping[str, Value]) -> list[Row]:
     ]
 
 
-def _holds(stats: Mapping[str, Value]) -> Section:
+def _contents(stats: Mapping[str, Value]) -> Section:
     where = f"{_times(stats, 'num_steps', 'step')} on {_times(stats, 'num_ranks', 'rank')}"
-    dummies = _number(stats, "num_empty_micro_batches")
+    empty = _number(stats, "num_empty_micro_batches")
     return Section(
         "Plan",
         [
@@ -65,15 +65,15 @@ def _holds(stats: Mapping[str, Value]) -> Section:
             Row(
                 "micro-batches",
                 _int(stats, "num_micro_batches"),
-                f"{times(dummies, 'dummy')} to keep counts equal" if dummies else "",
+                f"{count(empty)} empty, to keep counts equal" if empty else "",
             ),
         ],
     )
 
 
-def _full(stats: Mapping[str, Value]) -> Section:
+def _padding(stats: Mapping[str, Value]) -> Section:
     return Section(
-        "Full",
+        "Padding",
         [
             Row("real tokens", _int(stats, "tokens")),
             Row("slots", _int(stats, "slots"), "real tokens plus padding"),
@@ -91,47 +91,40 @@ def _full(stats: Mapping[str, Value]) -> Section:
             Row(
                 "budget used",
                 percent(_number(stats, "bin_utilization")),
-                "mean over micro-batches that hold anything",
+                "mean over micro-batches with segments",
             ),
         ],
     )
 
 
-def _even(stats: Mapping[str, Value]) -> Section:
+def _balance(stats: Mapping[str, Value]) -> Section:
     rows = []
-    for often, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
-        chosen = ", which this plan minimises" if stats["sync_every"] == often else ""
-        rows.append(
-            Row(
-                f"cost, ranks meet {when}",
-                factor(_number(stats, f"imbalance_cost_{often}")),
-                f"slowest over mean{chosen}",
+    for key, what, most in (("cost", "cost", "slowest"), ("tokens", "token", "most")):
+        for often in ("micro_batch", "step"):
+            minimised = key == "cost" and stats["sync_every"] == often
+            rows.append(
+                Row(
+                    f"{what} imbalance per {often.replace('_', '-')}",
+                    factor(_number(stats, f"imbalance_{key}_{often}")),
+                    f"{most} over mean{'; this plan minimises it' if minimised else ''}",
+                )
             )
-        )
-    for often, when in (("micro_batch", "at every micro-batch"), ("step", "once per step")):
-        rows.append(
-            Row(
-                f"tokens, ranks meet {when}",
-                factor(_number(stats, f"imbalance_tokens_{often}")),
-                "most over mean",
-            )
-        )
-    return Section("Even", rows)
+    return Section("Balance", rows)
 
 
-def _near(stats: Mapping[str, Value]) -> Section:
+def _bounds(stats: Mapping[str, Value]) -> Section:
     verb = "is" if stats["num_packs_bound"] == 1 else "are"
     packs = f"at least {_int(stats, 'num_packs_bound')} {verb} needed"
     if stats["packs_optimal"]:
-        packs += "; as few per rank as any plan can have"
-    balance = "slowest over its lower bound"
+        packs += "; no plan has fewer per rank"
+    time = "modelled time over its lower bound"
     if stats["balance_optimal"]:
-        balance += "; no plan of this recipe can be faster"
+        time += "; no plan of this recipe is faster"
     return Section(
         "Bounds",
         [
             Row("micro-batches with segments", _int(stats, "num_packs"), packs),
-            Row("time", factor(_number(stats, "time_over_floor")), balance),
+            Row("time over floor", factor(_number(stats, "time_over_floor")), time),
         ],
     )
 
@@ -143,7 +136,7 @@ def _over_long(stats: Mapping[str, Value]) -> Section:
         Row(
             "alone",
             _int(stats, "num_alone"),
-            "over a limit by themselves, in micro-batches of their own",
+            "over a limit, each in a micro-batch of its own",
         ),
         Row("dropped", _int(stats, "num_dropped"), _lost(stats, "tokens_dropped")),
     ]
@@ -156,16 +149,16 @@ def _lost(stats: Mapping[str, Value], key: str) -> str:
 
 
 def step_table(steps: Sequence[Mapping[str, Value]]) -> tuple[list[str], list[list[str]]]:
-    """One row per step: header and cells."""
+    """The header and one row per step."""
     header = [
         "step",
         "samples",
         "micro-batches",
         "slots",
         "padding",
-        "at every micro-batch",
-        "once per step",
-        "over bound",
+        "imbalance per micro-batch",
+        "imbalance per step",
+        "time over floor",
     ]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""When each micro-batch of a step starts and ends, by modelled cost."""
+"""Start and end of each micro-batch of a step, in modelled cost."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from evenstep.core.ragged import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """One step as its ranks synchronise; ranks × positions, in units of cost.
+    """One step over time: arrays of ranks × waves, in units of cost.
 
-    Costs [[3, 1], [2, 2]] start at [[0, 3], [0, 3]] where ranks meet at every micro-batch and
-    at [[0, 3], [0, 2]] where they meet once per step.
+    Micro-batches of cost [[3, 1], [2, 2]] start at [[0, 3], [0, 3]] if ranks synchronise at every
+    micro-batch, and at [[0, 3], [0, 2]] if they synchronise once per step.
     """
 
     step: int
-    micro: IntArray  # ranks × positions: the number of each micro-batch in the plan
+    micro: IntArray  # ranks × waves: index of each micro-batch in the plan
     costs: FloatArray
     starts: FloatArray
     lock_step: bool
 
     @property
-    def even(self) -> float:
-        """The mean load of a rank: when the step would end if all ranks did the same."""
+    def mean(self) -> float:
+        """The mean load of a rank."""
         return float(self.costs.sum() / len(self.costs))
 
     @property
     def end(self) -> float:
-        """When the last rank ends, and with it the step."""
+        """When the last rank ends."""
         return float((self.starts + self.costs).max())
 
     @property
     def busy(self) -> FloatArray:
-        """The share of the step that each rank works rather than waits."""
+        """The fraction of the step that each rank works."""
         return np.asarray(self.costs.sum(axis=1) / (self.end or 1.0))
 
     @property
     def slowest(self) -> NDArray[np.bool_]:
-        """Which ranks work the longest; none where all work as long."""
+        """Which ranks work the longest; none if all work equally long."""
         busy = self.busy
         most = busy >= busy.max() * (1 - 1e-9)
         return np.asarray(most & ~most.all())
 
     @property
     def barriers(self) -> FloatArray:
-        """When all ranks meet: after every position, or once at the end."""
+        """When ranks synchronise: after every wave, or once at the end."""
         if self.lock_step:
             return np.cumsum(self.costs.max(axis=0))
         return np.array([self.end])
 
 
 def timelines(plan: Plan) -> list[Timeline]:
-    """All steps of a plan, in order."""
+    """The timelines of all steps, in order."""
     lock_step = plan.recipe.sync_every == "micro_batch"
     costs, ranks = plan.costs, plan.num_ranks
     result = []
     for step in range(plan.num_steps):
         cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
-        # (ranks, positions): a valid plan has the same number of micro-batches on every rank
+        # (ranks, waves): a valid plan has the same number of micro-batches on every rank
         micro = np.arange(cells[0], cells[-1]).reshape(ranks, -1)
         cost = costs[micro]
         if lock_step:
