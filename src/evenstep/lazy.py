@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -31,12 +32,22 @@ def exports(
             missing = (error.name or "").partition(".")[0]
             if not extra or missing == "evenstep":
                 raise
-            raise ModuleNotFoundError(
-                f"{package}.{name} needs {missing}, which is not installed. Run "
-                f'pip install -e ".[{extra}]" in a checkout of evenstep.',
-                name=error.name,
-            ) from None
+            raise _missing(f"{package}.{name}", missing, extra) from None
         setattr(sys.modules[package], name, value)
         return value
 
     return get, lambda: sorted(home)
+
+
+def need(module: str, *, extra: str, package: str) -> None:
+    """Raise an error that says how to install `module` if `package` cannot be used without it."""
+    if find_spec(module) is None:
+        raise _missing(package, module, extra)
+
+
+def _missing(what: str, module: str, extra: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(
+        f"{what} needs {module}, which is not installed. Run "
+        f'pip install -e ".[{extra}]" in a checkout of evenstep.',
+        name=module,
+    )

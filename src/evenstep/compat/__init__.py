@@ -1,4 +1,8 @@
-"""Other systems' names over the layers below: **their call** -> ours. Nothing is decided here.
+"""Other systems' names: **their call** -> ours. Everything here needs torch.
 
-cosmos_rl   ShardedIterableDataset, LoadBalancedDataset
+cosmos_rl  ShardedIterableDataset and LoadBalancedDataset
 """
+
+from evenstep.lazy import need
+
+need("torch", extra="torch", package=__name__)

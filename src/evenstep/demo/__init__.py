@@ -1,1 +1,26 @@
-"""What `make demo` runs: a small decoder, trained three ways on the Python standard library."""
+"""What `make demo` runs: a small decoder, trained three ways on the Python standard library.
+
+decoder  a small language model that takes a `Batch`
+run      `python -m evenstep.demo`
+"""
+
+from typing import TYPE_CHECKING
+
+from evenstep.lazy import exports
+
+if TYPE_CHECKING:
+    from evenstep.demo.decoder import Decoder, DecoderShape
+
+__all__ = [
+    "Decoder",
+    "DecoderShape",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "decoder": ["Decoder", "DecoderShape"],
+        },
+        extra="torch",
+    )

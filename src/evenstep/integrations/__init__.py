@@ -1,7 +1,11 @@
-"""Streams and batches -> **what other systems take**. None is imported unless it is there.
+"""Streams and batches -> **what other systems take**. Everything here needs torch.
 
-dataloader   a stream as a torch dataset, and a loader that knows where it is
+dataloader   a stream as a torch dataset, and a loader that knows its position
 sampler      a planned stream as a batch sampler, for DataLoader, accelerate and the HF Trainer
-huggingface  keyword arguments for transformers models, and which of them keep segments apart
+huggingface  keyword arguments for transformers models, and which models keep segments apart
 megatron     the fields of Megatron's PackedSeqParams
 """
+
+from evenstep.lazy import need
+
+need("torch", extra="torch", package=__name__)
