@@ -1,4 +1,4 @@
-"""Balance: how even the parts are beside the bound and the classics, and how fast."""
+"""Balance: evenness compared with bounds and other algorithms, and time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from benchmarks.lengths import draw, log_normal
 from benchmarks.peers import installed
 from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import best, interleave
+from evenstep import Cost, partition
 from evenstep.core.bounds import makespan_bound
-from evenstep.core.cost import Cost
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning import partition
 
 COSTS = {
     "L": Cost.tokens(),
@@ -28,24 +27,24 @@ EVEN, OF_DIFFERENCING = 1.001, 1.001
 
 
 def balance(bench: Bench) -> Section:
-    """Evenness over many instances, and time on the two that are promised."""
+    """Measure evenness over many instances, and time on three sizes."""
     section = Section(
         "Balance",
         notes=[
-            "Largest part over mean part. Two bounds say where 1.001 can be had: the mean and the "
-            "largest item, and the stronger one that j + 1 of the j·k + 1 largest items must share "
-            "a part. Whole numbers of tokens cannot be divided: the mean is rounded up for cost L.",
+            "Figures are the load of the largest part over the mean load (max/mean). Two lower "
+            "bounds: the mean and the largest item; and the stronger fact that j + 1 of the "
+            "j·k + 1 largest items share a part. For cost L the mean is rounded up to an integer.",
         ],
     )
     section.tables += [_evenness(bench, section), _speed(bench, section)]
     if installed("prtpy"):
-        section.tables.append(_classics(bench))
+        section.tables.append(_peers(bench))
     return section
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One instance: largest part over mean part of each algorithm, and of both bounds."""
+    """One instance: max/mean of each algorithm and of both bounds."""
 
     refined: float
     lpt: float
@@ -65,11 +64,11 @@ def _evenness(bench: Bench, section: Section) -> Table:
             "cost": "",
             "k": "d",
             "instances": "d",
-            "largest ≤ mean": "d",
+            "max item ≤ mean": "d",
             "of these ≤ 1.001": "d",
             "floor ≤ 1.001": "d",
-            "of these even": "d",
-            "worst of these": ".5f",
+            "of these max/mean ≤ 1.001": "d",
+            "worst max/mean of these": ".5f",
             "refined/LPT": ".5f",
             "refined/KK": ".5f",
             "target": "",
@@ -120,18 +119,18 @@ def _judge(section: Section, found: list[_Outcome]) -> None:
     over_lpt = max(o.refined / o.lpt for o in found)
     over_kk = max(o.refined / o.differencing for o in found)
     for promise, instances in (
-        ("max/mean ≤ 1.001 wherever no item exceeds the mean", simple),
-        ("max/mean ≤ 1.001 wherever the stronger bound allows it", allowed),
+        ("max/mean ≤ 1.001 where no item exceeds the mean", simple),
+        ("max/mean ≤ 1.001 where the stronger bound allows it", allowed),
     ):
         even = sum(o.refined <= EVEN for o in instances)
         worst = max((o.refined for o in instances), default=1.0)
         figure = f"{even} of {len(instances)}, worst {worst:.5f}"
         section.targets.append(Target(promise, figure, even == len(instances)))
     section.targets += [
-        Target("never worse than LPT", f"at most × {over_lpt:.6f}", over_lpt <= 1 + 1e-12),
+        Target("never worse than LPT", f"at most {over_lpt:.6f}×", over_lpt <= 1 + 1e-12),
         Target(
             "within 0.1 % of Karmarkar–Karp",
-            f"at most × {over_kk:.6f}",
+            f"at most {over_kk:.6f}×",
             over_kk <= OF_DIFFERENCING,
         ),
     ]
@@ -174,13 +173,13 @@ def _speed(bench: Bench, section: Section) -> Table:
                 word = f"< {limit:g}: {verdict(run.ms < limit)}" if name == "refined" else ""
                 largest = _largest(costs, run.result, k)
                 table.add(corpus, label, n, k, name, largest, bound, run.ms, word)
-        promise = f"{n:,} on {k:,} ranks in under {limit:g} ms, cost {label}"
+        promise = f"{n:,} items on {k:,} ranks in under {limit:g} ms, cost {label}"
         section.targets.append(Target(promise, f"slowest {slowest:.2f} ms", slowest < limit))
     return table
 
 
-def _classics(bench: Bench) -> Table:
-    """A small instance beside prtpy's own greedy and Karmarkar–Karp."""
+def _peers(bench: Bench) -> Table:
+    """Compare with greedy and Karmarkar–Karp of prtpy on a small instance."""
     import prtpy
     from prtpy.partitioning.greedy import greedy
     from prtpy.partitioning.karmarkar_karp import kk
@@ -188,11 +187,11 @@ def _classics(bench: Bench) -> Table:
     n, k = bench.pick((1024, 64), (128, 8))
     label = "24576·L + L²"
     table = Table(
-        f"Beside prtpy: {n:,} on {k}, cost {label}",
+        f"Compared with prtpy: {n:,} items, k = {k}, cost {label}",
         {"lengths": "", "algorithm": "", "max/mean": ".6f", "floor/mean": ".6f", "ms": ",.3f"},
     )
     for corpus, lengths in _corpora(bench).items():
-        bench.say(f"balance beside prtpy: {corpus}")
+        bench.say(f"balance, prtpy: {corpus}")
         costs = COSTS[label].of_lengths(draw(lengths, n))
         items = dict(enumerate(costs.tolist()))
         calls: dict[str, Callable[[], Any]] = {
@@ -237,9 +236,9 @@ def _largest(costs: FloatArray, part: IntArray, k: int) -> float:
 
 
 def _floor(costs: FloatArray, k: int, whole: bool) -> float:
-    """No largest part is below this.
+    """A lower bound on the largest part.
 
-    Of the j·k + 1 largest items some part gets j + 1, at best the smallest of them.
+    Of the j·k + 1 largest items, some part gets at least j + 1; their j + 1 smallest are a bound.
     """
     mean = float(costs.sum()) / k
     largest = max(np.ceil(mean) if whole else mean, float(costs.max()))

@@ -1,4 +1,4 @@
-"""What every section gets: the corpora, how long it may take, and where to tell progress."""
+"""The input of every section: corpora, full or quick mode, progress output."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Bench:
     corpora: dict[str, IntArray]
     quick: bool
     say: Callable[[str], None]
-    """Shows a line of progress; called between measurements only."""
+    """Show a line of progress; called only between measurements."""
 
     def pick(self, full: T, quick: T) -> T:
-        """A size for the full run and one for the quick run."""
+        """The value for a full run, or the one for a quick run."""
         return quick if self.quick else full

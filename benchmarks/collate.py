@@ -1,4 +1,4 @@
-"""Collating a micro-batch, beside copying the same tensors with `torch.cat`."""
+"""Collating a micro-batch, compared with copying the same tensors by `torch.cat`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,21 @@ import torch
 from benchmarks.bench import Bench
 from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import interleave
-from evenstep.core.layout import Packed
-from evenstep.core.recipe import Recipe
-from evenstep.core.topology import Topology
-from evenstep.planning import make_plan
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
+from evenstep import Packed, Recipe, Topology, make_plan
+from evenstep.tensors import Collator, Extra
 
 SAMPLES, TOKENS, RATIO = 100, 32_768, 2.0
 EXTRAS = {"advantages": Extra(aligned="token"), "old_logprobs": Extra(aligned="token")}
 
 
 def collating(bench: Bench) -> Section:
-    """All tensors of a batch, made by the collator and made by `torch.cat` alone."""
+    """Measure the collator and `torch.cat` on all tensors of a batch."""
     section = Section(
         "Collating",
         notes=[
-            f"{SAMPLES} samples of {TOKENS:,} tokens in one micro-batch, one thread. The floor is "
-            "torch.cat of as many columns as the batch has per slot (tokens, labels, positions, "
-            "segments, weights, and what was given), each from tensors of its own, with nothing "
-            "checked.",
+            f"One micro-batch of {SAMPLES} samples with {TOKENS:,} tokens in total, one thread. "
+            "torch.cat copies as many columns as the batch has per slot (tokens, labels, "
+            "positions, segments, weights, extras), each from separate tensors, without checks.",
         ],
     )
     table = Table(
@@ -39,7 +34,7 @@ def collating(bench: Bench) -> Section:
             "layout": "",
             "columns": "d",
             "collate, µs": ".0f",
-            "cat, µs": ".0f",
+            "torch.cat, µs": ".0f",
             "ratio": ".2f",
             "target": "",
         },
@@ -75,8 +70,8 @@ def collating(bench: Bench) -> Section:
     section.tables.append(table)
     section.targets.append(
         Target(
-            f"packed, 32k tokens of 100 samples: under {RATIO:g} × torch.cat",
-            f"× {worst:.2f}",
+            f"packed, 32k tokens, 100 samples: under {RATIO:g}× torch.cat",
+            f"{worst:.2f}×",
             worst < RATIO,
         )
     )
@@ -94,9 +89,9 @@ def _kinds() -> list[tuple[str, Recipe, tuple[str, ...]]]:
     ]
 
 
-def _copy(samples: list[dict[str, Any]], whole: bool) -> list[torch.Tensor]:
-    """A column of its own, of whole numbers or not, as large as the tokens."""
-    dtype = torch.int64 if whole else torch.float32
+def _copy(samples: list[dict[str, Any]], integer: bool) -> list[torch.Tensor]:
+    """A separate copy of the tokens, as integers or floats."""
+    dtype = torch.int64 if integer else torch.float32
     return [sample["input_ids"].to(dtype, copy=True) for sample in samples]
 
 

@@ -1,7 +1,7 @@
-"""The lengths that benchmarks run on: measured corpora where there are any, else generated ones.
+"""Lengths for benchmarks: measured corpora if available, generated ones otherwise.
 
-A folder of `.npy` files holds one corpus each. Without one, five seeded distributions of the same
-kinds and similar quantiles stand in.
+Each `.npy` file of a folder is one corpus. Without a folder, five seeded distributions with similar
+quantiles are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATED = 100_000
 
 
 def load(folder: Path) -> dict[str, IntArray]:
-    """Every `.npy` file of the folder by its name."""
+    """Load every `.npy` file of a folder, by name."""
     return {
         path.stem: np.load(path, allow_pickle=False).astype(np.int64)
         for path in sorted(folder.glob("*.npy"))
@@ -27,7 +27,7 @@ def load(folder: Path) -> dict[str, IntArray]:
 
 
 def generate(seed: int = 0) -> dict[str, IntArray]:
-    """Five kinds of corpora, seeded."""
+    """Generate five corpora from a seed."""
     kinds: dict[str, Callable[[Generator], NDArray[np.float64]]] = {
         "agent_conversations": _conversations,
         "gsm8k_sft": _short_answers,
@@ -42,7 +42,7 @@ def generate(seed: int = 0) -> dict[str, IntArray]:
 
 
 def draw(corpus: IntArray, count: int, capacity: int | None = None, seed: int = 0) -> IntArray:
-    """So many lengths drawn with replacement, over-long ones cut to the capacity."""
+    """Draw `count` lengths with replacement, truncated to the capacity."""
     drawn = np.random.default_rng([seed, count]).choice(corpus, count)
     return drawn if capacity is None else np.minimum(drawn, capacity)
 

@@ -1,4 +1,7 @@
-"""Other packers under one interface. Each gets its native input; making that is never timed."""
+"""Packers of other libraries under one interface.
+
+Each gets its native input, and preparing that input is not timed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def installed(package: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackerPeer:
-    """A packer of someone else.
+    """A packer of another library.
 
     `prepare(lengths, capacity)` makes the call to time; `bins` counts the bins of its result.
     It is only run up to `largest` items.
@@ -33,7 +36,7 @@ class PackerPeer:
 
 
 def packer_peers() -> list[PackerPeer]:
-    """Those that are installed, and a plain one in Python."""
+    """The installed peers and one in plain Python."""
     peers = [PackerPeer("plain Python best-fit", 1_000_000, _plain)]
     if installed("lightbinpack"):
         peers.insert(0, PackerPeer("lightbinpack.obfd", 1_000_000, _obfd))
@@ -55,7 +58,7 @@ def _prtpy(lengths: IntArray, capacity: int) -> Callable[[], Any]:
     import prtpy
     from prtpy.packing import best_fit
 
-    by_name = dict(enumerate(lengths.tolist()))  # names are indices, so it returns assignments
+    by_name = dict(enumerate(lengths.tolist()))  # keys are indices, so the result holds assignments
     return lambda: prtpy.pack(algorithm=best_fit.decreasing, binsize=capacity, items=by_name)
 
 
@@ -68,7 +71,7 @@ def _trl(lengths: IntArray, capacity: int) -> Callable[[], Any]:
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     tokens = pa.ListArray.from_arrays(offsets, np.zeros(offsets[-1], np.int32))
     dataset = datasets.Dataset(pa.table({"input_ids": tokens}))
-    # One batch, so that it packs all lengths together as the others do.
+    # A single batch, so that it packs all lengths together like the others.
     options = {"batch_size": len(lengths), "load_from_cache_file": False}
     return lambda: pack_dataset(dataset, capacity, strategy="bfd", map_kwargs=options)
 
@@ -79,7 +82,7 @@ def _plain(lengths: IntArray, capacity: int) -> Callable[[], Any]:
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing as one would write it: bins by room, the rooms that exist kept sorted.
+    """Best-fit decreasing in plain Python: bins by free space, free spaces kept sorted.
 
     >>> plain_best_fit([4, 6, 5, 3], 9)
     [[1, 3], [2, 0]]

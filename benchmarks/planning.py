@@ -1,10 +1,10 @@
-"""Measure what planning promises, beside peers, and file the results.
+"""Measure planning, compared with peers.
 
-    python benchmarks/planning.py                    all of it, filed under benchmarks/results
-    python benchmarks/planning.py --quick            a small version in half a minute, not filed
-    python benchmarks/planning.py --only joint       one section, not filed
+    python benchmarks/planning.py                    everything, written to benchmarks/results
+    python benchmarks/planning.py --quick            a small version in half a minute
+    python benchmarks/planning.py --only joint       one section
 
-Lengths come from a folder of `.npy` files (`--lengths` or EVENSTEP_LENGTHS), else are generated.
+Lengths come from a folder of `.npy` files (`--lengths` or EVENSTEP_LENGTHS), or are generated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.runner import run
 from benchmarks.tables import Section
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {
-    "growth": growth,  # first, before others leave memory behind that could be used again
+    "growth": growth,  # first, so that it cannot reuse memory of other sections
     "packing": speed,
     "optimal": optimal,
     "balance": balance,
@@ -35,8 +35,8 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Planning beside its peers."""
-    return run("planning", "Planning, measured", SECTIONS, arguments)
+    """Measure planning."""
+    return run("planning", "Planning benchmark", SECTIONS, arguments)
 
 
 if __name__ == "__main__":

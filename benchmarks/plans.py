@@ -1,4 +1,4 @@
-"""Whole plans of many steps, and how long a process takes until its first plan."""
+"""Plans of many steps, and the time of a process until its first plan."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ from benchmarks.bench import Bench
 from benchmarks.lengths import draw
 from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import interleave
-from evenstep.core.cost import Cost
-from evenstep.core.layout import Packed
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
-from evenstep.planning import make_plan
+from evenstep import Cost, Packed, Recipe, Steps, Topology, make_plan
 
 SAMPLES, RANKS, LIMIT_MS = 512, 64, 5.0
 
 
 def plans(bench: Bench) -> Section:
-    """Plans of many steps."""
+    """Measure plans of many steps."""
     steps = bench.pick(200, 20)
     section = Section(
         "Whole plans",
         notes=[
-            f"{SAMPLES} samples a step, {RANKS} ranks, packed, cost 24576·L + L², over-long "
-            f"samples cut; {steps} steps in one call, and the first step by itself. Imbalance is "
-            "over the ideal (1 is even), by plan.stats(); where one sequence costs more than a "
-            "rank's mean load, none of it can be helped.",
+            f"{SAMPLES} samples per step, {RANKS} ranks, packed, cost 24576·L + L², over-long "
+            f"samples truncated; {steps} steps in one call, and the first step alone. Imbalance "
+            "(from plan.stats()) is the slowest rank over the ideal; 1 is even. It cannot be 1 "
+            "where one sequence costs more than a rank's mean load.",
         ],
     )
     table = Table(
@@ -41,13 +37,13 @@ def plans(bench: Bench) -> Section:
         {
             "lengths": "",
             "budget": ",",
-            "per rank": ".2f",
+            "micro-batches per rank": ".2f",
             "at the bound": "",
-            "lock-step": ".4f",
-            "rank sum": ".4f",
-            "over bound": ".4f",
-            "ms a step": ".3f",
-            "one step, ms": ".3f",
+            "imbalance per micro-batch": ".4f",
+            "imbalance per step": ".4f",
+            "time over floor": ".4f",
+            "ms per step": ".3f",
+            "one step alone, ms": ".3f",
             "target": "",
         },
     )
@@ -69,7 +65,7 @@ def plans(bench: Bench) -> Section:
             }
             timed = interleave(calls, repeats=bench.pick(3, 1), patience=bench.pick(2.0, 0.5))
             plan = timed["many"].result
-            assert plan.num_steps == steps, "as many steps as asked for"
+            assert plan.num_steps == steps, "the requested number of steps"
             assert plan.slots.max() <= budget, "nothing over budget"
             found = plan.stats()
             each, alone = timed["many"].ms / steps, timed["one"].ms
@@ -87,33 +83,30 @@ def plans(bench: Bench) -> Section:
                 f"< {LIMIT_MS:g}: {verdict(max(each, alone) < LIMIT_MS)}",
             )
     section.tables.append(table)
-    promise = f"a whole plan in under {LIMIT_MS:g} ms a step"
+    promise = f"plan in under {LIMIT_MS:g} ms per step"
     section.targets.append(Target(promise, f"slowest {slowest:.2f} ms", slowest < LIMIT_MS))
     return section
 
 
 PROGRAM = f"""
 import numpy as np
-from evenstep.core.layout import Packed
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
-from evenstep.planning import make_plan
+from evenstep import Packed, Recipe, Topology, make_plan
 lengths = np.random.default_rng(0).integers(1, 4096, {SAMPLES})
 make_plan(lengths, Recipe(layout=Packed(max_tokens=8192), topology=Topology(dp={RANKS})))
 """
 
 
 def starts(bench: Bench) -> Section:
-    """The first start of a process compiles, the second reads the cache."""
+    """Measure the start of a process: the first one compiles, the second one reads the cache."""
     section = Section(
         "Starts",
         notes=[
             "Wall time of a fresh process that makes one plan. The first start has an empty cache "
-            "of compiled kernels, the second finds it filled.",
+            "of compiled kernels, the second a filled one.",
         ],
     )
     table = Table("A process that makes one plan", {"start": "", "seconds": ".2f"})
-    table.add("importing numpy and numba alone", _wall("import numpy, numba", dict(os.environ)))
+    table.add("only importing numpy and numba", _wall("import numpy, numba", dict(os.environ)))
     with tempfile.TemporaryDirectory() as cache:
         environment = dict(os.environ)
         if not bench.quick:
@@ -124,8 +117,8 @@ def starts(bench: Bench) -> Section:
         second = float(np.min([_wall(PROGRAM, environment) for _ in range(bench.pick(3, 1))]))
     if not bench.quick:
         table.add("first, compiling", first)
-        promise = "the second start is faster than the first"
-        figure = f"{second:.2f} s after {first:.2f} s"
+        promise = "second start faster than the first"
+        figure = f"{second:.2f} s, first {first:.2f} s"
         section.targets.append(Target(promise, figure, second < first))
     table.add("second, from the cache", second)
     section.tables.append(table)

@@ -1,7 +1,7 @@
-"""Measure choosing from a pool, and file the results.
+"""Measure choosing micro-batches from a pool.
 
-python benchmarks/pool.py            all of it, filed under benchmarks/results
-python benchmarks/pool.py --quick    a small version, not filed
+python benchmarks/pool.py            everything, written to benchmarks/results
+python benchmarks/pool.py --quick    a small version
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from evenstep.planning.batching.selection import PADDED, STRATEGIES, Room, selec
 
 POOL, SAMPLES, BUDGETS = 64, 20_000, (8_192, 32_768, 131_072)
 REFILLS = (0, 1, 1.5, 2)
-AHEAD = 2  # budgets of tokens that a pool holds at least
+AHEAD = 2  # a pool holds at least this many budgets of tokens
 FULL, SLOWEST = 0.995, 20.0
 
-# The sizes of a micro-batch, and for how many before it the oldest of them had waited.
+# The lengths in a micro-batch, and how many micro-batches its oldest sample waited.
 Seen: TypeAlias = tuple[IntArray, int]
 
 PROMISED = ("rl_rollouts_synthetic", "pretrain_mix")
 
 
 def packed(bench: Bench) -> Section:
-    """Subset sums beside taking what fits, compiled and in plain Python."""
+    """Compare subset sums with greedy choice, compiled and in plain Python."""
     section = Section("Packed", notes=[_rule("packed"), _how()])
     table = Table(
         f"Pool of {POOL}",
@@ -47,7 +47,7 @@ def packed(bench: Bench) -> Section:
             "greedy, fill": ".5f",
             "subset_sum, fill": ".5f",
             "subset_sum, µs": ".2f",
-            "of it choosing": ".2f",
+            "of which choosing, µs": ".2f",
             "greedy, µs": ".2f",
             "plain Python, µs": ".2f",
             "longest wait": "d",
@@ -55,9 +55,9 @@ def packed(bench: Bench) -> Section:
         },
     )
     ahead = Table(
-        f"How full subset_sum is by how the pool of {POOL} is refilled",
+        f"Fill of subset_sum by refill rule, pool of {POOL}",
         {"lengths": "", "budget": ",d"}
-        | {f"and {least:g} budgets" if least else "samples only": ".5f" for least in REFILLS},
+        | {f"≥ {least:g} budgets" if least else "samples only": ".5f" for least in REFILLS},
     )
     fills, times, above = [], [], 0
     for name, budget, lengths in _cases(bench):
@@ -74,7 +74,7 @@ def packed(bench: Bench) -> Section:
         )
         choosing = best(partial(_choose, _pools(lengths, room), room)).seconds
         ours, greedy, plain = (timed[key].result for key in ("subset_sum", "greedy", "plain"))
-        assert plain == greedy, "plain Python chooses as greedy does"
+        assert plain == greedy, "plain Python and greedy choose the same"
         each = {key: timed[key].seconds / timed[key].result[2] * 1e6 for key in timed}
         full, fit = (tokens / (count * budget) for tokens, count, _ in (ours, greedy))
         seen: list[Seen] = []
@@ -104,14 +104,14 @@ def packed(bench: Bench) -> Section:
         section.targets.append(
             Target(
                 f"{' and '.join(PROMISED)}: at least {FULL:.1%} full",
-                f"least {min(fills):.3%}",
+                f"worst case {min(fills):.3%}",
                 min(fills) >= FULL,
             )
         )
     section.targets += [
         Target("fuller than greedy on every corpus", f"{above} of {rows}", above == rows),
         Target(
-            f"under {SLOWEST:g} µs a sample, removal and refill included",
+            f"under {SLOWEST:g} µs per sample, including removal and refill",
             f"slowest {max(times):.2f} µs",
             max(times) < SLOWEST,
         ),
@@ -120,17 +120,24 @@ def packed(bench: Bench) -> Section:
 
 
 def padded(bench: Bench) -> Section:
-    """The strategies for rows of one width."""
+    """Compare the strategies for padded layouts."""
     section = Section(
         "Padded",
         notes=[
             _rule("padded"),
-            "Fill is real tokens of the budget, real is real tokens of the slots that were used.",
+            "Fill: real tokens over the budget. Real: real tokens over used slots.",
         ],
     )
     table = Table(
         f"Pool of {POOL}",
-        {"lengths": "", "budget": ",d", "strategy": "", "fill": ".4f", "real": ".4f", "µs": ".2f"},
+        {
+            "lengths": "",
+            "budget": ",d",
+            "strategy": "",
+            "fill": ".4f",
+            "real": ".4f",
+            "µs per sample": ".2f",
+        },
     )
     for name, budget, lengths in _cases(bench):
         bench.say(f"padded: {name}, {budget:,}")
@@ -165,13 +172,13 @@ def drain(
     ahead: float = AHEAD,
     seen: list[Seen] | None = None,
 ) -> tuple[int, int, int]:
-    """Choose until no full pool is left: (tokens, micro-batches, samples)."""
+    """Choose while the pool can be refilled; return (tokens, micro-batches, samples)."""
     ends = offsets_of(lengths)
-    waiting = np.empty(0, np.int64)  # samples by number
+    waiting = np.empty(0, np.int64)  # sample ids
     read = tokens = count = held = 0
-    since: list[int] = []  # the micro-batch before which each sample was read
+    since: list[int] = []  # for each sample, the number of micro-batches formed before it was read
     while True:
-        # Enough samples and enough tokens.
+        # Refill to enough samples and enough tokens.
         stop = max(read, read + POOL - len(waiting))
         missing = int(ahead * room.capacity) - held
         if stop > len(lengths) or ends[stop] - ends[read] < missing:
@@ -195,7 +202,7 @@ def drain(
 
 
 def drain_plainly(lengths: list[int], budget: int) -> tuple[int, int, int]:
-    """Packing by cosmos-rl's rule, with lists: (tokens, micro-batches, samples)."""
+    """Pack by cosmos-rl's rule with lists; return (tokens, micro-batches, samples)."""
     waiting: list[int] = []
     read = tokens = count = held = 0
     while True:
@@ -246,18 +253,18 @@ def _cases(bench: Bench) -> list[tuple[str, int, IntArray]]:
 
 def _rule(layout: str) -> str:
     return (
-        f"{SAMPLES:,} samples under half the budget, {layout}. The pool is refilled to {POOL} "
-        f"samples and {AHEAD} budgets of tokens, whichever is more, before each choice; what is "
-        "left when that is no longer possible does not count."
+        f"{SAMPLES:,} samples under half the budget, {layout}. Before each choice the pool is "
+        f"refilled to at least {POOL} samples and {AHEAD} budgets of tokens. Measurement ends when "
+        "that is no longer possible."
     )
 
 
 def _how() -> str:
     return (
-        "Fill is tokens over micro-batches times budget. Times are per sample and include refill "
-        "and removal; all three run in turn. Plain Python scans a list by cosmos-rl's rule and "
-        "removes in the same scan; beside choosing, the compiled ones pay for some numpy calls "
-        "per micro-batch. The longest wait is in micro-batches, with subset_sum."
+        "Fill is tokens over (micro-batches × budget). Times are per sample and include refill and "
+        "removal. Plain Python scans a list by cosmos-rl's rule and removes in the same scan; the "
+        "compiled strategies also make several numpy calls per micro-batch. The longest wait is in "
+        "micro-batches, for subset_sum."
     )
 
 
@@ -265,8 +272,8 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {"packed": packed, "padded": p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Choosing from a pool, beside cosmos-rl's rule."""
-    return run("pool", "Choosing from a pool, measured", SECTIONS, arguments)
+    """Measure choosing from a pool."""
+    return run("pool", "Pool benchmark", SECTIONS, arguments)
 
 
 if __name__ == "__main__":

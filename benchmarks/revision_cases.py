@@ -1,4 +1,4 @@
-"""What revisions are compared by: recipes in the names of version 0.1.0, and lengths."""
+"""The cases that revisions are compared on: recipes in the names of version 0.1.0, and lengths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed, 20 steps of 512 on 64": _case(PACKED, 64, 10_240, steps=SAMPLES),
     "packed, 8,192 on 64": _case(PACKED, 64, 8_192),
     "packed, 100 steps of 512 on 8": _case(PACKED, 8, 51_200, steps=SAMPLES),
-    "packed, once per step": _case(PACKED, 8, 10_240, steps=SAMPLES, clock="step"),
+    "packed, sync_every=step": _case(PACKED, 8, 10_240, steps=SAMPLES, clock="step"),
     "packed, lpt": _case(PACKED, 8, 10_240, steps=SAMPLES, balance="lpt"),
     "packed, Karmarkar-Karp": _case(PACKED, 8, 10_240, steps=SAMPLES, balance="karmarkar_karp"),
     "packed, split": _case(
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed, context parallel": _case(PACKED, 8, 10_240, steps=SAMPLES, topology={"cp": 2}),
     "packed, equal sizes": _case(PACKED, 8, 10_240, steps=SAMPLES, equal_sizes=True),
     "four static rows": _case(STATIC, 8, 10_240, steps=SAMPLES),
-    "four samples to a micro-batch": _case(FIXED, 8, 10_240, steps=SAMPLES),
+    "four samples per micro-batch": _case(FIXED, 8, 10_240, steps=SAMPLES),
     "padded": _case(PADDED, 8, 10_240, steps=SAMPLES),
     "padded, greedy": _case({**PADDED, "cut": "greedy"}, 8, 10_240, steps=SAMPLES),
     "padded, pipeline": _case(PADDED, 8, 10_240, steps=SAMPLES, topology={"pp": 4}),

@@ -1,7 +1,8 @@
-"""Measures cases with whichever revision of evenstep is imported: a name in, seconds out."""
+"""Measure cases with the imported revision of evenstep: reads case names, prints seconds."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -17,12 +18,22 @@ import numpy as np
 import evenstep
 from benchmarks.revision_cases import CASES, lengths_of
 from evenstep import PlannedStream, PooledStream, World, make_plan, violations
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.memory import InMemory
+
+
+def _import(name: str, *modules: str) -> Any:
+    """The first `name` found: today's module first, then that of an earlier revision."""
+    for module in modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise ImportError(f"no {name} in {', '.join(modules)}")
+
+
+InMemory = _import("InMemory", "evenstep.data", "evenstep.data.memory")
+Lengths = _import("Lengths", "evenstep.data", "evenstep.data.lengths")
 
 
 def recipe_of(stored: dict[str, Any]) -> Any:
-    """The recipe in the names of this revision."""
+    """The recipe in the imported revision's names."""
     if not hasattr(evenstep, "PackedStatic"):
         return importlib.import_module("tests.golden.oracle").recipe_of({"recipe": stored})
     layouts = importlib.import_module("evenstep.core.layout").LAYOUTS
@@ -35,7 +46,7 @@ def recipe_of(stored: dict[str, Any]) -> Any:
 
 @cache
 def call_of(name: str) -> Callable[[], object]:
-    """What is measured; what it needs is made before."""
+    """The call to measure; its input is prepared beforehand."""
     case = CASES[name]
     lengths, recipe = lengths_of(case), recipe_of(case["recipe"])
     if case.get("stream") == "planned":
@@ -58,7 +69,7 @@ def call_of(name: str) -> Callable[[], object]:
 
 
 def main() -> None:
-    """Answer until nobody asks."""
+    """Measure one case per line of standard input."""
     for line in sys.stdin:
         call = call_of(json.loads(line))
         gc.collect()

@@ -1,4 +1,4 @@
-"""Run sections of a benchmark, show them, and file a full run."""
+"""Run sections of a benchmark, show them, and write the results of a full run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def run(
     sections: Mapping[str, Callable[[Bench], Section]],
     arguments: list[str] | None = None,
 ) -> int:
-    """Run the sections that were asked for; a full run is filed as NAME.json and NAME.md."""
+    """Run the chosen sections; a full run is written to NAME.json and NAME.md."""
     options = _options(title, sections, arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     folder: Path | None = options.lengths
     corpora = lengths.load(folder) if folder else lengths.generate()
     if not corpora:
-        console.print(f"{folder} holds no .npy files, so there is nothing to measure on.")
+        console.print(f"{folder} holds no .npy files. Choose another folder with --lengths.")
         return 2
 
     def say(line: str) -> None:
@@ -53,7 +53,7 @@ def run(
     tables.show(Section("All targets", targets=targets), console)
     if options.out:
         _file(options.out, name, title, found, list(corpora))
-        console.print(f"Filed as {name}.json and {name}.md.")
+        console.print(f"Wrote {name}.json and {name}.md.")
     return 0
 
 
@@ -62,16 +62,20 @@ def _options(
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--lengths", type=Path, help="folder of .npy files with lengths")
-    parser.add_argument("--quick", action="store_true", help="a small version, not filed")
-    parser.add_argument("--only", action="append", choices=list(sections), help="this section only")
-    parser.add_argument("--out", type=Path, help="where to file (benchmarks/results)")
+    parser.add_argument("--quick", action="store_true", help="small version, results not written")
+    parser.add_argument(
+        "--only", action="append", choices=list(sections), help="run only this section; repeatable"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for results (default of a full run: benchmarks/results)"
+    )
     options = parser.parse_args(arguments)
     if options.lengths is None:
         default = ROOT.parent / "shared" / "data" / "lengths"
         named = os.environ.get("EVENSTEP_LENGTHS")
         options.lengths = Path(named) if named else default if default.is_dir() else None
     if options.lengths is not None and not options.lengths.is_dir():
-        parser.error(f"{options.lengths} is not a folder, so there are no lengths to read")
+        parser.error(f"--lengths must be a folder, got {options.lengths}")
     if options.out is None and not options.quick and not options.only:
         options.out = ROOT / "benchmarks" / "results"
     return options
@@ -93,8 +97,8 @@ def _file(
     targets = [target for section in found.values() for target in section.targets]
     parts = [
         f"# {title}",
-        "Written by `make bench`. Times are the best of several runs, all calls in turn in one "
-        f"run. Lengths: {', '.join(corpora)}.",
+        "Written by `make bench`. Times are the best of several calls; calls take turns in one "
+        f"process. Lengths: {', '.join(corpora)}.",
         tables.markdown_table(about),
         f"## All targets\n\n{tables.markdown_table(tables.target_table(targets))}",
         *(tables.markdown(section) for section in found.values()),

@@ -1,7 +1,7 @@
-"""Measure how steps run: lazily, overlapped, and beside a loop written by hand.
+"""Measure running steps: lazy preparation, overlap, and overhead over a hand-written loop.
 
-python benchmarks/steps.py            all of it, filed under benchmarks/results
-python benchmarks/steps.py --quick    a small version, not filed
+python benchmarks/steps.py            everything, written to benchmarks/results
+python benchmarks/steps.py --quick    a small version
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from benchmarks.bench import Bench
 from benchmarks.runner import run
 from benchmarks.tables import Section, Table, Target
 from benchmarks.timing import best, interleave
-from evenstep import MicroBatch, Packed, Recipe
-from evenstep.core.step import Step
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
+from evenstep import MicroBatch, Packed, PlannedStream, Recipe, Step
+from evenstep.data import InMemory
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.integrations.dataloader import StreamLoader
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import cross_entropy
-from evenstep.train.runner import run_step
+from evenstep.tensors import Batch, Collator, cross_entropy
+from evenstep.train import run_step
 
-LENGTH, TOGETHER, VOCABULARY = 64, 8, 512  # tokens of a sample, samples of a micro-batch
+LENGTH, TOGETHER, VOCABULARY = 64, 8, 512  # tokens per sample, samples per micro-batch
 SLOWEST, LEAST = 1.15, 0.9
 SMALL = DecoderShape(vocab=VOCABULARY, hidden=64, layers=2, heads=4, kv_heads=2, ffn=128)
 TINY = DecoderShape(vocab=32, hidden=8, layers=1, heads=2, kv_heads=1, ffn=8)
@@ -45,7 +41,7 @@ COLLATE = Collator()
 
 @dataclass(frozen=True)
 class Slow:
-    """Samples that take a while to read."""
+    """Samples that take `seconds` each to read."""
 
     samples: Any
     seconds: float
@@ -58,7 +54,7 @@ class Slow:
 def stream_of(
     micro_batches: int, length: int = LENGTH, vocabulary: int = VOCABULARY
 ) -> PlannedStream:
-    """Steps of so many full micro-batches, with known labels, over and over."""
+    """An endless stream of steps with this many full micro-batches and known loss tokens."""
     rng = np.random.default_rng(0)
     count = micro_batches * TOGETHER
     samples = [{"input_ids": rng.integers(0, vocabulary, length)} for _ in range(count)]
@@ -71,14 +67,14 @@ def stream_of(
 
 
 def step_of(micro_batches: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Step:
-    """The first of them."""
+    """The first step of such a stream."""
     step = next(iter(stream_of(micro_batches, length, vocabulary)))
     assert len(step) == micro_batches
     return step
 
 
 def eager(step: Step, model: Any, on_first: Callable[[], None]) -> None:
-    """Read and collate the whole step, count its labels, and only then run it."""
+    """Read and collate the whole step, count its labels, then run it."""
     batches = [COLLATE(micro, samples) for micro, samples in step]
     labels = sum(int((batch.labels != -100).sum()) for batch in batches)
     loss = cross_entropy()
@@ -89,7 +85,7 @@ def eager(step: Step, model: Any, on_first: Callable[[], None]) -> None:
 
 
 def lazy(step: Step, model: Any, on_first: Callable[[], None], **options: Any) -> None:
-    """The same by run_step, one micro-batch at a time."""
+    """Run the step with run_step, which prepares one micro-batch at a time."""
     ran: list[bool] = []
 
     def forward(model: Any, batch: Any) -> Any:
@@ -110,13 +106,13 @@ def until_first(way: Callable[..., None], step: Step, model: Any) -> float:
 
 
 def first(bench: Bench) -> Section:
-    """Time to the first forward."""
+    """Measure the time to the first forward."""
     each = 0.004
     section = Section(
         "First forward",
         notes=[
-            f"Reading a sample takes {each * 1e3:g} ms, a micro-batch holds {TOGETHER} of "
-            f"{LENGTH} tokens. Eager reads and collates the whole step first. Best of several."
+            f"Reading a sample takes {each * 1e3:g} ms; a micro-batch holds {TOGETHER} samples of "
+            f"{LENGTH} tokens. Eager reads and collates the whole step first. Best of several runs."
         ],
     )
     table = Table(
@@ -146,8 +142,8 @@ def first(bench: Bench) -> Section:
     section.tables.append(table)
     section.targets.append(
         Target(
-            "time to the first forward falls by the number of micro-batches",
-            f"by at least {min(kept):.2f} of it",
+            f"first forward ≥ {LEAST:g}·n times sooner with n micro-batches",
+            f"worst case {min(kept):.2f}·n",
             min(kept) >= LEAST,
         )
     )
@@ -155,29 +151,29 @@ def first(bench: Bench) -> Section:
 
 
 def collating(micro: MicroBatch, samples: Any, times: int) -> Batch:
-    """Collate, and again and again: preparation that really works."""
+    """Collate several times, as preparation that keeps Python busy."""
     for _ in range(times - 1):
         COLLATE(micro, samples)
     return COLLATE(micro, samples)
 
 
 def alone(step: Step, collate: Callable[[MicroBatch, Any], Batch]) -> None:
-    """Preparation without anything else."""
+    """Only prepare the micro-batches."""
     for micro, samples in step:
         collate(micro, samples)
 
 
 def by_worker(collate: Callable[[MicroBatch, Any], Batch], model: Any, count: int) -> float:
-    """Seconds a step when another process prepares, once it runs; the mean of several."""
+    """Mean seconds per step when a worker process prepares."""
     loader = StreamLoader(stream_of(count), collate=collate, num_workers=1, prefetch_factor=2)
     with closing(cast(Generator[Step], iter(loader))) as steps:
         return mean_of(lambda: lazy(next(steps), model, lambda: None))
 
 
-def beside_another(collate: Callable[[MicroBatch, Any], Batch], model: Any, count: int) -> float:
-    """Seconds a step when another process prepares for itself alone; the mean of several.
+def with_busy_core(collate: Callable[[MicroBatch, Any], Batch], model: Any, count: int) -> float:
+    """Mean seconds per step while another process prepares without handing anything over.
 
-    So long a step takes on a machine whose cores are busy, without anything handed over.
+    This is the time of compute on a machine with a second busy core.
     """
     ready = step_of(count).collated(COLLATE)
     neighbour = get_context("fork").Process(target=forever, args=(collate, count), daemon=True)
@@ -190,14 +186,14 @@ def beside_another(collate: Callable[[MicroBatch, Any], Batch], model: Any, coun
 
 
 def forever(collate: Callable[[MicroBatch, Any], Batch], count: int) -> None:
-    """Prepare until killed."""
+    """Prepare until the process is killed."""
     step = step_of(count)
     while True:
         alone(step, collate)
 
 
 def mean_of(call: Callable[[], None]) -> float:
-    """Seconds of a call on average over several on end, after two to warm up."""
+    """Mean seconds of six consecutive calls, after two warm-up calls."""
     for _ in range(2):
         call()
     began, several = time.perf_counter(), 6
@@ -207,27 +203,25 @@ def mean_of(call: Callable[[], None]) -> float:
 
 
 def overlap(bench: Bench) -> Section:
-    """A step with as much preparation as compute."""
+    """Measure steps with as much preparation as compute."""
     count = bench.pick(24, 8)
     section = Section(
         "Overlap",
         notes=[
-            f"Steps of {count} micro-batches of {TOGETHER * LENGTH} tokens. Preparation is set to "
-            f"take as long as compute: by sleeping, as reading from a disk or a network does, or "
-            f"by collating the same batch over and over, which shares Python's lock with the "
-            f"model: a thread cannot hide it, so it is asked of a `StreamLoader` whose worker "
-            f"collates (means of six steps; compute beside another process that collates for "
-            f"itself, because two busy cores are slower than one). Collating once is what there is "
-            f"to do for this batch, and no target. "
-            f"Each is timed alone, then together. With one micro-batch ahead the first "
-            f"preparation cannot overlap, so {(count + 1) / count:.3f} would be perfect. One "
-            f"thread of torch."
+            f"Steps of {count} micro-batches of {TOGETHER * LENGTH} tokens, one torch thread. "
+            f"Preparation takes as long as compute, either by sleeping, like reading from a disk "
+            f"or a network, or by collating the same batch repeatedly. Repeated collating holds "
+            f"Python's lock, so a thread cannot hide it and its target applies to a `StreamLoader` "
+            f"worker (means of six steps; compute is timed next to a second busy process, because "
+            f"two busy cores are slower than one). Collating once is shown without a target. "
+            f"With one micro-batch ahead, the first preparation cannot overlap, so "
+            f"{(count + 1) / count:.3f} is the best possible ratio."
         ],
     )
     table = Table(
-        "Milliseconds a step, best of several",
+        "Milliseconds per step, best of several runs",
         {"preparation": "", "ahead": "", "prepare alone": ".1f", "compute alone": ".1f",
-         "run_step": ".1f", "of the larger": ".3f"},
+         "run_step": ".1f", "over the longer": ".3f"},
     )  # fmt: skip
     model, step = Decoder(SMALL), step_of(count)
     ready = step.collated(COLLATE)
@@ -266,7 +260,7 @@ def overlap(bench: Bench) -> Section:
         if name.endswith("times"):
             bench.say(f"overlap: {name}, in a worker")
             pairs = [
-                (beside_another(collate, model, count), by_worker(collate, model, count))
+                (with_busy_core(collate, model, count), by_worker(collate, model, count))
                 for _ in range(bench.pick(5, 1))
             ]
             busy, took = (min(times) for times in zip(*pairs, strict=True))
@@ -275,27 +269,26 @@ def overlap(bench: Bench) -> Section:
             table.add(name, "a worker", timed["prepare"].ms, busy * 1e3, took * 1e3, took / larger)
     section.tables.append(table)
     for name, ratio in ratios.items():
-        promise = f"{name}: under {SLOWEST} x the larger of the two"
-        section.targets.append(Target(promise, f"{ratio:.3f}", ratio < SLOWEST))
+        promise = f"{name}: under {SLOWEST}× the longer of the two"
+        section.targets.append(Target(promise, f"{ratio:.3f}×", ratio < SLOWEST))
     return section
 
 
 def by_hand(batches: list[Batch], model: Any) -> None:
-    """The loop that anybody would write, with the labels counted before."""
+    """A plain loop; the labels are counted beforehand."""
     loss, labels = cross_entropy(), len(batches) * TOGETHER * (LENGTH // 8 - 1)
     for batch in batches:
         (loss(model(batch), batch).loss / labels).backward()
 
 
 def overhead(bench: Bench) -> Section:
-    """What run_step costs beside a loop written by hand."""
+    """Measure the overhead of run_step over a hand-written loop."""
     count = 32
     section = Section(
         "Overhead",
         notes=[
-            f"Steps of {count} micro-batches of {TOGETHER} x {LENGTH // 8} tokens that are there "
-            f"already, with a model of {TINY.layers} layer of {TINY.hidden} units: as little "
-            f"compute as there can be."
+            f"Steps of {count} collated micro-batches of {TOGETHER} × {LENGTH // 8} tokens, with a "
+            f"tiny model ({TINY.layers} layer of {TINY.hidden} units), so that compute is minimal."
         ],
     )
     model = Decoder(TINY)
@@ -303,17 +296,17 @@ def overhead(bench: Bench) -> Section:
     assert ready.batches is not None
     batches = list(ready.batches)
     calls = {
-        "by hand": partial(by_hand, batches, model),
+        "hand-written": partial(by_hand, batches, model),
         "run_step, known, no prefetch": partial(lazy, ready, model, lambda: None, prefetch=0),
         "run_step, known": partial(lazy, ready, model, lambda: None),
         "run_step, deferred": partial(lazy, ready, model, lambda: None, mode="deferred"),
     }
     timed = interleave(calls, repeats=bench.pick(15, 2))
     table = Table(
-        "Microseconds a micro-batch, best of several",
-        {"": "", "µs": ".1f", "more than by hand, µs": ".1f", "of by hand": ".3f"},
+        "Microseconds per micro-batch, best of several runs",
+        {"": "", "µs": ".1f", "over hand-written, µs": ".1f", "ratio": ".3f"},
     )
-    hand = timed["by hand"].seconds
+    hand = timed["hand-written"].seconds
     for name, each in timed.items():
         scale = 1e6 / count
         more = (each.seconds - hand) * scale
@@ -326,8 +319,9 @@ SECTIONS = {"first": first, "overlap": overlap, "overhead": overhead}
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure running steps."""
     torch.set_num_threads(1)
-    return run("steps", "Running steps, measured", SECTIONS, arguments)
+    return run("steps", "Step benchmark", SECTIONS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Measure streams: how soon the first step is out, what resuming costs, what a pool costs.
+"""Measure streams: time to the first step, resuming, and pooled streams.
 
-python benchmarks/streams.py            all of it, filed under benchmarks/results
-python benchmarks/streams.py --quick    a small version, not filed
+python benchmarks/streams.py            everything, written to benchmarks/results
+python benchmarks/streams.py --quick    a small version
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from benchmarks.lengths import draw
 from benchmarks.runner import ROOT, run
 from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import interleave
-from evenstep import Packed, Recipe, Steps, Topology
-from evenstep.core.micro_batch import MicroBatch
+from evenstep import (
+    MicroBatch,
+    Packed,
+    PlannedStream,
+    PooledStream,
+    Recipe,
+    Steps,
+    Topology,
+    World,
+)
 from evenstep.core.ragged import IntArray
-from evenstep.core.world import World
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep.data import InMemory, Lengths, Pool
 from evenstep.data.streams.position import StreamPosition
 from evenstep.planning.planner import plan_step
 
 SAMPLES, STEP, RANKS, BUDGET = 100_000_000, 64, 8, 32_768
-PLACES = (10, 10_000, 1_000_000)
+RESUMED_AT = (10, 10_000, 1_000_000)  # steps
 SOONEST, LEAST_MEMORY, SPREAD = 2.0, 1e9, 3.0
 
 POOL, POOLED, BUDGETS, AHEAD = 64, 20_000, (8_192, 32_768), 2
@@ -55,19 +58,19 @@ _STATUS = Path("/proc/self/status")
 
 
 def planned(bench: Bench) -> Section:
-    """The first step of very many samples, the ones after it, and resuming."""
+    """Measure the first step, later steps and resuming with very many samples."""
     count = bench.pick(SAMPLES, 1_000_000)
-    places = [place for place in PLACES if place * STEP < count]
+    numbers = [number for number in RESUMED_AT if number * STEP < count]
     section = Section(
         "Planned",
         notes=[
             f"{count:,} known lengths (int32), steps of {STEP} samples, packed to {BUDGET:,} on "
-            f"{RANKS} ranks. Every row is the best of three fresh processes that have imported "
-            "what they need. The first step counts from handing over the lengths until a rank has "
-            "its micro-batches, compiled kernels loaded from their cache included; the second "
-            "time is the same once they are loaded, with another seed. Memory is how much the "
-            "peak rose meanwhile; pages of mapped files are the system's to take back. The simple "
-            "version draws np.random's permutation of all samples, and plans the same steps."
+            f"{RANKS} ranks. Every row is the best of three fresh processes, imports excluded. "
+            "The first step is the time from passing the lengths until a rank has its "
+            "micro-batches, including loading compiled kernels from the cache; the second time is "
+            "the same with loaded kernels and another seed. Memory is the rise of the peak; the "
+            "system can reclaim pages of mapped files. The simple version draws a permutation of "
+            "all samples with np.random and plans steps of the same size."
         ],
     )
     table = Table(
@@ -75,16 +78,16 @@ def planned(bench: Bench) -> Section:
         {
             "": "",
             "first step, ms": ".0f",
-            "once more, ms": ".1f",
+            "kernels loaded, ms": ".1f",
             "a later step, ms": ".3f",
             "memory, MB": ".0f",
-            "of it mapped files": ".0f",
+            "of which mapped files, MB": ".0f",
             "target": "",
         },
     )
     resumed = Table(
         "Resuming, from a cursor to the next step (ms)",
-        {"": "", **{f"at step {place:,}": ".3f" for place in places}},
+        {"": "", **{f"at step {number:,}": ".3f" for number in numbers}},
     )
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -93,12 +96,12 @@ def planned(bench: Bench) -> Section:
         _write(path, np.minimum(corpus, BUDGET).astype(np.int32), count)
         for kind in ("mapped", "in memory", "simple"):
             bench.say(f"planned: {kind}")
-            runs = [_in_a_fresh_process(kind, path, places) for _ in range(bench.pick(3, 1))]
+            runs = [_in_a_fresh_process(kind, path, numbers) for _ in range(bench.pick(3, 1))]
             found[kind] = min(runs, key=lambda run: float(run["first"]))
     for kind, name in (
         ("mapped", "PlannedStream, np.memmap"),
         ("in memory", "PlannedStream, in memory"),
-        ("simple", "np.random's permutation"),
+        ("simple", "np.random permutation"),
     ):
         it = found[kind]
         met = it["first"] < SOONEST and it["memory"] < LEAST_MEMORY
@@ -119,18 +122,18 @@ def planned(bench: Bench) -> Section:
     spread = max(max(it["resumed"]) / min(it["resumed"]) for it in ours)
     section.targets += [
         Target(
-            f"first of {count:,} samples' steps in under {SOONEST:g} s",
+            f"first step of {count:,} samples in under {SOONEST:g} s",
             f"{first:.2f} s, simple {found['simple']['first']:.1f} s",
             first < SOONEST,
         ),
         Target(
-            f"with under {LEAST_MEMORY / 1e9:g} GB",
+            f"first step with under {LEAST_MEMORY / 1e9:g} GB",
             f"{memory / 1e6:.0f} MB, simple {found['simple']['memory'] / 1e6:.0f} MB",
             memory < LEAST_MEMORY,
         ),
         Target(
-            f"resuming costs the same at any step (within {SPREAD:g} times)",
-            f"{spread:.1f} times",
+            f"resuming takes the same time at any step (within {SPREAD:g}×)",
+            f"{spread:.1f}×",
             spread < SPREAD,
         ),
     ]
@@ -138,7 +141,7 @@ def planned(bench: Bench) -> Section:
 
 
 def _write(path: Path, corpus: Any, count: int) -> None:
-    """A file of so many lengths drawn from a corpus, a piece at a time."""
+    """Write `count` lengths drawn from a corpus, in chunks."""
     rng = np.random.default_rng(0)
     lengths = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(count,))
     for begin in range(0, count, 1 << 22):
@@ -147,8 +150,8 @@ def _write(path: Path, corpus: Any, count: int) -> None:
     lengths.flush()
 
 
-def _in_a_fresh_process(kind: str, path: Path, places: list[int]) -> dict[str, Any]:
-    arguments = ["--measure", kind, str(path), json.dumps(places)]
+def _in_a_fresh_process(kind: str, path: Path, numbers: list[int]) -> dict[str, Any]:
+    arguments = ["--measure", kind, str(path), json.dumps(numbers)]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), *arguments],
         cwd=ROOT,
@@ -160,8 +163,8 @@ def _in_a_fresh_process(kind: str, path: Path, places: list[int]) -> dict[str, A
     return found
 
 
-def _measure(kind: str, path: Path, places: list[int]) -> dict[str, Any]:
-    """What a fresh process measures of one way to begin."""
+def _measure(kind: str, path: Path, numbers: list[int]) -> dict[str, Any]:
+    """Measure one kind of stream; runs in a fresh process."""
     lengths = np.load(path, mmap_mode=None if kind == "in memory" else "r")
     simple = kind == "simple"
     begin = _simple_steps if simple else _planned_steps
@@ -178,7 +181,7 @@ def _measure(kind: str, path: Path, places: list[int]) -> dict[str, Any]:
     start = time.perf_counter()
     next(begin(lengths, 1))
     found["again"] = time.perf_counter() - start
-    found["resumed"] = [] if simple else [_resumed(lengths, place) for place in places]
+    found["resumed"] = [] if simple else [_resumed(lengths, number) for number in numbers]
     return found
 
 
@@ -197,7 +200,7 @@ def _planned_steps(lengths: Any, seed: int) -> Iterator[Any]:
 
 
 def _simple_steps(lengths: Any, seed: int) -> Iterator[Any]:
-    """All samples shuffled at once, the same steps planned."""
+    """Shuffle all samples at once and plan steps of the same size."""
     order, recipe = np.random.default_rng(seed).permutation(len(lengths)), _recipe()
     for begin in range(0, len(order), STEP):
         samples = order[begin : begin + STEP]
@@ -205,9 +208,9 @@ def _simple_steps(lengths: Any, seed: int) -> Iterator[Any]:
         yield [micro.renumbered(samples) for micro in plan[0, 0]]
 
 
-def _resumed(lengths: Any, place: int) -> float:
-    """The best time from a cursor to the step behind it, on a new stream each time."""
-    state = _stream(lengths).cursor(StreamPosition(0, place * STEP, place)).to_dict()
+def _resumed(lengths: Any, number: int) -> float:
+    """The best time from a cursor to the next step, with a new stream each time."""
+    state = _stream(lengths).cursor(StreamPosition(0, number * STEP, number)).to_dict()
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -215,20 +218,20 @@ def _resumed(lengths: Any, place: int) -> float:
         stream.load_state_dict(state)
         step = next(iter(stream))
         times.append(time.perf_counter() - start)
-        assert step.number == place
+        assert step.number == number
     return min(times)
 
 
 def _peak() -> int:
-    """The most memory that this process has held so far, in bytes, mapped files included."""
-    if _STATUS.exists():  # getrusage there counts what the parent held before this process began
+    """The peak memory of this process in bytes, including mapped files."""
+    if _STATUS.exists():  # getrusage would include memory of the parent process
         return _status("VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _mapped() -> int:
-    """How much of the memory is pages of files, which the system may take back at any time."""
+    """Memory in pages of mapped files, which the system can reclaim."""
     return _status("RssFile") if _STATUS.exists() else 0
 
 
@@ -241,17 +244,16 @@ def _status(name: str) -> int:
 
 
 def pooled(bench: Bench) -> Section:
-    """The whole way of a sample through a pooled stream, beside a plain loop."""
+    """Measure a pooled stream from sample to micro-batch, compared with a plain loop."""
     section = Section(
         "Pooled",
         notes=[
-            f"{POOLED:,} samples under half the budget in memory, packed, a pool of {POOL} that "
-            f"holds {AHEAD} budgets at least. Time is per sample and includes reading it, "
-            "choosing, and building micro-batches with a cursor for each step. The plain "
-            "loop has the same pool and cosmos-rl's rule: it reads the same samples into a list "
-            "and scans it, which gives lists of samples and nothing to resume from. Fill is "
-            "tokens over micro-batches times budget, the last few left out, which no longer find "
-            "a full pool."
+            f"{POOLED:,} samples under half the budget, in memory, packed, a pool of at least "
+            f"{POOL} samples and {AHEAD} budgets. Time is per sample and includes reading, "
+            "choosing, and building micro-batches with a cursor for each step. The plain loop has "
+            "the same pool and cosmos-rl's rule: it reads samples into a list, scans it and "
+            "returns lists of samples, without a cursor. Fill is tokens over (micro-batches × "
+            "budget), without the last micro-batches, for which the pool is no longer full."
         ],
     )
     table = Table(
@@ -259,7 +261,7 @@ def pooled(bench: Bench) -> Section:
         {
             "lengths": "",
             "budget": ",d",
-            "samples a step": ".1f",
+            "samples per step": ".1f",
             "PooledStream, µs": ".2f",
             "plain loop, µs": ".2f",
             "PooledStream, fill": ".5f",
@@ -303,7 +305,7 @@ def pooled(bench: Bench) -> Section:
     section.tables.append(table)
     section.targets.append(
         Target(
-            f"under {SLOWEST:g} µs a sample through the whole stream",
+            f"under {SLOWEST:g} µs per sample for the whole stream",
             f"slowest {max(times):.1f} µs",
             max(times) < SLOWEST,
         )
@@ -312,13 +314,13 @@ def pooled(bench: Bench) -> Section:
         section.targets.append(
             Target(
                 f"{' and '.join(PROMISED)}: at least {FULL:.1%} full",
-                f"least {min(fills):.3%}",
+                f"worst case {min(fills):.3%}",
                 min(fills) >= FULL,
             )
         )
     rows = len(table.rows)
     section.targets.append(
-        Target("as full as the plain loop or fuller", f"{above} of {rows}", above == rows)
+        Target("at least as full as the plain loop", f"{above} of {rows}", above == rows)
     )
     return section
 
@@ -334,12 +336,12 @@ def _cases(bench: Bench) -> list[tuple[str, int, IntArray]]:
 
 
 def _drain(stream: PooledStream) -> list[MicroBatch]:
-    """Every micro-batch of an epoch."""
+    """All micro-batches of one epoch."""
     return [micro for step in stream for micro in step.micro_batches]
 
 
 def _drain_plainly(source: InMemory, budget: int) -> list[int]:
-    """cosmos-rl's rule over the same samples: read, scan the pool, take what fits."""
+    """Apply cosmos-rl's rule to the same samples: read, scan the pool, take what fits."""
     order = np.random.default_rng(0).permutation(len(source)).tolist()
     waiting: list[tuple[int, Any]] = []
     sizes: list[int] = []
@@ -364,7 +366,7 @@ def _drain_plainly(source: InMemory, budget: int) -> list[int]:
 
 
 def _full_ones(sizes: list[int]) -> list[int]:
-    """The micro-batches for which the pool was full: all but the last ones."""
+    """The micro-batches formed from a full pool: all but the last ones."""
     last = POOL if len(sizes) > 4 * POOL else AHEAD + 1
     return sizes[:-last]
 
@@ -373,12 +375,12 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {"planned": planned, "pooled":
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Streams, measured."""
+    """Measure streams."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["--measure"]:
         print(json.dumps(_measure(given[1], Path(given[2]), json.loads(given[3]))))
         return 0
-    return run("streams", "Streams, measured", SECTIONS, arguments)
+    return run("streams", "Stream benchmark", SECTIONS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a benchmark found: tables and targets, shown on a terminal, in Markdown and as JSON."""
+"""Results of a benchmark: tables and targets for a terminal, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COLOURS = {MET: "green", MISSED: "bold red"}  # by the last word of a cell
 
 
 def verdict(met: bool) -> str:
-    """The word for a target reached or not."""
+    """The word for a target: met or missed."""
     return MET if met else MISSED
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A promise, the figure that was measured, and whether it is kept."""
+    """A target, the measured figure, and whether the target is met."""
 
     promise: str
     figure: str
@@ -39,12 +39,12 @@ class Table:
     rows: list[tuple[Cell, ...]] = field(default_factory=list)
 
     def add(self, *cells: Cell) -> None:
-        """One more row."""
+        """Append a row."""
         assert len(cells) == len(self.columns), f"{len(cells)} cells for {list(self.columns)}"
         self.rows.append(cells)
 
     def text(self) -> list[list[str]]:
-        """The rows as they are shown."""
+        """The rows as formatted text."""
         return [
             [
                 "" if cell is None else cell if isinstance(cell, str) else format(cell, spec)

@@ -1,7 +1,7 @@
-"""Measure what tensors promise, and file the results.
+"""Measure collating, compared with plain copies.
 
-python benchmarks/tensors.py            all of it, filed under benchmarks/results
-python benchmarks/tensors.py --quick    a small version, not filed
+python benchmarks/tensors.py            everything, written to benchmarks/results
+python benchmarks/tensors.py --quick    a small version
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {"collate": collating}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Tensors beside torch's own copies."""
-    return run("tensors", "Tensors, measured", SECTIONS, arguments)
+    """Measure collating."""
+    return run("tensors", "Tensor benchmark", SECTIONS, arguments)
 
 
 if __name__ == "__main__":

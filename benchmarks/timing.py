@@ -1,4 +1,4 @@
-"""Timing that treats all alike: in turn, in one run, the best of several, without the collector."""
+"""Fair timing: calls take turns in one process, best of several, garbage collector off."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-_MMAP_THRESHOLD = -3  # glibc's number for it
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The best time of some runs, and what the first one gave."""
+    """The best time of several runs, and the result of the first one."""
 
     seconds: float
     runs: int
@@ -35,12 +35,12 @@ def interleave(
     patience: float = 4.0,
     collector: bool = False,
 ) -> dict[str, Timed]:
-    """Run all calls in turn, `repeats` rounds after one to warm up; the best time of each.
+    """Run calls in turn, `repeats` rounds after one warm-up; return the best time of each.
 
-    A turn is `burst` runs on end, so that short calls are not timed with the caches that a long
-    one left behind. Every round starts with another call, so that none always follows the same
-    one. A call that has used up `patience` seconds sits out, but runs at least once after the
-    first. Python's garbage collector is off unless `collector` is given.
+    A turn is `burst` consecutive runs, so that a short call is not timed with the caches that a
+    long one left. Every round starts with a different call, so that the order varies. A call that
+    has used `patience` seconds is skipped, but runs at least once after the warm-up. Python's
+    garbage collector is off unless `collector` is given.
     """
     names = list(calls)
     results: dict[str, Any] = {}
@@ -61,15 +61,15 @@ def interleave(
 
 
 def best(call: Callable[[], Any], *, repeats: int = 3) -> Timed:
-    """The best time of one call after a first run to warm up."""
+    """The best time of one call after a warm-up run."""
     return interleave({"": call}, repeats=repeats, burst=1)[""]
 
 
 @contextmanager
 def fresh_memory() -> Iterator[None]:
-    """Every array of a megabyte or more comes from the system, and goes back when it is freed.
+    """Allocate every array of a megabyte or more from the system, and return it when freed.
 
-    On Linux with glibc; elsewhere nothing changes. Afterwards the limit is the largest one.
+    Only on Linux with glibc. Afterwards the threshold is the maximum, 32 MiB.
     """
     try:
         set_limit = ctypes.CDLL(None).mallopt
@@ -86,7 +86,7 @@ def fresh_memory() -> Iterator[None]:
 def _run(call: Callable[[], Any], collector: bool) -> tuple[float, Any]:
     enabled = gc.isenabled()
     if collector:
-        gc.freeze()  # what was there before is none of the call's
+        gc.freeze()  # exclude objects that existed before the call
     else:
         gc.disable()
     try:
