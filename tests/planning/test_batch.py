@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Padded, Recipe, Topology, make_plan
-from evenstep.planning.batching.cuts import feasible_starts, fewest_cuts, optimal_cuts, split_cuts
+from evenstep.planning.batching.cuts import feasible_starts, fewest_cuts, optimal_cuts, divide_cuts
 from evenstep.testing import assert_valid_plan
 
 
@@ -46,8 +46,8 @@ def test_optimal_cuts_have_the_fewest_slots_of_all_cuts(
 
 def test_splitting_divides_the_heaviest_as_often_as_needed() -> None:
     widths = np.array([4] * 8)
-    assert split_cuts(np.array([8]), widths, 4).tolist() == [2, 4, 6, 8]
-    assert split_cuts(np.array([1, 2]), widths[:2], 4).tolist() == [1, 2]
+    assert divide_cuts(np.array([8]), widths, 4).tolist() == [2, 4, 6, 8]
+    assert divide_cuts(np.array([1, 2]), widths[:2], 4).tolist() == [1, 2]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.sampled_from([1, 2, 8]))

@@ -79,7 +79,7 @@ def test_groups_of_unequal_sizes_are_dealt_evenly_where_that_is_possible() -> No
     recipe = Recipe(layout=Packed(max_tokens=64), topology=Topology(dp=2), equal_sizes=True)
     plan = make_plan([4] * 12, recipe, groups=np.repeat(np.arange(5), [3, 3, 2, 2, 2]))
     assert_valid_plan(plan)
-    with pytest.raises(PlanError, match=r"the 3 groups of this step leave ranks with 2 to 4"):
+    with pytest.raises(PlanError, match=r"the 3 groups of this step give ranks 2 to 4"):
         make_plan([4] * 6, recipe, groups=[0, 0, 1, 1, 2, 2])
 
 

@@ -148,7 +148,7 @@ def test_every_step_but_the_last_is_nearly_full(name: str, equal_sizes: bool) ->
 def test_a_sample_that_no_step_holds_is_named() -> None:
     recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(micro_batches=2), overflow="split")
     with pytest.raises(
-        EvenstepError, match="sample 1 has 40 tokens, more than the 2 micro-batches"
+        EvenstepError, match="sample 1 with 40 tokens does not fit into a step of 2"
     ):
         make_plan([4, 40, 4], recipe)
 

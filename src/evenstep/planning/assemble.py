@@ -1,4 +1,4 @@
-"""From decided steps to the arrays of a Plan."""
+"""Assemble decided steps into the arrays of a `Plan`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from evenstep.core.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepLayout:
-    """One step, decided: micro-batch `rank * per_rank + position` and row of each segment.
+class DecidedStep:
+    """One step as decided: micro-batch `rank * per_rank + wave` and row of each segment.
 
-    `widths` fixes the width of each position where all ranks must share it; 0 fixes nothing.
+    `widths` fixes the width of each wave where all ranks share it; 0 leaves it open.
     """
 
     segments: Segments
@@ -32,15 +32,15 @@ def assemble(
     recipe: Recipe,
     lengths: IntArray,
     step_of: IntArray,
-    steps: list[StepLayout],
+    steps: list[DecidedStep],
     groups: IntArray | None,
     columns: Mapping[str, IntArray],
 ) -> Plan:
-    """Lay the steps end to end: sort segments into rows, size the rows, count everything."""
+    """Sort the segments of each step into rows, compute widths, and join the steps."""
     ranks = recipe.topology.dp
-    parts = [_lay_out(step, recipe) for step in steps]
+    laid = [_lay_out(step, recipe) for step in steps]
     none = np.empty(0, np.int64)
-    segments = [part[0] for part in parts]
+    segments = [each[0] for each in laid]
     cells = np.repeat([step.per_rank for step in steps], ranks).astype(np.int64)
     return Plan(
         recipe=recipe,
@@ -51,16 +51,16 @@ def assemble(
             np.concatenate([none, *(s.start for s in segments)]),
             np.concatenate([none, *(s.length for s in segments)]),
         ),
-        row_offsets=offsets_of(np.concatenate([none, *(part[1] for part in parts)])),
-        micro_offsets=offsets_of(np.concatenate([none, *(part[2] for part in parts)])),
+        row_offsets=offsets_of(np.concatenate([none, *(each[1] for each in laid)])),
+        micro_offsets=offsets_of(np.concatenate([none, *(each[2] for each in laid)])),
         cell_offsets=offsets_of(cells),
-        widths=np.concatenate([none, *(part[3] for part in parts)]),
+        widths=np.concatenate([none, *(each[3] for each in laid)]),
         groups=groups,
         columns=columns,
     )
 
 
-def _lay_out(step: StepLayout, recipe: Recipe) -> tuple[Segments, IntArray, IntArray, IntArray]:
+def _lay_out(step: DecidedStep, recipe: Recipe) -> tuple[Segments, IntArray, IntArray, IntArray]:
     """(segments in order, segments per row, rows per micro-batch, widths) of one step."""
     layout, ranks = recipe.layout, recipe.topology.dp
     count = ranks * step.per_rank

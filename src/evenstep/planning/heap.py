@@ -1,4 +1,4 @@
-"""A binary heap of numbers by a key, least first, for kernels."""
+"""A binary heap of numbers for kernels, ordered by a key, least first."""
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.kernel import kernel
@@ -6,13 +6,13 @@ from evenstep.planning.kernel import kernel
 
 @kernel
 def comes_before(a: int, b: int, key: FloatArray, by_number: bool) -> bool:
-    """Whether a comes before b; of equal keys the lower number does, or neither."""
+    """Whether a comes before b. At equal keys the lower number does, if `by_number`."""
     return key[a] < key[b] or (by_number and key[a] == key[b] and a < b)
 
 
 @kernel
 def sink(heap: IntArray, count: int, key: FloatArray, node: int, by_number: bool) -> None:
-    """Let what stands at `node` sink until neither below it comes before it."""
+    """Move the entry at `node` down until neither child comes before it."""
     while True:
         child = 2 * node + 1
         if child >= count:
@@ -27,9 +27,9 @@ def sink(heap: IntArray, count: int, key: FloatArray, node: int, by_number: bool
 
 @kernel
 def rise(heap: IntArray, count: int, key: FloatArray, by_number: bool) -> None:
-    """Let the last of `count` rise until the one above it comes before it."""
+    """Move the last of `count` entries up until it does not come before its parent."""
     node = count - 1
     while node > 0 and comes_before(heap[node], heap[(node - 1) // 2], key, by_number):
-        above = (node - 1) // 2
-        heap[node], heap[above] = heap[above], heap[node]
-        node = above
+        parent = (node - 1) // 2
+        heap[node], heap[parent] = heap[parent], heap[node]
+        node = parent

@@ -1,4 +1,4 @@
-"""Units that can never run are refused, by name and with the remedy."""
+"""Refuse units that exceed a limit by themselves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def check_units(
     groups: IntArray | None,
     names: IntArray,
 ) -> None:
-    """Raise where a unit breaks a limit by itself, naming it and the remedy.
+    """Raise if a unit exceeds a limit by itself.
 
-    With overflow = "alone" a single over-long or over-limit sample may; a group never may.
+    With overflow = "alone" a single sample may; a group of several never may.
     """
     several = units.count > 1
     capacity, most = recipe.layout.pack_bounds(recipe, units.widest)
@@ -28,9 +28,10 @@ def check_units(
     if capacity is not None:
         large |= several & (units.size > capacity)
     if large.any():
-        raise _refused_group(int(np.argmax(large)), units, segments, groups, names, "the budget")
+        raise _refused_group(int(np.argmax(large)), units, segments, groups, names, "the layout")
     for d, cap in enumerate(units.caps):
-        name = units.limits[d] if units.limits[d] == "samples" else f"limits.{units.limits[d]}"
+        owner = "layout" if units.limits[d] == "samples" else "limits"
+        name = f"{owner}.{units.limits[d]}"
         beyond = units.extra[:, d] > cap * (1 + 1e-12)
         if (beyond & several).any():
             at = int(np.argmax(beyond & several))
@@ -38,10 +39,12 @@ def check_units(
         if beyond.any() and recipe.overflow != "alone":
             at = int(np.argmax(beyond))
             sample = segments.sample[np.flatnonzero(units.of_segment == at)[0]]
-            alone = "" if recipe.layout.pad_to is not None else ", or set overflow='alone'"
+            wider = recipe.layout.pad_to is None and not recipe.topology.equal_widths
+            alone = ", or set overflow='alone'" if wider else ""
+            holder = "a micro-batch" if recipe.layout.packs_per_micro_batch == 1 else "a row"
             raise PlanError(
-                f"sample {names[sample]} takes {units.extra[at, d]:g} of {name}, but a micro-batch "
-                f"holds {cap:g}. Raise the limit, remove the sample{alone}."
+                f"sample {names[sample]} takes {units.extra[at, d]:g} of {name}, more than the "
+                f"{cap:g} that {holder} holds. Raise {name} or remove the sample{alone}."
             )
 
 
@@ -55,9 +58,10 @@ def _refused_group(
 ) -> PlanError:
     members = segments.sample[units.of_segment == at]
     name = groups[members[0]] if groups is not None else "?"
-    some = ", ".join(map(str, names[members[:4]]))
+    some = ", ".join(map(str, names[members[:4]])) + (", ..." if len(members) > 4 else "")
+    remedy = "the layout's bounds" if limit == "the layout" else limit
     return PlanError(
         f"group {name} has {units.count[at]} segments and {units.size[at]} slots, more than "
-        f"{limit} allows in one micro-batch (samples {some}...). Raise {limit}, or set "
+        f"{limit} allows in one micro-batch (samples {some}). Raise {remedy}, or set "
         f"groups='step'."
     )

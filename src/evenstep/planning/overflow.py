@@ -1,4 +1,4 @@
-"""Overflow: what becomes of a sample that is longer than a micro-batch can hold."""
+"""Overflow: what happens to samples that are longer than a micro-batch can hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenstep.core.segments import Segments
 
 
 def refused(lengths: IntArray, limit: int | None, overflow: Overflow) -> IntArray:
-    """The samples that cannot run: longer than `limit`, and nothing may be done about it."""
+    """The samples longer than `limit`, if `overflow` does not say how to handle them."""
     if limit is None or overflow == "alone" or (overflow != "error" and limit > 0):
         return np.empty(0, np.int64)
     return np.flatnonzero(lengths > limit)
@@ -20,7 +20,7 @@ def refused(lengths: IntArray, limit: int | None, overflow: Overflow) -> IntArra
 def segments_of(
     lengths: IntArray, limit: int | None, overflow: Overflow
 ) -> tuple[Segments, IntArray]:
-    """(segments in sample order, the samples that are dropped). None of them is refused.
+    """(segments in sample order, the samples that are dropped). `refused` must be empty.
 
     Splitting gives segments of the longest length that fits, the last one shorter.
 
@@ -32,7 +32,7 @@ def segments_of(
     over = none if limit is None else np.flatnonzero(lengths > limit)
     if len(over) == 0 or overflow == "alone":
         return Segments(everything, np.zeros_like(lengths), lengths), none
-    assert limit, "what nothing can hold is refused"
+    assert limit, "samples that fit nowhere are refused"
     if overflow == "drop":
         kept = np.delete(everything, over)
         return Segments(kept, np.zeros_like(kept), lengths[kept]), over
@@ -46,14 +46,19 @@ def segments_of(
 
 
 def refusal(name: object, length: int, recipe: Recipe, more: int = 0) -> str:
-    """The sentence that refuses a sample, and `more` others."""
+    """The error message for a sample that is too long, and `more` others."""
     limit, by_cost = recipe.longest_segment, recipe.limits.cost is not None
     wider = recipe.layout.pad_to is None and not recipe.topology.equal_widths
     ways = [*(["split", "truncate", "drop"] if limit else []), *(["alone"] if wider else [])]
     remedy = f", or set overflow to {' or '.join(ways)}" if ways else ""
-    others = f" (and {more} more samples)" if more else ""
+    others = f" ({more} more samples are too long)" if more else ""
+    bound = "max_tokens" if recipe.layout.pad_to is None else "pad_to"
+    bounds = [
+        *([f"layout.{bound}"] if recipe.capacity else []),
+        *(["limits.cost"] if by_cost else []),
+    ]
     return (
         f"sample {name} has {length} tokens but a micro-batch holds "
-        f"{limit}{' within limits.cost' if by_cost else ''}{others}. Raise the budget"
-        f"{' or limits.cost' if by_cost else ''}{remedy}."
+        f"{limit}{' within limits.cost' if by_cost else ''}{others}. Raise "
+        f"{' or '.join(bounds)}{remedy}."
     )

@@ -1,7 +1,7 @@
-"""Sizing a step of micro-batches: how many samples, from the first, fill it.
+"""Size a step of micro-batches: how many samples, from the first on, fill it.
 
-A lower bound on packs says which samples cannot all be in it. Just before that, samples are packed
-and counted; where they take too many packs, the next guess follows from how many.
+A lower bound on packs gives the most samples that could fit. These are packed and counted. If they
+need too many packs, the next guess is derived from that number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from evenstep.core.ragged import FloatArray
 from evenstep.core.recipe import Recipe
 from evenstep.planning.units import Units
 
-_PACKINGS = 6  # of one step
+_PACKINGS = 6  # packings tried per step
 _SLACK = 1e-9
 
 
 def fractions(units: Units, recipe: Recipe) -> FloatArray:
-    """What share of a pack each unit takes, of every limit: (units, limits).
+    """The share of a pack that each unit takes of every limit: (units, limits).
 
-    No pack holds more than 1 of any. A unit that breaks a limit by itself takes a whole pack.
+    A pack holds at most 1 of each. A unit that exceeds a limit by itself takes a whole pack.
     """
     capacity, most = recipe.layout.pack_bounds(recipe, units.widest)
     columns = [units.count / most]
@@ -39,11 +39,11 @@ def most_that_fit(
 ) -> int | None:
     """The most leading units that `count` puts into `packs` or fewer.
 
-    `filled[n]` packs are needed at least for the first n units. Where counting packs is `limited`,
-    it is done six times at most, and a few units more might have fitted. None where there are too
-    few units to tell, and these are not `complete`.
+    The first n units need at least `filled[n]` packs. If `limited`, packs are counted at most six
+    times, and a few more units might fit. None if there are too few units to tell, and these are
+    not `complete`.
 
-    >>> filled = np.arange(8) / 2  # every two units fill a pack, but packing them takes three
+    >>> filled = np.arange(8) / 2  # the bound is half a pack per unit, packing takes a whole one
     >>> most_that_fit(filled, 2, lambda n: -(-n // 1), limited=True, complete=True)
     2
     """
@@ -56,7 +56,7 @@ def most_that_fit(
     while high - low > 1 and (runs < _PACKINGS or not limited):
         runs += 1
         if limited and runs == _PACKINGS and low == 0:
-            guess = 1  # whether anything fits at all
+            guess = 1  # does anything fit at all?
         found = count(guess)
         if found <= packs:
             low = guess
@@ -64,7 +64,7 @@ def most_that_fit(
             high, needed = guess, found
         guess = (low + high) // 2
         if needed and (limited or runs < _PACKINGS):
-            # `needed` packs for `high` units: as many units as fill `packs` at that rate.
+            # `high` units take `needed` packs: as many units as fill `packs` at that rate.
             guess = int(np.searchsorted(filled, filled[high] * packs / needed, "right")) - 1
             guess = guess if low < guess < high else (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)

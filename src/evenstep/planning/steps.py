@@ -1,4 +1,4 @@
-"""Steps: which samples belong to one optimizer update. Decided by order alone, before balance."""
+"""Assign samples to optimizer steps, by order alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from evenstep.planning.packing.first_fit import next_fit_kernel
 
 
 class Leading(Protocol):
-    """How many leading units fit a step of micro-batches. Unit u holds `samples[offsets[u]]`
-    onwards; None where more are needed to tell, and these are not `complete`."""
+    """How many leading units fill a step of micro-batches.
+
+    Unit u holds `samples[offsets[u]]` onwards. None if more units are needed to tell, and these
+    are not `complete`.
+    """
 
     def __call__(self, samples: IntArray, offsets: IntArray, *, complete: bool) -> int | None: ...
 
@@ -22,11 +25,11 @@ class Leading(Protocol):
 def assign_steps(
     steps: Steps, tokens: IntArray, groups: IntArray | None, leading: Leading
 ) -> IntArray:
-    """The step of each of these samples: the next ones in order, groups never divided.
+    """The step of each sample. Steps take the next samples in order and never divide a group.
 
-    A group takes its place where its first member stands. `leading` sizes steps of micro-batches.
+    A group counts where its first member is. `leading` sizes steps of micro-batches.
 
-    5 samples, 2 a step -> steps [0, 0, 1, 1, 2]
+    5 samples, 2 per step -> steps [0, 0, 1, 1, 2]
     """
     n = len(tokens)
     if n == 0 or (steps.samples is None and steps.tokens is None and steps.micro_batches is None):
@@ -60,31 +63,31 @@ def assign_steps(
 
 
 def check_groups(groups: IntArray, sizes: IntArray, most: int) -> None:
-    """Refuse a group of more samples than a step holds.
+    """Raise if a group has more samples than a step holds.
 
-    groups [7, 5] of sizes [1, 3], at most 2 a step -> group 5 is refused
+    groups [7, 5] of sizes [1, 3], at most 2 per step -> group 5 is refused
     """
     large = int(np.argmax(sizes))
     if sizes[large] > most:
         raise PlanError(
-            f"group {groups[large]} has {sizes[large]} samples but a step holds {most}; it could "
-            f"never stay together. Raise steps.samples or use smaller groups."
+            f"group {groups[large]} has {sizes[large]} samples but a step holds {most}. Raise "
+            f"steps.samples or use smaller groups."
         )
 
 
-def too_large(whose: str, tokens: int, steps: Steps) -> PlanError:
-    """The error for what does not fit into a step of so many micro-batches by itself."""
+def too_large(name: str, tokens: int, steps: Steps) -> PlanError:
+    """The error for a sample or group that does not fit into a step of `steps.micro_batches`."""
     return PlanError(
-        f"{whose} has {tokens} tokens, more than the {steps.micro_batches} micro-batches per rank "
-        f"of a step hold. Raise steps.micro_batches or the budget."
+        f"{name} with {tokens} tokens does not fit into a step of {steps.micro_batches} "
+        f"micro-batches per rank. Raise steps.micro_batches or layout.max_tokens."
     )
 
 
 def first_step(amounts: IntArray, limit: int, *, complete: bool) -> int | None:
-    """How many leading units the first step takes, when their amounts may add up to `limit`.
+    """How many leading units the first step takes if their amounts may add up to `limit`.
 
-    A unit beyond the limit by itself is taken alone. Units of amount 0, which were dropped, go
-    with what follows them. None where more units are needed to tell.
+    A unit over the limit is taken alone. Dropped units have amount 0 and belong to the step that
+    follows them. None if more units are needed to tell.
 
     >>> first_step(np.array([3, 2, 4]), 5, complete=False)
     2

@@ -1,4 +1,4 @@
-"""Units: what planning moves as a whole, a segment or the segments of one group."""
+"""Units: what the planner moves as a whole, a segment or the segments of a group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from evenstep.core.segments import Segments
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Columns of equal height, one row per unit, numbered as they appear.
+    """Columns with one entry per unit, numbered by first appearance.
 
-    `of_segment` names each segment's unit. `size` is its slots in a packed row, `count` its
-    segments, `widest` its longest aligned segment, and `extra[:, d]` what it takes of the d-th
-    further limit `caps[d]`, called `limits[d]`.
+    `of_segment` is the unit of each segment. `size` is the slots of a unit in a packed row, `count`
+    its segments, `widest` its longest aligned segment, and `extra[:, d]` what it takes of the d-th
+    further limit, `caps[d]`, which is called `limits[d]`.
     """
 
     of_segment: IntArray
@@ -35,7 +35,7 @@ class Units:
         return len(self.size)
 
     def take(self, index: IntArray | slice) -> Units:
-        """Some of the units; `of_segment` no longer applies and is empty."""
+        """The units at `index`; their `of_segment` is empty."""
         return Units(
             np.empty(0, np.int64),
             self.size[index],
@@ -48,7 +48,7 @@ class Units:
         )
 
     def of_segments(self, segments: IntArray) -> Units:
-        """The units of some segments, none of which is left behind, in the order of all units.
+        """The units of these segments, in the order of all units. Units must be complete.
 
         Where every segment is a unit, segment i is unit i.
         """
@@ -61,7 +61,7 @@ class Units:
         return found
 
     def by_count(self) -> Units:
-        """The same units, their size measured in segments."""
+        """The same units with sizes in segments."""
         return Units(
             self.of_segment,
             self.count,
@@ -80,10 +80,10 @@ def units_of(
     columns: Mapping[str, IntArray],
     groups: IntArray | None,
 ) -> Units:
-    """The units of these segments: what they take of the budget and of every further limit.
+    """The units of these segments, with what each takes of every limit.
 
-    A segment of a split or truncated sample counts its sample's columns in full: how they divide
-    is unknown, and limits are hard. `groups` and `columns` are per sample.
+    A segment of a split or truncated sample counts its sample's columns in full, because how they
+    divide is unknown and limits are hard. `groups` and `columns` are per sample.
     """
     layout, n = recipe.layout, len(segments)
     aligned = rounded_up(segments.length, recipe.topology.alignment)

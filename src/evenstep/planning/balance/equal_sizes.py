@@ -1,4 +1,4 @@
-"""equal_sizes: ranks get equally many segments first, then each forms its own micro-batches."""
+"""equal_sizes: deal equally many segments to each rank, then form micro-batches per rank."""
 
 from __future__ import annotations
 
@@ -14,53 +14,57 @@ from evenstep.errors import PlanError
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.units import Units
 
-PlaceRank: TypeAlias = Callable[[Units, int | None], tuple[IntArray, int]]
-"""(units of a rank, positions or None) -> (position * rows + row of each, positions)."""
+AssignRank: TypeAlias = Callable[[Units, int | None], tuple[IntArray, int]]
+"""(units of one rank, waves or None) -> (wave * rows + row of each unit, waves)."""
 
 
-def place_by_rank(
-    units: Units, recipe: Recipe, wanted: int | None, place: PlaceRank
+def assign_by_rank(
+    units: Units, recipe: Recipe, wanted: int | None, assign: AssignRank
 ) -> tuple[IntArray, int]:
-    """(place of each unit, positions). Where a step has a number of micro-batches, `count_by_rank`
-    said that they are enough, and the balance gives way if its own deal needs more."""
+    """(address of each unit, waves).
+
+    Where `steps.micro_batches` is given, `count_by_rank` has checked that they suffice for a deal
+    by "lpt". That deal is used if the recipe's own balance needs more.
+    """
     ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
-    placed = _placed(units, deal_equal(units, ranks, recipe.balance), wanted, place)
+    assigned = _assigned(units, deal_equal(units, ranks, recipe.balance), wanted, assign)
     asked = recipe.steps.micro_batches
-    if asked is not None and placed[1] > asked:
-        placed = _placed(units, deal_equal(units, ranks), wanted, place)
-    rank_of, count, inside = placed
-    position, row = inside // rows, inside % rows
-    return position * ranks * rows + rank_of * rows + row, count
+    if asked is not None and assigned[1] > asked:
+        assigned = _assigned(units, deal_equal(units, ranks), wanted, assign)
+    rank_of, count, in_rank = assigned
+    wave, row = in_rank // rows, in_rank % rows
+    return wave * ranks * rows + rank_of * rows + row, count
 
 
 def count_by_rank(units: Units, ranks: int, count: Callable[[Units], int]) -> int:
-    """The most that `count` says of any rank's units, whatever the balance."""
+    """The largest `count` of any rank's units, dealt by "lpt"."""
     rank_of = deal_equal(units, ranks)
     return max(count(units.take(np.flatnonzero(rank_of == rank))) for rank in range(ranks))
 
 
-def _placed(
-    units: Units, rank_of: IntArray, wanted: int | None, place: PlaceRank
+def _assigned(
+    units: Units, rank_of: IntArray, wanted: int | None, assign: AssignRank
 ) -> tuple[IntArray, int, IntArray]:
-    """(rank of each unit, positions, place of each unit inside its rank)."""
+    """(rank of each unit, waves, wave * rows + row of each unit in its rank)."""
     own = [np.flatnonzero(rank_of == rank) for rank in range(int(rank_of.max(initial=0)) + 1)]
     count = wanted
     while True:
-        found = [place(units.take(index), count) for index in own]
-        most = max(positions for _, positions in found)
+        found = [assign(units.take(index), count) for index in own]
+        most = max(waves for _, waves in found)
         if count is not None and most <= count:
             break
         count = most
-    inside = np.empty(len(units), np.int64)
+    in_rank = np.empty(len(units), np.int64)
     for index, (where, _) in zip(own, found, strict=True):
-        inside[index] = where
-    return rank_of, count, inside
+        in_rank[index] = where
+    return rank_of, count, in_rank
 
 
 def deal_equal(units: Units, ranks: int, balance: str = "lpt") -> IntArray:
-    """The rank of each unit, equally many segments to each. Groups of several sizes are dealt by
-    these: most segments first, to the rank with the fewest; where that leaves ranks uneven, by
-    number of segments alone.
+    """The rank of each unit, with equally many segments on each rank.
+
+    Groups of different sizes are dealt most segments first, each to the rank with the fewest. If
+    ranks then differ by more than one segment, a partition by number of segments alone is tried.
 
     Groups of 3, 3, 2, 2 and 2 on two ranks -> 3 + 3 and 2 + 2 + 2
     """
@@ -77,16 +81,16 @@ def deal_equal(units: Units, ranks: int, balance: str = "lpt") -> IntArray:
 
 
 def check_equal(rank: IntArray, units: Units, ranks: int) -> None:
-    """Raise where groups kept the ranks from holding equally many segments."""
+    """Raise if ranks hold different numbers of segments because of groups."""
     if _unevenness(rank, units, ranks) > 1:
         held = np.bincount(rank, weights=units.count, minlength=ranks)
         raise PlanError(
-            f"equal_sizes asks for as many segments on each rank, but the {len(units)} groups of "
-            f"this step leave ranks with {held.min():.0f} to {held.max():.0f}. Use groups of one "
-            f"size, a multiple of {ranks} in each step, or equal_sizes=False."
+            f"equal_sizes needs equally many segments on each rank, but the {len(units)} groups of "
+            f"this step give ranks {held.min():.0f} to {held.max():.0f} segments. Use groups of "
+            f"one size and a multiple of {ranks} groups per step, or set equal_sizes=False."
         )
 
 
 def _unevenness(rank_of: IntArray, units: Units, ranks: int) -> int:
-    """By how many segments the ranks differ at most."""
+    """The largest difference in segments between two ranks."""
     return int(np.ptp(np.bincount(rank_of, weights=units.count, minlength=ranks)))

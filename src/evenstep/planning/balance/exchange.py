@@ -1,76 +1,89 @@
-"""Relief: exchanges of units that lower the heaviest pack of each wave."""
+"""Exchanges of units between packs that lower the heaviest pack of each wave."""
+
+from typing import NamedTuple
 
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.kernel import kernel
 
-_CLOSE = 1e-3  # a heaviest pack this near its wave's mean is left alone
+_CLOSE = 1e-3  # a heaviest pack this close to its wave's mean is accepted
 _ROUNDS = 100  # exchanges per wave
 _SEEN = 64  # units of a pack that are considered for an exchange
 
 
+class UnitArrays(NamedTuple):
+    """The units to pack, one entry each; `extra[u, d]` counts against `PackLimits.caps[d]`."""
+
+    size: IntArray
+    cost: FloatArray
+    extra: FloatArray
+
+
+class PackLimits(NamedTuple):
+    """What one pack may hold: slots, and an amount of each further limit."""
+
+    capacity: int
+    caps: FloatArray
+
+
+class WavePacks(NamedTuple):
+    """The packs of all waves. Pack `wave * ranks + i` is the i-th of its wave.
+
+    `pack_of[u]` is the pack of unit u. `size`, `cost` and `held` are sums over each pack's units.
+    """
+
+    pack_of: IntArray
+    size: IntArray
+    cost: FloatArray
+    held: FloatArray
+
+
 @kernel
 def refine_waves(
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    capacity: int,
-    ranks: int,
-    positions: int,
-    pack_of: IntArray,
-    size: IntArray,
-    cost: FloatArray,
-    held: FloatArray,
+    units: UnitArrays, limits: PackLimits, ranks: int, waves: int, packs: WavePacks
 ) -> None:
-    """Move or swap units between the heaviest pack of each wave and the others, in place.
-
-    Pack p * ranks + r is rank r's in wave p; `size`, `cost` and `held` are the packs' sums.
-    """
-    n = sizes.shape[0]
-    start = np.zeros(ranks * positions + 1, np.int64)
+    """Move or swap units between the heaviest pack of each wave and the others, in place."""
+    n = units.size.shape[0]
+    start = np.zeros(ranks * waves + 1, np.int64)
     for u in range(n):
-        start[pack_of[u] + 1] += 1
-    for pack in range(ranks * positions):
+        start[packs.pack_of[u] + 1] += 1
+    for pack in range(ranks * waves):
         start[pack + 1] += start[pack]
     cursor = start[:-1].copy()
-    units = np.empty(n, np.int64)  # by pack
+    by_pack = np.empty(n, np.int64)
     for u in range(n):
-        units[cursor[pack_of[u]]] = u
-        cursor[pack_of[u]] += 1
-    for p in range(positions):
-        first = p * ranks
+        by_pack[cursor[packs.pack_of[u]]] = u
+        cursor[packs.pack_of[u]] += 1
+    for wave in range(waves):
+        first = wave * ranks
         mean, most = 0.0, 0
         for pack in range(first, first + ranks):
-            mean += cost[pack] / ranks
+            mean += packs.cost[pack] / ranks
             most = max(most, start[pack + 1] - start[pack])
-        member = np.empty((ranks, most + _ROUNDS), np.int64)
+        member = np.empty((ranks, most + _ROUNDS), np.int64)  # units of each pack of the wave
         filled = np.zeros(ranks, np.int64)
-        for lane in range(ranks):
-            for at in range(start[first + lane], start[first + lane + 1]):
-                member[lane, filled[lane]] = units[at]
-                filled[lane] += 1
+        for i in range(ranks):
+            for at in range(start[first + i], start[first + i + 1]):
+                member[i, filled[i]] = by_pack[at]
+                filled[i] += 1
         for _ in range(_ROUNDS):
-            a = int(np.argmax(cost[first : first + ranks]))
-            if cost[first + a] <= mean * (1 + _CLOSE):
+            a = int(np.argmax(packs.cost[first : first + ranks]))
+            if packs.cost[first + a] <= mean * (1 + _CLOSE):
                 break
-            b, x, y = best_exchange(
-                a, first, ranks, sizes, costs, extra, caps, capacity,
-                member, filled, size, cost, held,
-            )  # fmt: skip
+            b, x, y = best_exchange(a, first, ranks, units, limits, packs, member, filled)
             if b < 0:
                 break
-            i = member[a, x]
-            j = member[b, y] if y >= 0 else -1
-            exchange(i, j, first + a, first + b, sizes, costs, extra, size, cost, held, pack_of)
-            if j >= 0:
-                member[a, x] = j
-                member[b, y] = i
+            given = member[a, x]
+            taken = member[b, y] if y >= 0 else -1
+            exchange(given, taken, first + a, first + b, units, packs)
+            if taken >= 0:
+                member[a, x] = taken
+                member[b, y] = given
             else:
                 filled[a] -= 1
                 member[a, x] = member[a, filled[a]]
-                member[b, filled[b]] = i
+                member[b, filled[b]] = given
                 filled[b] += 1
 
 
@@ -79,27 +92,24 @@ def best_exchange(
     a: int,
     first: int,
     ranks: int,
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    capacity: int,
+    units: UnitArrays,
+    limits: PackLimits,
+    packs: WavePacks,
     member: IntArray,
     filled: IntArray,
-    size: IntArray,
-    cost: FloatArray,
-    held: FloatArray,
 ) -> tuple[int, int, int]:
-    """What lane a had better give away: (lane b, place of the unit in a, place of the unit that
-    comes back from b or -1). Lane -1 if nothing helps. Of a crowded pack, some units are seen.
+    """The exchange that lowers pack `first + a` most, as (b, x, y); b is -1 if none helps.
+
+    Unit `member[a, x]` moves to pack `first + b`, and `member[b, y]` moves back unless y is -1.
+    At most `_SEEN` units of a pack are considered.
     """
-    top = cost[first + a]
+    top = packs.cost[first + a]
     best = top * (1 - 1e-7)
     found = (-1, -1, -1)
     step = (filled[a] + _SEEN - 1) // _SEEN
     for b in range(ranks):
-        gap = top - cost[first + b]
-        # The best that an exchange can do is to meet in the middle.
+        gap = top - packs.cost[first + b]
+        # At best, an exchange makes both packs cost their mean.
         if b == a or top - gap / 2 >= best:
             continue
         stride = max((filled[b] + _SEEN - 1) // _SEEN, 1)
@@ -107,14 +117,17 @@ def best_exchange(
             i = member[a, x]
             for y in range(-1, filled[b], stride):
                 j = member[b, y] if y >= 0 else -1
-                difference = costs[i] - (costs[j] if j >= 0 else 0.0)
+                difference = units.cost[i] - (units.cost[j] if j >= 0 else 0.0)
                 reached = max(top - difference, top - gap + difference)
                 if reached >= best:
                     continue
-                larger = sizes[i] - (sizes[j] if j >= 0 else 0)
-                if size[first + b] + larger > capacity or size[first + a] - larger > capacity:
+                larger = units.size[i] - (units.size[j] if j >= 0 else 0)
+                if (
+                    packs.size[first + b] + larger > limits.capacity
+                    or packs.size[first + a] - larger > limits.capacity
+                ):
                     continue
-                if not exchange_fits(extra, held, i, j, first + a, first + b, caps):
+                if not exchange_fits(i, j, first + a, first + b, units, limits, packs):
                     continue
                 best = reached
                 found = (b, x, y)
@@ -123,39 +136,28 @@ def best_exchange(
 
 @kernel
 def exchange_fits(
-    extra: FloatArray, held: FloatArray, i: int, j: int, a: int, b: int, caps: FloatArray
+    i: int, j: int, a: int, b: int, units: UnitArrays, limits: PackLimits, packs: WavePacks
 ) -> bool:
-    """Whether both packs keep their further limits if i leaves a for b, and j (or none) returns."""
-    for d in range(caps.shape[0]):
-        more = extra[i, d] - (extra[j, d] if j >= 0 else 0.0)
-        if held[b, d] + more > caps[d] or held[a, d] - more > caps[d]:
+    """Whether both packs keep their further limits if unit i moves from pack a to pack b and
+    unit j, unless -1, moves back."""
+    for d in range(limits.caps.shape[0]):
+        more = units.extra[i, d] - (units.extra[j, d] if j >= 0 else 0.0)
+        if packs.held[b, d] + more > limits.caps[d] or packs.held[a, d] - more > limits.caps[d]:
             return False
     return True
 
 
 @kernel
-def exchange(
-    i: int,
-    j: int,
-    a: int,
-    b: int,
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    size: IntArray,
-    cost: FloatArray,
-    held: FloatArray,
-    pack_of: IntArray,
-) -> None:
-    """Unit i goes from pack a to pack b; unit j, unless -1, comes back."""
+def exchange(i: int, j: int, a: int, b: int, units: UnitArrays, packs: WavePacks) -> None:
+    """Move unit i from pack a to pack b and unit j, unless -1, back."""
     for unit, source, target in ((i, a, b), (j, b, a)):
         if unit < 0:
             continue
-        pack_of[unit] = target
-        size[source] -= sizes[unit]
-        size[target] += sizes[unit]
-        cost[source] -= costs[unit]
-        cost[target] += costs[unit]
-        for d in range(held.shape[1]):
-            held[source, d] -= extra[unit, d]
-            held[target, d] += extra[unit, d]
+        packs.pack_of[unit] = target
+        packs.size[source] -= units.size[unit]
+        packs.size[target] += units.size[unit]
+        packs.cost[source] -= units.cost[unit]
+        packs.cost[target] += units.cost[unit]
+        for d in range(packs.held.shape[1]):
+            packs.held[source, d] -= units.extra[unit, d]
+            packs.held[target, d] += units.extra[unit, d]

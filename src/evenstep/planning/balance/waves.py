@@ -1,26 +1,39 @@
-"""The joint problem: packs under a hard capacity, equal counts and even ranks, all at once.
+"""Form the packs of a step as waves: hard capacity, equal counts and even ranks together.
 
-The packs of one step form positions x ranks. Where ranks meet at every micro-batch, a position
-costs what its heaviest pack costs, so each position (a *wave* of one pack per rank) should hold
-packs of one cost. Waves are filled one after the other from the largest units: one seed per
-pack, then partners chosen so that every pack of the wave reaches the same cost just as its room
-runs out. Swaps inside each wave then lower its heaviest pack.
+A wave has one pack per rank. Where ranks synchronise at every micro-batch, a wave takes as long as
+its most expensive pack, so all packs of a wave should cost the same. Waves are filled one after
+the other, largest units first: each pack starts with one unit, then gets partners such that all
+packs of the wave reach the same cost when they are full. Exchanges within each wave then lower its
+most expensive pack.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.balance.exchange import refine_waves
+from evenstep.planning.balance.exchange import PackLimits, UnitArrays, WavePacks, refine_waves
 from evenstep.planning.kernel import kernel
 from evenstep.planning.packing.first_fit import nearest_free
 
-_LOOK = 256  # units looked at in a row that a further limit keeps out
-_GOOD = 1.003  # waves this even are not worth another attempt
+_LOOK = 256  # units tried in a row that a further limit rejects
+_GOOD = 1.003  # waves this even need no further attempt
+
+
+class FreeUnits(NamedTuple):
+    """Links that `nearest_free` follows to units that are in no pack yet.
+
+    `after` leads to the next free unit, `before` to the previous one. `before` is shifted by one:
+    entry u + 1 is unit u.
+    """
+
+    after: IntArray
+    before: IntArray
 
 
 @kernel
 def first_fitting(sizes: IntArray, room: int) -> int:
-    """Sizes run from large to small: the first index that is at most `room`."""
+    """The first index whose size is at most `room`. Sizes descend."""
     low, high = 0, sizes.shape[0]
     while low < high:
         middle = (low + high) // 2
@@ -45,196 +58,172 @@ def first_light(sizes: IntArray, costs: FloatArray, low: int, rate: float, most:
 
 
 @kernel
-def fits(extra: FloatArray, held: FloatArray, unit: int, pack: int, caps: FloatArray) -> bool:
-    """Whether the pack stays within every further limit when the unit joins it."""
-    for d in range(caps.shape[0]):
-        if held[pack, d] + extra[unit, d] > caps[d]:
+def fits(unit: int, pack: int, units: UnitArrays, limits: PackLimits, packs: WavePacks) -> bool:
+    """Whether the pack keeps every further limit when the unit joins it."""
+    for d in range(limits.caps.shape[0]):
+        if packs.held[pack, d] + units.extra[unit, d] > limits.caps[d]:
             return False
     return True
 
 
 @kernel
-def place(
-    unit: int,
-    pack: int,
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    size: IntArray,
-    cost: FloatArray,
-    held: FloatArray,
-    pack_of: IntArray,
-    after: IntArray,
-    before: IntArray,
-) -> None:
-    """Put the unit into the pack and take it out of the lists of free units."""
-    pack_of[unit] = pack
-    size[pack] += sizes[unit]
-    cost[pack] += costs[unit]
-    for d in range(held.shape[1]):
-        held[pack, d] += extra[unit, d]
-    after[unit] = unit + 1
-    before[unit + 1] = unit
+def put(unit: int, pack: int, units: UnitArrays, packs: WavePacks, free: FreeUnits) -> None:
+    """Put the unit into the pack and remove it from the free units."""
+    packs.pack_of[unit] = pack
+    packs.size[pack] += units.size[unit]
+    packs.cost[pack] += units.cost[unit]
+    for d in range(packs.held.shape[1]):
+        packs.held[pack, d] += units.extra[unit, d]
+    free.after[unit] = unit + 1
+    free.before[unit + 1] = unit
 
 
 @kernel
 def fill_waves(
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    capacity: int,
-    ranks: int,
-    positions: int,
-    levelled: int,
-    brim: float,
-) -> tuple[IntArray, IntArray, FloatArray, FloatArray, int]:
-    """(pack of each unit, then size, cost and extras of each pack, units that found no place).
+    units: UnitArrays, limits: PackLimits, ranks: int, waves: int, levelled: int, fullness: float
+) -> tuple[WavePacks, int]:
+    """(the packs, how many units fit nowhere). Units come largest first.
 
-    Units come largest first. Pack p * ranks + r is rank r's in wave p. The first `levelled` waves
-    get partners that level their packs; in the others, units simply go, largest first, to the
-    cheapest pack of the wave with room. `brim` says how much of the spare room a levelled wave
-    may use up: 0 spreads it evenly over all waves, 1 fills each wave to the capacity.
+    The packs of the first `levelled` waves get partners that level their costs. In the other waves
+    each unit goes to the cheapest pack of the wave with room. `fullness` says how much of the spare
+    room a levelled wave may use: 0 spreads it evenly over all waves, 1 fills each wave to capacity.
     """
-    n = sizes.shape[0]
-    packs = ranks * positions
-    pack_of = np.full(n, -1, np.int64)
-    size = np.zeros(packs, np.int64)
-    cost = np.zeros(packs)
-    held = np.zeros((packs, caps.shape[0]))
-    after = np.arange(n + 1)  # the next free unit
-    before = np.arange(n + 1)  # shifted by one: entry u + 1 is unit u
-    rate = np.inf  # the cheapest cost per slot; the rest is what must be levelled
+    n = units.size.shape[0]
+    count = ranks * waves
+    packs = WavePacks(
+        np.full(n, -1, np.int64),
+        np.zeros(count, np.int64),
+        np.zeros(count),
+        np.zeros((count, limits.caps.shape[0])),
+    )
+    free = FreeUnits(np.arange(n + 1), np.arange(n + 1))
+    rate = np.inf  # the least cost per slot; only cost above it has to be levelled
     cost_left = 0.0
     size_left = 0
     for u in range(n):
-        rate = min(rate, costs[u] / sizes[u])
-        cost_left += costs[u]
-        size_left += sizes[u]
+        rate = min(rate, units.cost[u] / units.size[u])
+        cost_left += units.cost[u]
+        size_left += units.size[u]
     rate = rate if n else 0.0
-    for p in range(positions):
-        first = p * ranks
-        mean = size_left / ((positions - p) * ranks)
-        target = int(min(float(capacity), np.ceil(mean + brim * (capacity - mean))))
+    for wave in range(waves):
+        first = wave * ranks
+        mean = size_left / ((waves - wave) * ranks)
+        room = float(limits.capacity)
+        target = int(min(room, np.ceil(mean + fullness * (limits.capacity - mean))))
         level = (cost_left - rate * size_left) / max(size_left, 1) * target
-        unit = nearest_free(after, 0)
+        unit = nearest_free(free.after, 0)
         for pack in range(first, first + ranks):
             if unit == n:
                 break
-            place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
-            level = max(level, costs[unit] - rate * sizes[unit], costs[unit] - rate * target)
-            unit = nearest_free(after, unit + 1)
-        if p >= levelled:
-            fill_cheapest(
-                first, ranks, unit, sizes, costs, extra, caps, capacity,
-                size, cost, held, pack_of, after, before,
-            )  # fmt: skip
+            put(unit, pack, units, packs, free)
+            cost, size = units.cost[unit], units.size[unit]
+            level = max(level, cost - rate * size, cost - rate * target)
+            unit = nearest_free(free.after, unit + 1)
+        if wave >= levelled:
+            fill_cheapest(unit, first, ranks, units, limits, packs, free)
         else:
             for pack in range(first, first + ranks):
-                while True:
-                    room = target - size[pack]
-                    start = nearest_free(after, first_fitting(sizes, room))
-                    if start == n:
-                        break
-                    due = (level - (cost[pack] - rate * size[pack])) / room
-                    unit = nearest_free(after, first_light(sizes, costs, start, rate, due))
-                    if unit == n:
-                        unit = nearest_free(before, n) - 1
-                    looked = 0
-                    while unit < n and not fits(extra, held, unit, pack, caps):
-                        looked += 1
-                        unit = nearest_free(after, unit + 1) if looked < _LOOK else n
-                    if unit == n:
-                        break
-                    place(unit, pack, sizes, costs, extra, size, cost, held, pack_of, after, before)
+                fill_level(pack, target, level, rate, units, limits, packs, free)
         for pack in range(first, first + ranks):
-            cost_left -= cost[pack]
-            size_left -= size[pack]
+            cost_left -= packs.cost[pack]
+            size_left -= packs.size[pack]
     missing = 0
     for u in range(n):
-        missing += pack_of[u] < 0
-    return pack_of, size, cost, held, missing
+        missing += packs.pack_of[u] < 0
+    return packs, missing
+
+
+@kernel
+def fill_level(
+    pack: int,
+    target: int,
+    level: float,
+    rate: float,
+    units: UnitArrays,
+    limits: PackLimits,
+    packs: WavePacks,
+    free: FreeUnits,
+) -> None:
+    """Fill the pack to `target` slots with units that bring its cost above `rate` to `level`."""
+    n = units.size.shape[0]
+    while True:
+        room = target - packs.size[pack]
+        start = nearest_free(free.after, first_fitting(units.size, room))
+        if start == n:
+            break
+        due = (level - (packs.cost[pack] - rate * packs.size[pack])) / room
+        unit = nearest_free(free.after, first_light(units.size, units.cost, start, rate, due))
+        if unit == n:
+            unit = nearest_free(free.before, n) - 1
+        looked = 0
+        while unit < n and not fits(unit, pack, units, limits, packs):
+            looked += 1
+            unit = nearest_free(free.after, unit + 1) if looked < _LOOK else n
+        if unit == n:
+            break
+        put(unit, pack, units, packs, free)
 
 
 @kernel
 def fill_cheapest(
+    unit: int,
     first: int,
     ranks: int,
-    unit: int,
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    capacity: int,
-    size: IntArray,
-    cost: FloatArray,
-    held: FloatArray,
-    pack_of: IntArray,
-    after: IntArray,
-    before: IntArray,
+    units: UnitArrays,
+    limits: PackLimits,
+    packs: WavePacks,
+    free: FreeUnits,
 ) -> None:
     """Fill one wave from `unit` on, largest first, each unit into the cheapest pack with room."""
-    n = sizes.shape[0]
-    refused = 0
-    while unit < n and refused < _LOOK:
+    n = units.size.shape[0]
+    rejected = 0
+    while unit < n and rejected < _LOOK:
         chosen, most = -1, 0
         for pack in range(first, first + ranks):
-            room = capacity - size[pack]
+            room = limits.capacity - packs.size[pack]
             most = max(most, room)
             if (
-                room >= sizes[unit]
-                and (chosen < 0 or cost[pack] < cost[chosen])
-                and fits(extra, held, unit, pack, caps)
+                room >= units.size[unit]
+                and (chosen < 0 or packs.cost[pack] < packs.cost[chosen])
+                and fits(unit, pack, units, limits, packs)
             ):
                 chosen = pack
         if chosen >= 0:
-            refused = 0
-            place(unit, chosen, sizes, costs, extra, size, cost, held, pack_of, after, before)
+            rejected = 0
+            put(unit, chosen, units, packs, free)
         elif most == 0:
             break
-        elif most >= sizes[unit]:
-            refused += 1  # there is room, but a further limit is in the way
-        unit = nearest_free(after, max(unit + 1, first_fitting(sizes, most)))
+        elif most >= units.size[unit]:
+            rejected += 1  # there is room, but a further limit rejects the unit
+        unit = nearest_free(free.after, max(unit + 1, first_fitting(units.size, most)))
 
 
 @kernel
-def lock_step(cost: FloatArray, ranks: int, positions: int) -> float:
-    """The sum over positions of the heaviest pack."""
+def lock_step(cost: FloatArray, ranks: int, waves: int) -> float:
+    """The sum over waves of the most expensive pack."""
     total = 0.0
-    for p in range(positions):
+    for wave in range(waves):
         heaviest = 0.0
-        for r in range(ranks):
-            heaviest = max(heaviest, cost[p * ranks + r])
+        for i in range(ranks):
+            heaviest = max(heaviest, cost[wave * ranks + i])
         total += heaviest
     return total
 
 
 @kernel
-def best_waves(
-    sizes: IntArray,
-    costs: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    capacity: int,
-    ranks: int,
-    positions: int,
-) -> IntArray:
-    """The pack of each unit in the most even attempt; empty if the units fit in none."""
+def best_waves(units: UnitArrays, limits: PackLimits, ranks: int, waves: int) -> IntArray:
+    """The pack of each unit in the most even attempt; empty if every attempt leaves units over."""
     best_pack = np.empty(0, np.int64)
     best = np.inf
-    quarter, half = max(positions // 4, 1), max(positions // 2, 1)
-    for levelled, brim in ((positions - quarter, 0.3), (positions - half, 1.0), (0, 1.0)):
-        pack_of, size, cost, held, missing = fill_waves(
-            sizes, costs, extra, caps, capacity, ranks, positions, levelled, brim
-        )
+    quarter, half = max(waves // 4, 1), max(waves // 2, 1)
+    for levelled, fullness in ((waves - quarter, 0.3), (waves - half, 1.0), (0, 1.0)):
+        packs, missing = fill_waves(units, limits, ranks, waves, levelled, fullness)
         if missing > 0:
             continue
-        refine_waves(
-            sizes, costs, extra, caps, capacity, ranks, positions, pack_of, size, cost, held
-        )
-        reached = lock_step(cost, ranks, positions)
+        refine_waves(units, limits, ranks, waves, packs)
+        reached = lock_step(packs.cost, ranks, waves)
         if reached < best:
-            best, best_pack = reached, pack_of
-        if best <= costs.sum() / ranks * _GOOD or brim == 1.0:
+            best, best_pack = reached, packs.pack_of
+        if best <= units.cost.sum() / ranks * _GOOD or fullness == 1.0:
             break
     return best_pack

@@ -1,12 +1,12 @@
-"""Dynamic batching: sorted rows are cut where the width grows, each cut a padded micro-batch.
+"""Cut sorted rows into padded micro-batches.
 
-The optimal cut takes the fewest micro-batches that the budget and the ranks allow and, of those,
-the fewest slots. Rows times the widest is a Monge cost, so the fewest slots are convex in the
-number of cuts: one price per micro-batch, found by bisection, gives the optimum for exactly the
-wanted number, each time by one pass of dynamic programming in n log n.
+The optimal cut has the fewest micro-batches that the budget and the ranks allow and, among those,
+the fewest slots. Rows times width is a Monge cost, so the fewest slots are convex in the number of
+cuts. A price per micro-batch, found by bisection, therefore gives the optimum for an exact number
+of cuts. Each trial of a price is one pass of dynamic programming in O(n log n).
 
 The greedy cut is that of NeMo-RL and ROLL: sorted samples are dealt to ranks in turn, and all
-ranks cut at the same places, by the largest row at each place.
+ranks cut at the same turns, by the widest row of each turn.
 """
 
 from itertools import pairwise
@@ -23,8 +23,8 @@ def feasible_starts(
 ) -> IntArray:
     """For each end j, the first i such that units i..j-1 fit one micro-batch.
 
-    Units run from narrow to wide; `most[j]` rows fit where unit j is the widest. A unit by itself
-    always counts as fitting.
+    Units are sorted from narrow to wide. `most[j]` rows fit where unit j is the widest. A single
+    unit always counts as fitting.
     """
     n = rows.shape[0]
     starts = np.zeros(n + 1, np.int64)
@@ -84,15 +84,15 @@ def turning_end(
     cuts: IntArray,
     sign: int,
 ) -> int:
-    """The first end for which the last micro-batch had better start at `late` than at `early`.
+    """The first end for which `late` is a better start of the last micro-batch than `early`.
 
-    It stays the better start for all later ends: these are wider, so the rows between the two
-    cost more in the last micro-batch, and at some end it can no longer reach back to `early`.
+    `late` stays better for all later ends: they are wider, so the rows between the two starts cost
+    more in the last micro-batch, and from some end on, a start at `early` is infeasible.
     """
     worse = value[late] - value[early]
     between = below[late] - below[early]
     if sign * cuts[late] < sign * cuts[early]:
-        width = -(-worse // between) - 1  # the later one also wins where both cost the same
+        width = -(-worse // between) - 1  # at equal cost, the later one wins too
     else:
         width = worse // between
     return min(int(expires[early]), first_wider(widths, width) + 1)
@@ -102,11 +102,11 @@ def turning_end(
 def priced_cuts(
     widths: IntArray, below: IntArray, starts: IntArray, expires: IntArray, price: int, sign: int
 ) -> tuple[IntArray, IntArray]:
-    """Least slots + price per micro-batch up to each end: (value, number of cuts).
+    """(least slots plus prices up to each end, number of cuts).
 
-    Of the ways that reach it, the one with the fewest cuts (sign 1) or the most (sign -1).
-    `below[j]` counts the rows of the first j units. Starts wait in a queue, early to late, each
-    with the first end that it is best for.
+    Among equal values, the one with the fewest cuts (sign 1) or the most (sign -1) is taken.
+    `below[j]` counts the rows of the first j units. A queue holds starts, early to late, each with
+    the first end for which it is best.
     """
     n = widths.shape[0]
     value = np.zeros(n + 1, np.int64)
@@ -137,7 +137,7 @@ def priced_cuts(
 
 @kernel
 def optimal_cuts(widths: IntArray, rows: IntArray, starts: IntArray, count: int) -> IntArray:
-    """The ends of exactly `count` micro-batches with the fewest slots; count is feasible.
+    """The ends of exactly `count` micro-batches with the fewest slots; `count` must be feasible.
 
     widths [1, 1, 8], rows of one, count 2 -> ends [2, 3]: 1*2 + 8 slots
     """
@@ -145,12 +145,12 @@ def optimal_cuts(widths: IntArray, rows: IntArray, starts: IntArray, count: int)
     below = np.zeros(n + 1, np.int64)
     for j in range(n):
         below[j + 1] = below[j] + rows[j]
-    expires = np.full(n + 1, n + 1, np.int64)  # the first end that each start is too far from
+    expires = np.full(n + 1, n + 1, np.int64)  # the first end that each start cannot reach
     for j in range(n, 0, -1):
         for i in range(starts[j - 1], starts[j]):
             expires[i] = j
-    # A higher price gives fewer cuts. Find the lowest price that allows `count` or fewer; it is
-    # seldom more than one micro-batch costs, and never more than all rows at full width.
+    # A higher price gives fewer cuts. Find the lowest price that gives `count` or fewer. It is
+    # rarely more than the slots of one micro-batch, and never more than all rows at full width.
     low, high = 0, below[n] * widths[n - 1]
     price = (below[n] - below[starts[n]]) * widths[n - 1]
     while low < high:
@@ -178,41 +178,41 @@ def optimal_cuts(widths: IntArray, rows: IntArray, starts: IntArray, count: int)
 
 @kernel
 def greedy_cuts(rows: IntArray, most: IntArray, extra: FloatArray, caps: FloatArray) -> IntArray:
-    """The ends of the micro-batches that all ranks share, cut as late as the budget allows.
+    """The ends of the micro-batches, the same for all ranks, cut as late as the budget allows.
 
-    rows[p, r] and extra[p, r] are what rank r holds at place p; `most[p]` rows fit where the
-    widest unit of place p, over all ranks, sets the width.
+    rows[t, r] and extra[t, r] describe the unit that rank r gets in turn t. `most[t]` rows fit at
+    the width of the widest unit of turn t over all ranks.
     """
-    places, ranks = rows.shape
-    ends = np.empty(places, np.int64)
+    turns, ranks = rows.shape
+    ends = np.empty(turns, np.int64)
     count = 0
     held_rows = np.zeros(ranks, np.int64)
     held = np.zeros((ranks, caps.shape[0]))
     begun = False
-    for p in range(places):
+    for t in range(turns):
         over = False
         for r in range(ranks):
-            over = over or held_rows[r] + rows[p, r] > most[p]
+            over = over or held_rows[r] + rows[t, r] > most[t]
             for d in range(caps.shape[0]):
-                over = over or held[r, d] + extra[p, r, d] > caps[d]
+                over = over or held[r, d] + extra[t, r, d] > caps[d]
         if over and begun:
-            ends[count] = p
+            ends[count] = t
             count += 1
             held_rows[:] = 0
             held[:] = 0
         begun = True
         for r in range(ranks):
-            held_rows[r] += rows[p, r]
+            held_rows[r] += rows[t, r]
             for d in range(caps.shape[0]):
-                held[r, d] += extra[p, r, d]
+                held[r, d] += extra[t, r, d]
     if begun:
-        ends[count] = places
+        ends[count] = turns
         count += 1
     return ends[:count]
 
 
-def split_cuts(ends: IntArray, widths: IntArray, wanted: int) -> IntArray:
-    """Divide the heaviest divisible micro-batches in halves until there are `wanted`, or no more.
+def divide_cuts(ends: IntArray, widths: IntArray, wanted: int) -> IntArray:
+    """Halve the largest micro-batches until there are `wanted`, or none can be divided.
 
     ends [2, 3, 4] with widths [2, 6, 8, 8], 4 wanted -> [1, 2, 3, 4]: the first is divided.
     """

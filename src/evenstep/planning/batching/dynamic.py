@@ -12,11 +12,11 @@ from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.planning.balance.deal import deal_packs
 from evenstep.planning.batching.cuts import (
+    divide_cuts,
     feasible_starts,
     fewest_cuts,
     greedy_cuts,
     optimal_cuts,
-    split_cuts,
 )
 from evenstep.planning.units import Units
 
@@ -26,10 +26,10 @@ def count_cuts(units: Units, layout: Padded, recipe: Recipe) -> int:
     return fewest_cuts(_sorted(units, layout, recipe)[2]) if len(units) else 0
 
 
-def place_optimal(
+def cut_optimal(
     units: Units, layout: Padded, recipe: Recipe, ranks: int, wanted: int | None
 ) -> tuple[IntArray, int]:
-    """(place of each unit, positions): optimal cuts, then each micro-batch dealt to a rank."""
+    """(address of each unit, waves): optimal cuts, each micro-batch dealt to a rank."""
     if len(units) == 0:
         return np.empty(0, np.int64), wanted or recipe.topology.multiple
     order, width, starts = _sorted(units, layout, recipe)
@@ -57,48 +57,52 @@ def _sorted(units: Units, layout: Padded, recipe: Recipe) -> tuple[IntArray, Int
 
 
 def count_greedy(units: Units, layout: Padded, recipe: Recipe) -> int:
-    """How many positions the cuts need that all ranks share."""
+    """How many waves the cuts that all ranks share need."""
     return len(_greedy_cuts(units, layout, recipe)[3])
 
 
-def place_greedy(
+def cut_greedy(
     units: Units, layout: Padded, recipe: Recipe, wanted: int | None
 ) -> tuple[IntArray, int, IntArray]:
-    """(place of each unit, positions, width of each): the dynamic batching of NeMo-RL and ROLL.
+    """(address of each unit, waves, width of each): the dynamic batching of NeMo-RL and ROLL.
 
-    Sorted units are dealt to ranks in turn, and all ranks cut at the same places.
+    Sorted units are dealt to ranks in turn, and all ranks cut at the same turns.
     """
     ranks, n = recipe.topology.dp, len(units)
     order, rows, widest, ends = _greedy_cuts(units, layout, recipe)
     most = layout.rows_that_fit(recipe, widest)
     count = max(wanted or 0, rounded_up(max(len(ends), 1), recipe.topology.multiple))
-    ends = split_cuts(ends, widest, count)
-    place = np.empty(n, np.int64)
-    position = np.searchsorted(ends, np.arange(n) // ranks, "right")
-    place[order] = position * ranks + np.arange(n) % ranks
+    ends = divide_cuts(ends, widest, count)
+    address = np.empty(n, np.int64)
+    wave = np.searchsorted(ends, np.arange(n) // ranks, "right")
+    address[order] = wave * ranks + np.arange(n) % ranks
     widths = np.full(count, recipe.width_unit, np.int64)
     widths[: len(ends)] = widest[ends - 1]
-    # An over-long sample runs alone: it must not widen what runs beside it on other ranks. Nor may
-    # any sample widen a group beyond the budget: two rows of 1 fit 20 slots, but not two of 17.
+    # 0: the ranks do not share this width. An over-long sample runs alone and must not widen other
+    # ranks' micro-batches. Nor may a sample widen a group beyond the budget: two rows of 1 fit 20
+    # slots, two rows of 17 do not.
     if recipe.capacity is not None:
         widths[widths > recipe.capacity] = 0
     for at, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if rows[start:end].sum(axis=0).max() > most[end - 1]:
             widths[at] = 0
-    return place, count, widths
+    return address, count, widths
 
 
 def _greedy_cuts(
     units: Units, layout: Padded, recipe: Recipe
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(units by length, rows of each place and rank, width of each place, ends of the cuts)."""
+    """(units by length, rows of each turn and rank, width of each turn, ends of the cuts).
+
+    In turn t, rank r gets the sorted unit `t * ranks + r`.
+    """
     ranks = recipe.topology.dp
     width = layout.widths(units.widest, recipe.width_unit)
     order = np.argsort(units.widest, kind="stable")
-    places = divided_up(len(units), ranks)
-    padded = np.full(places * ranks, -1, np.int64)
+    turns = divided_up(len(units), ranks)
+    padded = np.full(turns * ranks, -1, np.int64)
     padded[: len(units)] = order
-    here = padded.reshape(places, ranks)
+    here = padded.reshape(turns, ranks)
     real = here >= 0
     rows = np.where(real, units.count[here], 0)
     extra = np.where(real[:, :, None], units.extra[here], 0.0)

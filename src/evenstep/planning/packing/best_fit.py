@@ -1,14 +1,13 @@
 """Best-fit decreasing in near-linear time.
 
-Lengths are small integers, so nothing is compared: items are sorted by counting, open bins wait in
-stacks by remaining space, and a two-level bitmap finds the smallest space that is large enough.
-Equal lengths are placed together: a bin that was the best fit for one stays the best fit for the
-next, as long as it has room, and then its whole stack is.
+Lengths are small integers, so no comparisons are needed: items are sorted by counting, open bins
+are kept in stacks by remaining space, and a two-level bitmap finds the smallest space that is large
+enough. Items of equal length are packed together: the best fit for one stays the best fit for the
+next while it has room, and then the rest of its stack does.
 
-What is left is memory. Both passes that scatter (items by length, then items by bin) first work
-out a block of targets and ask for them, then write: a write that has to wait for its cache line
-holds up all that come after it, and that took half of the time. Arrays of scratch are unsigned,
-because an index that cannot be negative needs no test for it.
+The remaining time is memory access. Both scattering passes (items by length, items by bin) compute
+a block of targets, prefetch them, and then write: without this, writes that miss the cache took
+half of the time. Scratch arrays are unsigned, because numba checks signed indices for wrap-around.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -19,19 +18,35 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
+from evenstep.planning.packing.first_fit import first_fit_decreasing
 from evenstep.planning.packing.items import check_items
 
 Natural: TypeAlias = NDArray[np.unsignedinteger]
 
-_TOGETHER = 2**19  # lengths from which two threads share what need not wait for each other
-BLOCK = 256  # targets asked for at a time: enough to hide memory, few enough to stay in cache
+_TOGETHER = 2**19  # items from which on two threads share the work
+BLOCK = 256  # targets prefetched at a time: enough to hide latency, few enough to stay in cache
 NONE = np.uint32(2**32 - 1)  # no bin
+LARGE, _EACH = 2**22, 64  # largest useful table of spaces: in all, or per item
+
+
+def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """Longest first into the fullest bin with room.
+
+    Where the capacity is very large for the number of items, first fit decreasing is used: it needs
+    no table of spaces and has the same worst-case guarantee.
+
+    >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
+    [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
+    """
+    if capacity > max(LARGE, _EACH * len(lengths)):
+        return first_fit_decreasing(lengths, capacity)
+    return best_fit(lengths, capacity)
 
 
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:
-    """Items by bin, longest first."""
+    """The items of each bin, longest first."""
     n = len(lengths)
-    # One large array of numpy's comes in huge pages; a kernel's own, or two small ones, do not.
+    # One large numpy array uses huge pages; arrays made in a kernel, or two small ones, do not.
     scratch = np.empty((2, n), np.uint32)
     values = np.empty(n, np.int64)
     run = _alone if n < _TOGETHER else _together
@@ -39,7 +54,7 @@ def best_fit(lengths: IntArray, capacity: int) -> Ragged:
 
 
 def _alone(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray) -> IntArray:
-    """Fill `values` with the items by bin; the offsets of the bins."""
+    """Fill `values` with the items by bin and return the offsets of the bins."""
     following, present, stops = _counted(lengths, capacity)
     return fit_counted(
         lengths.view(np.uint64), following, present, stops, capacity, scratch, values
@@ -47,17 +62,19 @@ def _alone(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray)
 
 
 def _together(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray) -> IntArray:
-    """What `fit_counted` does, by two threads: neither sorting nor placing needs the other, and
-    one that would wait has the system provide the memory that comes next."""
+    """`fit_counted` on two threads: one sorts the items, the other fits them into bins.
+
+    A thread that would wait touches the memory that is used next.
+    """
     naturals = lengths.view(np.uint64)
     order, bin_of = scratch
     below, size = values.view(np.uint32).reshape(2, -1)
-    with ThreadPoolExecutor(1) as beside:
-        touching = beside.submit(touch, scratch.reshape(-1))
+    with ThreadPoolExecutor(1) as second:
+        touching = second.submit(touch, scratch.reshape(-1))
         following, present, stops = _counted(lengths, capacity)
-        sorting = beside.submit(sort_items, naturals, following, order)
+        sorting = second.submit(sort_items, naturals, following, order)
         touching.result()
-        bins = place_items(present, stops, capacity, bin_of, below, size)
+        bins = fit_items(present, stops, capacity, bin_of, below, size)
         touch(below[bins:])
         touch(size[bins:])
         sorting.result()
@@ -70,27 +87,29 @@ def _together(lengths: IntArray, capacity: int, scratch: Natural, values: IntArr
 def _counted(lengths: IntArray, capacity: int) -> tuple[Natural, Natural, Natural]:
     following, present, stops = count_lengths(lengths.view(np.uint64), capacity)
     if len(stops) == 0 or stops[-1] < len(lengths):
-        check_items(lengths, capacity)  # says which one it was
+        check_items(lengths, capacity)  # raises, and names the item
     return following, present, stops
 
 
 @kernel
 def touch(memory: Natural) -> None:
-    """Have the system provide every page now, while there is time: it clears each one first."""
+    """Touch every page, so that the system allocates and clears it now."""
     for i in range(0, memory.shape[0], 1024):  # a page has 4,096 bytes or more
         memory[i] = 0
 
 
 @kernel
 def count_lengths(lengths: Natural, longest: int) -> tuple[Natural, Natural, Natural]:
-    """Where each length's items would lie if they were sorted, longest first.
+    """Where the items of each length begin and end when sorted longest first.
 
-    What is not between 1 and `longest` is left out, a negative length too: unsigned it is huge.
-    Gives the first place of each length, the lengths that occur, and where each of these stops:
+    Lengths outside of 1 to `longest` are left out; a negative length is huge when unsigned.
+    Returns the first index of each length, the lengths that occur, and where each of these ends:
     lengths [2, 5, 2] -> following[5] = 0, following[2] = 1, present [5, 2], stops [1, 3]
     """
     following = np.zeros(longest + 1, np.uint32)
-    other = np.zeros(longest + 1, np.uint32)  # in turn, because equal lengths wait for each other
+    other = np.zeros(
+        longest + 1, np.uint32
+    )  # avoids waiting for the same counter
     none, bound = np.uint64(0), np.uint64(longest)
     for i in range(0, lengths.shape[0] - 1, 2):
         following[lengths[i] if lengths[i] <= bound else none] += 1
@@ -113,17 +132,17 @@ def count_lengths(lengths: Natural, longest: int) -> tuple[Natural, Natural, Nat
 
 @kernel
 def sort_items(lengths: Natural, following: Natural, order: Natural) -> None:
-    """Fill `order` with the items, longest first. `following` is used up."""
+    """Fill `order` with the items, longest first. Overwrites `following`."""
     targets = np.empty(BLOCK, np.uint32)
     n = lengths.shape[0]
     for start in range(0, n, BLOCK):
         stop = min(BLOCK, n - start)
         for i in range(stop):
             length = lengths[start + i]
-            place = following[length]
-            following[length] = place + 1
-            targets[i] = place
-            prefetch(order, place)
+            target = following[length]
+            following[length] = target + 1
+            targets[i] = target
+            prefetch(order, target)
         for i in range(stop):
             order[targets[i]] = start + i
 
@@ -160,7 +179,7 @@ def smallest_space(low: Natural, high: Natural, length: int) -> int:
 
 
 @kernel
-def place_items(
+def fit_items(
     present: Natural,
     stops: Natural,
     capacity: int,
@@ -168,51 +187,55 @@ def place_items(
     below: Natural,
     size: Natural,
 ) -> int:
-    """Fill `bin_of` (the bin of each item, longest first) and `size` (items by bin); count bins."""
+    """Fill `bin_of` (the bin of each item, longest first) and `size` (items per bin); return the
+    number of bins.
+
+    `below` links the bins of a stack: bins of equal space, the newest on top.
+    """
     top = np.full(capacity + 1, NONE, np.uint32)  # the newest bin of each remaining space
     low = np.zeros((capacity >> 6) + 1, np.uint64)
     high = np.zeros((capacity >> 12) + 1, np.uint64)
     bins = 0
-    position = 0
+    item = 0
     for at in range(present.shape[0]):
         length, stop = int(present[at]), int(stops[at])
-        while position < stop:
+        while item < stop:
             space = smallest_space(low, high, length)
-            fresh = space < 0  # nothing open is large enough: all that are left open new bins
+            fresh = space < 0  # no open bin is large enough: open new ones
             if fresh:
                 space = capacity
-            # Most need no division.
-            each = 1 if space < 2 * length else min(space // length, stop - position)
+            # Avoid the division where one item fits.
+            each = 1 if space < 2 * length else min(space // length, stop - item)
             rest = space - each * length
             newest = top[rest]
             if fresh:
-                while position + each <= stop:
+                while item + each <= stop:
                     size[bins] = each
                     below[bins] = newest
                     newest = bins
-                    bin_of[position] = bins  # most hold one: no loop for it
-                    for i in range(position + 1, position + each):
+                    bin_of[item] = bins  # most take one: no loop for it
+                    for i in range(item + 1, item + each):
                         bin_of[i] = bins
-                    position += each
+                    item += each
                     bins += 1
             else:
                 chosen = top[space]
-                while chosen != NONE and position + each <= stop:
+                while chosen != NONE and item + each <= stop:
                     size[chosen] += each
                     after = below[chosen]
                     below[chosen] = newest
                     newest = chosen
-                    bin_of[position] = chosen  # most hold one: no loop for it
-                    for i in range(position + 1, position + each):
+                    bin_of[item] = chosen  # most take one: no loop for it
+                    for i in range(item + 1, item + each):
                         bin_of[i] = chosen
-                    position += each
+                    item += each
                     chosen = after
                 top[space] = chosen
                 if chosen == NONE:
                     low[space >> 6] &= ~bit(space)
                     if low[space >> 6] == 0:
                         high[space >> 12] &= ~bit(space >> 6)
-            # A full bin goes onto the stack of space 0, where no length ever looks.
+            # A full bin goes onto the stack of space 0, which no length uses.
             top[rest] = newest
             low[rest >> 6] |= bit(rest)
             high[rest >> 12] |= bit(rest >> 6)
@@ -221,9 +244,9 @@ def place_items(
 
 @kernel
 def start_bins(size: Natural, offsets: IntArray) -> None:
-    """Set `offsets[b + 1]` to where bin b begins; once it is filled, that is where it ends.
+    """Set `offsets[b + 1]` to the start of bin b. Filling the bin advances it to the bin's end.
 
-    sizes [2, 1, 3] -> offsets [0, 0, 2, 3], and when all are filled [0, 2, 3, 6]
+    sizes [2, 1, 3] -> offsets [0, 0, 2, 3], and [0, 2, 3, 6] when all are filled
     """
     total = 0
     offsets[0] = 0
@@ -234,17 +257,17 @@ def start_bins(size: Natural, offsets: IntArray) -> None:
 
 @kernel
 def fill_bins(bin_of: Natural, order: Natural, following: IntArray, values: IntArray) -> None:
-    """Write each item into its bin, at the next free place that `following` has for the bin."""
+    """Write each item into its bin, at the bin's next free index in `following`."""
     targets = np.empty(BLOCK, np.uint32)
     n = order.shape[0]
     for start in range(0, n, BLOCK):
         stop = min(BLOCK, n - start)
         for i in range(stop):
             chosen = bin_of[start + i]
-            place = following[chosen]
-            following[chosen] = place + 1
-            targets[i] = place
-            prefetch(values, place)
+            target = following[chosen]
+            following[chosen] = target + 1
+            targets[i] = target
+            prefetch(values, target)
         for i in range(stop):
             values[targets[i]] = order[start + i]
 
@@ -259,15 +282,15 @@ def fit_counted(
     scratch: Natural,
     values: IntArray,
 ) -> IntArray:
-    """Fill `values` with the items by bin; the offsets of the bins.
+    """Fill `values` with the items by bin and return the offsets of the bins.
 
-    Until the bins are filled, the memory of the result serves as that of the stacks.
+    Until the bins are filled, `values` holds the stacks.
     """
     order, bin_of = scratch[0], scratch[1]
     halves = values.view(np.uint32)
     below, size = halves[: order.shape[0]], halves[order.shape[0] :]
     sort_items(lengths, following, order)
-    bins = place_items(present, stops, capacity, bin_of, below, size)
+    bins = fit_items(present, stops, capacity, bin_of, below, size)
     offsets = np.empty(bins + 1, np.int64)
     start_bins(size, offsets)
     fill_bins(bin_of, order, offsets[1:], values)

@@ -1,4 +1,4 @@
-"""More bins than are needed, with the work kept even."""
+"""Spread items evenly over more bins than they need."""
 
 import heapq
 
@@ -8,14 +8,15 @@ from evenstep.core.ragged import IntArray, Ragged
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.packing.spread import spread_kernel
 
-_REFINED = 1024  # bins up to which swaps are worth their time
+_REFINED = 1024  # bins up to which `partition` is used
 _NONE: IntArray = np.empty(0, np.int64)
 
 
 def even_bins(sizes: IntArray, bins: Ragged, capacity: int, target: int) -> Ragged:
-    """The items of `bins` in `target` bins, as even as they can be found: dealt anew and refined;
-    if that breaks the capacity, or for very many, longest first each to the emptiest with room;
-    if one has room nowhere, by dividing the bins that are there.
+    """The items of `bins` in `target` bins of similar size.
+
+    `partition` is tried first. If it exceeds the capacity, or for very many bins, each item goes,
+    longest first, to the emptiest bin with room. If an item fits nowhere, `bins` are divided.
 
     >>> even_bins(np.full(12, 10), Ragged.of([[*range(12)]]), 120, 3).sums(np.full(12, 10)).tolist()
     [40, 40, 40]
@@ -26,14 +27,14 @@ def even_bins(sizes: IntArray, bins: Ragged, capacity: int, target: int) -> Ragg
         order = np.argsort(-sizes, kind="stable")
         bin_of = spread_kernel(sizes, nothing, order, capacity, np.zeros(0), target)
     if len(bin_of) < len(sizes) or np.bincount(bin_of, minlength=target).min() == 0:
-        return split_bins(sizes, bins, target)
+        return divide_bins(sizes, bins, target)
     return Ragged.group(bin_of, target)
 
 
-def split_bins(sizes: IntArray, bins: Ragged, target: int) -> Ragged:
-    """Divide the largest divisible bins, each time into two even halves, until there are `target`.
+def divide_bins(sizes: IntArray, bins: Ragged, target: int) -> Ragged:
+    """Divide the largest bins into two halves of similar size until there are `target`.
 
-    >>> split_bins(np.array([4, 3, 2, 1]), Ragged.of([[0, 1, 2, 3]]), 2).tolist()
+    >>> divide_bins(np.array([4, 3, 2, 1]), Ragged.of([[0, 1, 2, 3]]), 2).tolist()
     [[0, 3], [1, 2]]
     """
     rows = bins.tolist()
@@ -51,7 +52,7 @@ def split_bins(sizes: IntArray, bins: Ragged, target: int) -> Ragged:
 
 
 def halves(sizes: IntArray, row: list[int]) -> tuple[list[int], list[int]]:
-    """Two halves of nearly equal size, neither empty: longest first to the lighter side."""
+    """Two halves of similar size, neither empty: longest first, each to the smaller half."""
     sides: tuple[list[int], list[int]] = ([], [])
     loads = [0, 0]
     ordered = np.array(row)[np.argsort(-sizes[row], kind="stable")].tolist()

@@ -1,19 +1,22 @@
-"""Packing to the brim, until the lower bound is met.
+"""Pack into exactly filled bins, until the lower bound is reached.
 
-The largest item that is left opens a bin; the rest of the bin is filled with one, two or three
-items whose lengths add up exactly, by look-ups in a table of lengths. Taking large partners
-first keeps the small ones, which fit anywhere, for the end. How much waste to let pass is the
-one dial: several settings are tried until the bins meet the bound.
+The largest remaining item opens a bin. The rest of the bin is filled with one, two or three items
+whose lengths add up exactly, by look-ups in a table of lengths. Large partners are taken first,
+because small items fit anywhere later. Several settings of the waste to accept are tried until the
+number of bins equals the bound.
 """
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray
+from evenstep.core.bounds import pack_bound
+from evenstep.core.ragged import IntArray, Ragged
 from evenstep.planning.kernel import kernel
+from evenstep.planning.packing.best_fit import LARGE, best_fit_decreasing
 from evenstep.planning.packing.first_fit import nearest_free
+from evenstep.planning.packing.items import bins_in_order
 
-_LIMIT = 2000  # partners looked at for one gap
-_LOOKS = 500_000  # and for all gaps of all attempts: some milliseconds
+_LIMIT = 2000  # partners tried for one gap
+_LOOKS = 500_000  # partners tried in all: some milliseconds
 
 
 @kernel
@@ -30,8 +33,8 @@ def best_pair(
 ) -> tuple[int, int, int, int]:
     """Two lengths with the least waste in `gap`: (waste, longer, shorter, looks).
 
-    The most even pair that wastes no more than `enough` wins. One item of length `held` is
-    already spoken for.
+    The most even pair that wastes at most `enough` wins. One item of length `held` is already
+    taken.
     """
     waste, longer, shorter, looks = gap + 1, 0, 0, 0
     b = nearest_free(link, gap // 2)
@@ -50,13 +53,13 @@ def best_pair(
 
 
 @kernel
-def fill_to_the_brim(
+def fill_exactly(
     lengths: IntArray, capacity: int, spare: int, enough: int, looks: int
 ) -> tuple[IntArray, IntArray, int, int]:
     """(lengths in the order in which they fill bins, the bin of each, bins, looks left).
 
-    A partner that wastes no more than `enough` is taken at once. With `enough` below 0 the
-    patience adapts: `spare` is the waste that the bound allows in all, shared by the bins to come.
+    A partner that wastes at most `enough` is taken at once. If `enough` is negative, the accepted
+    waste adapts: `spare` is the waste that the bound allows in all, shared by the remaining bins.
     """
     n = lengths.shape[0]
     count = np.zeros(capacity + 1, np.int64)
@@ -82,7 +85,7 @@ def fill_to_the_brim(
             if one == 0:
                 break
             two, three = 0, 0
-            if gap < capacity and 3 * one >= gap:  # three items can reach the brim
+            if gap < capacity and 3 * one >= gap:  # three items can fill the gap
                 waste = gap - one
                 limit = min(_LIMIT, looks)
                 if waste > allowed:
@@ -117,7 +120,7 @@ def fill_to_the_brim(
 
 @kernel
 def name_items(lengths: IntArray, filled: IntArray, bin_of_filled: IntArray) -> IntArray:
-    """The bin of each item, given bins that are filled with lengths only."""
+    """The bin of each item, given the lengths that fill each bin."""
     longest = 0
     for length in lengths:
         longest = max(longest, length)
@@ -140,11 +143,11 @@ def name_items(lengths: IntArray, filled: IntArray, bin_of_filled: IntArray) -> 
 
 @kernel
 def optimal_kernel(lengths: IntArray, capacity: int, bound: int, bins: int) -> IntArray:
-    """The bin of each item in fewer than `bins` bins, or an empty array if none was found."""
+    """The bin of each item in fewer than `bins` bins; empty if no such packing is found."""
     smallest = capacity
     for length in lengths:
         smallest = min(smallest, length)
-    # What wastes more than any partner could fill is no fault of the search.
+    # Space beside an item that no partner fits is wasted in any packing.
     spare = bound * capacity
     for length in lengths:
         spare -= capacity if length + smallest > capacity else length
@@ -154,8 +157,26 @@ def optimal_kernel(lengths: IntArray, capacity: int, bound: int, bins: int) -> I
     for enough in (0, -2, each, -1, 10, -4, 50, 5, 20, 2):
         if bins <= bound or looks == 0:
             break
-        filled, bin_of, used, looks = fill_to_the_brim(lengths, capacity, spare, enough, looks)
+        filled, bin_of, used, looks = fill_exactly(lengths, capacity, spare, enough, looks)
         if used < bins:
             bins = used
             best = name_items(lengths, filled, bin_of)
     return best
+
+
+def optimal(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
+    """As few bins as the search finds; proven optimal if their number equals `pack_bound`.
+
+    Best fit comes first. If it needs more bins than the bound, bins are filled exactly with several
+    tolerances until the bound is reached. There is no search for capacities over four million.
+
+    >>> len(optimal(np.array([6, 5, 4, 3, 2]), 10)), pack_bound(np.array([6, 5, 4, 3, 2]), 10)
+    (2, 2)
+    """
+    packed = best_fit_decreasing(lengths, capacity)
+    bound = pack_bound(lengths, capacity)
+    if len(packed) > bound and capacity <= LARGE:
+        better = optimal_kernel(lengths, capacity, bound, len(packed))
+        if len(better):
+            return bins_in_order(better)
+    return packed
