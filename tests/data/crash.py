@@ -1,10 +1,10 @@
-"""A training run that may be killed at any moment, and the process that starts it anew.
+"""A training run that may be killed at any moment, and the process that starts it again.
 
     test ──a line──▶ zygote ──fork──▶ run ──fork──▶ workers of its loader
          ◀──pid, end──  (all imported)   └──▶ log, cursor
 
 The run appends every micro-batch to its log and saves its cursor after some steps only, together
-with how long the log was then. A run that begins cuts the log to what its cursor vouches for.
+with the length of the log. A run truncates the log to that length when it starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SET_CHILD_SUBREAPER = 36
 
 
 class Order(TypedDict):
-    """What the test asks of the zygote."""
+    """A request to the zygote."""
 
     kind: str
     folder: str
@@ -55,7 +55,7 @@ def loader_of(kind: str, steps: int = STEPS) -> StreamLoader:
 
 
 def run(kind: str, folder: Path, pause: float) -> None:
-    """Train from the saved cursor to the end; `pause` seconds for each micro-batch."""
+    """Train from the saved cursor to the end, with a pause of `pause` seconds per micro-batch."""
     loader, saved = loader_of(kind), folder / "cursor.json"
     vouched = 0
     if saved.exists():
@@ -78,7 +78,7 @@ def run(kind: str, folder: Path, pause: float) -> None:
 
 
 def lines(step: Step) -> list[bytes]:
-    """A line for each micro-batch: which of how many, its samples, their tokens."""
+    """One line per micro-batch: its index, the count, its samples, their tokens."""
     found = []
     for k, (micro, samples) in enumerate(step):
         segments = micro.segments
@@ -90,15 +90,15 @@ def lines(step: Step) -> list[bytes]:
 
 
 def saves_after(step: int) -> bool:
-    """Sometimes after each step, sometimes after several."""
+    """Whether to save: sometimes after each step, sometimes after several."""
     return step % 20 < 4 or step % 4 == 1
 
 
 def zygote() -> None:
-    """Fork a run for each order on stdin; print its process, and how all of its processes ended."""
+    """Fork a run for each request on stdin; print its pid, and the exit codes of its processes."""
     torch.set_num_threads(1)
-    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned workers become ours
-    for kind in ("planned", "pooled"):  # compile what is compiled
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt orphaned workers
+    for kind in ("planned", "pooled"):  # compile the kernels
         next(iter(loader_of(kind, 1).stream))
     for line in sys.stdin:
         order: Order = json.loads(line)
@@ -112,7 +112,7 @@ def zygote() -> None:
 
 
 def _ends_of(group: int) -> list[int]:
-    """The exit codes of every process of a group, as soon as none is left."""
+    """Wait for all processes of a group; return their exit codes."""
     ends: list[int] = []
     while True:
         try:

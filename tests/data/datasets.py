@@ -1,10 +1,10 @@
-"""Datasets that are no sources, as users have them."""
+"""Datasets that are not sources."""
 
 from typing import Any
 
 
 class MapStyle:
-    """What a torch dataset is: a length, and items by number."""
+    """A map-style dataset: a length, and items by index."""
 
     def __len__(self) -> int:
         return 2

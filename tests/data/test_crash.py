@@ -1,4 +1,4 @@
-"""A run that is killed again and again gives the very bytes of one that never was."""
+"""A run that is killed many times writes the same bytes as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.data.crash import STEPS, WORKERS, Order
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="adopts orphans, which is Linux's"),
+    pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans needs Linux"),
 ]
 
 KILLS = 60
-MICRO_BATCHES = 16  # that a run gets to write at most before it is killed, unless we are slow
+MICRO_BATCHES = 16  # most that a run writes before it is killed
 PAUSE = 0.002
 PATIENCE = 60.0
 
 
 class Zygote:
-    """A process that has imported everything and forks a run in a few milliseconds."""
+    """A process with all imports done, which forks a run in a few milliseconds."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -43,14 +43,14 @@ class Zygote:
         )
 
     def start(self, kind: str, folder: Path, pause: float) -> int:
-        """Start a run; its process, which leads a group of its own."""
+        """Start a run; return its pid, which is also its process group."""
         assert self._process.stdin is not None
         order: Order = {"kind": kind, "folder": str(folder), "pause": pause}
         self._process.stdin.write(json.dumps(order) + "\n")
         return int(self._line())
 
     def ends(self) -> list[int]:
-        """How every process of the run ended, workers included. Waits until none is left."""
+        """Wait for all processes of the run, workers included; return their exit codes."""
         return [int(code) for code in self._line().split()]
 
     def _line(self) -> str:
@@ -105,7 +105,7 @@ def test_a_run_killed_many_times_gives_the_same_bytes(
 
 
 def wait_for(micro_batches: int, log: Path) -> None:
-    """Wait until a run has written so many micro-batches beyond what it found."""
+    """Wait until a run has added this number of micro-batches to the log."""
     if not micro_batches:
         return
     begun, deadline = log_lines(log), time.monotonic() + PATIENCE
@@ -119,10 +119,10 @@ def log_lines(log: Path) -> int:
 
 
 def phases_of(folder: Path) -> list[str]:
-    """What a kill interrupted, by what the log has beyond what the cursor vouches for."""
+    """What a kill interrupted, judged by what the log has after the saved length."""
     log, saved = folder / "log", folder / "cursor.json"
-    vouched = json.loads(saved.read_text())["bytes"] if saved.exists() else 0
-    beyond = log.read_bytes()[vouched:].decode() if log.exists() else ""
+    saved_bytes = json.loads(saved.read_text())["bytes"] if saved.exists() else 0
+    beyond = log.read_bytes()[saved_bytes:].decode() if log.exists() else ""
     if not beyond:
         return ["at a save"]
     found = [tuple(map(int, line.split(" ")[:4])) for line in beyond.splitlines()]

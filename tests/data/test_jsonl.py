@@ -1,4 +1,4 @@
-"""Lines of a JSONL file are items in any order, blank lines are none, and faults name the line."""
+"""Lines of a JSONL file in any order, without blank ones; errors name the line."""
 
 import json
 import pickle
@@ -54,7 +54,7 @@ def test_a_line_becomes_the_tokens_of_its_text(tmp_path: Path) -> None:
     assert [tokens(source, item) for item in (1, 0)] == [[195, 169], [97, 98]]
 
 
-def test_field_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
+def test_field_and_tokenizer_can_be_set(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"body": "ab"})
     assert tokens(Jsonl(path, field="body", tokenizer=len_of), 0) == [2]
 
@@ -63,13 +63,13 @@ def len_of(text: str) -> list[int]:
     return [len(text)]
 
 
-def test_a_transform_may_make_several_samples_of_a_line(tmp_path: Path) -> None:
+def test_a_transform_may_return_several_samples(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"turns": [[1], [2, 3]]})
     source = Jsonl(path, transform=lambda row: [{"input_ids": turn} for turn in row["turns"]])
     assert [sample["input_ids"] for _, sample in read_samples(source, 0)] == [[1], [2, 3]]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}')
     assert [tokens(Jsonl(path), item) for item in (0, 1)] == [[97], [98]]
@@ -85,7 +85,7 @@ def test_a_file_without_lines_has_no_items(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("item", [-1, 2])
-def test_an_item_outside_is_refused(tmp_path: Path, item: int) -> None:
+def test_an_index_out_of_range_is_refused(tmp_path: Path, item: int) -> None:
     with pytest.raises(IndexError):
         Jsonl(write(tmp_path / "a.jsonl", 1, 2), transform=identity)[item]
 
@@ -97,13 +97,11 @@ def test_an_item_outside_is_refused(tmp_path: Path, item: int) -> None:
         (b'{"text": "a"', "not JSON"),
         (b'{"text": "\xff"}', "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"[1]", "a list has no fields"),
-        (b'{"t": "a"}', "there is no field 'text' but 't'"),
+        (b"[1]", "expected a row with fields, got list"),
+        (b'{"t": "a"}', "no field 'text'; the row has 't'"),
     ],
 )
-def test_a_bad_line_names_itself_and_spares_the_others(
-    tmp_path: Path, line: bytes, fault: str
-) -> None:
+def test_a_bad_line_is_named_and_others_are_read(tmp_path: Path, line: bytes, fault: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
     source = Jsonl(path)
@@ -114,7 +112,7 @@ def test_a_bad_line_names_itself_and_spares_the_others(
     assert tokens(source, 2) == [98]
 
 
-def test_blank_lines_of_any_kind_do_no_harm_to_the_line_before(tmp_path: Path) -> None:
+def test_blank_lines_of_any_kind_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\r\n \x0b\x0c\r\n{"text": "b"}')
     assert [tokens(Jsonl(path), item) for item in range(2)] == [[97], [98]]
@@ -128,7 +126,7 @@ def test_a_missing_file_is_named_when_it_is_used(tmp_path: Path) -> None:
         len(Jsonl(tmp_path))
 
 
-def test_the_fingerprint_follows_contents_and_field_but_not_the_name(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_contents_and_field_but_not_the_name(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}]
     one = Jsonl(write(tmp_path / "a.jsonl", *rows))
     assert one.fingerprint == Jsonl(write(tmp_path / "b.jsonl", *rows)).fingerprint
@@ -140,7 +138,7 @@ def test_the_fingerprint_follows_contents_and_field_but_not_the_name(tmp_path: P
     assert len({source.fingerprint for source in [one, *others]}) == 4
 
 
-def test_the_index_travels_to_other_processes_but_the_open_file_does_not(tmp_path: Path) -> None:
+def test_pickling_keeps_the_index_but_not_the_open_file(tmp_path: Path) -> None:
     source = Jsonl(write(tmp_path / "a.jsonl", *range(100)), transform=identity)
     assert len(source) == 100
     assert "_data" in vars(source)

@@ -1,4 +1,4 @@
-"""Datasets with items by number are sources, measured where their lengths are known."""
+"""Map-style datasets as sources, with and without known lengths."""
 
 import pickle
 from typing import Any
@@ -41,7 +41,7 @@ def test_items_are_those_of_the_dataset(dataset: Any) -> None:
     assert source[np.int64(1)] == ROWS[1]  # type: ignore[index]
 
 
-def test_without_lengths_it_is_no_measured_source(dataset: Any) -> None:
+def test_without_lengths_it_is_not_a_measured_source(dataset: Any) -> None:
     assert not isinstance(Mapped(dataset), MeasuredSource)
     assert isinstance(MeasuredMapped(dataset, lengths=[3, 1, 2]), MeasuredSource)
 
@@ -65,7 +65,7 @@ def test_a_column_of_a_hugging_face_dataset_gives_the_lengths() -> None:
 
 
 @pytest.mark.parametrize("item", [-1, 3])
-def test_an_item_outside_is_refused(dataset: Any, item: int) -> None:
+def test_an_index_out_of_range_is_refused(dataset: Any, item: int) -> None:
     with pytest.raises(IndexError):
         Mapped(dataset)[item]
     source = MeasuredMapped(dataset, lengths=[3, 1, 2])
@@ -84,10 +84,10 @@ def test_several_samples_cannot_share_one_length() -> None:
 @pytest.mark.parametrize(
     ("lengths", "fault"),
     [
-        ([3, 1], r"the shape \(2,\) but the dataset has 3 items"),
-        ([[3, 1, 2]], r"the shape \(1, 3\)"),
-        ([3.0, 1.0, 2.0], "float64, not whole numbers"),
-        ("length", "column 'length', but the list has no named columns"),
+        ([3, 1], r"lengths of shape \(2,\) for 3 items"),
+        ([[3, 1, 2]], r"of shape \(1, 3\)"),
+        ([3.0, 1.0, 2.0], "must be integers, got float64"),
+        ("length", "unknown column 'length' for lengths; the list has no named columns"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(lengths: Any, fault: str) -> None:
@@ -95,13 +95,15 @@ def test_lengths_that_do_not_fit_are_refused(lengths: Any, fault: str) -> None:
         MeasuredMapped(ROWS, lengths=lengths).lengths_of(np.array([0]))
 
 
-def test_an_unknown_column_is_refused_with_those_there_are() -> None:
+def test_an_unknown_column_is_refused_with_the_known_ones() -> None:
     source = MeasuredMapped(datasets.Dataset.from_list(ROWS), lengths="size")
-    with pytest.raises(InputError, match=r"'size', but the Dataset has \['input_ids', 'length'\]"):
+    with pytest.raises(
+        InputError, match=r"'size' for lengths; the Dataset has \['input_ids', 'length'\]"
+    ):
         source.lengths_of(np.array([0]))
 
 
-def test_the_fingerprint_is_hugging_faces_own_where_there_is_one() -> None:
+def test_the_fingerprint_of_a_hugging_face_dataset_is_used() -> None:
     one, same = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS)
     other = datasets.Dataset.from_list([ROWS[1], ROWS[0], ROWS[2]])
     assert Mapped(one).fingerprint == Mapped(same).fingerprint
@@ -109,7 +111,7 @@ def test_the_fingerprint_is_hugging_faces_own_where_there_is_one() -> None:
     assert Mapped(one).fingerprint != Mapped(one.select([0, 1])).fingerprint
 
 
-def test_the_fingerprint_follows_type_number_and_lengths() -> None:
+def test_the_fingerprint_covers_type_size_and_lengths() -> None:
     sources: list[Mapped | MeasuredMapped] = [
         Mapped(ROWS),
         Mapped(ROWS[:2]),
@@ -120,7 +122,7 @@ def test_the_fingerprint_follows_type_number_and_lengths() -> None:
     assert len({source.fingerprint for source in sources}) == len(sources)
 
 
-def test_they_travel_to_other_processes(dataset: Any) -> None:
+def test_they_can_be_pickled(dataset: Any) -> None:
     source = MeasuredMapped(dataset, lengths=[3, 1, 2])
     copy = pickle.loads(pickle.dumps(source))
     assert copy.fingerprint == source.fingerprint

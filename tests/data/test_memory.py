@@ -1,4 +1,4 @@
-"""Samples in memory are a measured source where every item is one sample."""
+"""Samples in memory are a measured source if every item is one sample."""
 
 import pickle
 from typing import Any
@@ -27,7 +27,7 @@ def test_items_and_lengths_are_those_of_the_samples(rows: list[list[int]]) -> No
     assert lengths.dtype == np.int64
 
 
-def test_arrays_are_samples_too() -> None:
+def test_arrays_are_samples() -> None:
     source = InMemory([np.array([1, 2]), np.array([3])])
     assert source.lengths_of(np.array([1, 0, 1])).tolist() == [1, 2, 1]
 
@@ -43,11 +43,11 @@ def test_an_item_that_is_a_list_is_several_samples() -> None:
 def test_an_item_without_a_length_is_named(sample: Any) -> None:
     with pytest.raises(InputError, match="item 1 has no length"):
         InMemory([{"input_ids": [1]}, sample]).lengths_of(np.array([0]))
-    assert InMemory([sample]).fingerprint  # can still be pooled by a length of the caller's
+    assert InMemory([sample]).fingerprint  # can still be pooled with the caller's length_of
 
 
 @pytest.mark.parametrize("item", [-1, 2, 100])
-def test_an_item_outside_is_refused(item: int) -> None:
+def test_an_index_out_of_range_is_refused(item: int) -> None:
     source = InMemory(samples([1], [2]))
     with pytest.raises(IndexError):
         source[item]
@@ -55,7 +55,7 @@ def test_an_item_outside_is_refused(item: int) -> None:
         source.lengths_of(np.array([0, item]))
 
 
-def test_the_fingerprint_follows_tokens_order_and_number() -> None:
+def test_the_fingerprint_covers_tokens_order_and_number() -> None:
     sources = [
         InMemory(samples([1, 2], [3])),
         InMemory(samples([1], [2, 3])),
@@ -67,14 +67,14 @@ def test_the_fingerprint_follows_tokens_order_and_number() -> None:
     assert len({source.fingerprint for source in sources}) == len(sources)
 
 
-def test_the_fingerprint_is_that_of_the_tokens_whatever_holds_them() -> None:
+def test_the_fingerprint_does_not_depend_on_the_container_of_tokens() -> None:
     assert (
         InMemory(samples([1, 2], [3])).fingerprint
         == InMemory([np.array([1, 2], np.uint16), {"input_ids": (3,)}]).fingerprint
     )
 
 
-def test_the_fingerprint_of_objects_does_not_depend_on_where_they_lie() -> None:
+def test_the_fingerprint_of_objects_does_not_depend_on_their_address() -> None:
     class Clip:
         def __len__(self) -> int:
             return 3
@@ -82,7 +82,7 @@ def test_the_fingerprint_of_objects_does_not_depend_on_where_they_lie() -> None:
     assert InMemory([Clip()]).fingerprint == InMemory([Clip()]).fingerprint
 
 
-def test_it_travels_to_other_processes() -> None:
+def test_it_can_be_pickled() -> None:
     source = InMemory(samples([1, 2], [3]))
     copy = pickle.loads(pickle.dumps(source))
     assert copy.fingerprint == source.fingerprint

@@ -1,4 +1,4 @@
-"""The order of an epoch is a bijection, seeded, and made without an array."""
+"""The order of an epoch is a seeded bijection in constant memory."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def test_every_sample_has_one_position(count: int, seed: int, epoch: int) -> Non
 
 
 @given(st.integers(1, 10**12), st.integers(0, 100))
-def test_a_position_does_not_depend_on_the_window_it_is_asked_in(count: int, seed: int) -> None:
+def test_the_sample_at_a_position_does_not_depend_on_the_window(count: int, seed: int) -> None:
     order = EpochOrder(count=count, seed=seed, epoch=3)
     positions = np.unique(np.linspace(0, count - 1, 7).astype(np.int64))
     together = order.samples(positions)
@@ -25,8 +25,8 @@ def test_a_position_does_not_depend_on_the_window_it_is_asked_in(count: int, see
     assert ((together >= 0) & (together < count)).all()
 
 
-def test_seeds_and_epochs_never_share_an_order() -> None:
-    """Adding seed and epoch up would make (1000, 0) the same as (0, 1000)."""
+def test_different_seeds_and_epochs_give_different_orders() -> None:
+    """With seed + epoch as the key, (1000, 0) would be the same as (0, 1000)."""
     orders = [
         tuple(EpochOrder(count=50, seed=seed, epoch=epoch).samples(np.arange(50)))
         for seed, epoch in [
@@ -44,7 +44,7 @@ def test_seeds_and_epochs_never_share_an_order() -> None:
 
 
 def test_the_order_looks_random() -> None:
-    """Where samples land is uncorrelated with where they came from, and neighbours part."""
+    """Position and sample id are uncorrelated, and neighbours are separated."""
     order = EpochOrder(count=100_000, seed=5, epoch=0)
     samples = order.samples(np.arange(100_000))
     assert abs(np.corrcoef(samples, np.arange(100_000))[0, 1]) < 0.01
@@ -54,11 +54,11 @@ def test_the_order_looks_random() -> None:
     assert ((counts > 60) & (counts < 140)).all()
 
 
-def test_without_shuffling_samples_keep_their_own_order() -> None:
+def test_without_shuffling_samples_keep_their_stored_order() -> None:
     order = EpochOrder(count=4, seed=1, epoch=2, shuffle=False)
     assert order.samples(np.arange(4)).tolist() == [0, 1, 2, 3]
 
 
 def test_positions_outside_the_epoch_are_refused() -> None:
-    with pytest.raises(InputError, match="outside an epoch of 3 samples"):
+    with pytest.raises(InputError, match=r"positions must be in \[0, 3\)"):
         EpochOrder(count=3, seed=0, epoch=0).samples(np.array([1, 3]))

@@ -1,4 +1,4 @@
-"""Rows of Parquet files are items in any order, across files and row groups."""
+"""Rows of Parquet files in any order, across files and row groups."""
 
 import pickle
 import sys
@@ -49,7 +49,7 @@ def test_rows_of_all_files_are_items_in_any_order(source: ParquetText) -> None:
     assert [text_of(source[item]) for item in order] == [f"word {item}" for item in order]
 
 
-def test_threads_may_read_at_once(source: ParquetText) -> None:
+def test_threads_may_read_concurrently(source: ParquetText) -> None:
     items = [n * 13 % 35 for n in range(200)]
     with ThreadPoolExecutor(4) as pool:
         assert [text_of(s) for s in pool.map(source.__getitem__, items)] == [
@@ -57,7 +57,7 @@ def test_threads_may_read_at_once(source: ParquetText) -> None:
         ]
 
 
-def test_a_few_groups_are_kept_and_a_kept_one_is_not_decoded_again(
+def test_a_few_decoded_groups_are_cached(
     source: ParquetText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
@@ -78,7 +78,7 @@ def test_a_few_groups_are_kept_and_a_kept_one_is_not_decoded_again(
     assert len(source._decoded) == 4
 
 
-def test_a_transform_sees_the_whole_row_and_may_make_several_samples(tmp_path: Path) -> None:
+def test_a_transform_gets_the_whole_row_and_may_return_several_samples(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", words(0, 2), turns=[[[1], [2, 3]], [[4]]])
 
     def turns(row: dict[str, Any]) -> Any:
@@ -91,14 +91,14 @@ def test_a_transform_sees_the_whole_row_and_may_make_several_samples(tmp_path: P
     ]
 
 
-def test_field_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
+def test_field_and_tokenizer_can_be_set(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ["x"], body=["abc"])
     source = ParquetText(str(path), field="body", tokenizer=lambda text: [len(text)])
     assert text_of(source[0]) == "\3"
 
 
 @pytest.mark.parametrize("item", [-1, 35])
-def test_an_item_outside_is_refused(source: ParquetText, item: int) -> None:
+def test_an_index_out_of_range_is_refused(source: ParquetText, item: int) -> None:
     with pytest.raises(IndexError):
         source[item]
 
@@ -108,13 +108,15 @@ def test_a_row_without_text_names_its_file_and_row(tmp_path: Path) -> None:
         write(tmp_path / "a.parquet", words(0, 4)),
         write(tmp_path / "b.parquet", ["x"] * 4 + [None]),
     ]
-    with pytest.raises(SampleError, match=r"sample 8 .*b.parquet, row 4: field 'text' is a None"):
+    with pytest.raises(
+        SampleError, match=r"sample 8 .*b.parquet, row 4: field 'text' must be a str, got None"
+    ):
         read_samples(ParquetText(paths), 8)
 
 
-def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
+def test_a_missing_column_is_named_with_the_known_ones(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ["x"], id=[1])
-    with pytest.raises(InputError, match=r"a.parquet has no column 'body' but text, id"):
+    with pytest.raises(InputError, match=r"a.parquet has no column 'body'; it has text, id"):
         len(ParquetText(path, field="body"))
 
 
@@ -126,11 +128,11 @@ def test_a_missing_or_foreign_file_is_named_when_it_is_used(tmp_path: Path) -> N
     foreign.write_bytes(b"text" * 100)
     with pytest.raises(FileError, match=r"foreign.parquet is not readable Parquet"):
         len(ParquetText(foreign))
-    with pytest.raises(ConfigError, match="no Parquet file is named"):
+    with pytest.raises(ConfigError, match="at least one Parquet file"):
         ParquetText([])
 
 
-def test_a_file_that_lost_its_pages_is_named(tmp_path: Path) -> None:
+def test_a_file_with_damaged_pages_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", words(0, 5))
     source = ParquetText(path)
     assert len(source) == 5
@@ -147,7 +149,7 @@ def test_without_pyarrow_the_error_says_how_to_install_it(
         len(source)
 
 
-def test_the_fingerprint_follows_contents_and_field_but_not_names(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_contents_and_field_but_not_names(tmp_path: Path) -> None:
     one = ParquetText(write(tmp_path / "a.parquet", words(0, 5), body=["x"] * 5))
     same = ParquetText(write(tmp_path / "b.parquet", words(0, 5), body=["x"] * 5))
     assert one.fingerprint == same.fingerprint
@@ -160,7 +162,7 @@ def test_the_fingerprint_follows_contents_and_field_but_not_names(tmp_path: Path
     assert len({source.fingerprint for source in [one, *others]}) == 5
 
 
-def test_it_travels_to_other_processes_without_what_it_decoded(source: ParquetText) -> None:
+def test_pickling_does_not_include_decoded_groups(source: ParquetText) -> None:
     before = len(pickle.dumps(source))
     assert text_of(source[20]) == "word 20"
     assert len(pickle.dumps(source)) == before

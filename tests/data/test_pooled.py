@@ -56,7 +56,7 @@ def numbers(steps: list[Step]) -> list[int]:
 
 
 def in_turn(stream: PooledStream, workers: int) -> Iterator[Step]:
-    """What a loader with so many workers gives out: one step of each worker in turn."""
+    """The steps of a loader with this number of workers: one of each worker in turn."""
     walks = [stream.walk(worker, workers) for worker in range(workers)]
     alive = list(range(workers))
     while alive:
@@ -121,7 +121,7 @@ def test_every_sample_runs_once_per_epoch_and_no_budget_is_exceeded(
 
 @given(settings_of(), st.integers(1, 3), st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_resuming_after_any_step_gives_the_very_same_rest(
+def test_resuming_after_any_step_gives_the_same_steps(
     given: dict[str, Any], workers: int, endless: bool
 ) -> None:
     if endless and count_of(given) < 2 * workers:
@@ -129,14 +129,14 @@ def test_resuming_after_any_step_gives_the_very_same_rest(
     changes = {**given, "infinite_loop": endless, "max_num_steps": 25 if endless else None}
     stream = ranks_of(changes, 2)[1]
     expected, latest = [], {0: stream.start(workers)}
-    places = []
+    states = []
     for step in in_turn(stream, workers):
         expected.append(key(step))
         latest[step.number % workers + 1] = step.cursor
-        places.append(roundtrip(merge_cursors(list(latest.values()))))
-    for done, place in enumerate(places, 1):
+        states.append(roundtrip(merge_cursors(list(latest.values()))))
+    for done, state in enumerate(states, 1):
         resumed = ranks_of(changes, 2)[1]
-        resumed.load_state_dict(place)
+        resumed.load_state_dict(state)
         again = list(in_turn(resumed, workers))
         assert [key(step) for step in again] == expected[done:]
         if again:
@@ -152,22 +152,22 @@ def test_resuming_after_any_step_gives_the_very_same_rest(
 def test_any_change_of_ranks_and_workers_runs_every_sample_once(
     given: dict[str, Any], shapes: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    place: Any = None
+    state: Any = None
     seen: list[int] = []
     for at, (size, workers) in enumerate(shapes):
         last = at == len(shapes) - 1
         stop = None if last else data.draw(st.integers(0, 3))
         cursors = []
         for stream in ranks_of(given, size):
-            if place is not None:
-                stream.load_state_dict(place)
+            if state is not None:
+                stream.load_state_dict(state)
             cursors.append(stream.start(workers))
             for taken, step in enumerate(in_turn(stream, workers)):
                 if taken == stop:
                     break
                 seen += numbers([step])
                 cursors.append(step.cursor)
-        place = roundtrip(merge_cursors(cursors))
+        state = roundtrip(merge_cursors(cursors))
     assert sorted(seen) == list(range(count_of(given)))
 
 
@@ -175,23 +175,25 @@ def test_any_change_of_ranks_and_workers_runs_every_sample_once(
     st.lists(st.integers(1, 20), min_size=1, max_size=60), st.sampled_from(["subset_sum", "greedy"])
 )
 @settings(deadline=None, max_examples=60)
-def test_no_sample_waits_longer_than_the_pool_is_large(lengths: list[int], strategy: Any) -> None:
+def test_no_sample_waits_for_more_micro_batches_than_the_pool_has_samples(
+    lengths: list[int], strategy: Any
+) -> None:
     pool = Pool(samples=5, tokens=0, strategy=strategy)
     recipe = Recipe(layout=Packed(max_tokens=40))
     stream = PooledStream(InMemory(samples_of(lengths)), recipe, pool=pool, shuffle=False)
     read = 0
     for emitted, step in enumerate(stream):
-        (state,) = step.cursor.place["shards"].values()
+        (state,) = step.cursor.place["readers"].values()
         assert len(state["waiting"]) <= pool.samples
         taken = numbers([step])
-        # A sample is read when fewer than 5 wait, and the oldest always goes.
+        # A sample is read when fewer than 5 are in the pool, and the oldest is always taken.
         for number in taken:
             assert emitted <= number  # each micro-batch takes one sample or more
         read += len(taken)
     assert read == len(lengths)
 
 
-def test_the_documents_examples_are_replayed() -> None:
+def test_documented_examples_are_reproduced() -> None:
     lengths, drawn = [7, 6, 8, 5, 1, 3, 8, 6], [4, 1, 5, 2, 0, 3, 7, 6]
     source = InMemory([{"input_ids": [0] * lengths[i]} for i in drawn])
 
@@ -213,7 +215,7 @@ def test_the_documents_examples_are_replayed() -> None:
     assert two == [[[4, 1, 5], [2, 0]], [[3, 7], [6]]]
 
 
-def test_a_ready_threshold_of_samples_and_tokens_is_kept() -> None:
+def test_the_pool_fills_to_its_samples_and_tokens() -> None:
     source = InMemory([{"input_ids": [0] * (i + 1)} for i in range(16)])
     pool = Pool(samples=10, tokens=32, strategy="greedy")
     stream = PooledStream(source, Recipe(layout=Packed(max_tokens=32)), pool=pool, shuffle=False)
@@ -221,20 +223,20 @@ def test_a_ready_threshold_of_samples_and_tokens_is_kept() -> None:
     assert batches[:5] == [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11, 12], [13, 14], [15, 16]]
 
 
-def test_the_budget_warms_up() -> None:
+def test_the_budget_grows_during_warmup() -> None:
     source = InMemory(samples_of([4] * 200))
     pool = Pool(samples=32, warmup_steps=4, warmup_tokens=8)
     stream = PooledStream(source, Recipe(layout=Packed(max_tokens=40)), pool=pool, max_num_steps=6)
     assert [step.micro_batches[0].tokens for step in stream] == [8, 16, 24, 32, 40, 40]
-    with pytest.raises(ConfigError, match="go together"):
+    with pytest.raises(ConfigError, match="no effect without each other"):
         Pool(warmup_steps=3)
 
 
-def test_only_trained_tokens_count_and_the_rest_is_capped() -> None:
+def test_loss_tokens_limit_a_micro_batch() -> None:
     data = [{"input_ids": [1] * 10, "labels": [-100] * 8 + [1] * 2} for _ in range(40)]
     recipe = Recipe(layout=Packed(max_tokens=60))
-    for trained, expected in ((8, 4), (100, 6)):
-        stream = PooledStream(InMemory(data), recipe, pool=Pool(loss_tokens=trained))
+    for loss_tokens, expected in ((8, 4), (100, 6)):
+        stream = PooledStream(InMemory(data), recipe, pool=Pool(loss_tokens=loss_tokens))
         counts = [len(m.segments) for step in stream for m in step.micro_batches]
         assert counts[:-1] == [expected] * (len(counts) - 1)
 
@@ -278,7 +280,7 @@ def test_over_long_samples_follow_the_policy(overflow: Any) -> None:
 
 
 class Faulty:
-    """Sample 3 ends iteration, 5 is a fault of the disk, 6 is empty."""
+    """Sample 3 raises StopIteration, 5 an OSError, 6 is empty."""
 
     fingerprint = "faulty"
 
@@ -293,7 +295,7 @@ class Faulty:
         return {"input_ids": [] if item == 6 else [item, item]}
 
 
-def test_a_fault_inside_a_sample_is_raised_by_name_or_skipped_and_counted() -> None:
+def test_an_unreadable_sample_is_named_or_skipped_and_counted() -> None:
     recipe = Recipe(layout=Packed(max_tokens=4))
     with pytest.raises(SampleError, match="sample 3 cannot be read"):
         list(PooledStream(Faulty(), recipe, shuffle=False))
@@ -302,7 +304,7 @@ def test_a_fault_inside_a_sample_is_raised_by_name_or_skipped_and_counted() -> N
     assert sum(step.lost.get("skipped", 0) for step in steps) == 3
 
 
-def test_an_iterable_that_raises_is_never_taken_for_finished() -> None:
+def test_an_iterable_that_raises_is_not_treated_as_finished() -> None:
     def broken() -> Iterator[Any]:
         yield {"input_ids": [1]}
         yield {"input_ids": [2]}
@@ -317,7 +319,7 @@ def test_an_iterable_that_raises_is_never_taken_for_finished() -> None:
             list(stream)
 
 
-def test_epochs_advance_by_themselves_each_in_another_order() -> None:
+def test_every_epoch_of_an_endless_stream_has_its_own_order() -> None:
     stream = PooledStream(
         InMemory(samples_of([5] * 12)),
         Recipe(layout=Packed(max_tokens=10)),
@@ -333,7 +335,7 @@ def test_epochs_advance_by_themselves_each_in_another_order() -> None:
     assert len(set(orders)) == 3
 
 
-def test_set_epoch_and_skip_batches_choose_where_to_begin() -> None:
+def test_set_epoch_and_skip_batches_set_the_start() -> None:
     def make() -> PooledStream:
         return PooledStream(InMemory(samples_of([3] * 20)), Recipe(layout=Packed(max_tokens=9)))
 
@@ -350,7 +352,7 @@ def test_set_epoch_and_skip_batches_choose_where_to_begin() -> None:
 
 
 @pytest.mark.parametrize("skip", [0, 2])
-def test_set_epoch_keeps_a_place_that_was_loaded_within_it(skip: int) -> None:
+def test_set_epoch_keeps_a_position_that_was_loaded_within_it(skip: int) -> None:
     def make() -> PooledStream:
         return PooledStream(InMemory(samples_of([3] * 20)), Recipe(layout=Packed(max_tokens=9)))
 
@@ -363,14 +365,14 @@ def test_set_epoch_keeps_a_place_that_was_loaded_within_it(skip: int) -> None:
     for done, state in enumerate(states, 1):
         resumed, found = make(), []
         resumed.load_state_dict(state)
-        if 0 < done % 7 < 5:  # of 7 steps an epoch, that many are left
+        if 0 < done % 7 < 5:  # an epoch has 7 steps
             resumed.skip_batches(skip)
         begins = resumed.done
         for epoch in range((done - 1) // 7, 3):
             resumed.set_epoch(epoch)
             found += [(step.number, step.epoch, key(step)) for step in resumed]
         assert found == expected[begins:]
-    # What was iterated since, and another epoch, begin anew.
+    # After iterating, and in another epoch, the stream starts at the beginning.
     resumed.load_state_dict(states[2])
     assert len(list(resumed)) == 4
     resumed.set_epoch(0)
@@ -380,7 +382,7 @@ def test_set_epoch_keeps_a_place_that_was_loaded_within_it(skip: int) -> None:
     assert [step.number for step in resumed] == list(range(7))
 
 
-def test_the_length_after_skipping_is_what_is_left() -> None:
+def test_skipped_steps_do_not_count_in_the_length() -> None:
     stream = PooledStream(
         InMemory(samples_of([3] * 20)),
         Recipe(layout=Packed(max_tokens=9)),
@@ -406,7 +408,7 @@ def test_skipping_is_the_same_for_any_number_of_workers(workers: int) -> None:
         assert [step.number for step in steps[:3]] == [skip, skip + 1, skip + 2]
 
 
-def test_a_cursor_of_something_else_is_refused_with_the_reason() -> None:
+def test_a_cursor_of_another_stream_is_refused_with_the_reason() -> None:
     data, recipe = samples_of([3] * 20), Recipe(layout=Packed(max_tokens=9))
     state = next(iter(PooledStream(InMemory(data), recipe))).cursor.to_dict()
     others = {
@@ -436,11 +438,11 @@ def test_a_cursor_of_one_rank_does_not_resume_on_another_number_of_ranks() -> No
     assert sorted(numbers(steps) + numbers(list(alone))) == list(range(20))
 
 
-def test_a_pool_holds_two_budgets_unless_told_otherwise() -> None:
+def test_a_pool_holds_two_budgets_by_default() -> None:
     def waiting(pool: Pool) -> int:
         recipe = Recipe(layout=Packed(max_tokens=100))
         stream = PooledStream(InMemory(samples_of([2] * 500)), recipe, pool=pool)
-        (state,) = next(iter(stream)).cursor.place["shards"].values()
+        (state,) = next(iter(stream)).cursor.place["readers"].values()
         return len(state["waiting"])
 
     assert waiting(Pool(samples=4)) == 50  # 100 samples of 2 tokens, less one budget
@@ -448,21 +450,21 @@ def test_a_pool_holds_two_budgets_unless_told_otherwise() -> None:
     assert waiting(Pool(samples=4, strategy="greedy")) == 0
 
 
-def test_an_endless_shard_without_samples_says_so() -> None:
+def test_an_endless_reader_without_samples_raises() -> None:
     given = {
         "source": InMemory(samples_of([3])),
         "recipe": Recipe(layout=Packed(max_tokens=9)),
         "infinite_loop": True,
     }
-    with pytest.raises(InputError, match="shard 1 of 2 found no sample"):
+    with pytest.raises(InputError, match="reader 1 of 2 has no samples"):
         next(iter(ranks_of(given, 2)[1]))
 
 
-def test_what_a_pool_cannot_promise_is_refused() -> None:
+def test_options_that_a_pool_does_not_support_are_refused() -> None:
     source = InMemory(samples_of([3]))
     packed = Packed(max_tokens=9)
     for recipe, match in [
-        (Recipe(layout=packed, steps=Steps(samples=4)), "counts steps in micro-batches"),
+        (Recipe(layout=packed, steps=Steps(samples=4)), "cannot be used with a pool"),
         (Recipe(layout=packed, limits=Limits(columns={"images": 3})), "limits.columns.images=3"),
         (Recipe(layout=packed, limits=Limits(cost=3)), "limits.cost=3.0 has no effect"),
         (Recipe(layout=packed, balance="lpt"), "balance='lpt' has no effect"),
@@ -471,7 +473,7 @@ def test_what_a_pool_cannot_promise_is_refused() -> None:
         (Recipe(layout=packed, equal_sizes=True), "equal_sizes=True has no effect"),
         (Recipe(layout=Packed(max_tokens=9, packer="optimal")), "layout.packer='optimal'"),
         (Recipe(layout=Padded(max_tokens=9, cut="optimal")), "layout.cut='optimal'"),
-        (Recipe(layout=packed, topology=Topology(pp=2)), "one shape"),
+        (Recipe(layout=packed, topology=Topology(pp=2)), "equal shape"),
     ]:
         with pytest.raises(ConfigError, match=match):
             PooledStream(source, recipe)
@@ -479,7 +481,7 @@ def test_what_a_pool_cannot_promise_is_refused() -> None:
         PooledStream(source, Recipe(layout=packed), pool=Pool(strategy="prefer_closest"))
 
 
-def test_the_length_is_said_to_be_an_estimate() -> None:
+def test_the_length_is_an_estimate() -> None:
     stream = PooledStream(InMemory(samples_of([3] * 20)), Recipe(layout=Packed(max_tokens=9)))
     assert str(stream.steps_per_epoch) == "about 20"
     assert len(stream) == 20 >= len(list(stream))
@@ -487,7 +489,7 @@ def test_the_length_is_said_to_be_an_estimate() -> None:
         len(PooledStream(Iterated([1]), Recipe(layout=Packed(max_tokens=9))))
 
 
-def test_the_state_is_bounded_by_the_pool_however_long_the_run() -> None:
+def test_the_size_of_the_state_is_bounded_by_the_pool() -> None:
     stream = PooledStream(
         InMemory(samples_of([1 + i % 7 for i in range(3000)])),
         Recipe(layout=Packed(max_tokens=16)),
@@ -497,7 +499,7 @@ def test_the_state_is_bounded_by_the_pool_however_long_the_run() -> None:
     assert max(sizes) < 900
 
 
-def test_after_a_change_of_shards_a_state_holds_its_own_share_alone() -> None:
+def test_after_a_change_of_reader_count_a_state_holds_only_its_own_share() -> None:
     given = {
         "source": InMemory(samples_of([3] * 4000)),
         "recipe": Recipe(layout=Packed(max_tokens=9)),
@@ -505,33 +507,33 @@ def test_after_a_change_of_shards_a_state_holds_its_own_share_alone() -> None:
     }
     cursors = [next(in_turn(stream, 2)).cursor for stream in ranks_of(given, 4)]
     cursors += [stream.start(2) for stream in ranks_of(given, 4)]
-    place = roundtrip(merge_cursors(cursors))
-    waiting = sum(len(state["waiting"]) for state in place["place"]["shards"].values())
+    state = roundtrip(merge_cursors(cursors))
+    waiting = sum(len(reader["waiting"]) for reader in state["place"]["readers"].values())
     for stream in ranks_of(given, 3):
-        stream.load_state_dict(place)
-        for shard in stream.start(3).place["shards"].values():
-            assert len(shard["waiting"]) <= -(-waiting // 9)
-            assert not any(pieces for _, pieces, _ in shard["chapters"])
+        stream.load_state_dict(state)
+        for reader in stream.start(3).place["readers"].values():
+            assert len(reader["waiting"]) <= -(-waiting // 9)
+            assert not any(segments for _, segments, _ in reader["epochs"])
 
 
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
-        ([{"input_ids": [1]}], r"a list is no source.* InMemory\(.* of evenstep\.data"),
-        (MapStyle(), r"a MapStyle is no source.* Mapped\(.* of evenstep\.data"),
-        (range(3).__iter__, r"is no source.* Iterated\(.* of evenstep\.data"),
-        ({1, 2}, r"a set is no source.* Iterated\("),
-        ({"train": MapStyle()}, "a dict is no source.* one of its values"),
-        ("data.jsonl", "a str is no source.* Jsonl"),
-        (None, "a NoneType is no source.* InMemory"),
+        ([{"input_ids": [1]}], r"expected a source, got list.* InMemory\(.* \(from evenstep\.data"),
+        (MapStyle(), r"expected a source, got MapStyle.* Mapped\(.* \(from evenstep\.data"),
+        (range(3).__iter__, r"expected a source.* Iterated\(.* \(from evenstep\.data"),
+        ({1, 2}, r"expected a source, got set.* Iterated\("),
+        ({"train": MapStyle()}, "expected a source, got dict.* one of its values"),
+        ("data.jsonl", "expected a source, got str.* Jsonl"),
+        (None, "expected a source, got NoneType.* InMemory"),
     ],
 )
-def test_what_is_no_source_is_refused_with_the_wrapper_to_use(source: Any, remedy: str) -> None:
+def test_anything_but_a_source_is_refused_with_the_wrapper_to_use(source: Any, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         PooledStream(source, Recipe(layout=Packed(max_tokens=16)))
 
 
-def test_datasets_of_torch_are_refused_with_the_wrapper_to_use() -> None:
+def test_torch_datasets_are_refused_with_the_wrapper_to_use() -> None:
     from torch.utils.data import IterableDataset, TensorDataset
 
     base: Any = IterableDataset
@@ -539,11 +541,11 @@ def test_datasets_of_torch_are_refused_with_the_wrapper_to_use() -> None:
     Endless = type("Endless", (base,), methods)
     for source, remedy in ((TensorDataset(), r" Mapped\("), (Endless(), r" Iterated\(")):
         wrong: Any = source
-        with pytest.raises(ConfigError, match=f"is no source.*{remedy}"):
+        with pytest.raises(ConfigError, match=f"expected a source.*{remedy}"):
             PooledStream(wrong, Recipe(layout=Packed(max_tokens=16)))
 
 
-def test_the_wrapper_that_is_named_is_taken() -> None:
+def test_the_named_wrapper_is_accepted() -> None:
     recipe = Recipe(layout=Packed(max_tokens=16))
     data = samples_of([3, 2])
     for source in (InMemory(data), Mapped(data), Iterated(data)):

@@ -1,4 +1,4 @@
-"""step.plan and step.sample_ids: the whole step as every rank knows it, where it is planned."""
+"""step.plan and step.sample_ids: the plan of the whole step, in planned streams."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same_plan(first: Step, second: Step) -> bool:
     grouped=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_planned_step_brings_the_plan_of_all_ranks_and_the_names_of_its_samples(
+def test_a_planned_step_has_the_plan_of_all_ranks_and_the_ids_of_its_samples(
     layout: Layout, steps: Steps, ranks: int, overflow: Overflow, grouped: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -110,7 +110,7 @@ def test_a_step_that_was_resumed_inside_has_no_plan_and_the_next_has_one() -> No
     assert same_plan(second, list(planned(shuffle=False))[1])
 
 
-def test_an_empty_step_behind_the_end_has_no_plan() -> None:
+def test_an_empty_step_after_the_end_has_no_plan() -> None:
     first, answers = next(iter(planned())), iter([True, True, False])
     steps = list(until_all_end(iter([first]), lambda mine: next(answers), planned().recipe))
     assert [step.plan is None for step in steps] == [False, True]
@@ -119,7 +119,7 @@ def test_an_empty_step_behind_the_end_has_no_plan() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_plan_survives_what_loaders_do_with_a_step(ranks: int) -> None:
+def test_a_plan_survives_copying_a_step(ranks: int) -> None:
     for step in planned(ranks - 1, ranks):
         others = [
             step.loaded(),
@@ -144,7 +144,7 @@ def test_a_plan_comes_from_workers(workers: int, collate: Any) -> None:
     assert all(same_plan(*pair) for pair in zip(alone, expected, strict=True))
 
 
-def test_own_samples_are_those_that_were_read() -> None:
+def test_own_samples_are_the_readable_ones() -> None:
     (step,) = planned(source=Faulty(), on_error="skip", shuffle=False)  # 3 and 5 cannot be read
     assert step.own_sample_ids.tolist() == list(range(8))
     read = [micro for micro, _ in step]

@@ -1,4 +1,4 @@
-"""Any tokenizer becomes a function from text to ids, and any fault names its row."""
+"""Any tokenizer becomes a function from text to ids, and errors name the row."""
 
 import pickle
 from typing import Any
@@ -27,7 +27,7 @@ def test_without_a_tokenizer_tokens_are_the_bytes_of_the_text(text: str) -> None
     assert bytes(np.asarray(as_tokenize()(text)).tolist()) == text.encode()
 
 
-def test_a_tokenizers_tokenizer_is_asked_to_encode() -> None:
+def test_encode_of_a_tokenizers_tokenizer_is_called() -> None:
     tokenize = as_tokenize(word_level())
     assert list(tokenize("two one three")) == [2, 1, 0]
     assert list(pickle.loads(pickle.dumps(tokenize))("two")) == [2]
@@ -40,7 +40,7 @@ def test_a_transformers_tokenizer_is_called() -> None:
     assert list(pickle.loads(pickle.dumps(tokenize))("two")) == [2]
 
 
-def test_an_encoder_that_gives_plain_ids_will_do() -> None:
+def test_encode_may_return_plain_ids() -> None:
     class Encoding:  # as in tiktoken and sentencepiece
         def encode(self, text: str) -> list[int]:
             return [len(text)]
@@ -48,12 +48,12 @@ def test_an_encoder_that_gives_plain_ids_will_do() -> None:
     assert as_tokenize(Encoding())("abc") == [3]
 
 
-def test_any_function_from_text_to_ids_will_do() -> None:
+def test_any_function_from_text_to_ids_is_accepted() -> None:
     assert as_tokenize(lambda text: [ord(c) for c in text])("ab") == [97, 98]
 
 
-def test_what_cannot_tokenize_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="the tokenizer is a int, which can neither be called"):
+def test_anything_but_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a tokenizer, got int"):
         as_tokenize(7)
 
 
@@ -79,26 +79,26 @@ def test_a_transform_decides_what_a_row_becomes() -> None:
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ([1], "a list has no fields"),
-        ({"body": "a"}, "there is no field 'text' but 'body'"),
-        ({"text": None}, "field 'text' is a NoneType, not text"),
+        ([1], "expected a row with fields, got list"),
+        ({"body": "a"}, "no field 'text'; the row has 'body'"),
+        ({"text": None}, "field 'text' must be a str, got NoneType"),
     ],
 )
-def test_a_row_without_text_names_its_place(row: Any, fault: str) -> None:
+def test_an_error_in_a_row_names_the_file_and_line(row: Any, fault: str) -> None:
     with pytest.raises(InputError, match=f"a.jsonl, line 4: {fault}"):
         decoded(row)
 
 
 @pytest.mark.parametrize("ids", [["to", "kens"], [[1, 2]], [0.5]])
-def test_a_tokenizer_that_gives_no_ids_is_named_with_the_row(ids: Any) -> None:
-    with pytest.raises(InputError, match=r"a.jsonl, line 4: the tokenizer gave"):
+def test_a_tokenizer_that_does_not_return_ids_is_refused_with_the_row(ids: Any) -> None:
+    with pytest.raises(InputError, match=r"a.jsonl, line 4: the tokenizer must return"):
         decoded({"text": "x"}, lambda text: ids)
 
 
-def test_a_fault_in_the_callers_code_stays_itself_and_notes_the_row() -> None:
+def test_an_error_in_the_callers_code_gets_a_note_with_the_row() -> None:
     def transform(row: Any) -> Any:
         return row["absent"]
 
     with pytest.raises(KeyError) as caught:
         decoded({"text": "x"}, transform=transform)
-    assert caught.value.__notes__ == ["This happened at a.jsonl, line 4."]
+    assert caught.value.__notes__ == ["raised for a.jsonl, line 4"]

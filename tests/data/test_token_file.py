@@ -1,4 +1,4 @@
-"""A token file gives back what was written, is opened without being read, and notices damage."""
+"""A token file returns what was written, opens in constant time, and detects damage."""
 
 import multiprocessing
 import pickle
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> TokenFile:
     st.sampled_from([np.uint8, np.uint16, np.int32, np.uint32, np.int64, ">i2"]),
     st.sampled_from([{}, {"loss_mask": np.bool_}, {"a": np.float32, "b": np.uint8}]),
 )
-def test_what_was_written_is_read(
+def test_samples_are_read_as_they_were_written(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]], dtype: Any, columns: Any
 ) -> None:
     samples = [
@@ -58,14 +58,14 @@ def test_samples_are_read_only_views_of_the_file(file: TokenFile) -> None:
     assert np.shares_memory(tokens, file[0]["input_ids"])
 
 
-def test_nothing_is_opened_before_it_is_used(tmp_path: Path) -> None:
+def test_the_file_is_opened_on_first_use(tmp_path: Path) -> None:
     file = TokenFile(tmp_path / "a.tokens")
     write_token_file(tmp_path / "a.tokens", ROWS)
     assert len(file) == 3
 
 
 @pytest.mark.parametrize("item", [-1, 3, 2**40])
-def test_an_item_outside_is_refused(file: TokenFile, item: int) -> None:
+def test_an_index_out_of_range_is_refused(file: TokenFile, item: int) -> None:
     with pytest.raises(IndexError):
         file[item]
     with pytest.raises(IndexError):
@@ -73,15 +73,15 @@ def test_an_item_outside_is_refused(file: TokenFile, item: int) -> None:
 
 
 def test_a_hundred_million_samples_are_opened_without_reading_them(tmp_path: Path) -> None:
-    """The file has holes instead of contents, so that only what is looked at must be there."""
+    """A sparse file: only what is read needs contents."""
     count = 100_000_000
     digests = {"input_ids": "", "offsets": ""}
     header = Header({"input_ids": np.dtype("<u2")}, count, count, digests)
-    places, size = header.places()
+    sections, size = header.sections()
     path = tmp_path / "a.tokens"
     with path.open("wb") as target:
         target.write(header.encode())
-        target.seek(places["input_ids"][1] - 2)
+        target.seek(sections["input_ids"][1] - 2)
         target.write(np.array([77], "<u2").tobytes())
         target.seek(size - 16)
         target.write(np.array([count - 1, count], "<i8").tobytes())
@@ -102,18 +102,18 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_foreign_file_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "a.tokens"
     path.write_bytes(data)
-    with pytest.raises(FileError, match=r"is not an Evenstep token file.*Make one with"):
+    with pytest.raises(FileError, match=r"is not an Evenstep token file.*Write one with"):
         len(TokenFile(path))
 
 
 @pytest.mark.parametrize("size", [20, 4095, 4096, 4100, -1])
-def test_a_file_that_is_cut_short_is_refused(file: TokenFile, size: int) -> None:
+def test_an_incomplete_file_is_refused(file: TokenFile, size: int) -> None:
     file.path.write_bytes(file.path.read_bytes()[:size])
-    with pytest.raises(FileError, match=r"is damaged or cut short \(.*write it again"):
+    with pytest.raises(FileError, match=r"is damaged or incomplete \(.*write it again"):
         len(file)
 
 
-def test_a_file_with_something_behind_it_is_refused(file: TokenFile) -> None:
+def test_a_file_with_trailing_bytes_is_refused(file: TokenFile) -> None:
     file.path.write_bytes(file.path.read_bytes() + b"\0")
     with pytest.raises(FileError, match="it has 4193 bytes instead of 4192"):
         len(TokenFile(file.path))
@@ -129,32 +129,32 @@ def test_a_header_with_one_wrong_byte_is_refused(file: TokenFile, at: int) -> No
 @pytest.mark.parametrize(
     ("dtype", "samples"), [("|O", 3), ("<M8[s]", 3), ("<u2", -1), ("nonsense", 3)]
 )
-def test_a_header_that_makes_no_sense_is_refused(file: TokenFile, dtype: str, samples: int) -> None:
-    """As somebody might write it who knows how digests are made."""
+def test_a_malformed_header_is_refused(file: TokenFile, dtype: str, samples: int) -> None:
+    """The digest of the header is valid."""
 
     class Claimed:
         str = dtype
 
     header = Header({"input_ids": Claimed()}, samples, 6, {})  # type: ignore[dict-item]
     file.path.write_bytes(header.encode() + bytes(200))
-    with pytest.raises(FileError, match="its header makes no sense"):
+    with pytest.raises(FileError, match="its header is malformed"):
         len(file)
 
 
 def test_a_header_without_the_digest_of_a_section_is_refused(file: TokenFile) -> None:
     header = Header({"input_ids": np.dtype("<u2")}, 3, 6, {"input_ids": "f" * 32})
     file.path.write_bytes(header.encode() + bytes(200))
-    with pytest.raises(FileError, match="its header makes no sense"):
+    with pytest.raises(FileError, match="its header is malformed"):
         len(file)
 
 
-def test_offsets_that_do_not_span_the_tokens_are_noticed_on_opening(file: TokenFile) -> None:
+def test_offsets_that_do_not_span_the_tokens_are_detected_on_opening(file: TokenFile) -> None:
     spoil(file.path, -8)
-    with pytest.raises(FileError, match="its samples span 0 to"):
+    with pytest.raises(FileError, match="its samples span tokens 0 to"):
         len(file)
 
 
-def test_offsets_that_run_backwards_are_noticed_on_reading(file: TokenFile) -> None:
+def test_decreasing_offsets_are_detected_on_reading(file: TokenFile) -> None:
     spoil(file.path, -24)
     assert len(file) == 3
     with pytest.raises(FileError, match=r"sample 1 spans tokens \d+ to 4"):
@@ -164,9 +164,9 @@ def test_offsets_that_run_backwards_are_noticed_on_reading(file: TokenFile) -> N
 
 
 @pytest.mark.parametrize(("at", "name"), [(HEADER_SIZE, "input_ids"), (-24, "offsets")])
-def test_verifying_notices_any_wrong_byte(file: TokenFile, at: int, name: str) -> None:
+def test_verify_detects_any_wrong_byte(file: TokenFile, at: int, name: str) -> None:
     spoil(file.path, at)
-    with pytest.raises(FileError, match=f"its {name} are not those that were written"):
+    with pytest.raises(FileError, match=f"the digest of {name} does not match"):
         file.verify()
 
 
@@ -176,7 +176,7 @@ def spoil(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_the_fingerprint_follows_tokens_boundaries_order_and_columns(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_tokens_boundaries_order_and_columns(tmp_path: Path) -> None:
     def fingerprint(rows: list[Any], **options: Any) -> str:
         return write_token_file(tmp_path / "b.tokens", rows, **options).fingerprint
 
@@ -194,7 +194,7 @@ def test_the_fingerprint_follows_tokens_boundaries_order_and_columns(tmp_path: P
     assert len(set(others)) == len(others)
 
 
-def test_its_data_are_never_pickled(tmp_path: Path) -> None:
+def test_pickling_does_not_include_the_data(tmp_path: Path) -> None:
     file = write_token_file(tmp_path / "a.tokens", [range(10_000)])
     assert len(file[0]["input_ids"]) == 10_000
     data = pickle.dumps(file)
@@ -206,7 +206,7 @@ def read(file: TokenFile, item: int) -> list[int]:
     return [int(token) for token in file[item]["input_ids"]]
 
 
-def test_a_spawned_process_opens_it_for_itself(file: TokenFile) -> None:
+def test_a_spawned_process_opens_the_file_itself(file: TokenFile) -> None:
     assert len(file) == 3
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.starmap(read, [(file, 2), (file, 0)]) == [[9, 10], [5, 6, 7]]

@@ -1,4 +1,4 @@
-"""A token file is written sample by sample, and appears whole or not at all."""
+"""A token file is written sample by sample, and replaces the target atomically."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def rows_of(file: TokenFile) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
-def test_samples_may_be_any_row_of_numbers(tmp_path: Path, make: Any) -> None:
+def test_samples_may_be_any_flat_sequence_of_integers(tmp_path: Path, make: Any) -> None:
     file = write_token_file(tmp_path / "a.tokens", [make([1, 2]), {"input_ids": make([3])}])
     assert rows_of(file) == [[1, 2], [3]]
 
@@ -39,7 +39,7 @@ def test_a_source_with_a_bad_sample_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [lines]
 
 
-def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
+def test_the_file_does_not_exist_before_the_end(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "a.tokens") as writer:
         writer.append([1])
         assert not (tmp_path / "a.tokens").exists()
@@ -59,14 +59,14 @@ def test_an_exception_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
     assert rows_of(TokenFile(old.path)) == [[1, 2]]
 
 
-def test_a_map_of_the_old_file_outlives_its_replacement(tmp_path: Path) -> None:
+def test_a_mapped_file_stays_readable_after_its_replacement(tmp_path: Path) -> None:
     old = write_token_file(tmp_path / "a.tokens", [[1, 2]])
     tokens = old[0]["input_ids"]
     new = write_token_file(tmp_path / "a.tokens", [[3]])
     assert (tokens.tolist(), rows_of(new)) == ([1, 2], [[3]])
 
 
-def test_a_file_is_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_the_umask_decides_who_may_read_a_file(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.touch()
     path = write_token_file(tmp_path / "a.tokens", [[1]]).path
@@ -77,23 +77,21 @@ def test_a_file_is_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
     ("sample", "fault"),
     [
         ([], "has no tokens"),
-        ([70_000], "has 70000 in 'input_ids', which uint16 cannot hold"),
-        ([1, -1], "has -1 in 'input_ids', which uint16 cannot hold"),
-        ([0.5], "has float64 of shape"),
-        ([[1]], r"has int64 of shape \(1, 1\)"),
-        ("text", "has <U4 of shape"),
-        (7, r"has int64 of shape \(\)"),
-        ([2**70], "has object of shape"),
+        ([70_000], "has 70000 in 'input_ids', out of range for uint16"),
+        ([1, -1], "has -1 in 'input_ids', out of range for uint16"),
+        ([0.5], "has 'input_ids' of dtype float64"),
+        ([[1]], r"has 'input_ids' of dtype int64 and shape \(1, 1\)"),
+        ("text", "has 'input_ids' of dtype <U4"),
+        (7, r"has 'input_ids' of dtype int64 and shape \(\)"),
+        ([2**70], "has 'input_ids' of dtype object"),
         ({"text": "a"}, "has no 'input_ids'"),
     ],
 )
-def test_a_sample_that_cannot_be_written_is_named_and_leaves_no_trace(
-    tmp_path: Path, sample: Any, fault: str
-) -> None:
+def test_a_refused_sample_is_named_and_not_written(tmp_path: Path, sample: Any, fault: str) -> None:
     path = tmp_path / "a.tokens"
     with TokenFileWriter(path, dtype=np.uint16) as writer:
         writer.append([65_535])
-        with pytest.raises(InputError, match=f"sample 1 {fault}.*, so it cannot be written"):
+        with pytest.raises(InputError, match=f"a.tokens: sample 1 {fault}"):
             writer.append(sample)
         writer.append([2])
     assert rows_of(TokenFile(path)) == [[65_535], [2]]
@@ -104,9 +102,9 @@ def test_a_sample_that_cannot_be_written_is_named_and_leaves_no_trace(
     [
         ({}, "has no 'mask'"),
         ({"mask": [1]}, "has 2 tokens but 1 entries in 'mask'"),
-        ({"mask": [0, 2]}, "has 2 in 'mask', which bool cannot hold"),
-        ({"mask": [0.0, 1.0]}, "has float64"),
-        ({"mask": [0, 1], "weight": [1e300, 0]}, "has a number in 'weight' that float32 cannot"),
+        ({"mask": [0, 2]}, "has 2 in 'mask', out of range for bool"),
+        ({"mask": [0.0, 1.0]}, "has 'mask' of dtype float64"),
+        ({"mask": [0, 1], "weight": [1e300, 0]}, "has a number in 'weight' that is out of range"),
     ],
 )
 def test_a_column_that_does_not_fit_is_named(tmp_path: Path, values: Any, fault: str) -> None:
@@ -119,7 +117,7 @@ def test_a_column_that_does_not_fit_is_named(tmp_path: Path, values: Any, fault:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_keys_that_are_no_columns_are_left_out(tmp_path: Path) -> None:
+def test_keys_that_are_not_columns_are_ignored(tmp_path: Path) -> None:
     file = write_token_file(tmp_path / "a.tokens", [{"input_ids": [1], "text": "a"}])
     assert list(file[0]) == ["input_ids"]
 
@@ -127,15 +125,15 @@ def test_keys_that_are_no_columns_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"dtype": np.float32}, "'input_ids' is declared as .*float32"),
-        ({"dtype": "nonsense"}, "'input_ids' is declared as nonsense"),
-        ({"columns": {"a": object}}, "'a' is declared as"),
+        ({"dtype": np.float32}, "dtype of 'input_ids' must be .*float32"),
+        ({"dtype": "nonsense"}, "dtype of 'input_ids' must be .*nonsense"),
+        ({"columns": {"a": object}}, "dtype of 'a' must be"),
         ({"columns": {"offsets": np.int8}}, "Rename the column"),
         ({"columns": {"input_ids": np.int8}}, "Rename the column"),
-        ({"columns": {"a" * 5000: np.int8}}, "names too long for a header"),
+        ({"columns": {"a" * 5000: np.int8}}, "do not fit into a header"),
     ],
 )
-def test_columns_that_cannot_be_stored_are_refused_at_once(
+def test_columns_that_cannot_be_stored_are_refused_early(
     tmp_path: Path, options: Any, fault: str
 ) -> None:
     with pytest.raises(ConfigError, match=fault):
@@ -144,16 +142,16 @@ def test_columns_that_cannot_be_stored_are_refused_at_once(
 
 def test_a_sample_outside_the_with_block_is_refused(tmp_path: Path) -> None:
     writer = TokenFileWriter(tmp_path / "a.tokens")
-    with pytest.raises(FileError, match="Append inside the `with` block"):
+    with pytest.raises(FileError, match="Append samples inside the `with` block"):
         writer.append([1])
     with writer:
         writer.append([1])
-    with pytest.raises(FileError, match="Append inside the `with` block"):
+    with pytest.raises(FileError, match="Append samples inside the `with` block"):
         writer.append([2])
     assert rows_of(TokenFile(writer.path)) == [[1]]
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"a.tokens cannot be written \(No such file"):
         write_token_file(tmp_path / "absent" / "a.tokens", [[1]])
 
@@ -166,7 +164,7 @@ def test_a_target_that_cannot_be_replaced_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_leaves_nothing_even_if_the_fault_is_swallowed(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_file_even_if_the_error_is_caught(tmp_path: Path) -> None:
     path = tmp_path / "a.tokens"
     writer = TokenFileWriter(path).__enter__()
     writer._sections["input_ids"].file.close()
@@ -174,6 +172,6 @@ def test_a_full_disk_leaves_nothing_even_if_the_fault_is_swallowed(tmp_path: Pat
         writer._sections["input_ids"].file = full
         with pytest.raises(FileError, match="No space left on device"):
             writer.append([1])
-    with pytest.raises(FileError, match="was given up"):
+    with pytest.raises(FileError, match="was not written"):
         writer.__exit__(None, None, None)
     assert list(tmp_path.iterdir()) == []

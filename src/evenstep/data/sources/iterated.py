@@ -1,4 +1,4 @@
-"""Iterated: any iterable, or a function that makes one, as a source that is read in order."""
+"""Iterated: an iterable, or a function that returns one, as a sequential source."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from evenstep.errors import InputError, SampleError
 
 
 class Iterated:
-    """Items of an iterable that gives the same items whenever it is iterated, in any process.
+    """Items of an iterable that yields the same items every time, in any process.
 
-    A torch or Hugging Face `IterableDataset`, a list, or a function such as a generator function.
-    `set_epoch` is called where there is one. A function with a parameter `start` is given the
-    number of the first item wanted, so that resuming costs nothing; one with a parameter `epoch`
-    is given the epoch. Otherwise what comes before the start is read and passed over.
+    `items` is a torch or Hugging Face `IterableDataset`, a list, or a function that returns an
+    iterable. `set_epoch` is called if it exists. A function may have the parameters `start`, the
+    index of the first item to yield, and `epoch`. Without `start`, the items before it are read
+    and discarded on resume.
 
-    Streams share items out by themselves: an iterable that looks at its DataLoader worker or rank
-    and leaves items out would be divided twice. The fingerprint knows little more than the type:
-    pass one of your own, such as a version of the data, and a changed dataset is refused.
+    Streams distribute items over ranks and workers, so the iterable must not do so itself. The
+    default fingerprint covers little more than the type. Pass one of your own, such as a version
+    of the data, to have changed data detected on resume.
 
     >>> source = Iterated(range(10, 15), transform=lambda n: {"input_ids": [n]})
     >>> [source.decode(item) for item in source.open(start=3, epoch=0)]
@@ -38,13 +38,13 @@ class Iterated:
     ) -> None:
         if isinstance(items, Iterator) and iter(items) is items:
             raise InputError(
-                f"a {type(items).__name__} can be read only once, so there would be no second "
-                f"epoch and no resuming. Pass the function that makes it, or a dataset."
+                f"expected an iterable that can be read again, got a {type(items).__name__}. Pass "
+                f"the function that returns it, or a dataset."
             )
         if not (isinstance(items, Iterable) or callable(items)):
             raise InputError(
-                f"a {type(items).__name__} is neither iterable nor a function, so there are no "
-                f"items. Pass one that is, or use Mapped where items have numbers."
+                f"expected an iterable or a function that returns one, got "
+                f"{type(items).__name__}. For a dataset with items by index, use Mapped(dataset)."
             )
         self.items = items
         self.transform = transform
@@ -52,7 +52,7 @@ class Iterated:
 
     @property
     def fingerprint(self) -> str:
-        """The one that was given, or one of the type and the name that Hugging Face knows."""
+        """The given fingerprint, or one of the type and the name of a Hugging Face dataset."""
         if self._given is not None:
             return self._given
         name = getattr(self.items, "__qualname__", type(self.items).__qualname__)
@@ -62,9 +62,9 @@ class Iterated:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def open(self, start: int, epoch: int) -> Iterator[Any]:
-        """The raw items from number `start` on.
+        """The raw items from index `start` on.
 
-        An iterator that raises is finished, so its fault is an error under every policy.
+        An iterator that raises is finished, so its errors are raised even with `on_error="skip"`.
         """
         try:
             iterable, first = self._opened(start, epoch)
@@ -74,11 +74,11 @@ class Iterated:
         return _counted(iterator, first, start)
 
     def decode(self, item: Any) -> Sample | list[Sample]:
-        """The sample, or a list of samples, of one raw item."""
+        """The sample, or list of samples, of one raw item."""
         return item if self.transform is None else self.transform(item)
 
     def _opened(self, start: int, epoch: int) -> tuple[Iterable[Any], int]:
-        """An iterable, and the number of its first item."""
+        """An iterable, and the index of its first item."""
         items: Any = self.items
         set_epoch = getattr(items, "set_epoch", None)
         if callable(set_epoch):
@@ -92,7 +92,8 @@ class Iterated:
         return items(**passed), start if "start" in passed else 0
 
 
-def _counted(iterator: Iterator[Any], number: int, start: int) -> Iterator[Any]:
+def _counted(iterator: Iterator[Any], index: int, start: int) -> Iterator[Any]:
+    """The items from index `start` on; `index` is that of the iterator's first item."""
     while True:
         try:
             item = next(iterator)
@@ -101,22 +102,21 @@ def _counted(iterator: Iterator[Any], number: int, start: int) -> Iterator[Any]:
         except SampleError:
             raise
         except Exception as error:
-            raise _broken(number, error) from error
-        if number >= start:
+            raise _broken(index, error) from error
+        if index >= start:
             yield item
-        number += 1
+        index += 1
 
 
-def _broken(number: int, error: Exception) -> SampleError:
+def _broken(index: int, error: Exception) -> SampleError:
     return SampleError(
-        f"item {number} cannot be read ({type(error).__name__}: {error}), and an iterator that "
-        f"raised is finished, so all behind it is lost. Repair the item, or catch the fault inside "
-        f"the iterable."
+        f"item {index} cannot be read ({type(error).__name__}: {error}). An iterator that raises "
+        f"cannot continue. Repair the item, or catch the error inside the iterable."
     )
 
 
 def _parameters(function: Callable[..., Any]) -> set[str]:
-    """The parameters that can be passed by name."""
+    """Names of the parameters that can be passed by name."""
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -133,20 +133,20 @@ def _is_hugging_face(items: object) -> bool:
 
 
 def _hugging_face(dataset: Any, start: int, epoch: int) -> tuple[Iterable[Any], int]:
-    """Items of a Hugging Face stream, all of them in every worker.
+    """All items of a Hugging Face stream, in every worker, and the index of the first.
 
-    `skip` fixes the order of shards, which later epochs shuffle, and counts before a split by
-    node; where that would give other items, what comes before the start is read instead.
+    `skip` fixes the order of shards, which later epochs shuffle, and counts items before
+    `split_dataset_by_node`. In those cases, items before `start` are read instead of skipped.
     """
     first = 0
     if start and epoch == 0 and getattr(dataset, "_distributed", None) is None:
         dataset, first = dataset.skip(start), start
-    # Plain iteration leaves out what other DataLoader workers would read; batches do not.
+    # Plain iteration omits the items of other DataLoader workers; iterating over batches does not.
     return map(_only_row, dataset.iter(batch_size=1)), first
 
 
 def _only_row(batch: Any) -> Any:
-    """{"a": [1], "b": [2]} -> {"a": 1, "b": 2}; a table of one row stays one."""
+    """{"a": [1], "b": [2]} -> {"a": 1, "b": 2}; a table of one row is returned as it is."""
     return (
         {key: column[0] for key, column in batch.items()} if isinstance(batch, Mapping) else batch
     )

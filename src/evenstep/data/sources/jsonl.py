@@ -1,4 +1,4 @@
-"""Jsonl: a file of one JSON value per line, read in any order by where lines start."""
+"""Jsonl: a file of one JSON value per line, read in any order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NEWLINE = 10
 
 
 class Jsonl:
-    """The lines of a file; blank ones are not items.
+    """The non-blank lines of a JSONL file.
 
-    A line becomes `transform(row)`, one sample or a list of several; without a transform, the
-    tokens of its `field`. The file is scanned once for its line ends, when it is first used; what
-    was found travels to other processes, the open file does not.
+    An item is `transform(row)`, one sample or a list of several; without a transform, the tokens
+    of `field`. The file is scanned for line ends once, on first use. Pickling keeps this index but
+    not the open file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,19 +59,19 @@ class Jsonl:
         if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         starts = self._index.starts
-        line = self._data[int(starts[item]) : int(starts[item + 1])]  # blank lines behind it too
+        line = self._data[int(starts[item]) : int(starts[item + 1])]  # with blank lines after it
         where = f"{self.path}, line {self._index.line(item)}"
         try:
             row = json.loads(line.decode("utf-8-sig").strip())
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"{where}: not JSON ({error}), so it is no sample. Write one value per line."
+                f"{where}: not JSON ({error}). Write one JSON value per line."
             ) from None
         return self._decoder.decode(row, where)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Judged by size, number of lines, field, and the first and last 64 KiB."""
+        """Covers the size, the number of lines, the field, and the first and last 64 KiB."""
         data = self._data
         text = f"jsonl {len(data)} {len(self)} {self._decoder.field!r} "
         digest = hashlib.blake2b(text.encode(), digest_size=16)
@@ -92,27 +92,26 @@ class Jsonl:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
             raise FileError(
-                f"{self.path} cannot be read ({error.strerror or error}), so there are no samples. "
-                f"Check the path."
+                f"{self.path} cannot be read ({error.strerror or error}). Check the path."
             ) from None
-        index: _Index | None = vars(self).get("_index")  # made here or in another process
+        index: _Index | None = vars(self).get("_index")  # from this or another process
         if index is not None and index.starts[-1] != size:
             raise FileError(
-                f"{self.path} has {size} bytes but had {index.starts[-1]} when it was indexed, so "
-                f"its lines are elsewhere. Leave the file alone while it is in use."
+                f"{self.path} has {size} bytes but had {index.starts[-1]} when it was indexed. Do "
+                f"not change the file while it is in use."
             )
         return data
 
 
 class _Index(NamedTuple):
-    """Where each item's line starts and, last, the file ends; for each blank line, how many items
-    come before it."""
+    """Where each item's line starts, with the size of the file at the end; for each blank line,
+    the number of items before it."""
 
     starts: IntArray
     blanks: IntArray
 
     def line(self, item: int) -> int:
-        """The number of an item's line, from 1: lines [a, blank, b] -> items [1, 3]."""
+        """The line number of an item, from 1: items of lines [a, blank, b] -> 1, 3."""
         return item + 1 + int(np.searchsorted(self.blanks, item, "right"))
 
 

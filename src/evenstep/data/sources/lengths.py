@@ -1,4 +1,4 @@
-"""Lengths: a source of which only the lengths are known, for whoever reads samples elsewhere."""
+"""Lengths: a source of lengths only, for callers that read the samples themselves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from evenstep.core.ragged import IntArray
 from evenstep.errors import InputError
 
-_LOOKS = 4096
+_ENTRIES = 4096  # of a column in its digest
 
 
 class Lengths:
-    """One length per sample, in memory or memory-mapped; looked up, never copied or scanned.
+    """One length per sample, in memory or memory-mapped; never copied or scanned.
 
     >>> Lengths(np.array([5, 3, 4])).lengths_of(np.array([2, 0])).tolist()
     [4, 5]
@@ -25,14 +25,14 @@ class Lengths:
         given: object = lengths
         if not (isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"):
             raise InputError(
-                f"lengths are {_what(lengths)}, so samples could not be looked up by number. Pass "
-                f"a flat numpy array of integers (np.load(..., mmap_mode='r') for a large one)."
+                f"lengths must be a flat numpy array of integers, got {_what(lengths)}. Use "
+                f"np.asarray(lengths), or np.load(..., mmap_mode='r') for a large file."
             )
         self._lengths = lengths
 
     @property
     def fingerprint(self) -> str:
-        """Of the count and some thousand lengths, evenly spread."""
+        """Covers the number of lengths and 4096 of them, evenly spread."""
         return column_digest(self._lengths)
 
     def __len__(self) -> int:
@@ -44,22 +44,22 @@ class Lengths:
 
     def __getitem__(self, item: int) -> NoReturn:
         raise InputError(
-            f"sample {item} was asked for, but of this stream only lengths are known. Read it "
-            f"from your own dataset by its number, or give the stream a source of samples."
+            f"sample {item} cannot be read: the source holds only lengths. Read it from your own "
+            f"dataset by its id, or pass the stream a source of samples."
         )
 
 
 def column_digest(column: NDArray[np.integer]) -> str:
-    """A digest of the height of a column and of some thousand entries, evenly spread.
+    """A digest of the length of a column and of 4096 entries, evenly spread.
 
-    Cheap for any height, so that a stream over a billion samples starts at once.
+    The cost does not depend on the length.
     """
-    places = np.unique(np.linspace(0, max(len(column) - 1, 0), _LOOKS).astype(np.int64))
-    seen = np.asarray(column[places] if len(column) else column, "<i8")
+    spread = np.unique(np.linspace(0, max(len(column) - 1, 0), _ENTRIES).astype(np.int64))
+    seen = np.asarray(column[spread] if len(column) else column, "<i8")
     return hashlib.blake2b(b"%d " % len(column) + seen.tobytes(), digest_size=8).hexdigest()
 
 
 def _what(value: object) -> str:
     if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} and type {value.dtype}"
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
     return f"a {type(value).__name__}"

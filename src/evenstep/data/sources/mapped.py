@@ -1,4 +1,4 @@
-"""Mapped: any dataset with a length and items by number, as a source."""
+"""Mapped and MeasuredMapped: any map-style dataset as a source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evenstep.errors import InputError
 
 
 class MapStyle(Protocol):
-    """A torch `Dataset`, a Hugging Face `Dataset`, a list."""
+    """Items by index: a torch `Dataset`, a Hugging Face `Dataset`, a list."""
 
     def __len__(self) -> int: ...
 
@@ -25,10 +25,10 @@ class MapStyle(Protocol):
 
 
 class Mapped:
-    """A dataset whose lengths are not known ahead; `transform` turns its items into samples.
+    """A dataset of unknown lengths; `transform` turns its items into samples.
 
-    The fingerprint is Hugging Face's own where there is one, else type and size: it does not
-    notice another `transform`.
+    The fingerprint is that of a Hugging Face dataset, else it covers type and size. It does not
+    cover `transform`.
 
     >>> source = Mapped(["ab", "c"], transform=lambda text: {"input_ids": list(text.encode())})
     >>> len(source), source[1]
@@ -50,17 +50,17 @@ class Mapped:
 
     @property
     def fingerprint(self) -> str:
-        """Cheap: nothing is read."""
+        """Covers the fingerprint or type of the dataset, and its size. Nothing is read."""
         own = getattr(self.dataset, "_fingerprint", None)  # of a datasets.Dataset
         text = f"mapped {own or type(self.dataset).__qualname__} {len(self)}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class MeasuredMapped:
-    """A dataset whose every item is one sample of known length.
+    """A dataset whose items are single samples of known length.
 
-    `lengths` are those of the samples that `transform` makes, one per item; or the name of the
-    column of a Hugging Face dataset that holds them.
+    `lengths` are those of the samples that `transform` returns, one per item, or the name of a
+    column of a Hugging Face dataset.
 
     >>> data = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
     >>> source = MeasuredMapped(data, lengths=[3, 1])
@@ -81,20 +81,19 @@ class MeasuredMapped:
         sample = self._source[item]
         if isinstance(sample, list):
             raise InputError(
-                f"item {item} is a list, which stands for several samples, but was given one "
-                f"length, so it does not fit its plan. Let transform return one mapping or array, "
-                f"or leave lengths out and read it with a PooledStream."
+                f"item {item} is a list, that is several samples, but has one length. Return one "
+                f"mapping or array from transform, or use a PooledStream with Mapped(dataset)."
             )
         return sample
 
     def lengths_of(self, items: IntArray) -> IntArray:
-        """The lengths of these items, as they were given."""
+        """The given lengths of these items."""
         check_items(items, len(self))
         return self._lengths[items]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Judged by the dataset's and by all lengths."""
+        """Covers the fingerprint of the dataset and all lengths."""
         digest = hashlib.blake2b(f"measured {self._source.fingerprint} ".encode(), digest_size=16)
         digest.update(self._lengths.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -106,13 +105,13 @@ class MeasuredMapped:
         )
         if lengths.shape != (len(self),):
             raise InputError(
-                f"lengths have the shape {lengths.shape} but the dataset has {len(self)} items, so "
-                f"they do not go together. Give one length per item."
+                f"expected one length per item, got lengths of shape {lengths.shape} for "
+                f"{len(self)} items."
             )
         if len(lengths) and lengths.dtype.kind not in "iu":
             raise InputError(
-                f"lengths are {lengths.dtype}, not whole numbers, so nothing can be planned with "
-                f"them. Give the number of tokens of every item."
+                f"lengths must be integers, got {lengths.dtype}. Pass the number of tokens of "
+                f"every item."
             )
         return frozen(lengths.astype(np.int64))
 
@@ -121,8 +120,8 @@ class MeasuredMapped:
         columns = getattr(dataset, "column_names", None)
         if not (isinstance(columns, list) and name in columns):
             raise InputError(
-                f"lengths name the column {name!r}, but the {type(dataset).__name__} has "
-                f"{columns if columns else 'no named columns'}, so they are unknown. Name another "
-                f"column, or pass the lengths themselves."
+                f"unknown column {name!r} for lengths; the {type(dataset).__name__} has "
+                f"{columns if columns else 'no named columns'}. Name another column, or pass the "
+                f"lengths."
             )
         return dataset.with_format("numpy")[name][:]

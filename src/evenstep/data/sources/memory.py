@@ -1,4 +1,4 @@
-"""InMemory: samples that are already there."""
+"""InMemory: samples held in a sequence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from evenstep.core.ragged import IntArray
 from evenstep.data.sources.source import Sample, check_items, length_of
 from evenstep.errors import InputError
 
-_LOOKED_AT = 64
+_ITEMS = 64  # in the fingerprint
 
 
 class InMemory:
     """Samples held in a sequence. An item that is a `list` is several samples.
 
-    Where every item is one sample, their lengths are counted once, when they are first asked for.
+    If every item is one sample, the source knows its lengths. They are counted on first use.
 
     >>> source = InMemory([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
     >>> len(source), source[1], source.lengths_of(np.array([1, 0])).tolist()
@@ -38,16 +38,16 @@ class InMemory:
         return self._samples[item]
 
     def lengths_of(self, items: IntArray) -> IntArray:
-        """The lengths of these items. Items of several samples have none."""
+        """The lengths of these items. Raises if an item of the source is several samples."""
         check_items(items, len(self))
         return self._lengths[items]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Judged by the number of items and the tokens of up to 64 of them, evenly spread."""
+        """Covers the number of items and the tokens of up to 64 of them, evenly spread."""
         digest = hashlib.blake2b(f"memory {len(self)}".encode(), digest_size=16)
-        looked_at = np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT)).astype(np.int64)
-        for item in looked_at.tolist():
+        spread = np.linspace(0, len(self) - 1, min(len(self), _ITEMS)).astype(np.int64)
+        for item in spread.tolist():
             found = self._samples[item]
             samples = found if isinstance(found, list) else [found]
             digest.update(f" {item} {len(samples)}".encode())
@@ -63,20 +63,20 @@ class InMemory:
 def _length(item: int, sample: Sample) -> int:
     if isinstance(sample, list):
         raise InputError(
-            f"item {item} is a list, which stands for several samples, so its length cannot be "
-            f"planned with. Pass one mapping or array per item, or read them with a PooledStream."
+            f"item {item} is a list, that is several samples, so it has no single length. Pass one "
+            f"mapping or array per item, or use a PooledStream."
         )
     try:
         return length_of(sample)
     except (KeyError, TypeError) as error:
         raise InputError(
-            f"item {item} has no length ({type(error).__name__}: {error}), so it cannot be "
-            f"planned. Give it input_ids."
+            f"item {item} has no length ({type(error).__name__}: {error}). Pass a mapping with "
+            f"input_ids, or a sequence of tokens."
         ) from None
 
 
 def _content(sample: Sample) -> bytes:
-    """The tokens of a sample; of anything else only its length, for its text may not be stable."""
+    """The length and tokens of a sample; only the length of values that are not integers."""
     tokens: Any = sample.get("input_ids") if isinstance(sample, Mapping) else sample
     try:
         size = len(tokens)

@@ -1,4 +1,4 @@
-"""ParquetText: rows of Parquet files, read in any order by row group."""
+"""ParquetText: rows of Parquet files, read in any order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ _GROUPS_KEPT = 4
 
 
 class ParquetText:
-    """The rows of one or several Parquet files, end to end; needs pyarrow.
+    """The rows of one or several Parquet files, concatenated; needs pyarrow.
 
-    A row becomes `transform(row)`, one sample or a list of several; without a transform, the
-    tokens of its `field`, and then no other column is read. Footers are read when the source is
-    first used. Parquet is decoded by row group, and the last few groups are kept: reading in order
-    is fast, reading in a shuffled order decodes a group for almost every row. For that, write the
-    tokens to a `TokenFile` once.
+    An item is `transform(row)`, one sample or a list of several; without a transform, the tokens
+    of `field`, and no other column is read. Footers are read on first use. Parquet is decoded by
+    row group, and the last four groups are cached. So reading in order is fast, but reading in
+    shuffled order decodes a group for almost every row; write a `TokenFile` first to shuffle.
 
         ParquetText(["a.parquet", "b.parquet"], field="content", tokenizer=tokenizer)
     """
@@ -45,7 +44,7 @@ class ParquetText:
         several = [paths] if isinstance(paths, str | os.PathLike) else paths
         self.paths = [Path(path) for path in several]
         if not self.paths:
-            raise ConfigError("no Parquet file is named, so there are no rows. Name at least one.")
+            raise ConfigError("expected at least one Parquet file, got none.")
         self._decoder = RowDecoder(field, as_tokenize(tokenizer), transform)
         self._reset()
 
@@ -67,7 +66,7 @@ class ParquetText:
         if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         index = self._index
-        group = int(np.searchsorted(index.offsets, item, "right")) - 1  # empty groups are passed
+        group = int(np.searchsorted(index.offsets, item, "right")) - 1  # skips empty groups
         row = self._table(group).slice(item - int(index.offsets[group]), 1).to_pylist()[0]
         file = int(index.file[group])
         number = item - int(index.offsets[index.first[file]])
@@ -75,7 +74,7 @@ class ParquetText:
 
     @property
     def fingerprint(self) -> str:
-        """Judged by the field, and by the size and the footer (counts, schema) of every file."""
+        """Covers the field, and the size and footer (counts, schema) of every file."""
         return self._index.digest
 
     @cached_property
@@ -94,7 +93,7 @@ class ParquetText:
         return _Index(offsets, np.array(files, np.int64), first, digest.hexdigest())
 
     def _footer(self, path: Path) -> tuple[Any, bytes]:
-        """What pyarrow says about a file, and the bytes that it said it by."""
+        """The metadata of a file, and its size and footer as bytes for the fingerprint."""
         with _reading(path) as parquet:
             metadata = parquet.read_metadata(path)
             with path.open("rb") as file:
@@ -105,13 +104,13 @@ class ParquetText:
             names = metadata.schema.to_arrow_schema().names
         if self._decoder.transform is None and self._decoder.field not in names:
             raise InputError(
-                f"{path} has no column {self._decoder.field!r} but {', '.join(names[:20])}, so "
-                f"there is no text. Name another field, or pass a transform."
+                f"{path} has no column {self._decoder.field!r}; it has {', '.join(names[:20])}. "
+                f"Set field to one of them, or pass a transform."
             )
         return metadata, about
 
     def _table(self, group: int) -> Any:
-        """A decoded row group; one thread decodes at a time, and the others find it decoded."""
+        """A decoded row group, from the cache if possible. One thread decodes at a time."""
         with self._lock:
             if group not in self._decoded:
                 file = int(self._index.file[group])
@@ -127,7 +126,7 @@ class ParquetText:
 
 
 class _Index(NamedTuple):
-    """Row groups of all files: where their rows start, whose they are; each file's first group."""
+    """Row groups of all files: where their rows start, and their file; each file's first group."""
 
     offsets: IntArray
     file: IntArray
@@ -137,19 +136,18 @@ class _Index(NamedTuple):
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
-    """Gives pyarrow.parquet; what it cannot read becomes a FileError."""
+    """Yield pyarrow.parquet, and turn its errors into a FileError."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise FileError(
-            f"{path} is Parquet and pyarrow is not installed, so it cannot be read. "
-            f"Install it with: pip install 'evenstep[parquet]'."
+            f"reading {path} needs pyarrow, which is not installed. Install it with: "
+            f"pip install 'evenstep[parquet]'."
         ) from None
     try:
         yield parquet
     except (OSError, ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise FileError(
-            f"{path} is not readable Parquet ({reason}), so it holds no samples. Check the path, "
-            f"or write it again."
+            f"{path} is not readable Parquet ({reason}). Check the path, or write the file again."
         ) from None

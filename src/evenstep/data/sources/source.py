@@ -1,8 +1,7 @@
-"""Sources: where samples come from.
+"""The protocols of a source, and how streams read one.
 
-A source with random access is indexed by item; one without is read from a start. What an item
-holds is decoded into one sample, or a list of several. A sample is usually a mapping with
-`input_ids`; streams ask nothing of it but its length.
+A source is indexed by item, or read in order from a start. An item is one sample, or a list of
+several. A sample is usually a mapping with `input_ids`; streams need only its length.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError, FileError, SampleError
 
 Sample: TypeAlias = Any
-"""Usually a mapping with `input_ids`; anything with a length will do."""
+"""Usually a mapping with `input_ids`; anything that has a length is accepted."""
 Source: TypeAlias = "SampleSource | SequentialSource"
 
 
 @runtime_checkable
 class SampleSource(Protocol):
-    """Items by number, in any order. The same number gives the same item at any time, in any
-    process or thread. A `list` is several samples; anything else is one."""
+    """Items by index, in any order. An index gives the same item at any time, in any process or
+    thread. An item that is a `list` is several samples; anything else is one."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the items or their order do; cheap, so perhaps judged by a part of them."""
+        """Changes when the items or their order change. Cheap, so it may cover only some items."""
 
     def __len__(self) -> int: ...
 
@@ -39,7 +38,7 @@ class SampleSource(Protocol):
 
 @runtime_checkable
 class MeasuredSource(SampleSource, Protocol):
-    """A source whose every item is one sample of a length that is known without reading it."""
+    """A source whose items are single samples, with lengths known without reading them."""
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items, as int64."""
@@ -47,79 +46,74 @@ class MeasuredSource(SampleSource, Protocol):
 
 @runtime_checkable
 class SequentialSource(Protocol):
-    """Items one after the other, perhaps without a known end. Opening gives raw items, cheaply;
-    `decode` turns one into samples, so that what another shard takes is never decoded."""
+    """Items in order, possibly without a known end. `open` gives raw items, which is cheap;
+    `decode` turns one into samples, so that items of other readers are never decoded."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the items or their order do."""
+        """Changes when the items or their order change."""
 
     def open(self, start: int, epoch: int) -> Iterator[Any]:
-        """The raw items from number `start` on."""
+        """The raw items from index `start` on."""
 
     def decode(self, item: Any) -> Sample:
-        """The sample, or a list of samples, of one raw item."""
+        """The sample, or list of samples, of one raw item."""
 
 
 def has_random_access(source: Source) -> TypeGuard[SampleSource]:
-    """Whether items can be read by number."""
+    """Whether items can be read by index."""
     return hasattr(source, "__getitem__")
 
 
 def check_source(source: object) -> None:
-    """Refuse what no stream can read, and say what makes a source of it."""
-    if not (_has(source, *_BY_NUMBER) or _has(source, *_IN_ORDER)):
-        raise _no_source(source, _WRAPPERS[_kind(source)])
+    """Raise unless `source` is a source; the error names the wrapper to use."""
+    if not (_has(source, *_BY_INDEX) or _has(source, *_IN_ORDER)):
+        raise _not_a_source(source, _WRAPPERS[_kind(source)])
 
 
 def check_measured(source: object) -> None:
-    """Refuse what steps cannot be planned over, and say what makes a source of known lengths."""
-    by_number = _has(source, *_BY_NUMBER)
-    if by_number and _has(source, "lengths_of"):
+    """Raise unless `source` knows its lengths; the error names the wrapper to use."""
+    by_index = _has(source, *_BY_INDEX)
+    if by_index and _has(source, "lengths_of"):
         return
-    if not (by_number or _has(source, *_IN_ORDER)):
-        raise _no_source(source, (_WRAPPERS | _MEASURED_WRAPPERS)[_kind(source)])
-    measured = f", or give its lengths: {_MEASURED}" if by_number else ""
+    if not (by_index or _has(source, *_IN_ORDER)):
+        raise _not_a_source(source, (_WRAPPERS | _MEASURED_WRAPPERS)[_kind(source)])
+    measured = f", or pass its lengths with {_MEASURED}" if by_index else ""
     raise ConfigError(
-        f"a {type(source).__name__} does not know the lengths of its samples, so no step could be "
-        f"planned before they are read. Read it with a PooledStream{measured}."
+        f"expected a source with known lengths, got {type(source).__name__}. Read it with a "
+        f"PooledStream{measured}."
     )
 
 
-_BY_NUMBER = ("fingerprint", "__len__", "__getitem__")
+_BY_INDEX = ("fingerprint", "__len__", "__getitem__")
 _IN_ORDER = ("fingerprint", "open", "decode")
-_MEASURED = "MeasuredMapped(dataset, lengths=...) of evenstep.data"
-_MAPPED = "Mapped(dataset) of evenstep.data"
-_IN_MEMORY = "Wrap it: InMemory(samples) of evenstep.data."
+_MEASURED = "MeasuredMapped(dataset, lengths=...)"
+_MAPPED = "Mapped(dataset)"
+_IN_MEMORY = "Wrap it with InMemory(samples)"
 _WRAPPERS = {
     "samples": _IN_MEMORY,
     "lengths": _IN_MEMORY,
-    "dataset": f"Wrap it: {_MAPPED}.",
-    "datasets": f"Choose one of its values, and wrap that: {_MAPPED}.",
-    "items": "Wrap it: Iterated(items) of evenstep.data.",
-    "path": "Open it: Jsonl of evenstep.data, ParquetText of evenstep.data or "
-    "TokenFile of evenstep.data.",
-    "other": "Pass a list of samples as InMemory(samples) of evenstep.data, a dataset as "
-    f"{_MAPPED}.",
+    "dataset": f"Wrap it with {_MAPPED}",
+    "datasets": f"Wrap one of its values with {_MAPPED}",
+    "items": "Wrap it with Iterated(items)",
+    "path": "Open it with Jsonl(path), ParquetText(path) or TokenFile(path)",
+    "other": f"Wrap a list of samples with InMemory(samples), a dataset with {_MAPPED}",
 }
-"""What makes a source of each kind of thing."""
+"""The remedy for each kind of argument that is not a source."""
 _MEASURED_WRAPPERS = {
-    "lengths": "Wrap it: Lengths(np.asarray(lengths)) of evenstep.data.",
-    "dataset": f"Wrap it: {_MEASURED}; where lengths are not known, {_MAPPED}, and read that with "
-    "a PooledStream.",
-    "datasets": f"Choose one of its values, and wrap that: {_MEASURED}.",
-    "items": "Wrap it: Iterated(items) of evenstep.data, and read that with a "
-    "PooledStream, as lengths are not known ahead.",
-    "path": "Open it: TokenFile of evenstep.data; or Jsonl of evenstep.data or "
-    "ParquetText of evenstep.data, and read that with a PooledStream.",
-    "other": "Pass a list of samples as InMemory(samples) of evenstep.data, a dataset as "
-    f"{_MEASURED}.",
+    "lengths": "Wrap it with Lengths(np.asarray(lengths))",
+    "dataset": f"Wrap it with {_MEASURED}, or use a PooledStream with {_MAPPED}",
+    "datasets": f"Wrap one of its values with {_MEASURED}",
+    "items": "Use a PooledStream with Iterated(items)",
+    "path": "Open it with TokenFile(path), or use a PooledStream with Jsonl(path) or "
+    "ParquetText(path)",
+    "other": f"Wrap a list of samples with InMemory(samples), a dataset with {_MEASURED}",
 }
-"""Where lengths have to be known, what differs."""
+"""The remedies that differ if lengths must be known."""
 
 
 def _kind(value: object) -> str:
-    """What kind of thing was passed instead of a source."""
+    """The kind of an argument that is not a source."""
     if isinstance(value, (str, bytes, PathLike)):
         return "path"
     if isinstance(value, Mapping):
@@ -127,7 +121,7 @@ def _kind(value: object) -> str:
     if isinstance(value, (list, tuple, np.ndarray)):
         numbers = np.ndim(value) == 1 if isinstance(value, np.ndarray) else _begins_with_int(value)
         return "lengths" if numbers else "samples"
-    # Those of torch may have a length, and all have items by number, which raise.
+    # A torch IterableDataset may have __len__, and has a __getitem__ that raises.
     in_order = any(base.__name__ == "IterableDataset" for base in type(value).__mro__)
     if not in_order and _has(value, "__len__", "__getitem__"):
         return "dataset"
@@ -139,7 +133,7 @@ def _begins_with_int(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _has(value: object, *names: str) -> bool:
-    """Whether it has all of these. Properties are not read: a fingerprint may take its time."""
+    """Whether `value` has all of these attributes. Properties are not read: they may be slow."""
     missing = object()
     return all(
         getattr_static(value, name, missing) is not missing or hasattr(value, name)
@@ -147,49 +141,49 @@ def _has(value: object, *names: str) -> bool:
     )
 
 
-def _no_source(value: object, remedy: str) -> ConfigError:
+def _not_a_source(value: object, remedy: str) -> ConfigError:
     return ConfigError(
-        f"a {type(value).__name__} is no source, so a stream could neither read samples from it "
-        f"nor know it again on resume. {remedy}"
+        f"expected a source, got {type(value).__name__}. {remedy} (from evenstep.data)."
     )
 
 
 def check_items(items: IntArray, count: int) -> None:
-    """Refuse numbers of items that a source of `count` does not have; -1 is not its last."""
+    """Raise an IndexError unless all `items` are in [0, count). Negative indices are refused."""
     if len(items) and (np.min(items) < 0 or np.max(items) >= count):
         raise IndexError(f"items {np.min(items)} to {np.max(items)} of {count}")
 
 
-def read_samples(source: Source, number: int, raw: Any = None) -> list[tuple[int, Sample]]:
-    """(sample number, sample) for each sample of one item; whatever goes wrong names the item.
+def read_samples(source: Source, item: int, raw: Any = None) -> list[tuple[int, Sample]]:
+    """(sample id, sample) of every sample of an item. Errors name the item.
 
-    `raw` is the item itself where the source is sequential. A lost file is no sample's fault.
+    `raw` is the raw item of a sequential source. A `FileError` is raised as it is, because it
+    does not concern one sample only.
     """
     try:
         if has_random_access(source):
-            found = source[number]
+            found = source[item]
         else:
             found = cast("SequentialSource", source).decode(raw)
     except (SampleError, FileError):
         raise
     except Exception as error:
-        # StopIteration among them: a fault inside a sample is not the end of the data.
-        raise unreadable(number, error) from error
+        # This includes StopIteration, which would otherwise end the stream silently.
+        raise unreadable(item, error) from error
     if not isinstance(found, list):
-        return [(number, found)]
-    return [(sample_number(number, part), sample) for part, sample in enumerate(found)]
+        return [(item, found)]
+    return [(sample_number(item, part), sample) for part, sample in enumerate(found)]
 
 
-def unreadable(sample: int, error: BaseException) -> SampleError:
+def unreadable(sample_id: int, error: BaseException) -> SampleError:
     """The error for a sample that raised `error`."""
     return SampleError(
-        f"sample {sample_name(sample)} cannot be read ({type(error).__name__}: {error}), so the "
-        f"stream stops here. Repair it, or leave such samples out with on_error='skip'."
+        f"sample {sample_name(sample_id)} cannot be read ({type(error).__name__}: {error}). "
+        f"Repair it, or skip such samples with on_error='skip'."
     )
 
 
 def length_of(sample: Sample) -> int:
-    """The number of tokens of a sample: of its `input_ids`, or of itself.
+    """The number of tokens of a sample: the length of its `input_ids`, or of the sample itself.
 
     >>> length_of({"input_ids": [5, 6, 7]}), length_of([1, 2])
     (3, 2)

@@ -1,4 +1,4 @@
-"""Text becomes tokens: any tokenizer as one kind of function, and a row of a file as samples."""
+"""Text -> tokens: any tokenizer as a function, and rows of files as samples."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from evenstep.errors import ConfigError, InputError
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Tokenize: TypeAlias = Callable[[str], Tokens]
 Transform: TypeAlias = Callable[[Any], Sample | list[Sample]]
-"""What an item becomes: one sample, or a list of several."""
+"""From an item to one sample, or to a list of several."""
 
 
 def as_tokenize(tokenizer: Any = None) -> Tokenize:
-    """A function from text to token ids, out of whatever the ecosystem calls a tokenizer.
+    """A function from text to token ids, for any kind of tokenizer.
 
-    None takes UTF-8 bytes as tokens. An object of `tokenizers`, `tiktoken` or `sentencepiece` is
-    asked to `encode`. Anything else is called, and may give ids or, as in `transformers`, a
-    mapping with `input_ids`. What comes back can be pickled wherever the tokenizer can.
+    None gives UTF-8 bytes as tokens. A callable is called; it returns ids or, as in
+    `transformers`, a mapping with `input_ids`. Of other objects (`tokenizers`, `tiktoken`,
+    `sentencepiece`), `encode` is called. The function can be pickled if the tokenizer can.
 
     >>> as_tokenize()("hé").tolist()
     [104, 195, 169]
@@ -38,15 +38,14 @@ def as_tokenize(tokenizer: Any = None) -> Tokenize:
     if callable(getattr(tokenizer, "encode", None)):
         return partial(_encoded, tokenizer)
     raise ConfigError(
-        f"the tokenizer is a {type(tokenizer).__name__}, which can neither be called nor encode, "
-        f"so text cannot become tokens. Pass a function from str to ids, a tokenizer object, or "
-        f"None for bytes."
+        f"expected a tokenizer, got {type(tokenizer).__name__}. Pass a function from str to ids, "
+        f"an object with an encode method, or None for UTF-8 bytes."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RowDecoder:
-    """How a row of a file becomes samples: by `transform`, or as the tokens of its `field`.
+    """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`.
 
     >>> RowDecoder("text", as_tokenize(None), None).decode({"text": "ab"}, "a.jsonl, line 1")
     {'input_ids': array([97, 98], dtype=int32)}
@@ -57,33 +56,33 @@ class RowDecoder:
     transform: Transform | None
 
     def decode(self, row: Any, where: str) -> Sample | list[Sample]:
-        """The samples of `row`. What goes wrong in the caller's code is noted with `where`."""
+        """The samples of `row`. Errors get a note that names `where`."""
         try:
             if self.transform is not None:
                 return self.transform(row)
             text = self._text(row, where)
-            return {"input_ids": _whole_numbers(self.tokenize(text), where)}
+            return {"input_ids": _integers(self.tokenize(text), where)}
         except Exception as error:
-            error.add_note(f"This happened at {where}.")
+            error.add_note(f"raised for {where}")
             raise
 
     def _text(self, row: Any, where: str) -> str:
         if not isinstance(row, Mapping):
             raise InputError(
-                f"{where}: a {type(row).__name__} has no fields, so there is no text. Write one "
-                f"object per row, or pass a transform."
+                f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
+                f"per row, or pass a transform."
             )
         if self.field not in row:
             has = ", ".join(map(repr, list(row)[:20])) or "none"
             raise InputError(
-                f"{where}: there is no field {self.field!r} but {has}, so there is no text. "
-                f"Name another field, or pass a transform."
+                f"{where}: no field {self.field!r}; the row has {has}. Set field to one of them, "
+                f"or pass a transform."
             )
         text = row[self.field]
         if not isinstance(text, str):
             raise InputError(
-                f"{where}: field {self.field!r} is a {type(text).__name__}, not text, so it cannot "
-                f"be tokenized. Correct the row, or pass a transform."
+                f"{where}: field {self.field!r} must be a str, got {type(text).__name__}. Correct "
+                f"the row, or pass a transform."
             )
         return text
 
@@ -104,13 +103,13 @@ def _encoded(tokenizer: Any, text: str) -> Tokens:
     return tokens
 
 
-def _whole_numbers(tokens: Any, where: str) -> NDArray[np.integer[Any]]:
+def _integers(tokens: Any, where: str) -> NDArray[np.integer[Any]]:
     array = np.asarray(tokens)
     if array.ndim == 1 and not len(array):
-        return np.zeros(0, np.int64)  # numpy takes [] for floats
+        return np.zeros(0, np.int64)  # numpy makes [] floats
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InputError(
-            f"{where}: the tokenizer gave {array.dtype} of shape {array.shape}, not a row of token "
-            f"ids, so there is no sample. Pass a function from one text to its ids."
+            f"{where}: the tokenizer must return a flat sequence of integer ids, got {array.dtype} "
+            f"of shape {array.shape}. Pass a function from one text to its ids."
         )
     return array

@@ -1,10 +1,10 @@
-"""TokenFile: the tokens of any number of samples, in one file that is mapped instead of read.
+"""TokenFile: the tokens of many samples in one memory-mapped file.
 
     header, 4096 bytes | input_ids | further columns | offsets
-    header = magic, 16 bytes | sha256 of the rest, 32 bytes | JSON, filled up with spaces
+    header = magic, 16 bytes | sha256 of the rest, 32 bytes | JSON, padded with spaces
 
-Columns are flat little-endian arrays, each starting at a multiple of 64 bytes. Sample i holds
-entries `offsets[i]` up to `offsets[i + 1]` of every column. No pickle, no code.
+Columns are flat little-endian arrays, each starting at a multiple of 64 bytes. Sample i has the
+entries `offsets[i]` to `offsets[i + 1]` of every column. The file contains no pickled data.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _BLOCK = 1 << 24
 
 
 class TokenFile:
-    """Samples of a file that a `TokenFileWriter` made; every item is one sample.
+    """Samples of a file that a `TokenFileWriter` wrote; every item is one sample.
 
-    `file[i]` is a mapping of `input_ids` and the file's further columns, all read-only views into
-    the mapped file. It is opened when first used, in every process by itself, and 100 million
-    samples open as fast as one.
+    `file[i]` is a mapping of `input_ids` and the further columns of the file, all read-only views
+    of the mapped file. Every process opens the file on first use. Opening takes the same time for
+    any number of samples.
 
     >>> import tempfile
     >>> from evenstep.data.sources.token_writer import write_token_file
@@ -68,7 +68,7 @@ class TokenFile:
         return {name: column[start:end] for name, column in opened.columns.items()}
 
     def lengths_of(self, items: IntArray) -> IntArray:
-        """The lengths of these items; no others are read."""
+        """The lengths of these items. Reads no others."""
         check_items(items, len(self))
         offsets, at = self._opened.offsets, np.asarray(items, np.int64)
         lengths: IntArray = (offsets[at + 1] - offsets[at]).astype(np.int64)
@@ -78,13 +78,13 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Of all samples, taken while they were written; nothing is read for it."""
+        """Covers all samples. It was computed when they were written, so nothing is read."""
         return self._opened.header.fingerprint
 
     def verify(self) -> None:
-        """Read all of the file, and raise a FileError unless it is what was written.
+        """Read the whole file and raise a FileError if it differs from what was written.
 
-        Opening compares sizes and the header only.
+        Opening checks only sizes and the header.
         """
         opened = self._opened
         for name, section in [*opened.columns.items(), (OFFSETS, opened.offsets)]:
@@ -92,7 +92,7 @@ class TokenFile:
             for at in range(0, len(data), _BLOCK):
                 digest.update(data[at : at + _BLOCK].tobytes())
             if digest.hexdigest() != opened.header.digests[name]:
-                raise damaged(self.path, f"its {name} are not those that were written")
+                raise damaged(self.path, f"the digest of {name} does not match")
 
     @cached_property
     def _opened(self) -> _Opened:
@@ -101,20 +101,19 @@ class TokenFile:
                 block = file.read(HEADER_SIZE)
                 size = os.fstat(file.fileno()).st_size
                 header = Header.decode(self.path, block)
-                places, expected = header.places()
+                sections, expected = header.sections()
                 if size != expected:
                     raise damaged(self.path, f"it has {size} bytes instead of {expected}")
                 data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         except OSError as error:
             raise FileError(
-                f"{self.path} cannot be read ({error.strerror or error}), so there are no samples. "
-                f"Check the path."
+                f"{self.path} cannot be read ({error.strerror or error}). Check the path."
             ) from None
-        sections = {name: data[a:b].view(dtype) for name, (a, b, dtype) in places.items()}
-        offsets = sections.pop(OFFSETS)
+        columns = {name: data[a:b].view(dtype) for name, (a, b, dtype) in sections.items()}
+        offsets = columns.pop(OFFSETS)
         if (offsets[0], offsets[-1]) != (0, header.tokens):
-            raise damaged(self.path, f"its samples span {offsets[0]} to {offsets[-1]}")
-        return _Opened(header, sections, offsets)
+            raise damaged(self.path, f"its samples span tokens {offsets[0]} to {offsets[-1]}")
+        return _Opened(header, columns, offsets)
 
 
 class _Opened(NamedTuple):
@@ -125,30 +124,30 @@ class _Opened(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands where in a token file, and the digest of each section."""
+    """The columns and sizes of a token file, and the digest of each section."""
 
     columns: dict[str, np.dtype[Any]]
     samples: int
     tokens: int
     digests: dict[str, str]
 
-    def places(self) -> tuple[dict[str, tuple[int, int, np.dtype[Any]]], int]:
-        """Start, end and type of each section, and the size of the file.
+    def sections(self) -> tuple[dict[str, tuple[int, int, np.dtype[Any]]], int]:
+        """Start, end and dtype of each section, and the size of the file.
 
-        >>> places, size = Header({"input_ids": np.dtype("<u2")}, 2, 5, {}).places()
-        >>> places["input_ids"], places["offsets"], size
+        >>> sections, size = Header({"input_ids": np.dtype("<u2")}, 2, 5, {}).sections()
+        >>> sections["input_ids"], sections["offsets"], size
         ((4096, 4106, dtype('uint16')), (4160, 4184, dtype('int64')), 4184)
         """
         counts = [(name, dtype, self.tokens) for name, dtype in self.columns.items()]
-        places, end = {}, HEADER_SIZE
+        sections, end = {}, HEADER_SIZE
         for name, dtype, count in [*counts, (OFFSETS, np.dtype("<i8"), self.samples + 1)]:
             start = rounded_up(end, _ALIGNMENT)
             end = start + count * dtype.itemsize
-            places[name] = (start, end, dtype)
-        return places, end
+            sections[name] = (start, end, dtype)
+        return sections, end
 
     def encode(self) -> bytes:
-        """The header's bytes; too many of them where columns have very long names."""
+        """The header as bytes; longer than `HEADER_SIZE` if the names of columns are too long."""
         values = {
             "columns": [[name, dtype.str] for name, dtype in self.columns.items()],
             "samples": self.samples,
@@ -160,11 +159,11 @@ class Header:
 
     @classmethod
     def decode(cls, path: Path, block: bytes) -> Header:
-        """The inverse of `encode`; a block that nobody wrote so is never parsed."""
+        """The inverse of `encode`. The digest is checked before the JSON is parsed."""
         if not block.startswith(MAGIC):
             raise FileError(
-                f"{path} is not an Evenstep token file of version 1, so it cannot be read. Make "
-                f"one with write_token_file."
+                f"{path} is not an Evenstep token file of version 1. Write one with "
+                f"write_token_file."
             )
         digest, text = block[len(MAGIC) : _TEXT], block[_TEXT:]
         if len(block) != HEADER_SIZE or hashlib.sha256(text).digest() != digest:
@@ -174,34 +173,31 @@ class Header:
             columns = {str(name): column_type(dtype) for name, dtype in values["columns"]}
             samples, tokens = int(values["samples"]), int(values["tokens"])
             if TOKENS not in columns or OFFSETS in columns or min(samples, tokens) < 0:
-                raise ValueError("no tokens")
+                raise ValueError("missing input_ids, reserved name or negative size")
             digests = {name: str(values["digests"][name]) for name in (*columns, OFFSETS)}
             return cls(columns, samples, tokens, digests)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise damaged(path, f"its header makes no sense ({error})") from None
+            raise damaged(path, f"its header is malformed: {error}") from None
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal samples in equal order."""
+        """The same for the same samples in the same order."""
         return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
 
 
 def column_type(dtype: DTypeLike) -> np.dtype[Any]:
-    """The type in which a column is stored; a ValueError where it holds no plain numbers."""
+    """The little-endian dtype of a stored column; a ValueError unless it is a plain number."""
     found = np.dtype(dtype).newbyteorder("<")
     if found.kind not in "biuf" or found.itemsize > 8:
-        raise ValueError(f"{found} is no plain number")
+        raise ValueError(f"{found} is not a plain number")
     return found
 
 
 def hasher() -> hashlib.blake2b:
-    """What digests of sections are taken with."""
+    """The hash function of section digests."""
     return hashlib.blake2b(digest_size=16)
 
 
 def damaged(path: Path, fault: str) -> FileError:
-    """The error for a file that is no longer what was written."""
-    return FileError(
-        f"{path} is damaged or cut short ({fault}), so its samples cannot be trusted. Copy or "
-        f"write it again."
-    )
+    """The error for a file that differs from what was written."""
+    return FileError(f"{path} is damaged or incomplete ({fault}). Copy or write it again.")

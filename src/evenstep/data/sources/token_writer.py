@@ -1,4 +1,4 @@
-"""TokenFileWriter: samples one after the other into a file that appears whole or not at all."""
+"""TokenFileWriter: writes a TokenFile sample by sample, and replaces the target atomically."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _BUFFER = 1 << 20
 class TokenFileWriter:
     """Writes a `TokenFile` sample by sample, in constant memory.
 
-    `dtype` is that of `input_ids`; `columns` names further columns with one entry per token and
-    gives each its type. Other keys of a sample are left out. The file appears whole when the
-    `with` block ends; if it ends by an exception, whatever was there before stays.
+    `dtype` is that of `input_ids`. `columns` maps further columns, with one entry per token, to
+    their dtypes. Other keys of a sample are ignored. The file appears when the `with` block ends.
+    If the block raises, an existing file is left unchanged.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = f"{folder}/a.tokens"
@@ -56,15 +56,15 @@ class TokenFileWriter:
         given = {TOKENS: dtype, **(columns or {})}
         if len(given) == len(columns or {}) or OFFSETS in given:
             raise ConfigError(
-                f"a further column is called {TOKENS!r} or {OFFSETS!r}, which the file needs for "
-                f"itself, so there would be two of it. Rename the column."
+                f"columns must not contain the reserved names {TOKENS!r} and {OFFSETS!r}. Rename "
+                f"the column."
             )
         self._columns = {name: _stored(name, dtype) for name, dtype in given.items()}
         most = Header(self._columns, 2**63, 2**63, dict.fromkeys([*given, OFFSETS], "f" * 32))
         if len(most.encode()) > HEADER_SIZE:
             raise ConfigError(
-                f"{len(self._columns)} columns have names too long for a header of {HEADER_SIZE} "
-                f"bytes, so the file could not be opened. Use fewer columns or shorter names."
+                f"the names of {len(self._columns)} columns do not fit into a header of "
+                f"{HEADER_SIZE} bytes. Use fewer columns or shorter names."
             )
         self._sections: dict[str, _Section] = {}
         self._temporary = self.path
@@ -86,20 +86,20 @@ class TokenFileWriter:
         return self
 
     def append(self, sample: Sample) -> None:
-        """Write one sample: a mapping with `input_ids` and every further column, or just tokens.
+        """Write one sample: a mapping with `input_ids` and every further column, or only tokens.
 
-        A sample that is refused leaves no trace.
+        Nothing is written of a sample that is refused.
         """
         if not self._sections:
             raise FileError(
-                f"{self.path} is not being written, so sample {self._samples} would be lost. "
-                f"Append inside the `with` block of the writer."
+                f"{self.path} is not open for writing. Append samples inside the `with` block of "
+                f"the writer."
             )
         row = sample if isinstance(sample, Mapping) else {TOKENS: sample}
         arrays: dict[str, NDArray[Any]] = {}
         for name, dtype in self._columns.items():
             if name not in row:
-                raise self._refused(f"has no {name!r}", "Give every sample one.")
+                raise self._refused(f"has no {name!r}", "Add it to every sample.")
             arrays[name] = self._fitted(name, row[name], dtype)
         length = len(arrays[TOKENS])
         if not length:
@@ -107,7 +107,7 @@ class TokenFileWriter:
         for name, array in arrays.items():
             if len(array) != length:
                 fault = f"has {length} tokens but {len(array)} entries in {name!r}"
-                raise self._refused(fault, "Give it one entry per token.")
+                raise self._refused(fault, "Expected one entry per token.")
         try:
             for name, array in arrays.items():
                 self._sections[name].write(array)
@@ -134,13 +134,12 @@ class TokenFileWriter:
     def _finish(self) -> None:
         if not self._sections:
             raise FileError(
-                f"{self.path} was given up when a sample could not be written, so there is no "
-                f"file. Write it again."
+                f"{self.path} was not written, because writing a sample failed. Write it again."
             )
         digests = {name: section.digest.hexdigest() for name, section in self._sections.items()}
         header = Header(self._columns, self._samples, self._tokens, digests)
         main = self._sections[TOKENS].file
-        for name, (start, _, _) in header.places()[0].items():
+        for name, (start, _, _) in header.sections()[0].items():
             if name != TOKENS:
                 main.write(bytes(start - main.tell()))
                 self._sections[name].file.seek(0)
@@ -151,10 +150,10 @@ class TokenFileWriter:
         self._temporary.replace(self.path)
 
     def _discard(self) -> None:
-        """Let go of whatever has not become the file."""
+        """Close and remove temporary files."""
         sections, self._sections = self._sections, {}
         for section in sections.values():
-            with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
+            with contextlib.suppress(OSError):  # flushing fails on a full disk
                 section.file.close()
         if sections:
             self._temporary.unlink(missing_ok=True)
@@ -162,35 +161,33 @@ class TokenFileWriter:
     def _unwritable(self, error: OSError) -> FileError:
         self._discard()
         return FileError(
-            f"{self.path} cannot be written ({error.strerror or error}), so nothing was saved. "
-            f"Choose a folder that exists, is writable and has room."
+            f"{self.path} cannot be written ({error.strerror or error}). Choose an existing, "
+            f"writable folder with enough free space."
         )
 
     def _refused(self, fault: str, remedy: str) -> InputError:
-        return InputError(
-            f"sample {self._samples} {fault}, so it cannot be written to {self.path}. {remedy}"
-        )
+        return InputError(f"{self.path}: sample {self._samples} {fault}. {remedy}")
 
     def _fitted(self, name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """`values` in the type of their column, which must be able to hold them."""
+        """`values` in the dtype of their column. Raises if a value is out of its range."""
         array = np.asarray(values)
         if array.ndim == 1 and not len(array):
             return array.astype(dtype)
         if array.ndim != 1 or array.dtype.kind not in ("biuf" if dtype.kind == "f" else "biu"):
-            fault = f"has {array.dtype} of shape {array.shape} as {name!r}, declared as {dtype}"
-            raise self._refused(fault, "Give it one such number per token.")
+            fault = f"has {name!r} of dtype {array.dtype} and shape {array.shape}"
+            raise self._refused(fault, f"Expected one number per token, stored as {dtype}.")
         if dtype.kind != "f":
             low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
             for value in (int(array.min()), int(array.max())):
                 if not low <= value <= high:
-                    fault = f"has {value} in {name!r}, which {dtype} cannot hold"
-                    raise self._refused(fault, "Choose a wider dtype, or correct the sample.")
+                    fault = f"has {value} in {name!r}, out of range for {dtype}"
+                    raise self._refused(fault, "Use a wider dtype, or correct the sample.")
         try:
             with np.errstate(over="raise"):
                 return np.ascontiguousarray(array, dtype)
         except FloatingPointError:
-            fault = f"has a number in {name!r} that {dtype} cannot hold"
-            raise self._refused(fault, "Choose a wider dtype, or correct the sample.") from None
+            fault = f"has a number in {name!r} that is out of range for {dtype}"
+            raise self._refused(fault, "Use a wider dtype, or correct the sample.") from None
 
 
 def write_token_file(
@@ -200,7 +197,7 @@ def write_token_file(
     dtype: DTypeLike = np.int32,
     columns: Mapping[str, DTypeLike] | None = None,
 ) -> TokenFile:
-    """Write samples, or all samples of a source, and give the file.
+    """Write samples, or all samples of a source, and return the file.
 
     write_token_file("train.tokens", Jsonl("train.jsonl", tokenizer=tok), dtype=np.uint32)
     """
@@ -216,7 +213,7 @@ def write_token_file(
 
 
 class _Section:
-    """A part of the file on its way, and its digest so far."""
+    """A section that is being written, and its digest so far."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -237,7 +234,7 @@ def _stored(name: str, dtype: DTypeLike) -> np.dtype[Any]:
     if found is None or (name == TOKENS and found.kind not in "iu"):
         numbers = "integers" if name == TOKENS else "integers, floats or bools"
         raise ConfigError(
-            f"{name!r} is declared as {dtype}, which is not a type of {numbers} of up to 64 bits, "
-            f"so it cannot be stored. Choose one such as np.int32."
+            f"the dtype of {name!r} must be one of {numbers} of up to 64 bits, got {dtype}. Use "
+            f"one such as np.int32."
         )
     return found

@@ -1,4 +1,4 @@
-"""EpochSource: any source, read by epoch and position, forwards and again."""
+"""EpochSource: reads any source by epoch and position."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from evenstep.data.sources.source import (
 from evenstep.data.streams.order import EpochOrder
 from evenstep.errors import CursorError
 
-_AHEAD = 256  # positions whose samples are looked up at once
+_AHEAD = 256  # positions that are looked up at once
 
 
 class EpochSource:
-    """The samples at a position of an epoch. A source with random access is read in the epoch's
-    order; one without is read as it comes, and opened again where we must go back.
+    """Reads the samples at a position of an epoch, and samples that were read before.
+
+    A source with random access is read in the epoch's order. A sequential source is read in its
+    own order, and opened again to go back.
     """
 
     def __init__(self, source: Source, seed: int, shuffle: bool) -> None:
@@ -32,15 +34,15 @@ class EpochSource:
         self._found: dict[int, int] = {}
         self._found_for = -1
         self.failed = False
-        """Whether iterating itself raised; such an iterator is over, and nothing can be skipped."""
+        """Whether the source's iterator raised. It is finished then, so nothing can be skipped."""
         self._open: Iterator[Any] | None = None
         self._at = (-1, -1)  # epoch, position of the next raw item
         self._again_for = (-1, -1)  # epoch, item that was read again last
         self._again: list[tuple[int, Sample]] = []
 
     def read(self, epoch: int, position: int, stride: int) -> list[tuple[int, Sample]] | None:
-        """(sample number, sample) of what lies there; None behind the end of the epoch. The next
-        call is likely to be for `position + stride`."""
+        """(sample id, sample) of every sample at a position; None past the end of the epoch. The
+        next call is likely to be for `position + stride`."""
         if self.count is not None:
             if position >= self.count:
                 return None
@@ -51,10 +53,9 @@ class EpochSource:
         found, raw = self._raw(epoch, position)
         return read_samples(self.source, position, raw) if found else None
 
-    def again(self, epoch: int, number: int) -> Sample:
-        """A sample that was read before. Parts of one item that follow each other are read at
-        once."""
-        item, part = item_and_part(number)
+    def again(self, epoch: int, sample_id: int) -> Sample:
+        """A sample that was read before. Consecutive samples of one item are read once."""
+        item, part = item_and_part(sample_id)
         if self._again_for != (epoch, item):
             if self.count is not None:
                 self._again = read_samples(self.source, item)
@@ -65,13 +66,13 @@ class EpochSource:
         samples = self._again
         if part >= len(samples):
             raise CursorError(
-                f"item {item} holds {len(samples)} samples but part {part} of it was read before, "
-                f"so the data has changed and cannot be resumed. Restore the data, or begin anew."
+                f"item {item} now has {len(samples)} samples, but the cursor names sample {part} "
+                f"of it, so the data has changed. Restore the data, or start without the cursor."
             )
         return samples[part][1]
 
     def _look_up(self, epoch: int, position: int, stride: int) -> int:
-        """The item at a position; those that are likely to follow are looked up with it."""
+        """The item at a position. Looks up the positions that are likely to follow, too."""
         assert self.count is not None
         positions = np.arange(position, min(self.count, position + _AHEAD * stride), stride)
         order = EpochOrder(count=self.count, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
@@ -81,7 +82,7 @@ class EpochSource:
         return self._found[position]
 
     def _raw(self, epoch: int, position: int) -> tuple[bool, Any]:
-        """(whether there is one, the raw item) at a position of a source without random access."""
+        """(whether there is an item, the raw item) at a position of a sequential source."""
         assert isinstance(self.source, SequentialSource)
         if self._open is None or self._at[0] != epoch or self._at[1] > position:
             self._open = self.source.open(position, epoch)

@@ -1,4 +1,4 @@
-"""EpochUnits: what an epoch's order moves as a whole, a sample or a group of samples."""
+"""EpochUnits: the units that an epoch's order permutes, samples or groups of samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evenstep.core.ragged import IntArray, Ragged, by_first_appearance, offsets_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochUnits:
-    """Samples, or with `groups` the groups of them, numbered by their first member.
+    """Samples, or with `groups` their groups, numbered in order of their first members.
 
     >>> units = EpochUnits.of(4, np.array([7, 5, 7, 5]))
     >>> samples, ends = units.members(np.array([1, 0]))
@@ -26,7 +26,7 @@ class EpochUnits:
 
     @classmethod
     def of(cls, samples: int, groups: NDArray[np.integer] | None) -> EpochUnits:
-        """The units of so many samples."""
+        """The units of this number of samples."""
         if groups is None:
             return cls(samples)
         owner, first = by_first_appearance(groups)
@@ -36,7 +36,7 @@ class EpochUnits:
         return self.count
 
     def members(self, units: IntArray) -> tuple[IntArray, IntArray]:
-        """(the samples of these units, how many there are up to the end of each)."""
+        """(sample ids of these units, number of samples up to the end of each unit)."""
         if self.grouped is None:
             return units, np.arange(1, len(units) + 1)
         begin = self.grouped.offsets[units]
@@ -45,6 +45,6 @@ class EpochUnits:
         inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1], size)
         return self.grouped.values[np.repeat(begin, size) + inside], offsets[1:]
 
-    def groups_of(self, samples: IntArray) -> IntArray | None:
-        """The group ids of these samples, if there are groups."""
-        return None if self.groups is None else self.groups[samples].astype(np.int64)
+    def groups_of(self, sample_ids: IntArray) -> IntArray | None:
+        """The group ids of these samples; None without groups."""
+        return None if self.groups is None else self.groups[sample_ids].astype(np.int64)

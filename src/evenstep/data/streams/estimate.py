@@ -1,4 +1,4 @@
-"""Estimate: how many steps a stream has, and whether that is exact."""
+"""Estimate: the number of steps of a stream, and whether it is exact."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number of steps. Not `exact` where lengths that nobody has read yet decide it; `len` of
-    a stream is then near the truth and no more.
+    """A number of steps. Not `exact` if it depends on lengths that have not been read.
 
     >>> str(Estimate(120, exact=False))
     'about 120'

@@ -1,4 +1,4 @@
-"""Feed: samples that are still being made -> micro-batches, as soon as one can be filled."""
+"""Feed: samples that are still being produced -> micro-batches, as soon as one is full."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.data.sources.source import Sample, length_of
-from evenstep.data.streams.pool import Entry, Measure, Pool, PoolBatcher, entries_of
+from evenstep.data.streams.batcher import PoolBatcher
+from evenstep.data.streams.pool import Entry, Measure, Pool, entries_of
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 
-_LOOK = 0.5  # seconds
+_WAKE_UP = 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FedMicroBatch:
-    """A micro-batch, its samples, and when each of them was made (`time.time()`)."""
+    """A micro-batch, its samples by id, and when each was produced (`time.time()`)."""
 
     micro: MicroBatch
     samples: dict[int, Sample]
@@ -27,11 +28,11 @@ class FedMicroBatch:
 
 
 class Feed:
-    """A step that is filled while it runs: rollouts go in by `put`, micro-batches come out.
+    """A step whose samples arrive while it runs: `put` adds them, iterating gives micro-batches.
 
-    Whoever makes samples calls `put` from any thread and `close` after the last; the runner
-    iterates. A micro-batch comes out as soon as the pool holds enough for a full one, so that
-    samples are as young as they can be, and the last ones when the feed is closed.
+    Producers call `put` from any thread and `close` after the last sample; the runner iterates. A
+    micro-batch is yielded as soon as the pool holds enough for a full one, so that samples are
+    used early. The remaining samples follow when the feed is closed.
 
     >>> from evenstep import Packed
     >>> feed = Feed(Recipe(layout=Packed(max_tokens=4)))
@@ -45,7 +46,7 @@ class Feed:
     def __init__(
         self, recipe: Recipe, *, pool: Pool | None = None, length_of: Measure = length_of
     ) -> None:
-        # Without a pool of the caller's, as many samples as a micro-batch takes are enough, too.
+        # Without a pool from the caller, layout.samples samples also fill a micro-batch.
         self._samples = recipe.layout.samples if pool is None else None
         pool = _just_enough(recipe) if pool is None else pool
         self._batcher, self._length_of = PoolBatcher(recipe, pool), length_of
@@ -57,44 +58,46 @@ class Feed:
         self._changed = threading.Condition()
 
     def put(self, sample: Sample, born: float | None = None) -> None:
-        """Add a sample; `born` is when it was made, now if not given."""
+        """Add a sample; `born` is when it was produced (default: now)."""
         length = self._length_of(sample)
-        pieces = self._batcher.segments(length) if length > 0 else None
+        segments = self._batcher.segments(length) if length > 0 else None
         with self._changed:
             if self._closed:
                 raise InputError(
-                    "a sample was put into a feed that is closed, so it would never run. Put it "
-                    "into the next step's feed."
+                    "the feed is closed and takes no more samples. Put the sample into the feed of "
+                    "the next step."
                 )
             if self._abandoned:
                 raise InputError(
-                    "a sample was put into a feed whose step has failed, so it would never run. "
-                    "Put it into the next step's feed."
+                    "the step of this feed has failed, so the feed takes no more samples. Put the "
+                    "sample into the feed of the next step."
                 )
-            number = self._count
-            if pieces is None:
+            sample_id = self._count
+            if segments is None:
                 if length < 1:
-                    raise SampleError(f"sample {number} has length {length}. Leave it out.")
-                raise SampleError(refusal(number, length, self._batcher.recipe))
+                    raise SampleError(
+                        f"sample {sample_id} has length {length}; expected at least 1."
+                    )
+                raise SampleError(refusal(sample_id, length, self._batcher.recipe))
             self._count += 1
-            self._born[number] = time.time() if born is None else born
-            self._waiting += entries_of(0, number, sample, length, pieces)
+            self._born[sample_id] = time.time() if born is None else born
+            self._waiting += entries_of(0, sample_id, sample, length, segments)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """No more samples will come for this step."""
+        """Declare that no more samples follow in this step."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Samples can no longer be made: raised where the next micro-batch would have been."""
+        """Report that producing samples failed. Iterating raises `error`."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Nobody will take micro-batches any more: `put` is an error, and iterating ends."""
+        """Stop consuming: iterating ends, and `put` raises."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
@@ -106,21 +109,21 @@ class Feed:
 
     @property
     def empty_micro_batch(self) -> MicroBatch:
-        """A micro-batch with nothing in it, of a shape that the recipe's topology can cut."""
+        """An empty micro-batch of a width that the recipe's topology can shard."""
         return self._batcher.take([], 0)[0]
 
     def __iter__(self) -> Iterator[FedMicroBatch]:
         while True:
             with self._changed:
-                while not self._changed.wait_for(self._ready, timeout=_LOOK):
-                    pass  # Python runs, so that other threads can interrupt who waits here
+                while not self._changed.wait_for(self._ready, timeout=_WAKE_UP):
+                    pass  # wake up regularly, so that signals and other threads can interrupt
                 if self._failure is not None:
                     raise self._failure
                 if self._abandoned or not self._waiting:
                     return
                 micro, taken = self._batcher.take(self._waiting, 0)
-                samples = {entry.number: entry.sample for entry in taken}
-                born = {number: self._born[number] for number in samples}
+                samples = {entry.sample_id: entry.sample for entry in taken}
+                born = {sample_id: self._born[sample_id] for sample_id in samples}
             yield FedMicroBatch(micro, samples, born)
 
     def _ready(self) -> bool:
@@ -132,7 +135,7 @@ class Feed:
 
 
 def _just_enough(recipe: Recipe) -> Pool:
-    """A pool that gives a micro-batch as soon as it can be full."""
+    """A pool that yields a micro-batch as soon as it can be full."""
     layout = recipe.layout
     if layout.budget is None:
         return Pool(samples=layout.samples or 1, tokens=0)

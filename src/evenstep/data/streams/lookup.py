@@ -1,4 +1,4 @@
-"""SampleLookup: samples by number, with what cannot be read either raised or skipped and counted."""
+"""SampleLookup: samples by id. Unreadable ones raise, or are skipped and counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OnError: TypeAlias = Literal["raise", "skip"]
 
 
 class SampleLookup:
-    """Reads the samples of a planned stream. With `on_error="skip"` a bad one reads as None.
+    """Reads the samples of a planned stream. With `on_error="skip"` an unreadable one is None.
 
     >>> from evenstep.data.sources.memory import InMemory
     >>> SampleLookup(InMemory(["zero", "one"]), "raise")[1]
@@ -24,23 +24,22 @@ class SampleLookup:
         one_of("on_error", on_error, OnError)
         self.source, self.on_error = source, on_error
         self.skipped: list[int] = []
-        """The samples that could not be read by this process so far."""
+        """Ids of the samples that this process could not read so far."""
 
-    def __getitem__(self, number: int) -> Sample | None:
+    def __getitem__(self, sample_id: int) -> Sample | None:
         try:
-            return self._read(number)
+            return self._read(sample_id)
         except SampleError:
             if self.on_error == "raise":
                 raise
-            self.skipped.append(number)
+            self.skipped.append(sample_id)
             return None
 
-    def _read(self, number: int) -> Sample:
-        found = read_samples(self.source, number)
+    def _read(self, sample_id: int) -> Sample:
+        found = read_samples(self.source, sample_id)
         if len(found) != 1:
             raise SampleError(
-                f"item {sample_name(number)} holds {len(found)} samples but was planned as one by "
-                f"its length, so its tokens cannot be matched. Use a PooledStream for items of "
-                f"several samples."
+                f"item {sample_name(sample_id)} has {len(found)} samples; a planned stream expects "
+                f"one per item. Use a PooledStream for items of several samples."
             )
         return found[0][1]

@@ -1,9 +1,8 @@
-"""The global order of an epoch: position -> sample, in constant memory.
+"""EpochOrder: the global order of an epoch, position -> sample id, in constant memory.
 
-A permutation of a billion samples does not fit into memory, so it is never made. A few Feistel
-rounds are a bijection on the next power of four; positions that fall outside are sent through
-again until they come back inside, which keeps it a bijection on [0, n). The key is a hash of
-seed and epoch, so no two epochs or seeds share an order.
+The permutation is computed, not stored. A few Feistel rounds are a bijection on [0, 4**k) for the
+smallest 4**k >= n. A result outside [0, n) goes through the rounds again until it is inside, which
+makes it a bijection on [0, n). The keys are a hash of seed and epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochOrder:
-    """A seeded order of `count` samples; without `shuffle`, the samples' own.
+    """A seeded order of `count` samples; without `shuffle`, the order in which they are stored.
 
     >>> order = EpochOrder(count=5, seed=0, epoch=0)
     >>> sorted(order.samples(np.arange(5)).tolist())
@@ -39,37 +38,37 @@ class EpochOrder:
     shuffle: bool = True
 
     def samples(self, positions: IntArray) -> IntArray:
-        """The sample at each of these positions."""
+        """The sample id at each of these positions."""
         if len(positions) and not (positions.min() >= 0 and positions.max() < self.count):
             raise InputError(
-                f"positions {positions.min()} to {positions.max()} lie outside an epoch of "
-                f"{self.count} samples, so they name no sample. Stay below {self.count}."
+                f"positions must be in [0, {self.count}), got {positions.min()} to "
+                f"{positions.max()}."
             )
         if not self.shuffle or self.count < 2:
             return positions.astype(np.int64)
         half = max(1, divided_up((self.count - 1).bit_length(), 2))  # 4**half >= count
         found = np.empty(len(positions), np.int64)
-        with np.errstate(over="ignore"):  # products wrap around, compiled or not
-            walk(positions.astype(np.uint64), np.uint64(self.count), half, self._keys(), found)
+        with np.errstate(over="ignore"):  # products wrap around, also without the compiler
+            permute(positions.astype(np.uint64), np.uint64(self.count), half, self._keys(), found)
         return found
 
     def _keys(self) -> NDArray[np.uint64]:
-        """Round keys that seed and epoch share with no other seed or epoch."""
+        """Round keys of this seed and epoch."""
         text = f"evenstep order {self.seed} {self.epoch}".encode()
         digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
-        return np.frombuffer(digest, "<u8").astype(np.uint64)  # the same on any machine
+        return np.frombuffer(digest, "<u8").astype(np.uint64)  # the same for any byte order
 
 
 @kernel
-def walk(
+def permute(
     positions: NDArray[np.uint64],
     count: np.uint64,
     half: int,
     keys: NDArray[np.uint64],
     found: IntArray,
 ) -> None:
-    """Put each position through a keyed bijection on the numbers of 2 * half bits, until it comes
-    out below `count`."""
+    """Apply a keyed bijection on numbers of 2 * half bits to each position, repeatedly until the
+    result is below `count`."""
     bits = np.uint64(half)
     mask = (np.uint64(1) << bits) - np.uint64(1)
     for i in range(positions.shape[0]):
@@ -78,7 +77,7 @@ def walk(
         while not inside:
             left, right = value >> bits, value & mask
             for k in range(keys.shape[0]):
-                # Every bit of the input moves every bit of the output (splitmix64's finaliser).
+                # The finaliser of splitmix64: every input bit affects every output bit.
                 mixed = right ^ keys[k]
                 mixed = (mixed ^ (mixed >> _30)) * _FIRST
                 mixed = (mixed ^ (mixed >> _27)) * _SECOND

@@ -1,4 +1,4 @@
-"""Per sample: lists and arrays of one entry for each sample, as arrays that can be looked up."""
+"""Checks of arguments with one entry per sample, such as groups and loss tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evenstep.errors import InputError
 
 
 def per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[Any]:
-    """One entry per sample. Arrays stay as they are, memory-mapped ones too.
+    """`values` as an array with one entry per sample. Arrays are not copied, nor read if mapped.
 
     >>> per_sample("images", [0, 2], 2)
     array([0, 2])
@@ -21,24 +21,24 @@ def per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[Any]:
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            f"{name} cannot be read as one array ({error}), so samples could not be looked up in "
-            f"it. Give one entry per sample, in a flat list or array."
+            f"{name} cannot be converted to an array ({error}). Pass one entry per sample, in a "
+            f"flat list or array."
         ) from None
     if array.ndim != 1:
         raise InputError(
-            f"{name} have the shape {array.shape}, so samples could not be looked up in them. Give "
-            f"one entry per sample, in a flat list or array."
+            f"{name} must have one dimension, got shape {array.shape}. Pass one entry per sample, "
+            f"in a flat list or array."
         )
     if len(array) != samples:
         raise InputError(
-            f"{len(array)} entries of {name} for {samples} samples cannot be matched. "
-            f"Give one per sample."
+            f"{name} must have one entry per sample, got {len(array)} entries for {samples} "
+            f"samples."
         )
     return array
 
 
 def whole_per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[np.integer]:
-    """One whole number per sample. Integers are not looked through; whole floats become them.
+    """`values` as an array of one integer per sample. Floats without fraction are converted.
 
     >>> whole_per_sample("groups", [7.0, 5.0], 2)
     array([7, 5])
@@ -49,14 +49,15 @@ def whole_per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[np.i
     whole = np.zeros(len(array), bool)
     if array.dtype.kind == "f":
         whole = (np.abs(array) < 2.0**63) & (array == np.floor(array))  # neither holds for nan
-    elif array.dtype.kind == "O":  # a list that holds something else beside its numbers
+    elif array.dtype.kind == "O":  # a list of mixed types
         whole = np.array([type(v) is int and -(2**63) <= v < 2**63 for v in array], bool)
     if whole.all():
         return array.astype(np.int64)
     at = int(np.argmin(whole))
-    named = name == "groups" and array.dtype.kind != "O"  # numpy cannot sort what is mixed
+    remedy = ""
+    if name == "groups" and array.dtype.kind != "O":  # numpy cannot sort mixed types
+        remedy = " Number the groups with np.unique(groups, return_inverse=True)[1]."
     raise InputError(
-        f"sample {at} has {reprlib.repr(array[at : at + 1].tolist()[0])} in {name}, which is not a "
-        f"whole number of 64 bits, so no step could be planned by it. Give every sample "
-        f"one{': np.unique(groups, return_inverse=True)[1] numbers them' if named else ''}."
+        f"{name} must be 64-bit integers, got {reprlib.repr(array[at : at + 1].tolist()[0])} for "
+        f"sample {at}.{remedy}"
     )

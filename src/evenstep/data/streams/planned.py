@@ -1,4 +1,4 @@
-"""PlannedStream: known lengths -> steps, the same on every rank without a word between them."""
+"""PlannedStream: known lengths -> steps, planned alike on every rank without communication."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError, InputError
 from evenstep.planning.planner import plan_step, step_size
 
-_LOOKS = 4096  # lengths that an estimate is made from
+_SAMPLED_LENGTHS = 4096  # for estimates
 
 
 class PlannedStream:
-    """Endless or finite steps over samples whose lengths are known.
+    """Finite or endless steps over samples whose lengths are known.
 
-    Each epoch is one seeded order of all samples; a step takes the next ones of it, as
-    `recipe.steps` says, so which samples a step holds depends on neither ranks nor layout.
-    Every rank plans the step by itself and takes its own part. No more than the coming step's
-    lengths is held, so a billion samples need no more memory than a thousand. Groups are held by
-    member: two integers for each sample.
+    Each epoch is one seeded order of all samples. A step takes the next samples of it, as many as
+    `recipe.steps` says, so the samples of a step depend neither on ranks nor on the layout. Every
+    rank plans the step itself and takes its own micro-batches. Memory does not grow with the
+    number of samples, except with `groups`: two integers per sample.
 
-    The place in the stream is an epoch and a position, so it resumes at once, anywhere, on any
-    number of ranks and workers. Iterating always begins at the place that `set_epoch`,
-    `skip_batches` or `load_state_dict` chose; `state_dict` is the place behind the step that was
-    given out last.
+    The position is an epoch and an index into its order. A stream resumes from it immediately, on
+    any number of ranks and workers. Iteration starts at the position set by `set_epoch`,
+    `skip_batches` or `load_state_dict`; `state_dict` is the position after the last step that was
+    yielded.
 
-    groups       per sample, ids of what must stay in one step (or micro-batch, as the recipe says)
-    columns      per sample, what `recipe.limits.columns` limits
-    loss_tokens  per sample, how many labels are trained: the loss's denominator is then known
+    groups       per sample, its group id; a group stays in one step or micro-batch, as
+                 `recipe.groups` says
+    columns      per sample, the values that `recipe.limits.columns` limits
+    loss_tokens  per sample, its number of loss tokens; the denominator of the loss is then known
                  before anything is read
-    on_error     `skip` leaves samples that cannot be read out of their micro-batch, and counts
+    on_error     `skip` leaves unreadable samples out of their micro-batch and counts them
 
     >>> from evenstep import Packed, Steps
     >>> from evenstep.data.sources.lengths import Lengths
@@ -97,17 +97,17 @@ class PlannedStream:
         self._units = EpochUnits.of(count, ids)
         self._lookup = SampleLookup(source, on_error)
         self._start = self._now = StreamPosition()
-        self._walked = False  # whether the place was iterated since it was chosen
-        self._window = 64  # units that are looked at first; a step depends on those it takes alone
+        self._iterated = False  # since the start was set
+        self._window = 64  # units to look at first; does not affect steps
 
     @property
     def done(self) -> int:
-        """Steps before the chosen place, over all epochs."""
+        """Steps before the start, over all epochs."""
         return self._start.step
 
     @property
     def ends_together(self) -> bool:
-        """Every rank knows every other's plan, and all have a part in each step."""
+        """True: all ranks have the same plan and take part in every step."""
         return True
 
     # Iterating ---------------------------------------------------------------------------------
@@ -119,101 +119,98 @@ class PlannedStream:
             yield step
 
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
-        """The steps of one of several workers, who take them in turn. Its first is number `turn`
-        from the chosen place on, `worker` if not given. Those of others are not even planned."""
-        self._walked = True
+        """The steps of one of several workers, which take turns. Its first step is number `turn`
+        from the start (default: `worker`). Steps of other workers are not planned."""
+        self._iterated = True
         turn = worker if turn is None else turn
         for before, after, last in self._bounds(self._start):
             if (before.step - self._start.step) % workers == turn:
                 yield self._step(before, after, last, self.world.rank)
 
     def walk_all(self) -> Iterator[list[Step]]:
-        """Each step as all ranks see it, for whoever deals micro-batches to ranks by itself."""
-        self._walked = True
+        """Every step for all ranks, for callers that deal micro-batches to ranks themselves."""
+        self._iterated = True
         for before, after, last in self._bounds(self._start):
             ranks = range(self.world.size)
             yield [self._step(before, after, last, rank) for rank in ranks]
 
-    def _bounds(
-        self, place: StreamPosition
-    ) -> Iterator[tuple[StreamPosition, StreamPosition, bool]]:
-        """(the place before, the place behind, whether it is its epoch's last) of every step."""
-        fruitful = place.position > 0
-        while self.max_num_steps is None or place.step < self.max_num_steps:
-            found = self._next(place)
+    def _bounds(self, at: StreamPosition) -> Iterator[tuple[StreamPosition, StreamPosition, bool]]:
+        """(position before, position after, whether it is the last of its epoch) of every step."""
+        found_any = at.position > 0  # in the current epoch
+        while self.max_num_steps is None or at.step < self.max_num_steps:
+            found = self._next(at)
             if found is not None:
-                after = StreamPosition(place.epoch, place.position + found[0], place.step + 1)
-                yield place, after, found[1]
-                place, fruitful = after, True
+                after = StreamPosition(at.epoch, at.position + found[0], at.step + 1)
+                yield at, after, found[1]
+                at, found_any = after, True
             elif not self.infinite_loop:
                 return
-            elif fruitful:
-                place, fruitful = StreamPosition(place.epoch + 1, 0, place.step), False
+            elif found_any:
+                at, found_any = StreamPosition(at.epoch + 1, 0, at.step), False
             else:
                 raise InputError(
-                    f"epoch {place.epoch} holds no sample that could run, and no other epoch will, "
-                    f"so the stream would never go on. Give it samples, or another overflow than "
-                    f"'drop'."
+                    f"epoch {at.epoch} has no sample to run, so an endless stream cannot continue. "
+                    f"Add samples, or use another overflow than 'drop'."
                 )
 
-    def _next(self, place: StreamPosition) -> tuple[int, bool] | None:
-        """(units of the coming step, whether they are the epoch's last), or None at its end.
+    def _next(self, at: StreamPosition) -> tuple[int, bool] | None:
+        """(units of the next step, whether they are the last of the epoch); None at its end.
 
-        Looks at no more units than it takes to tell.
+        Looks at no more units than needed.
         """
-        rest = len(self._units) - place.position
+        rest = len(self._units) - at.position
         fixed = self.recipe.steps.samples
         if fixed is not None and self._units.groups is None and self.recipe.overflow != "drop":
             return (min(fixed, rest), fixed >= rest) if rest else None
         window = min(rest, fixed or self._window)
         while True:
-            samples, ends = self._samples(place, window)
-            lengths, complete = self.source.lengths_of(samples), window == rest
-            size = step_size(lengths, self.recipe, complete=complete, **self._about(samples))
+            sample_ids, ends = self._sample_ids(at, window)
+            lengths, complete = self.source.lengths_of(sample_ids), window == rest
+            size = step_size(lengths, self.recipe, complete=complete, **self._about(sample_ids))
             if size == 0:
                 return None
             if size is not None:
                 units = int(np.searchsorted(ends, size)) + 1
                 self._window = units + units // 4 + 64
-                if self.recipe.overflow == "drop" and self._all_dropped(place, units):
-                    units = rest  # nothing follows that could tell of them
+                if self.recipe.overflow == "drop" and self._all_dropped(at, units):
+                    units = rest  # the last step reports all that were dropped
                 return units, units == rest
             window = min(rest, 2 * window)
 
-    def _all_dropped(self, place: StreamPosition, units: int) -> bool:
-        """Whether all that lies behind so many units, to the end of the epoch, is dropped."""
-        at, window, longest = place.position + units, 64, self.recipe.longest_segment
-        while at < len(self._units):
-            count = min(window, len(self._units) - at)
-            samples, _ = self._samples(replace(place, position=at), count)
-            if longest is None or (self.source.lengths_of(samples) <= longest).any():
+    def _all_dropped(self, at: StreamPosition, units: int) -> bool:
+        """Whether everything after the next `units` units of the epoch is dropped."""
+        first, window, longest = at.position + units, 64, self.recipe.longest_segment
+        while first < len(self._units):
+            count = min(window, len(self._units) - first)
+            sample_ids, _ = self._sample_ids(replace(at, position=first), count)
+            if longest is None or (self.source.lengths_of(sample_ids) <= longest).any():
                 return False
-            at, window = at + count, 2 * window
+            first, window = first + count, 2 * window
         return True
 
-    def _samples(self, place: StreamPosition, units: int) -> tuple[IntArray, IntArray]:
-        """(the samples of the next units, how many there are up to the end of each unit)."""
+    def _sample_ids(self, at: StreamPosition, units: int) -> tuple[IntArray, IntArray]:
+        """(sample ids of the next units, number of samples up to the end of each unit)."""
         count = len(self._units)
-        order = EpochOrder(count=count, seed=self.seed, epoch=place.epoch, shuffle=self.shuffle)
-        return self._units.members(order.samples(place.position + np.arange(units)))
+        order = EpochOrder(count=count, seed=self.seed, epoch=at.epoch, shuffle=self.shuffle)
+        return self._units.members(order.samples(at.position + np.arange(units)))
 
-    def _about(self, samples: IntArray) -> dict[str, Any]:
+    def _about(self, sample_ids: IntArray) -> dict[str, Any]:
         return {
-            "groups": self._units.groups_of(samples),
-            "columns": {name: column[samples] for name, column in self._columns.items()},
-            "names": samples,
+            "groups": self._units.groups_of(sample_ids),
+            "columns": {name: column[sample_ids] for name, column in self._columns.items()},
+            "names": sample_ids,
         }
 
-    def _step(self, place: StreamPosition, after: StreamPosition, last: bool, rank: int) -> Step:
-        samples, _ = self._samples(place, after.position - place.position)
-        plan, micro_batches = self._planned(samples, place, last, rank)
+    def _step(self, at: StreamPosition, after: StreamPosition, last: bool, rank: int) -> Step:
+        sample_ids, _ = self._sample_ids(at, after.position - at.position)
+        plan, micro_batches = self._planned(sample_ids, at, last, rank)
         over = plan.recipe.longest_segment
         beyond = 0 if over is None else int((plan.lengths > over).sum())
         overflow = {"drop": "dropped", "truncate": "truncated"}.get(self.recipe.overflow)
-        totals = {} if place.inside else self._totals(samples, plan)
+        totals = {} if at.inside else self._totals(sample_ids, plan)
         return Step(
-            number=place.step,
-            epoch=place.epoch,
+            number=at.step,
+            epoch=at.epoch,
             micro_batches=tuple(micro_batches),
             samples=self._lookup,
             cursor=self.cursor(after),
@@ -222,33 +219,33 @@ class PlannedStream:
             budget=self.recipe.layout.budget,
             ranks=self.world.size,
             loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
-            plan=None if place.inside else plan,
-            sample_ids=None if place.inside else frozen(samples),
+            plan=None if at.inside else plan,
+            sample_ids=None if at.inside else frozen(sample_ids),
         )
 
     def _labels(self, micro_batches: list[MicroBatch]) -> dict[int, int]:
-        """How many labels each sample of the micro-batches trains."""
+        """The number of loss tokens of each sample of the micro-batches."""
         assert self._loss_tokens is not None
-        numbers = sorted({n for micro in micro_batches for n in micro.segments.sample.tolist()})
-        return dict(zip(numbers, self._loss_tokens[numbers].tolist(), strict=True))
+        ids = sorted({i for micro in micro_batches for i in micro.segments.sample.tolist()})
+        return dict(zip(ids, self._loss_tokens[ids].tolist(), strict=True))
 
     def _planned(
-        self, samples: IntArray, place: StreamPosition, last: bool, rank: int
+        self, sample_ids: IntArray, at: StreamPosition, last: bool, rank: int
     ) -> tuple[Plan, list[MicroBatch]]:
-        """The plan of a step, and what a rank has yet to do of it."""
-        lengths, about = self.source.lengths_of(samples), self._about(samples)
+        """The plan of a step, and the micro-batches that a rank has not done yet."""
+        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
         ranks = self.world.size
-        first = place.inside[0][0] if place.inside else ranks
+        first = at.inside[0][0] if at.inside else ranks
         topology = replace(self.recipe.topology, dp=first)
         recipe = replace(self.recipe, topology=topology)
         plan = plan_step(lengths, recipe, last=last, **about)
-        if not place.inside:
-            return plan, [micro.renumbered(samples) for micro in plan[0, rank]]
-        rest = StepRemainder.of(plan, samples, about)
-        return plan, rest.micro_batches(place.inside, rank, ranks)
+        if not at.inside:
+            return plan, [micro.renumbered(sample_ids) for micro in plan[0, rank]]
+        rest = StepRemainder.of(plan, sample_ids, about)
+        return plan, rest.micro_batches(at.inside, rank, ranks)
 
-    def _totals(self, samples: IntArray, plan: Plan) -> dict[str, float]:
-        """What the whole step holds; labels where they are known, and none can go missing."""
+    def _totals(self, sample_ids: IntArray, plan: Plan) -> dict[str, float]:
+        """Totals over all ranks; loss tokens only if they are known and no sample can be lost."""
         run = plan.step_of >= 0
         costs = plan.costs.reshape(plan.num_ranks, -1)  # (ranks, micro-batches)
         ideal = costs.sum() / plan.num_ranks
@@ -259,10 +256,10 @@ class PlannedStream:
             "imbalance_micro_batch": float(costs.max(axis=0).sum() / ideal) if ideal else 1.0,
         }
         if self._lookup.on_error == "skip":
-            return totals  # nobody knows yet which samples will run
+            return totals  # unreadable samples are not known yet
         totals["samples"] = int(run.sum())
         if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
-            labels = self._loss_tokens[samples[run]]
+            labels = self._loss_tokens[sample_ids[run]]
             totals["loss_tokens"] = int(labels.sum())
             totals["sequences"] = int((labels > 0).sum())
             if plan.groups is not None:
@@ -272,67 +269,67 @@ class PlannedStream:
     # Position --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor behind the last step that iterating gave out, as plain data."""
+        """The cursor after the last step that was yielded, as plain data."""
         return self.cursor(self._now).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin behind the step that this state was taken after, on any number of ranks."""
+        """Start after the step that this state was taken at, on any number of ranks."""
         cursor = Cursor.from_dict(state)
         cursor.check(self._belongs(inside="inside" in cursor.place))
-        place = StreamPosition.from_dict(cursor.place, cursor.step)
-        if not 0 <= place.position <= len(self._units):
+        at = StreamPosition.from_dict(cursor.place, cursor.step)
+        if not 0 <= at.position <= len(self._units):
             raise CursorError(
-                f"the cursor stands at {place.position} of {len(self._units)}, so it was taken "
-                f"from other data or other groups, and resuming would lose samples. Restore them, "
-                f"or use the cursor of this stream."
+                f"the cursor is at position {at.position}, but an epoch has {len(self._units)} "
+                f"units, so it was taken from other data or groups. Restore them, or use a cursor "
+                f"of this stream."
             )
-        self._choose(place)
+        self._start_at(at)
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin at the first step of `epoch`, after `done` steps: those given out so far.
+        """Start at the first step of `epoch`, after `done` steps (default: those yielded so far).
 
-        A place that was loaded or skipped to within this very epoch is kept, unless it was
-        iterated since or `done` is given. So a run that resumes goes through its epochs like any:
+        Keeps a start within this epoch that was loaded or skipped to, unless the stream was
+        iterated since or `done` is given. So the same loop also resumes:
 
-            stream.load_state_dict(state)  # behind step 40 of epoch 3
+            stream.load_state_dict(state)  # after step 40 of epoch 3
             for epoch in range(3, 10):
-                stream.set_epoch(epoch)  # 3: goes on behind step 40; 4: begins anew
+                stream.set_epoch(epoch)  # 3: continues after step 40; 4: from the beginning
                 for step in stream: ...
         """
         epoch = whole_number("epoch", epoch, least=0)
-        if done is None and not self._walked and epoch == self._start.epoch:
+        if done is None and not self._iterated and epoch == self._start.epoch:
             return
-        self._choose(StreamPosition(epoch, 0, self._now.step if done is None else done))
+        self._start_at(StreamPosition(epoch, 0, self._now.step if done is None else done))
 
     def start(self, workers: int = 1) -> Cursor:
-        """The cursor before the first step; the number of workers makes no difference to it."""
+        """The cursor before the first step; the same for any number of workers."""
         return self.cursor(self._start)
 
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
-        """The last of several cursors: any of them knows the whole place."""
+        """The latest of several cursors; each holds the whole position."""
         return max(cursors, key=lambda cursor: cursor.step)
 
     def skip_batches(self, steps: int) -> None:
-        """Begin so many steps later. Nothing is read or planned."""
+        """Start `steps` steps later. Nothing is read or planned."""
         steps = whole_number("steps to skip", steps, least=0)
         for _, after, _ in islice(self._bounds(self._start), steps):
-            self._choose(after)
+            self._start_at(after)
 
-    def _choose(self, place: StreamPosition) -> None:
-        self._start, self._now, self._walked = place, place, False
+    def _start_at(self, at: StreamPosition) -> None:
+        self._start, self._now, self._iterated = at, at, False
 
-    def cursor(self, place: StreamPosition) -> Cursor:
-        """The cursor of a place."""
+    def cursor(self, at: StreamPosition) -> Cursor:
+        """The cursor of a position."""
         return Cursor(
-            belongs=self._belongs(inside=bool(place.inside)),
-            step=place.step,
-            place=place.to_dict(),
+            belongs=self._belongs(inside=bool(at.inside)),
+            step=at.step,
+            place=at.to_dict(),
         )
 
     def _belongs(self, inside: bool) -> dict[str, str]:
-        """What a cursor is a place in. Ranks, layout and balance may change: they have no say in
-        which samples a step holds. Within a step they do."""
+        """What a cursor belongs to. Ranks, layout and balance may change, because they do not
+        affect which samples a step holds; within a step only the ranks may."""
         belongs = dict(self._owner)
         if inside:
             recipe = self.recipe.to_dict()
@@ -355,13 +352,13 @@ class PlannedStream:
 
     @property
     def steps_per_epoch(self) -> Estimate:
-        """How many steps an epoch has. Exact where steps are counted in samples."""
+        """Number of steps in an epoch; exact if steps are counted in samples."""
         steps, n = self.recipe.steps, len(self.source)
         if steps.samples is not None:
             exact = self._units.groups is None and self.recipe.overflow != "drop"
             return Estimate(divided_up(n, steps.samples), exact)
-        looks = np.unique(np.linspace(0, max(n - 1, 0), min(n, _LOOKS)).astype(np.int64))
-        tokens = float(self.source.lengths_of(looks).mean()) * n if n else 0.0
+        spread = np.linspace(0, max(n - 1, 0), min(n, _SAMPLED_LENGTHS)).astype(np.int64)
+        tokens = float(self.source.lengths_of(np.unique(spread)).mean()) * n if n else 0.0
         if steps.tokens is not None:
             return Estimate(divided_up(int(tokens), steps.tokens), False)
         if steps.micro_batches is None:
@@ -375,19 +372,17 @@ class PlannedStream:
 
     @property
     def micro_batches_per_step(self) -> int:
-        """About how many micro-batches a rank has in a step, as the first one has."""
+        """Micro-batches per rank and step: those of the first step of the epoch."""
         if self.recipe.steps.micro_batches is not None:
             return self.recipe.steps.micro_batches
         found = self._next(StreamPosition(self._start.epoch))
         if found is None:
             return 0
-        before, after = (
-            StreamPosition(self._start.epoch),
-            StreamPosition(self._start.epoch, found[0]),
-        )
+        before = StreamPosition(self._start.epoch)
+        after = StreamPosition(self._start.epoch, found[0])
         return len(self._step(before, after, found[1], self.world.rank))
 
     def __len__(self) -> int:
-        """The steps of one pass: those left to `max_num_steps`, or of an epoch, which may be an
+        """Steps of one pass: those left of `max_num_steps`, or those of an epoch, which may be an
         estimate (see `steps_per_epoch`)."""
         return steps_of_pass(self, self.infinite_loop)

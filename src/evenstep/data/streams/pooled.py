@@ -1,4 +1,4 @@
-"""PooledStream: samples of unknown length -> full micro-batches, from a pool on every rank."""
+"""PooledStream: samples of unknown length -> steps, from a pool on every rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.sources.source import Source, check_source, has_random_access, length_of
+from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.lookup import OnError
-from evenstep.data.streams.pool import Measure, Pool, PoolBatcher
+from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.reader import PoolReader, fresh, redealt
 from evenstep.data.streams.remaining import ReaderState
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
@@ -26,21 +27,20 @@ from evenstep.errors import CursorError
 
 
 class PooledStream:
-    """Endless or finite steps over samples whose lengths are known only once they are read.
+    """Finite or endless steps over samples whose lengths are unknown until they are read.
 
-    Every rank, and every worker of it, is a shard that reads its share of the epoch's order into
-    a pool and takes micro-batches from it, `recipe.steps.micro_batches` to a step. Ranks do not
-    speak with each other; all of them take the same number of steps, and their micro-batches are
-    full, so they are even.
+    Every worker of every rank is a reader. It reads its share of the epoch's order into a pool
+    and takes micro-batches from it, `recipe.steps.micro_batches` per step. There is no
+    communication between ranks; the work is even because micro-batches are full.
 
-    The place is, for every shard, how much it has read and what waits in its pool: it resumes by
-    reading the pool alone. On the same number of ranks and workers it goes on in the very same
-    way; on any other, what is left of the epoch is dealt anew, each sample exactly once, from the
-    cursors of all shards (`merge_cursors`).
+    The position is, for every reader, how much it has read and which segments are in its pool, so
+    resuming reads only the pool again. On the same number of ranks and workers the steps are the
+    same as without interruption. On another number the rest of the epoch is shared anew, each
+    sample exactly once; this needs the cursors of all readers (`merge_cursors`).
 
-    In a finite stream shards end at different times, so ranks must agree on the end: see
-    `until_all_end`. With `on_error="skip"` samples that cannot be read are left out and counted,
-    be it at first or on resume, when the pool is read again.
+    Readers of a finite stream end at different times, so ranks must agree on the end; see
+    `until_all_end`. With `on_error="skip"` unreadable samples are left out and counted, also when
+    the pool is read again on resume.
 
     >>> from evenstep import Packed
     >>> from evenstep.data.sources.memory import InMemory
@@ -80,16 +80,16 @@ class PooledStream:
         self._begin: Cursor | None = None
         self._now: Cursor | None = None
         self._done = 0
-        self._walked = False  # whether the place was iterated since it was chosen
+        self._iterated = False  # since the start was set
 
     @property
     def done(self) -> int:
-        """Steps before the chosen place, over all epochs."""
+        """Steps before the start, over all epochs."""
         return self._first + self._skip
 
     @property
     def ends_together(self) -> bool:
-        """Nobody knows the lengths that other ranks read, so one rank has to end the first."""
+        """True on one rank only: ranks do not know when the others run out of samples."""
         return self.world.size == 1
 
     # Iterating ---------------------------------------------------------------------------------
@@ -101,40 +101,40 @@ class PooledStream:
             yield step
 
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
-        """The steps of one of this rank's workers, who take turns. Its first is number `turn` from
-        the chosen place on: `worker`, unless the cursor is the worker's own."""
-        self._walked = True
-        shard, shard_turn, number = self._opened(worker, workers, turn)
-        # Of several workers some may end early, so only who gathers their steps can count them.
+        """The steps of one of this rank's workers, which take turns. Its first step is number
+        `turn` from the start: `worker`, unless the loaded cursor is the worker's own."""
+        self._iterated = True
+        reader, reader_turn, number = self._opened(worker, workers, turn)
+        # Some workers may end early, so with several workers only their loader counts the steps.
         counted = workers == 1 or self.infinite_loop
         while self.max_num_steps is None or number < self.max_num_steps or not counted:
-            epoch = shard.epoch
-            found = shard.step(number)
-            missing = shard.newly_lost()
+            epoch = reader.epoch
+            found = reader.step(number)
+            lost = reader.newly_lost()
             if found is None:
-                _say_lost(missing, shard)
+                _warn_lost(lost, reader)
                 return
-            here = {str(shard.number): {**shard.state_dict(), "step": number + workers}}
+            state = {str(reader.number): {**reader.state_dict(), "step": number + workers}}
             yield Step(
                 number=number,
                 epoch=epoch,
                 micro_batches=tuple(found[0]),
                 samples=found[1],
-                cursor=self._cursor(number + 1, workers, (shard_turn + 1) % workers, here),
-                lost=missing,
+                cursor=self._cursor(number + 1, workers, (reader_turn + 1) % workers, state),
+                lost=lost,
                 budget=self.recipe.layout.budget,
                 ranks=self.world.size,
             )
             number += workers
 
     def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[PoolReader, int, int]:
-        """(the shard of a worker, whose turn that is, the number of its next step), behind the
-        steps to be skipped. Worker 0 takes the place of whoever comes next after them."""
+        """(reader of a worker, its turn, number of its next step), after the steps to be skipped.
+        Worker 0 gets the reader whose turn is next after them."""
         begins = (worker + self._skip) % workers if turn is None else turn
-        state, shard_turn = self._resume(
+        state, reader_turn = self._resume(
             begins if turn is None else worker, workers, own=turn is not None
         )
-        shard = PoolReader(
+        reader = PoolReader(
             state,
             EpochSource(self.source, self.seed, self.shuffle),
             self._batcher,
@@ -144,11 +144,11 @@ class PooledStream:
         )
         number = self._first + begins
         ahead = 0 if state.step is None else state.step - number
-        while number < self._first + self._skip and shard.step(number + ahead) is not None:
+        while number < self._first + self._skip and reader.step(number + ahead) is not None:
             number += workers
         if self._skip:
-            shard.newly_lost()  # told when those steps were run
-        return shard, shard_turn, number + ahead
+            reader.newly_lost()  # reported when those steps ran
+        return reader, reader_turn, number + ahead
 
     @property
     def _first(self) -> int:
@@ -157,98 +157,98 @@ class PooledStream:
     # Position --------------------------------------------------------------------------------
 
     def start(self, workers: int = 1) -> Cursor:
-        """The cursor of this rank before its first step, for so many workers. Steps to be skipped
-        are read for it."""
+        """The cursor of this rank before its first step, for this number of workers. Reads the
+        steps to be skipped."""
         if not self._skip:
             resumed = [self._resume(worker, workers) for worker in range(workers)]
-            states = {str(state.shard): state.to_dict() for state, _ in resumed}
+            states = {str(state.reader): state.to_dict() for state, _ in resumed}
             return self._cursor(self._first, workers, resumed[0][1], states)
         opened = [self._opened(worker, workers, None) for worker in range(workers)]
         states = {
-            str(shard.number): {**shard.state_dict(), "step": number} for shard, _, number in opened
+            str(reader.number): {**reader.state_dict(), "step": number}
+            for reader, _, number in opened
         }
         return self._cursor(self.done, workers, opened[0][1], states)
 
     def _resume(self, worker: int, workers: int, own: bool = False) -> tuple[ReaderState, int]:
-        """(the state that worker number `worker` begins with, whose turn that is). A loader
-        begins with worker 0, who therefore takes the place of the one whose turn it is, unless
-        the worker is given its `own` state alone."""
+        """(the state that a worker begins with, its turn). A loader begins with worker 0, which
+        therefore gets the state of the reader whose turn is next, unless the loaded cursor is the
+        worker's `own`."""
         rank, ranks = self.world.rank, self.world.size
         count = EpochSource(self.source, self.seed, self.shuffle).count
-        mine, shards = rank * workers + worker, ranks * workers
+        mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
-            return fresh(mine, shards, self._epoch, count), worker
-        place = self._begin.place
-        held = _states(place)
-        if (place["ranks"], place["workers"]) == (ranks, workers):
+            return fresh(mine, readers, self._epoch, count), worker
+        position = self._begin.place
+        held = _states(position)
+        if (position["ranks"], position["workers"]) == (ranks, workers):
             first = rank * workers
-            turn = (int(place["turns"].get(str(rank), 0)) + worker) % workers
+            turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
             if own:
                 turn = min(held, default=first) - first
             if first + turn in held:
                 return held[first + turn], turn
-        then = place["ranks"] * place["workers"]
+        then = position["ranks"] * position["workers"]
         missing = sorted(set(range(then)) - held.keys())
         if missing:
             raise CursorError(
-                f"the cursor holds {len(held)} of the {then} shards of {place['ranks']} ranks x "
-                f"{place['workers']} workers, and this is {ranks} x {workers}; the samples of "
-                f"shard {missing[0]} would be lost. Merge the cursors of all ranks and workers "
-                f"with merge_cursors."
+                f"the cursor holds {len(held)} of {then} readers ({position['ranks']} ranks x "
+                f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
+                f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
+                f"ranks and workers with merge_cursors."
             )
-        return redealt(list(held.values()), mine, shards, count), worker
+        return redealt(list(held.values()), mine, readers, count), worker
 
-    def _cursor(self, step: int, workers: int, turn: int, shards: Mapping[str, Any]) -> Cursor:
-        place = {
+    def _cursor(self, step: int, workers: int, turn: int, readers: Mapping[str, Any]) -> Cursor:
+        position = {
             "ranks": self.world.size,
             "workers": workers,
             "turns": {str(self.world.rank): turn},
-            "shards": shards,
+            "readers": readers,
         }
-        return Cursor(belongs=self._belongs, step=step, place=place)
+        return Cursor(belongs=self._belongs, step=step, place=position)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor behind the last step that iterating gave out, as plain data."""
+        """The cursor after the last step that was yielded, as plain data."""
         return (self.start() if self._now is None else self._now).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin behind the step that this state was taken after."""
+        """Start after the step that this state was taken at."""
         cursor = Cursor.from_dict(state)
         cursor.check(self._belongs)
         _states(cursor.place)
         self._begin = self._now = cursor
-        self._skip, self._walked = 0, False
+        self._skip, self._iterated = 0, False
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin at the first sample of `epoch`, after `done` steps: those given out so far.
+        """Start at the first sample of `epoch`, after `done` steps (default: those yielded so far).
 
-        A place that was loaded or skipped to within this very epoch is kept, unless it was
-        iterated since or `done` is given, as in a `PlannedStream`.
+        Keeps a start within this epoch that was loaded or skipped to, unless the stream was
+        iterated since or `done` is given, as `PlannedStream` does.
         """
         epoch = whole_number("epoch", epoch, least=0)
-        if done is None and not self._walked and epoch in self._epochs():
+        if done is None and not self._iterated and epoch in self._epochs():
             return
         so_far = self.done if self._now is None else self._now.step
         self._done = so_far if done is None else done
         self._begin = self._now = None
-        self._epoch, self._skip, self._walked = epoch, 0, False
+        self._epoch, self._skip, self._iterated = epoch, 0, False
 
     def _epochs(self) -> set[int]:
-        """The epochs that the place lies in: several where shards run on without an end."""
+        """The epochs of the start. Readers of an endless stream can be in different ones."""
         if self._begin is None:
             return {self._epoch}
-        return {e for state in _states(self._begin.place).values() for e in state.epochs}
+        return {e for state in _states(self._begin.place).values() for e in state.open_epochs}
 
     def skip_batches(self, steps: int) -> None:
-        """Begin so many steps later. Their samples are read, because only they tell where that
-        is; to resume, load a cursor instead."""
+        """Start `steps` steps later. This reads their samples; to resume, load a cursor instead."""
         steps = whole_number("steps to skip", steps, least=0)
         if steps:
-            self._skip, self._now, self._walked = self._skip + steps, None, False
+            self._skip, self._now, self._iterated = self._skip + steps, None, False
 
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
-        """The cursors of several workers as one."""
+        """Merge the cursors of several workers; see `merge_cursors`."""
         return merge_cursors(cursors)
 
     @cached_property
@@ -270,100 +270,97 @@ class PooledStream:
 
     @property
     def steps_per_epoch(self) -> Estimate:
-        """At most how many steps an epoch has: lengths are unknown, so by samples alone."""
+        """An upper bound on the steps of an epoch, from the number of samples."""
         if not has_random_access(self.source):
-            raise TypeError("a source without a known end has no length. Set max_num_steps.")
+            raise TypeError("a sequential source has no length. Set max_num_steps.")
         each = self.world.size * self._batcher.micro_batches
         return Estimate(divided_up(len(self.source), each), False)
 
     def __len__(self) -> int:
-        """The steps of one pass: those left to `max_num_steps`, or as many as an epoch can have
-        at most, which is an estimate from above."""
+        """Steps of one pass: those left of `max_num_steps`, or an upper bound for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
 
 
-def _say_lost(missing: Mapping[str, int], shard: PoolReader) -> None:
-    """A warning of what went missing behind the last step, which no step can tell of."""
-    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(missing.items()))
+def _warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
+    """Warn of samples that were lost after the last step."""
+    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
     if counts:
         warnings.warn(
-            f"shard {shard.number} came to its end, and behind its last step samples went missing: "
-            f"{counts}. No step's `lost` counts them.",
+            f"reader {reader.number} lost samples after its last step: {counts}. They are not in "
+            f"`lost` of any step.",
             stacklevel=3,
         )
 
 
 def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
-    """The cursors of several shards of a `PooledStream`, taken after the same step on every rank,
-    as one. With those of all ranks and workers it resumes on any number of either.
+    """Merge cursors of several readers of a `PooledStream`, taken after the same step on all ranks.
 
-    Of several cursors of one shard the last counts. A rank that came to its end may stand behind
-    an earlier step than the others.
+    The merged cursor of all ranks and workers can be resumed on any number of either. Of several
+    cursors of one reader, the last counts. A rank that has ended may be at an earlier step.
+
+        merge_cursors([state_of_rank_0, state_of_rank_1]).to_dict()
     """
     found = [c if isinstance(c, Cursor) else Cursor.from_dict(c) for c in cursors]
     if not found:
-        raise CursorError("no cursor was given to merge, so there is no place. Pass those of all.")
+        raise CursorError("no cursors to merge; expected those of all ranks and workers.")
     first = found[0]
     kind = first.belongs.get("stream", "foreign")
     if kind != "pooled":
         raise CursorError(
-            f"a cursor of a {kind} stream has no shards, so there is nothing to merge. That of a "
-            f"PlannedStream is whole by itself: load any rank's."
+            f"expected cursors of a PooledStream, got one of a {kind} stream. The cursor of a "
+            f"PlannedStream needs no merging: load that of any rank."
         )
     shape = (first.place.get("ranks"), first.place.get("workers"))
     turns: dict[str, int] = {}
-    shards: dict[str, Any] = {}
+    readers: dict[str, Any] = {}
     for cursor in sorted(found, key=lambda cursor: cursor.step):
         cursor.check(first.belongs)
         _states(cursor.place)
         if (cursor.place["ranks"], cursor.place["workers"]) != shape:
             raise CursorError(
-                f"cursors of {shape[0]} ranks x {shape[1]} workers and of "
-                f"{cursor.place['ranks']} x {cursor.place['workers']} have no common place. Merge "
-                f"those of one run."
+                f"cursors come from different runs: {shape[0]} ranks x {shape[1]} workers and "
+                f"{cursor.place['ranks']} x {cursor.place['workers']}. Merge those of one run."
             )
         turns |= cursor.place["turns"]
-        shards |= cursor.place["shards"]
-    _check_steps(found, shards)
-    place = {"ranks": shape[0], "workers": shape[1], "turns": turns, "shards": shards}
-    return Cursor(belongs=first.belongs, step=max(c.step for c in found), place=place)
+        readers |= cursor.place["readers"]
+    _check_steps(found, readers)
+    position = {"ranks": shape[0], "workers": shape[1], "turns": turns, "readers": readers}
+    return Cursor(belongs=first.belongs, step=max(c.step for c in found), place=position)
 
 
-def _check_steps(cursors: Sequence[Cursor], shards: Mapping[str, Any]) -> None:
-    """Refuse ranks behind different steps. One with a shard that may have ended is not asked: it
-    has no more steps, or those of its other workers are counted ahead."""
-    place, steps = cursors[0].place, dict[int, int]()
+def _check_steps(cursors: Sequence[Cursor], readers: Mapping[str, Any]) -> None:
+    """Refuse cursors of ranks at different steps. Ignores ranks with a reader that may have ended:
+    they have no more steps, or their other workers count ahead."""
+    position, steps = cursors[0].place, dict[int, int]()
     for cursor in cursors:
-        for number in cursor.place["shards"]:
-            rank = int(number) // place["workers"]
+        for number in cursor.place["readers"]:
+            rank = int(number) // position["workers"]
             steps[rank] = max(cursor.step, steps.get(rank, 0))
     if len(set(steps.values())) <= 1:
         return
-    for number, state in _states({**place, "shards": shards}).items():
+    for number, state in _states({**position, "readers": readers}).items():
         if not state.goes_on:
-            steps.pop(number // place["workers"], None)
+            steps.pop(number // position["workers"], None)
     if len(set(steps.values())) > 1:
         (behind, fewest), *_, (ahead, most) = sorted(steps.items(), key=lambda pair: pair[1])
         raise CursorError(
-            f"the cursor of rank {behind} was taken after {fewest} steps and that of rank {ahead} "
-            f"after {most}, so samples of the steps between would run twice or never. Merge "
-            f"cursors that all ranks took after the same step."
+            f"the cursor of rank {behind} was taken after {fewest} steps, that of rank {ahead} "
+            f"after {most}. Merge cursors that all ranks took after the same step."
         )
 
 
-def _states(place: Mapping[str, Any]) -> dict[int, ReaderState]:
-    """The shards of a cursor's place, by number."""
+def _states(position: Mapping[str, Any]) -> dict[int, ReaderState]:
+    """The readers' states in a cursor, by reader."""
     try:
-        shards = int(place["ranks"]) * int(place["workers"])
-        given = {int(name): data for name, data in place["shards"].items()}
-        if not (shards > 0 and isinstance(place["turns"], Mapping)):
-            raise ValueError(f"{shards} shards")
-        if not all(0 <= number < shards for number in given):
-            raise ValueError(f"shards {sorted(given)} of {shards}")
+        readers = int(position["ranks"]) * int(position["workers"])
+        given = {int(name): data for name, data in position["readers"].items()}
+        if not (readers > 0 and isinstance(position["turns"], Mapping)):
+            raise ValueError(f"{readers} readers")
+        if not all(0 <= number < readers for number in given):
+            raise ValueError(f"readers {sorted(given)} of {readers}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CursorError(
-            f"the cursor's place cannot be read ({error!r}), so it marks none. Use an earlier "
-            f"checkpoint."
+            f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
         ) from None
-    return {number: ReaderState.from_dict(data, number, shards) for number, data in given.items()}
+    return {number: ReaderState.from_dict(data, number, readers) for number, data in given.items()}

@@ -1,4 +1,4 @@
-"""StreamPosition: where a planned stream is. An epoch and a position, and no rank or worker."""
+"""StreamPosition: where a planned stream is, as an epoch and a position in it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from evenstep.errors import CursorError
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Before unit `position` of `epoch`, with `step` steps done.
+    """Before unit `position` of `epoch`, after `step` steps. Independent of ranks and workers.
 
-    `inside` is for whoever takes micro-batches one by one and stops within a step: pairs of
-    (ranks, micro-batches that each of them has done), one pair for every number of ranks that
-    worked on the coming step so far.
+    `inside` is for callers that take single micro-batches and may stop within a step. It holds
+    (ranks, micro-batches done by each rank) for every number of ranks that has worked on the
+    next step.
+
+    >>> StreamPosition(epoch=1, position=24, step=9).to_dict()
+    {'epoch': 1, 'position': 24}
     """
 
     epoch: int = 0
@@ -24,23 +27,23 @@ class StreamPosition:
     inside: tuple[tuple[int, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without `step`, which the cursor has."""
-        place: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
-        return {**place, "inside": [list(pair) for pair in self.inside]} if self.inside else place
+        """Plain data, without `step`, which the cursor holds."""
+        data: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
+        return {**data, "inside": [list(pair) for pair in self.inside]} if self.inside else data
 
     @classmethod
-    def from_dict(cls, place: Mapping[str, Any], step: int) -> StreamPosition:
+    def from_dict(cls, data: Mapping[str, Any], step: int) -> StreamPosition:
         """The inverse of `to_dict`."""
         try:
-            inside = tuple((int(ranks), int(done)) for ranks, done in place.get("inside", ()))
-            return cls(int(place["epoch"]), int(place["position"]), step, inside)
+            inside = tuple((int(ranks), int(done)) for ranks, done in data.get("inside", ()))
+            return cls(int(data["epoch"]), int(data["position"]), step, inside)
         except (KeyError, TypeError, ValueError) as error:
             raise CursorError(
-                f"the cursor's place {dict(place)!r} cannot be read ({error!r}), so it marks none. "
-                f"Use an earlier checkpoint."
+                f"the position {dict(data)!r} in the cursor is malformed ({error!r}). Use an "
+                f"earlier checkpoint."
             ) from None
 
     def within(self, ranks: int, done: int) -> StreamPosition:
-        """The same step with `done` micro-batches done on each of `ranks` ranks by now."""
+        """The same step, after each of `ranks` ranks has done `done` micro-batches of it."""
         before = self.inside[:-1] if self.inside and self.inside[-1][0] == ranks else self.inside
         return StreamPosition(self.epoch, self.position, self.step, (*before, (ranks, done)))

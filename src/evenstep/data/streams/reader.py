@@ -1,4 +1,4 @@
-"""PoolReader: one reader's pool. Reads its share, forms micro-batches, knows where it is."""
+"""PoolReader: reads its share of a source into a pool and forms micro-batches from it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.rounding import divided_up
 from evenstep.data.sources.source import Sample, unreadable
+from evenstep.data.streams.batcher import PoolBatcher, micro_batch
 from evenstep.data.streams.epoch_source import EpochSource
-from evenstep.data.streams.pool import Entry, Measure, PoolBatcher, entries_of, micro_batch
+from evenstep.data.streams.pool import Entry, Measure, entries_of
 from evenstep.data.streams.remaining import ReaderState, RemainingEpoch, merged
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 
-_PATIENCE = 16  # epochs for each shard, after which a lucky share is not to be hoped for
+_EMPTY_EPOCHS = 16  # per reader: give up after so many epochs without a sample that can run
 
 
 class PoolReader:
-    """Reads its share of the agenda into a pool and takes micro-batches from it.
+    """Reads its share of the remaining epochs into a pool and takes micro-batches from it.
 
-    Everything it does follows from `state`: another shard made from the same state goes on in
-    the very same way.
+    Deterministic: two readers with the same state produce the same micro-batches.
     """
 
     def __init__(
@@ -39,42 +39,42 @@ class PoolReader:
     ) -> None:
         self._items, self._batcher, self._length_of = items, batcher, length_of
         self._endless, self._skip = endless, skip
-        self._chapters = list(state.chapters)
-        self._shard, self._shards, self._read = state.shard, state.shards, state.read
-        self._fruitful = True  # of what came before this state nothing is known
-        self._barren = 0
+        self._epochs = list(state.epochs)
+        self._number, self._readers, self._read = state.reader, state.readers, state.read
+        self._found_any = True  # in the current epoch; unknown before this state, so assumed
+        self._empty_epochs = 0
         self._ended = False
-        self._lost, self._told = dict(state.lost), dict(state.lost)
+        self._lost, self._reported = dict(state.lost), dict(state.lost)
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
 
     @property
     def number(self) -> int:
-        """Which of all shards this is."""
-        return self._shard
+        """Which of the ranks x workers this is."""
+        return self._number
 
     def newly_lost(self) -> dict[str, int]:
-        """What went missing since this was asked last, or since the state, by reason."""
-        before, self._told = self._told, dict(self._lost)
-        new = {reason: count - before.get(reason, 0) for reason, count in self._told.items()}
+        """Number of samples lost since the last call, or since the state, by reason."""
+        before, self._reported = self._reported, dict(self._lost)
+        new = {reason: count - before.get(reason, 0) for reason, count in self._reported.items()}
         return {reason: count for reason, count in new.items() if count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the shard is now: `ReaderState` as plain data."""
+        """The current `ReaderState` as plain data."""
         return {
-            "chapters": [chapter.to_list() for chapter in self._chapters],
+            "epochs": [remaining.to_list() for remaining in self._epochs],
             "read": self._read,
-            "waiting": [entry.piece for entry in self._waiting],
+            "waiting": [entry.key for entry in self._waiting],
             "lost": dict(self._lost),
         }
 
     @property
     def epoch(self) -> int:
-        """The epoch of the oldest sample that waits, or of the next to be read."""
-        return self._waiting[0].epoch if self._waiting else self._chapters[0].epoch
+        """The epoch of the oldest sample in the pool, or of the next one to be read."""
+        return self._waiting[0].epoch if self._waiting else self._epochs[0].epoch
 
     def step(self, number: int) -> tuple[list[MicroBatch], dict[int, Sample]] | None:
-        """The micro-batches of a step and their samples; None when nothing is left."""
+        """The micro-batches of a step and their samples by id; None when nothing is left."""
         micro_batches: list[MicroBatch] = []
         samples: dict[int, Sample] = {}
         owners: dict[int, tuple[int, int]] = {}
@@ -84,10 +84,10 @@ class PoolReader:
                 break
             micro, taken = self._batcher.take(self._waiting, number)
             if self._items.count is None:
-                micro, taken = _told_apart(micro, taken, owners)
+                micro, taken = _distinct(micro, taken, owners)
             micro_batches.append(micro)
             for entry in taken:
-                samples[entry.number] = entry.sample
+                samples[entry.sample_id] = entry.sample
                 self._tokens -= entry.length
         if not micro_batches:
             return None
@@ -107,66 +107,65 @@ class PoolReader:
                 self._tokens += entry.length
 
     def _next(self) -> list[Entry] | None:
-        """The entries of the next element of the agenda; None at its end."""
+        """The entries of the next element of the remaining epochs; None at the end."""
         while not self._ended:
-            chapter = self._chapters[0]
-            index = self._shard + self._shards * self._read
-            element = chapter[index]
+            remaining = self._epochs[0]
+            index = self._number + self._readers * self._read
+            element = remaining[index]
             entries: list[Entry] | None
             if element is None:
                 entries = None
             elif isinstance(element, int):
-                entries = self._at(chapter, index, element)
-                behind = chapter.span_end(index) if entries is None else None
-                if behind is not None:  # the data ends here, but the next span may lie before it
-                    self._read = divided_up(behind - self._shard, self._shards)
+                entries = self._at(remaining, index, element)
+                span_end = remaining.span_end(index) if entries is None else None
+                if span_end is not None:  # past the end of the data; the next span may not be
+                    self._read = divided_up(span_end - self._number, self._readers)
                     continue
             else:
-                number, start = element
-                entries = [e for e in self._again(chapter.epoch, number) if e.start == start]
+                sample_id, start = element
+                entries = [e for e in self._again(remaining.epoch, sample_id) if e.start == start]
             if entries is not None:
                 self._read += 1
-                self._fruitful = self._fruitful or len(entries) > 0
+                self._found_any = self._found_any or len(entries) > 0
                 return entries
-            self._turn_over(chapter)
+            self._next_epoch(remaining)
         return None
 
-    def _turn_over(self, chapter: RemainingEpoch) -> None:
-        """Go on to the next chapter, or to a new epoch where there is no end."""
-        if len(self._chapters) == 1 and not self._endless:
+    def _next_epoch(self, remaining: RemainingEpoch) -> None:
+        """Continue with the next remaining epoch, or with a new one if the stream is endless."""
+        if len(self._epochs) == 1 and not self._endless:
             self._ended = True
             return
-        if len(self._chapters) == 1:
-            self._barren = 0 if self._fruitful else self._barren + 1
-            self._check_hope(chapter.epoch)
-            self._chapters.append(RemainingEpoch.whole(chapter.epoch + 1, self._items.count))
-            self._fruitful = False
-        del self._chapters[0]
+        if len(self._epochs) == 1:
+            self._empty_epochs = 0 if self._found_any else self._empty_epochs + 1
+            self._check_found(remaining.epoch)
+            self._epochs.append(RemainingEpoch.whole(remaining.epoch + 1, self._items.count))
+            self._found_any = False
+        del self._epochs[0]
         self._read = 0
 
-    def _check_hope(self, epoch: int) -> None:
-        """Raise where no sample will ever come. Another epoch may give another share."""
-        if not self._barren:
+    def _check_found(self, epoch: int) -> None:
+        """Raise if no sample can be expected. A shuffled epoch may give this reader others."""
+        if not self._empty_epochs:
             return
         if self._read == 0:
             raise InputError(
-                f"shard {self._shard} of {self._shards} found no sample in epoch {epoch}, and it "
-                f"never will: there are fewer items than ranks x workers. Use fewer workers, or "
-                f"more data."
+                f"reader {self._number} of {self._readers} has no samples in epoch {epoch}: there "
+                f"are fewer items than ranks x workers. Use fewer workers, or more data."
             )
-        if self._barren >= (1 if self._shards == 1 else _PATIENCE * self._shards):
+        if self._empty_epochs >= (1 if self._readers == 1 else _EMPTY_EPOCHS * self._readers):
             lost = ", ".join(f"{count} {reason}" for reason, count in sorted(self._lost.items()))
             raise InputError(
-                f"shard {self._shard} of {self._shards} found no sample that could run in "
-                f"{self._barren} whole epochs, up to {epoch} (so far: {lost or 'none lost'}), so "
-                f"the stream would never go on. Give it samples, or another overflow than 'drop'."
+                f"reader {self._number} of {self._readers} found no sample to run in "
+                f"{self._empty_epochs} epochs, up to epoch {epoch} (lost so far: "
+                f"{lost or 'none'}). Add samples, or use another overflow than 'drop'."
             )
 
-    def _at(self, chapter: RemainingEpoch, index: int, position: int) -> list[Entry] | None:
-        """The entries of the item at a position; None behind the end of the data."""
-        stride = chapter.stride(index, self._shards)
+    def _at(self, remaining: RemainingEpoch, index: int, position: int) -> list[Entry] | None:
+        """The entries of the item at a position; None past the end of the data."""
+        stride = remaining.stride(index, self._readers)
         try:
-            samples = self._items.read(chapter.epoch, position, stride)
+            samples = self._items.read(remaining.epoch, position, stride)
         except SampleError:
             if not self._skip or self._items.failed:
                 raise
@@ -175,29 +174,29 @@ class PoolReader:
         if samples is None:
             return None
         if len(samples) == 1:
-            return self._readable(chapter.epoch, *samples[0])
+            return self._readable(remaining.epoch, *samples[0])
         return [
             entry
-            for number, sample in samples
-            for entry in self._readable(chapter.epoch, number, sample)
+            for sample_id, sample in samples
+            for entry in self._readable(remaining.epoch, sample_id, sample)
         ]
 
-    def _readable(self, epoch: int, number: int, sample: Sample) -> list[Entry]:
-        """The pieces of a sample; none of one that may be skipped, however many share its item."""
+    def _readable(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
+        """The entries of one sample; none if it is unreadable and may be skipped."""
         try:
-            return self._entries(epoch, number, sample)
+            return self._entries(epoch, sample_id, sample)
         except SampleError:
             if not self._skip:
                 raise
             self._lose("skipped")
             return []
 
-    def _again(self, epoch: int, number: int) -> list[Entry]:
-        """The pieces of a sample that was read before, on this shard or another; none if it can
-        no longer be read and may be skipped."""
+    def _again(self, epoch: int, sample_id: int) -> list[Entry]:
+        """The entries of a sample that this or another reader has read before; none if it is no
+        longer readable and may be skipped."""
         before = dict(self._lost)
         try:
-            entries = self._entries(epoch, number, self._items.again(epoch, number))
+            entries = self._entries(epoch, sample_id, self._items.again(epoch, sample_id))
         except SampleError:
             if not self._skip or self._items.failed:
                 raise
@@ -207,37 +206,37 @@ class PoolReader:
         return entries
 
     def _restored(self, state: ReaderState) -> list[Entry]:
-        """The pool as it was. Read in order of items, which is cheap for any source."""
-        samples = {(epoch, number) for epoch, number, _ in state.waiting}
+        """The pool of a state. Reads in order of items, which is cheap for every source."""
+        samples = {(epoch, sample_id) for epoch, sample_id, _ in state.waiting}
         found = {
-            (epoch, number, entry.start): entry
-            for epoch, number in sorted(samples, key=lambda s: (s[0], item_and_part(s[1])))
-            for entry in self._again(epoch, number)
+            (epoch, sample_id, entry.start): entry
+            for epoch, sample_id in sorted(samples, key=lambda s: (s[0], item_and_part(s[1])))
+            for entry in self._again(epoch, sample_id)
         }
-        return [found[piece] for piece in state.waiting if piece in found]
+        return [found[key] for key in state.waiting if key in found]
 
-    def _entries(self, epoch: int, number: int, sample: Sample) -> list[Entry]:
-        """The pieces of a sample, by what is done with over-long ones."""
+    def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
+        """The entries of a sample, after `recipe.overflow` is applied."""
         try:
             length = int(self._length_of(sample))
         except Exception as error:
-            raise unreadable(number, error) from error
+            raise unreadable(sample_id, error) from error
         if length < 1:
             raise SampleError(
-                f"sample {sample_name(number)} has length {length}, so there is nothing to run. "
-                f"Remove it, or leave such samples out with on_error='skip'."
+                f"sample {sample_name(sample_id)} has length {length}; expected at least 1. Remove "
+                f"it, or skip such samples with on_error='skip'."
             )
         longest, counts = self._batcher.longest, self._batcher.pool.loss_tokens is not None
         if (longest is None or length <= longest) and not counts:
-            piece = [epoch, number, 0]
-            return [Entry(epoch, number, 0, length, length, length, length - 1, sample, piece)]
+            key = [epoch, sample_id, 0]
+            return [Entry(epoch, sample_id, 0, length, length, length, length - 1, sample, key)]
         segments = self._batcher.segments(length)
         if segments is None:
-            raise SampleError(refusal(sample_name(number), length, self._batcher.recipe))
+            raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
         try:
-            entries = entries_of(epoch, number, sample, length, segments)
+            entries = entries_of(epoch, sample_id, sample, length, segments)
         except Exception as error:
-            raise unreadable(number, error) from error
+            raise unreadable(sample_id, error) from error
         if not entries or entries[0].end < length:
             self._lose("truncated" if entries else "dropped")
         return entries
@@ -246,49 +245,53 @@ class PoolReader:
         self._lost[reason] = self._lost.get(reason, 0) + 1
 
 
-def _told_apart(
+def _distinct(
     micro: MicroBatch, taken: list[Entry], owners: dict[int, tuple[int, int]]
 ) -> tuple[MicroBatch, list[Entry]]:
-    """A micro-batch in which no two samples of its step have one number.
+    """Renumber samples so that no two different samples of a step have the same id.
 
-    A source that is read in order counts positions, and another epoch may have another sample at
-    the same one. The later of two in one step is called as if it were a further part of its item.
-    `owners` says which (epoch, number) is called how, so far in the step.
+    The id of a sample in a sequential source is its position, and two epochs may have different
+    samples at one position. The later one gets the id of a further sample of its item. `owners`
+    maps the ids used in the step so far to (epoch, original id).
     """
-    numbers = []
+    sample_ids = []
     for entry in taken:
-        number, whose = entry.number, (entry.epoch, entry.number)
-        while owners.setdefault(number, whose) != whose:
-            number += MOST_ITEMS
-        numbers.append(number)
-    if numbers == [entry.number for entry in taken]:
+        sample_id, owner = entry.sample_id, (entry.epoch, entry.sample_id)
+        while owners.setdefault(sample_id, owner) != owner:
+            sample_id += MOST_ITEMS
+        sample_ids.append(sample_id)
+    if sample_ids == [entry.sample_id for entry in taken]:
         return micro, taken
-    segments = replace(micro.segments, sample=np.array(numbers, np.int64))
-    renamed = [entry._replace(number=n) for entry, n in zip(taken, numbers, strict=True)]
+    segments = replace(micro.segments, sample=np.array(sample_ids, np.int64))
+    renamed = [entry._replace(sample_id=i) for entry, i in zip(taken, sample_ids, strict=True)]
     return replace(micro, segments=segments), renamed
 
 
-def fresh(shard: int, shards: int, epoch: int, count: int | None) -> ReaderState:
-    """The state of a shard that has read nothing yet."""
-    return ReaderState(shard=shard, shards=shards, chapters=(RemainingEpoch.whole(epoch, count),))
+def fresh(reader: int, readers: int, epoch: int, count: int | None) -> ReaderState:
+    """The state of a reader at the beginning of an epoch."""
+    return ReaderState(reader=reader, readers=readers, epochs=(RemainingEpoch.whole(epoch, count),))
 
 
-def redealt(states: list[ReaderState], shard: int, shards: int, count: int | None) -> ReaderState:
-    """The state of a new shard, when what `states` had left is shared anew by `shards`.
+def redealt(states: list[ReaderState], reader: int, readers: int, count: int | None) -> ReaderState:
+    """The state of one of `readers` new readers that share what remains of `states`.
 
-    What waited in their pools waits in the new ones, so that a state never holds more than its own
-    shard's share of it.
+    Segments in the old pools are distributed over the new pools, so that a state holds no more
+    than its reader's share.
     """
-    chapters = merged(states, count)
-    waiting = [(c.epoch, number, start) for c in chapters for number, start in c.pieces]
+    epochs = merged(states, count)
+    waiting = [
+        (remaining.epoch, sample_id, start)
+        for remaining in epochs
+        for sample_id, start in remaining.segments
+    ]
     lost = {
         reason: sum(state.lost.get(reason, 0) for state in states)
         for reason in sorted({reason for state in states for reason in state.lost})
     }
     return ReaderState(
-        shard=shard,
-        shards=shards,
-        chapters=tuple(RemainingEpoch(chapter.epoch, (), chapter.spans) for chapter in chapters),
-        waiting=tuple(waiting[shard::shards]),
-        lost=lost if shard == 0 else {},
+        reader=reader,
+        readers=readers,
+        epochs=tuple(RemainingEpoch(remaining.epoch, (), remaining.spans) for remaining in epochs),
+        waiting=tuple(waiting[reader::readers]),
+        lost=lost if reader == 0 else {},
     )

@@ -1,16 +1,17 @@
-"""Agenda: what a shard has yet to read, as arithmetic rather than lists.
+"""RemainingEpoch and ReaderState: what readers have not read yet, as arithmetic, not as lists.
 
-PoolReader s of S takes every S-th element of what is left of an epoch, from element s on. What is left
-is a few waiting pieces of samples and some spans of positions; every S-th element of a span is a
-span again. So the rest of an epoch, after any number of changes of S, stays a short list.
+Reader r of R takes elements r, r + R, r + 2R, ... of what remains of an epoch: a few waiting
+segments, then spans of positions. Every R-th element of a span is a span again, so the remaining
+epoch stays a short list after any number of changes of R.
 
-    8 samples on 2 shards            spans (0, 1, 8)        shard 1 reads 1, 3, 5, 7
-    shard 0 read 3, shard 1 read 1   spans (3, 2, 2), (6, 1, 2)   that is 3 5, then 6 7
+    8 samples, 2 readers                          (0, 1, 8)                  reader 1: 1 3 5 7
+    reader 0 has read 3 of them, reader 1 has 1   (3, 2, 2), (6, 1, 2)       left: 3 5, then 6 7
 
-Where nobody knows the end of the data, spans have none. They come last and take turns, so that
-positions only grow: whoever finds the end in one of them has missed nothing in another.
+If the length of the data is unknown, its spans have no end. They come last and are interleaved,
+so that positions only grow. When the end is found in one of them, nothing before it is missed in
+another.
 
-    3 shards, of which shard 0 found the end    spans (7, 3, None), (8, 3, None)   7 8 10 11 13 ...
+    3 readers, reader 0 is at the end             (7, 3, None), (8, 3, None)  left: 7 8 10 11 13 ...
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from evenstep.core.identity import item_and_part
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.errors import CursorError
 
-Piece: TypeAlias = tuple[int, int]
-"""(sample number, start): a sample that was read, or what was split off it from `start` on."""
+SegmentKey: TypeAlias = tuple[int, int]
+"""(sample id, start) of a segment of a sample that was read."""
 Span: TypeAlias = tuple[int, int, int | None]
-"""(start, step, count): positions start, start + step, ...; without end where count is None."""
+"""(start, step, count): positions start, start + step, ...; no end if count is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemainingEpoch:
-    """What is left of one epoch: pieces first, then positions.
+    """What remains of one epoch: segments first, then positions.
 
-    >>> chapter = RemainingEpoch(0, ((9, 0),), ((3, 2, 2), (6, 1, 2)))
-    >>> [chapter[index] for index in range(6)]
+    >>> remaining = RemainingEpoch(0, ((9, 0),), ((3, 2, 2), (6, 1, 2)))
+    >>> [remaining[index] for index in range(6)]
     [(9, 0), 3, 5, 6, 7, None]
     """
 
     epoch: int
-    pieces: tuple[Piece, ...] = ()
+    segments: tuple[SegmentKey, ...] = ()
     spans: tuple[Span, ...] = ()
     _ends: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Of every span that has one."""
+    """Index behind the last element of every span that has an end."""
 
     def __post_init__(self) -> None:
-        ends, end = [], len(self.pieces)
+        ends, end = [], len(self.segments)
         for _, _, count in self.spans:
             if count is not None:
                 end += count
@@ -56,13 +57,13 @@ class RemainingEpoch:
 
     @classmethod
     def whole(cls, epoch: int, count: int | None) -> RemainingEpoch:
-        """An epoch of which nothing was read."""
+        """An epoch of which nothing has been read."""
         return cls(epoch, (), ((0, 1, count),))
 
-    def __getitem__(self, index: int) -> Piece | int | None:
-        """Element `index`: a piece, a position, or None behind the last one."""
-        if index < len(self.pieces):
-            return self.pieces[index]
+    def __getitem__(self, index: int) -> SegmentKey | int | None:
+        """Element `index`: a segment, a position, or None past the end."""
+        if index < len(self.segments):
+            return self.segments[index]
         at = bisect_right(self._ends, index)
         if at == len(self.spans):
             return None
@@ -73,49 +74,55 @@ class RemainingEpoch:
         start, step, _ = self.spans[at]
         return start + step * turn
 
-    def stride(self, index: int, shards: int) -> int:
-        """How far the position of element `index + shards` is likely to be from that of element
-        `index`."""
+    def stride(self, index: int, readers: int) -> int:
+        """Likely distance between the positions of elements `index` and `index + readers`."""
         at = min(bisect_right(self._ends, index), len(self.spans) - 1)
-        return self.spans[at][1] * shards
+        return self.spans[at][1] * readers
 
     def holds(self, index: int) -> bool:
-        """Whether element `index` is there for sure: not where nobody knows the end of the data."""
+        """Whether element `index` surely exists. False if the end of the data is unknown."""
         return len(self._ends) == len(self.spans) and self[index] is not None
 
     def span_end(self, index: int) -> int | None:
-        """The first element behind the span of element `index`; None where that has no end."""
+        """The first element after the span of element `index`; None if the span has no end."""
         at = bisect_right(self._ends, index)
         return self._ends[at] if at < len(self._ends) else None
 
     def _begin(self, at: int) -> int:
-        return self._ends[at - 1] if at else len(self.pieces)
+        return self._ends[at - 1] if at else len(self.segments)
 
-    def rest(self, read: Sequence[int | None], waiting: Sequence[Piece] = ()) -> RemainingEpoch:
-        """What is left after shard s read `read[s]` of its elements (None: all of them).
+    def rest(
+        self, read: Sequence[int | None], waiting: Sequence[SegmentKey] = ()
+    ) -> RemainingEpoch:
+        """What remains after reader r has read `read[r]` of its elements (None: all of them).
 
-        Elements that slower shards had not reached come first, then the clean tail.
+        Elements that slower readers have not reached come first, then the untouched tail.
         """
-        shards, pieces, spans = len(read), list(waiting), list[Span]()
-        unfinished = {shard: count for shard, count in enumerate(read) if count is not None}
-        everyone, endless = len(unfinished) == shards, len(self._ends) < len(self.spans)
-        level = max(unfinished.values(), default=0) if everyone or endless else None
-        stop = None if level is None else shards * level
-        for shard, count in unfinished.items():
-            self._collect(shard + shards * count, shards, stop, pieces, spans)
-        if stop is not None and everyone:
-            self._collect(stop, 1, None, pieces, spans)
+        readers, segments, spans = len(read), list(waiting), list[Span]()
+        unfinished = {reader: count for reader, count in enumerate(read) if count is not None}
+        all_reading, unbounded = len(unfinished) == readers, len(self._ends) < len(self.spans)
+        level = max(unfinished.values(), default=0) if all_reading or unbounded else None
+        stop = None if level is None else readers * level
+        for reader, count in unfinished.items():
+            self._collect(reader + readers * count, readers, stop, segments, spans)
+        if stop is not None and all_reading:
+            self._collect(stop, 1, None, segments, spans)
         elif stop is not None:
-            for shard in unfinished:
-                self._collect(shard + stop, shards, None, pieces, spans)
-        return RemainingEpoch(self.epoch, tuple(pieces), tuple(_endless_last(spans)))
+            for reader in unfinished:
+                self._collect(reader + stop, readers, None, segments, spans)
+        return RemainingEpoch(self.epoch, tuple(segments), tuple(_unbounded_last(spans)))
 
     def _collect(
-        self, first: int, stride: int, stop: int | None, pieces: list[Piece], spans: list[Span]
+        self,
+        first: int,
+        stride: int,
+        stop: int | None,
+        segments: list[SegmentKey],
+        spans: list[Span],
     ) -> None:
         """Add elements first, first + stride, ... below `stop`."""
         end: float = inf if stop is None else stop
-        pieces.extend(self.pieces[first : int(min(end, len(self.pieces))) : stride])
+        segments.extend(self.segments[first : int(min(end, len(self.segments))) : stride])
         closed = len(self._ends)
         for at, (start, step, _) in enumerate(self.spans[:closed]):
             begin, until = self._begin(at), min(end, self._ends[at])
@@ -125,7 +132,7 @@ class RemainingEpoch:
                 spans.append((start + step * (index - begin), step * stride, count))
         turns = len(self.spans) - closed
         if turns:
-            # Every `round_`-th element lies in the same span again.
+            # Elements `round_` apart lie in the same span.
             round_ = turns // gcd(turns, stride) * stride
             begin = _next_of(first, stride, self._begin(closed))
             for index in range(begin, int(min(end, begin + round_)), stride):
@@ -136,66 +143,72 @@ class RemainingEpoch:
 
     def to_list(self) -> list[Any]:
         """Plain data."""
-        return [self.epoch, [list(piece) for piece in self.pieces], [list(s) for s in self.spans]]
+        return [self.epoch, [list(key) for key in self.segments], [list(s) for s in self.spans]]
 
     @classmethod
     def from_list(cls, data: Any) -> RemainingEpoch:
         """The inverse of `to_list`."""
-        epoch, pieces, spans = data
+        epoch, segments, spans = data
         return cls(
             epoch,
-            tuple((number, start) for number, start in pieces),
+            tuple((sample_id, start) for sample_id, start in segments),
             tuple((start, step, count) for start, step, count in spans),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReaderState:
-    """Where one shard is: how much of its first chapter it has read, and what waits in its pool.
+    """Position of one reader, and the contents of its pool.
 
-    `waiting` lists (epoch, sample number, start), oldest first; `lost` counts what went missing.
-    `step` is the number of its next step by its own count, which a budget that grows goes by: it
-    runs ahead of its loader's where other workers have ended.
+    reader, readers  which of the ranks x workers this is, and how many there are
+    epochs           what remains to be read; the first is being read
+    read             number of elements of the first epoch that this reader has read
+    waiting          (epoch, sample id, start) of the segments in the pool, oldest first
+    lost             number of samples lost so far, by reason
+    step             number of the next step as this reader counts. It determines a growing budget,
+                     and runs ahead of the loader's count when other workers have ended
     """
 
-    shard: int
-    shards: int
-    chapters: tuple[RemainingEpoch, ...]
+    reader: int
+    readers: int
+    epochs: tuple[RemainingEpoch, ...]
     read: int = 0
     waiting: tuple[tuple[int, int, int], ...] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
 
     @property
-    def epochs(self) -> set[int]:
-        """The epochs of what waits and of what is being read."""
-        return {c.epoch for c in self.chapters} | {epoch for epoch, _, _ in self.waiting}
+    def open_epochs(self) -> set[int]:
+        """The numbers of all epochs with segments in the pool or elements to read."""
+        return {remaining.epoch for remaining in self.epochs} | {
+            epoch for epoch, _, _ in self.waiting
+        }
 
     @property
     def goes_on(self) -> bool:
-        """Whether something is left for sure, in the pool or to be read."""
-        now, *later = self.chapters
-        ahead = now.holds(self.shard + self.shards * self.read)
-        return bool(self.waiting) or ahead or any(c.holds(self.shard) for c in later)
+        """Whether this reader surely has more samples, in the pool or to be read."""
+        current, *later = self.epochs
+        ahead = current.holds(self.reader + self.readers * self.read)
+        return bool(self.waiting) or ahead or any(epoch.holds(self.reader) for epoch in later)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; who it belongs to is told by the cursor."""
+        """Plain data, without `reader` and `readers`, which the cursor holds."""
         data: dict[str, Any] = {
-            "chapters": [chapter.to_list() for chapter in self.chapters],
+            "epochs": [remaining.to_list() for remaining in self.epochs],
             "read": self.read,
-            "waiting": [list(piece) for piece in self.waiting],
+            "waiting": [list(key) for key in self.waiting],
             "lost": dict(self.lost),
         }
         return data if self.step is None else {**data, "step": self.step}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], shard: int, shards: int) -> ReaderState:
+    def from_dict(cls, data: Mapping[str, Any], reader: int, readers: int) -> ReaderState:
         """The inverse of `to_dict`."""
         try:
             return cls(
-                shard=shard,
-                shards=shards,
-                chapters=tuple(RemainingEpoch.from_list(chapter) for chapter in data["chapters"]),
+                reader=reader,
+                readers=readers,
+                epochs=tuple(RemainingEpoch.from_list(remaining) for remaining in data["epochs"]),
                 read=int(data["read"]),
                 waiting=tuple((int(e), int(n), int(start)) for e, n, start in data["waiting"]),
                 lost={str(reason): int(count) for reason, count in data["lost"].items()},
@@ -203,32 +216,32 @@ class ReaderState:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CursorError(
-                f"the cursor's shard {shard} cannot be read ({error!r}), so its samples would be "
-                f"lost. Use an earlier checkpoint."
+                f"the state of reader {reader} in the cursor is malformed ({error!r}). Use an "
+                f"earlier checkpoint."
             ) from None
 
 
 def merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingEpoch, ...]:
-    """What all shards together have left, by epoch, for any other number of shards to share.
+    """What remains for all readers together, by epoch, to be shared by any number of readers.
 
-    `count` is how many items an epoch has, if that is known.
+    `count` is the number of items in an epoch, None if unknown.
     """
-    states = sorted(states, key=lambda state: state.shard)
-    current = [state.chapters[0].epoch for state in states]
-    known = {chapter.epoch: chapter for state in states for chapter in state.chapters}
-    waiting: dict[int, list[Piece]] = {}
-    for depth in range(max(len(state.waiting) for state in states)):  # the oldest of each first
+    states = sorted(states, key=lambda state: state.reader)
+    current = [state.epochs[0].epoch for state in states]
+    known = {remaining.epoch: remaining for state in states for remaining in state.epochs}
+    waiting: dict[int, list[SegmentKey]] = {}
+    for depth in range(max(len(state.waiting) for state in states)):  # the oldest of each reader
         for state in states:
-            for epoch, number, start in state.waiting[depth : depth + 1]:
-                waiting.setdefault(epoch, []).append((number, start))
-    chapters = []
+            for epoch, sample_id, start in state.waiting[depth : depth + 1]:
+                waiting.setdefault(epoch, []).append((sample_id, start))
+    epochs = []
     for epoch in sorted({*range(min(current), max(current) + 1), *known, *waiting}):
-        chapter = known.get(epoch)
-        if chapter is None:
-            # Between a shard's chapters is nothing left; behind its last all is whole.
+        remaining = known.get(epoch)
+        if remaining is None:
+            # A reader has nothing left between its epochs; epochs after its last are untouched.
             begun = min(current) <= epoch
-            passed = any(s.chapters[0].epoch < epoch < s.chapters[-1].epoch for s in states)
-            chapter = (
+            passed = any(s.epochs[0].epoch < epoch < s.epochs[-1].epoch for s in states)
+            remaining = (
                 RemainingEpoch.whole(epoch, count)
                 if begun and not passed
                 else RemainingEpoch(epoch)
@@ -237,20 +250,22 @@ def merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingE
             None if now > epoch else state.read if now == epoch else 0
             for state, now in zip(states, current, strict=True)
         ]
-        left = chapter.rest(read, waiting.get(epoch, ()))
-        if count is None:  # where going back is dear, read in order
-            pieces = sorted(left.pieces, key=lambda piece: (item_and_part(piece[0]), piece[1]))
-            left = RemainingEpoch(epoch, tuple(pieces), tuple(_endless_last(sorted(left.spans))))
-        chapters.append(left)
-    return tuple(chapters)
+        left = remaining.rest(read, waiting.get(epoch, ()))
+        if count is None:  # going back is expensive, so read in order
+            segments = sorted(left.segments, key=lambda key: (item_and_part(key[0]), key[1]))
+            left = RemainingEpoch(
+                epoch, tuple(segments), tuple(_unbounded_last(sorted(left.spans)))
+            )
+        epochs.append(left)
+    return tuple(epochs)
 
 
 def _next_of(first: int, stride: int, least: int) -> int:
-    """The first of `first`, `first + stride`, ... that is `least` or more."""
+    """The smallest of `first`, `first + stride`, ... that is at least `least`."""
     return first + max(0, rounded_up(least - first, stride))
 
 
-def _endless_last(spans: list[Span]) -> list[Span]:
-    """Spans with an end as they are, then those without, by their start."""
+def _unbounded_last(spans: list[Span]) -> list[Span]:
+    """Spans with an end in the given order, then spans without, ordered by start."""
     closed = [span for span in spans if span[2] is not None]
     return closed + sorted((span for span in spans if span[2] is None), key=lambda span: span[0])

@@ -1,4 +1,4 @@
-"""StepRemainder: what is left of a step whose ranks stopped within it, dealt to other ranks."""
+"""StepRemainder: the rest of an interrupted step, planned again for another number of ranks."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ from evenstep.planning.planner import plan_step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRemainder:
-    """A planned step as segments of numbered samples, and what is needed to plan it again.
+    """The micro-batches of a planned step, and what is needed to plan their segments again.
 
-    Segments were cut by the first plan and are never divided again, so each later plan takes
-    them as they are.
+    The first plan determines the segments. Later plans take them as they are.
     """
 
     recipe: Recipe
     by_rank: list[list[MicroBatch]]
     about: Mapping[int, Mapping[str, Any]]
-    """Sample number -> its place in the step, its group and its columns."""
+    """Sample id -> its index in the step, its group and its columns."""
 
     @classmethod
-    def of(cls, plan: Plan, samples: IntArray, about: Mapping[str, Any]) -> StepRemainder:
-        """The whole of a step, planned for its first ranks."""
+    def of(cls, plan: Plan, sample_ids: IntArray, about: Mapping[str, Any]) -> StepRemainder:
+        """A whole step, as it was planned first."""
         by_rank = [
-            [micro.renumbered(samples) for micro in plan[0, rank]] for rank in range(plan.num_ranks)
+            [micro.renumbered(sample_ids) for micro in plan[0, rank]]
+            for rank in range(plan.num_ranks)
         ]
         groups, columns = about["groups"], about["columns"]
         known = {
-            int(number): {
-                "place": at,
-                "group": None if groups is None else int(groups[at]),
-                **{name: int(column[at]) for name, column in columns.items()},
+            int(sample_id): {
+                "index": index,
+                "group": None if groups is None else int(groups[index]),
+                **{name: int(column[index]) for name, column in columns.items()},
             }
-            for at, number in enumerate(samples)
+            for index, sample_id in enumerate(sample_ids)
         }
         return cls(replace(plan.recipe, steps=Steps()), by_rank, known)
 
     def micro_batches(
         self, inside: Sequence[tuple[int, int]], rank: int, ranks: int
     ) -> list[MicroBatch]:
-        """What `rank` of `ranks` has yet to do, after each of `inside` did its part in turn.
+        """What `rank` of `ranks` still has to do after the work in `inside`, applied in order.
 
-        inside [(4, 2)] on 4 ranks: their third micro-batch onwards. On 2 ranks: the same
-        segments, planned anew for two.
+        inside [(4, 2)], resumed on 4 ranks: their third micro-batch onwards. Resumed on 2 ranks:
+        the same segments, planned for two ranks.
         """
-        here = self
+        rest = self
         for at, (_, done) in enumerate(inside):
             following = inside[at + 1][0] if at + 1 < len(inside) else ranks
-            here = here.without(done)
-            if following != len(here.by_rank):
-                here = here.on(following)
-        return here.by_rank[rank]
+            rest = rest.without(done)
+            if following != len(rest.by_rank):
+                rest = rest.on(following)
+        return rest.by_rank[rank]
 
     def without(self, done: int) -> StepRemainder:
         """Without the first `done` micro-batches of every rank."""
         return replace(self, by_rank=[micros[done:] for micros in self.by_rank])
 
     def on(self, ranks: int) -> StepRemainder:
-        """The same segments, planned for so many ranks."""
+        """The same segments, planned for this number of ranks."""
         micros = [micro for each in self.by_rank for micro in each]
-        pieces = Segments(
+        segments = Segments(
             *(
                 np.concatenate([getattr(micro.segments, column) for micro in micros])
                 for column in ("sample", "start", "length")
             )
         )
-        place = [self.about[number]["place"] for number in pieces.sample.tolist()]
-        order = np.lexsort((pieces.start, place))
+        index = [self.about[sample_id]["index"] for sample_id in segments.sample.tolist()]
+        order = np.lexsort((segments.start, index))
         whole = np.concatenate([micro.sample_lengths for micro in micros])[order]
         ends = np.concatenate([micro.sample_ends for micro in micros])[order]
-        pieces = pieces.take(order)
-        known = [self.about[number] for number in pieces.sample.tolist()]
+        segments = segments.take(order)
+        known = [self.about[sample_id] for sample_id in segments.sample.tolist()]
         groups = None
         if known and known[0]["group"] is not None:
             groups = np.array([each["group"] for each in known])
@@ -88,15 +88,25 @@ class StepRemainder:
         columns = {name: np.array([each[name] for each in known], np.int64) for name in limited}
         recipe = replace(self.recipe, topology=replace(self.recipe.topology, dp=ranks))
         plan = plan_step(
-            pieces.length, recipe, groups=groups, columns=columns, names=pieces.sample, last=True
+            segments.length,
+            recipe,
+            groups=groups,
+            columns=columns,
+            names=segments.sample,
+            last=True,
         )
         by_rank = [
-            [_named(micro, pieces, whole, ends) for micro in plan[0, rank]] for rank in range(ranks)
+            [_renumbered(micro, segments, whole, ends) for micro in plan[0, rank]]
+            for rank in range(ranks)
         ]
         return replace(self, recipe=recipe, by_rank=by_rank)
 
 
-def _named(micro: MicroBatch, pieces: Segments, whole: IntArray, ends: IntArray) -> MicroBatch:
-    """A micro-batch of pieces -> of the samples' own segments."""
-    at = micro.segments.sample
-    return replace(micro, segments=pieces.take(at), sample_lengths=whole[at], truncated_to=ends[at])
+def _renumbered(
+    micro: MicroBatch, segments: Segments, whole: IntArray, ends: IntArray
+) -> MicroBatch:
+    """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
+    index = micro.segments.sample
+    return replace(
+        micro, segments=segments.take(index), sample_lengths=whole[index], truncated_to=ends[index]
+    )

@@ -1,4 +1,4 @@
-"""Stream: what planned and pooled streams have in common."""
+"""Stream: the interface that planned and pooled streams share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.core.step import Step
 from evenstep.core.world import World
+from evenstep.data.streams.batcher import micro_batch
 from evenstep.data.streams.estimate import Estimate
-from evenstep.data.streams.pool import micro_batch
 from evenstep.errors import ConfigError
 
 
 class Stream(Protocol):
-    """Steps of one rank, from a chosen place on. Iterating does not move that place."""
+    """Steps of one rank, from a start that the caller sets. Iterating does not move the start."""
 
     world: World
     recipe: Recipe
@@ -28,46 +28,45 @@ class Stream(Protocol):
 
     @property
     def done(self) -> int:
-        """Steps before the chosen place, over all epochs."""
+        """Steps before the start, over all epochs."""
 
     @property
     def steps_per_epoch(self) -> Estimate:
-        """How many steps an epoch has, as far as that is known."""
+        """Number of steps in an epoch; may be an estimate."""
 
     @property
     def ends_together(self) -> bool:
-        """Whether all ranks come to the end of a finite stream after the same step."""
+        """Whether all ranks of a finite stream end after the same step."""
 
     def __iter__(self) -> Iterator[Step]: ...
 
     def __len__(self) -> int:
-        """An estimate where lengths decide it."""
+        """Steps of one pass; an estimate if they depend on lengths."""
 
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
-        """The steps of one of several workers of this rank, who take turns."""
+        """The steps of one of several workers of this rank, which take turns."""
 
     def start(self, workers: int = 1) -> Cursor:
         """The cursor of this rank before its first step."""
 
     def join(self, cursors: Sequence[Cursor]) -> Cursor:
-        """What several workers' cursors, old and new, say together."""
+        """Merge cursors of several workers, old and new, into one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor behind the step that was given out last, as plain data."""
+        """The cursor after the step that was yielded last, as plain data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin behind the step that the state was taken after."""
+        """Start after the step that the state was taken at."""
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin at the beginning of an epoch, or at the place within it that was loaded."""
+        """Start at the beginning of an epoch, or at a loaded position within it."""
 
     def skip_batches(self, steps: int) -> None:
-        """Begin so many steps later."""
+        """Start `steps` steps later."""
 
 
 def world_for(recipe: Recipe, world: World | None) -> World:
-    """The world of a stream, a single rank where none is given; refused if the recipe plans for
-    another number of ranks."""
+    """The world of a stream (default: a single rank). Its size must be `recipe.topology.dp`."""
     found, topology = World() if world is None else world, recipe.topology
     if found.size != topology.dp:
         remedy = f"Set topology.dp to {found.size}."
@@ -77,14 +76,14 @@ def world_for(recipe: Recipe, world: World | None) -> World:
             remedy = f"Under torchrun pass world={detected}, or set topology.dp to 1."
         raise ConfigError(
             f"the recipe plans for {topology.dp} data-parallel ranks but the world has "
-            f"{found.size}, so some work would be done twice or never. {remedy}"
+            f"{found.size}. {remedy}"
         )
     return found
 
 
 def steps_of_pass(stream: Stream, endless: bool) -> int:
-    """The steps of one pass: those of an epoch, and no more than are left to `max_num_steps`; all
-    that are left where the data is `endless`."""
+    """Steps of one pass: those of an epoch, but no more than are left of `max_num_steps`; all that
+    are left if the stream is `endless`."""
     most = stream.max_num_steps
     left = None if most is None else max(most - stream.done, 0)
     if not endless:
@@ -98,7 +97,7 @@ def steps_of_pass(stream: Stream, endless: bool) -> int:
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """A digest of plain data, by which a cursor knows what it belongs to."""
+    """A digest of plain data, for `Cursor.belongs`."""
     text = json.dumps(data, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -106,10 +105,10 @@ def digest_of(data: Mapping[str, Any]) -> str:
 def until_all_end(
     steps: Iterator[Step], anyone: Callable[[bool], bool], recipe: Recipe
 ) -> Iterator[Step]:
-    """The steps of this rank, and empty ones until every rank has come to its end.
+    """The steps of this rank, followed by empty steps until every rank has ended.
 
-    `anyone(mine)` says whether any rank has a step: a reduction that all ranks take part in, once
-    for each step. So nobody waits for a rank that has left, and no sample is dropped.
+    `anyone(mine)` returns whether any rank has a step: a reduction over all ranks, called once
+    per step. So no rank waits for one that has ended, and no sample is dropped.
 
     >>> from evenstep import Packed
     >>> others = iter([True, False])  # they have one more step, this rank has none
@@ -130,24 +129,23 @@ def until_all_end(
 
 
 def _empty(before: Step | None, recipe: Recipe) -> Step:
-    """A step in which this rank has nothing to do."""
-    dummy: MicroBatch = micro_batch([], recipe)
+    """A step without work for this rank: as many empty micro-batches as the step before had."""
+    empty: MicroBatch = micro_batch([], recipe)
     if before is None:
-        nowhere = Cursor(belongs={}, step=0, place={})
         count = recipe.steps.micro_batches or 1
         return Step(
             number=0,
             epoch=0,
-            micro_batches=(dummy,) * count,
+            micro_batches=(empty,) * count,
             samples={},
-            cursor=nowhere,
+            cursor=Cursor(belongs={}, step=0, place={}),
             budget=recipe.layout.budget,
             ranks=recipe.topology.dp,
         )
     return replace(
         before,
         number=before.number + 1,
-        micro_batches=(dummy,) * len(before),
+        micro_batches=(empty,) * len(before),
         samples={},
         cursor=replace(before.cursor, step=before.cursor.step + 1),
         lost={},

@@ -1,4 +1,4 @@
-"""Shards at the edges: ends of data and epochs, faults inside items, and counts that stay right."""
+"""Pool readers in edge cases: ends of data and epochs, unreadable items, counts of lost samples."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def stream_of(source: Any, rank: int = 0, ranks: int = 1, **more: Any) -> Pooled
 
 
 def first_tokens(steps: Any) -> list[int]:
-    """The first token of every segment, which says where it really comes from."""
+    """The first token of every segment, which identifies its sample."""
     return [
-        samples[number]["input_ids"][0]
+        samples[sample_id]["input_ids"][0]
         for step in steps
         for micro, samples in step
-        for number in micro.segments.sample.tolist()
+        for sample_id in micro.segments.sample.tolist()
     ]
 
 
@@ -55,7 +55,7 @@ def reloaded(cursor: Any) -> Any:
 # The ends of epochs --------------------------------------------------------------------------
 
 
-def test_what_is_left_of_an_epoch_may_be_less_than_there_are_shards() -> None:
+def test_fewer_samples_may_remain_than_there_are_readers() -> None:
     source = InMemory([sample(i, 3) for i in range(10)])
     alone = stream_of(source, recipe=Recipe(layout=Packed(max_tokens=3)), infinite_loop=True)
     last = list(islice(alone, 9))[-1]
@@ -73,7 +73,7 @@ def test_what_is_left_of_an_epoch_may_be_less_than_there_are_shards() -> None:
     ahead=st.lists(st.integers(0, 9), min_size=4, max_size=4),
 )
 @settings(deadline=None, max_examples=60)
-def test_shards_that_found_the_end_and_others_leave_the_rest_of_the_epoch(
+def test_readers_at_the_end_and_readers_before_it_lose_no_samples(
     shuffle: bool, lengths: list[int], ranks: int, later: int, ahead: list[int]
 ) -> None:
     later += later >= ranks  # always another number
@@ -86,9 +86,9 @@ def test_shards_that_found_the_end_and_others_leave_the_rest_of_the_epoch(
         steps = list(islice(stream, ahead[rank]))
         seen += first_tokens(steps)
         cursor = steps[-1].cursor if steps else stream.start()
-        cursors.append(replace(cursor, step=9))  # as if in 9 steps all had come so unequally far
+        cursors.append(replace(cursor, step=9))  # as if all had taken 9 steps
     state = reloaded(merge_cursors(cursors))
-    # A finite stream goes to the end of the last epoch that anybody has begun.
+    # A finite stream runs to the end of the last epoch that any reader has begun.
     for rank in range(later):
         stream = stream_of(sources[shuffle], rank, later, shuffle=shuffle)
         stream.load_state_dict(state)
@@ -97,8 +97,8 @@ def test_shards_that_found_the_end_and_others_leave_the_rest_of_the_epoch(
     assert len(set(Counter(seen).values())) == 1
 
 
-def test_data_that_ends_within_one_span_may_go_on_in_the_next() -> None:
-    data = [sample(i, 9) for i in range(7)]  # shard 0 has items 0 3 6, the others two each
+def test_reading_continues_with_the_next_span_when_one_is_past_the_end() -> None:
+    data = [sample(i, 9) for i in range(7)]  # reader 0 has items 0 3 6, the others two each
     cursors: list[Cursor] = []
     seen: list[int] = []
     for rank, count in enumerate((3, 1, 1)):
@@ -111,20 +111,20 @@ def test_data_that_ends_within_one_span_may_go_on_in_the_next() -> None:
     assert sorted(seen + first_tokens(alone)) == list(range(7))
 
 
-def test_an_epoch_of_dropped_samples_is_not_waited_for_in_vain() -> None:
+def test_an_endless_stream_without_samples_to_run_raises() -> None:
     source = InMemory([sample(i, 30) for i in range(4)])
     recipe = Recipe(layout=Packed(max_tokens=9), overflow="drop")
-    with pytest.raises(InputError, match=r"no sample that could run.* 8 dropped"):
+    with pytest.raises(InputError, match=r"no sample to run.* 8 dropped"):
         next(iter(stream_of(source, recipe=recipe, infinite_loop=True)))
-    with pytest.raises(InputError, match="no sample that could run"):
+    with pytest.raises(InputError, match="no sample to run"):
         next(iter(stream_of(InMemory([[], []]), infinite_loop=True)))
-    # With several shards another epoch may deal better: one of four samples can run.
+    # One of four samples can run. With several readers, each gets it in some epoch.
     source = InMemory([sample(i, 30 if i else 3) for i in range(4)])
     stream = stream_of(source, 0, 2, recipe=recipe, infinite_loop=True, shuffle=True)
     assert len(list(islice(stream, 4))) == 4
 
 
-def test_samples_of_two_epochs_at_one_position_are_told_apart_in_a_step() -> None:
+def test_samples_of_two_epochs_at_one_position_get_different_ids_in_a_step() -> None:
     def items(epoch: int) -> Iterator[dict[str, Any]]:
         return (sample(10 * epoch + i, 1 + (i + epoch) % 3) for i in range(3))
 
@@ -132,7 +132,7 @@ def test_samples_of_two_epochs_at_one_position_are_told_apart_in_a_step() -> Non
     stream = stream_of(Iterated(items), recipe=recipe, infinite_loop=True)
     for step in islice(stream, 5):
         for micro, samples in step.loaded():
-            found = [len(samples[n]["input_ids"]) for n in micro.segments.sample.tolist()]
+            found = [len(samples[i]["input_ids"]) for i in micro.segments.sample.tolist()]
             assert found == micro.segments.length.tolist()
     seen = first_tokens(islice(stream, 5))
     assert seen[:6] == [0, 1, 2, 10, 11, 12]
@@ -142,17 +142,17 @@ def test_samples_of_two_epochs_at_one_position_are_told_apart_in_a_step() -> Non
 # Faults and counts ---------------------------------------------------------------------------
 
 
-def test_the_good_samples_of_an_item_come_although_one_of_it_is_skipped() -> None:
+def test_skipping_one_sample_of_an_item_keeps_the_others() -> None:
     source = InMemory([[sample(i, 2), sample(i, 0), sample(i, 3)] for i in range(3)])
     steps = list(stream_of(source, on_error="skip"))
-    numbers = [n for step in steps for m in step.micro_batches for n in m.segments.sample.tolist()]
-    assert sorted(numbers) == sorted(sample_number(i, part) for i in range(3) for part in (0, 2))
+    ids = [i for step in steps for m in step.micro_batches for i in m.segments.sample.tolist()]
+    assert sorted(ids) == sorted(sample_number(i, part) for i in range(3) for part in (0, 2))
     assert sum(step.lost.get("skipped", 0) for step in steps) == 3
     with pytest.raises(SampleError, match=r"sample 0 \(part 1\) has length 0"):
         list(stream_of(source))
 
 
-def test_labels_that_cannot_be_counted_name_the_sample() -> None:
+def test_malformed_labels_raise_an_error_that_names_the_sample() -> None:
     source = InMemory([{"input_ids": [1, 2], "labels": [[1], [2, 3]]}])
     pool = Pool(samples=2, tokens=0, loss_tokens=4)
     with pytest.raises(SampleError, match="sample 0 cannot be read"):
@@ -161,16 +161,16 @@ def test_labels_that_cannot_be_counted_name_the_sample() -> None:
         assert list(stream_of(source, pool=pool, on_error="skip")) == []
 
 
-def test_what_goes_missing_behind_the_last_step_is_not_silent() -> None:
+def test_samples_lost_after_the_last_step_give_a_warning() -> None:
     source = InMemory([sample(0, 9), sample(1, 30), sample(2, 0)])
     recipe = Recipe(layout=Packed(max_tokens=9), overflow="drop")
     stream = stream_of(source, recipe=recipe, pool=Pool(samples=1, tokens=0), on_error="skip")
-    with pytest.warns(UserWarning, match="behind its last step .* 1 dropped, 1 skipped"):
+    with pytest.warns(UserWarning, match="after its last step: 1 dropped, 1 skipped"):
         steps = list(stream)
     assert [dict(step.lost) for step in steps] == [{}]
 
 
-def test_the_parts_of_an_item_are_read_again_at_once() -> None:
+def test_resuming_reads_an_item_of_several_samples_once() -> None:
     opened: list[int] = []
 
     def items(start: int = 0) -> Iterator[Any]:
@@ -189,7 +189,7 @@ def test_the_parts_of_an_item_are_read_again_at_once() -> None:
 
 
 class Fading:
-    """Six samples, some of which can no longer be read after a while."""
+    """Six samples, some of which are no longer readable."""
 
     fingerprint = "fading"
 
@@ -206,21 +206,21 @@ class Fading:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_waiting_sample_that_became_unreadable_is_skipped_on_resume_too(ranks: int) -> None:
+def test_an_unreadable_sample_of_the_pool_is_skipped_on_resume(ranks: int) -> None:
     more: dict[str, Any] = {
         "pool": Pool(samples=4, tokens=0),
         "recipe": Recipe(layout=Packed(max_tokens=3)),
     }
     first = next(iter(stream_of(Fading(), on_error="skip", **more)))
-    (state,) = first.cursor.place["shards"].values()
-    assert [number for _, number, _ in state["waiting"]] == [1, 2, 3]
+    (state,) = first.cursor.place["readers"].values()
+    assert [sample_id for _, sample_id, _ in state["waiting"]] == [1, 2, 3]
     resumed = [stream_of(Fading((2, 4)), r, ranks, on_error="skip", **more) for r in range(ranks)]
     for stream in resumed:
         stream.load_state_dict(reloaded(first.cursor))
     steps = [step for stream in resumed for step in stream]
     assert sorted(first_tokens(steps)) == [1, 3, 5]
     assert sum(step.lost.get("skipped", 0) for step in steps) == 2
-    # It is counted once, also by who resumes again behind that.
+    # A second resume after that does not count it again.
     again = stream_of(Fading((2, 4)), 0, ranks, on_error="skip", **more)
     again.load_state_dict(reloaded(next(iter(resumed[0])).cursor))
     assert sum(step.lost.get("skipped", 0) for step in again) == 0
@@ -230,7 +230,7 @@ def test_a_waiting_sample_that_became_unreadable_is_skipped_on_resume_too(ranks:
         next(iter(strict))
 
 
-def test_a_split_sample_that_became_unreadable_is_counted_once() -> None:
+def test_an_unreadable_split_sample_is_counted_once() -> None:
     recipe = Recipe(layout=Packed(max_tokens=3), overflow="split")
     first = next(iter(stream_of(Fading(length=9), recipe=recipe, on_error="skip")))
     resumed = stream_of(Fading((0,), length=9), recipe=recipe, on_error="skip")
@@ -240,21 +240,23 @@ def test_a_split_sample_that_became_unreadable_is_counted_once() -> None:
     assert [dict(step.lost) for step in steps[:2]] == [{"skipped": 1}, {}]
 
 
-def test_data_that_has_become_less_is_not_skipped() -> None:
+def test_an_item_with_fewer_samples_than_before_raises() -> None:
     data = [[sample(i, 3)] * 3 for i in range(3)]
     first = next(iter(stream_of(InMemory(data), recipe=Recipe(layout=Packed(max_tokens=3)))))
     source = InMemory([[*parts[:1]] for parts in data])
     less = stream_of(source, recipe=Recipe(layout=Packed(max_tokens=3)), on_error="skip")
     state = {**first.cursor.belongs, "data": f"3 items, {source.fingerprint}"}
     less.load_state_dict(reloaded(replace(first.cursor, belongs=state)))
-    with pytest.raises(CursorError, match="item 0 holds 1 samples but part 1"):
+    with pytest.raises(
+        CursorError, match="item 0 now has 1 samples, but the cursor names sample 1"
+    ):
         next(iter(less))
 
 
 # Limits --------------------------------------------------------------------------------------
 
 
-def test_the_rows_of_a_micro_batch_share_its_trained_tokens_and_its_warm_up() -> None:
+def test_rows_of_a_micro_batch_share_its_loss_tokens_and_its_warmup() -> None:
     source = InMemory([sample(i, 5) for i in range(200)])
     recipe = Recipe(layout=Packed(rows=4, pad_to=20))
     limited = stream_of(source, recipe=recipe, pool=Pool(samples=16, loss_tokens=10))
@@ -268,14 +270,14 @@ def test_limits_that_rows_cannot_share_are_refused() -> None:
     source, layout = InMemory([sample(0, 5)]), Packed(rows=4, pad_to=20)
     with pytest.raises(ConfigError, match=r"layout\.samples is 3, shared by 4 rows"):
         Packed(rows=4, pad_to=20, samples=3)
-    with pytest.raises(ConfigError, match=r"pool\.loss_tokens is 3"):
+    with pytest.raises(ConfigError, match=r"pool\.loss_tokens must be at least 4"):
         stream_of(source, recipe=Recipe(layout=layout), pool=Pool(loss_tokens=3))
 
 
-# Places --------------------------------------------------------------------------------------
+# Positions -----------------------------------------------------------------------------------
 
 
-def test_steps_skipped_twice_add_up_and_are_part_of_the_state() -> None:
+def test_skipped_steps_add_up_and_are_part_of_the_state() -> None:
     source = InMemory([sample(i, 4) for i in range(30)])
     steps = list(stream_of(source))
     stream = stream_of(source)
@@ -292,13 +294,13 @@ def test_steps_skipped_twice_add_up_and_are_part_of_the_state() -> None:
 
 
 def test_a_growing_budget_resumes_exactly_when_other_workers_have_ended() -> None:
-    # Of three workers the first has longer samples and ends last, while the budget still grows.
+    # The first of three workers has longer samples and ends last, while the budget still grows.
     source = InMemory([sample(i, 1 if i % 3 else 4) for i in range(120)])
     recipe = Recipe(layout=Packed(max_tokens=40))
     pool = Pool(samples=16, tokens=0, warmup_steps=40, warmup_tokens=4)
 
     def run(state: Any = None) -> list[tuple[Any, Any]]:
-        """(what a step holds, the state behind it), as a loader of three workers gives it."""
+        """(sample ids of a step, state after it), as a loader with three workers yields them."""
         stream = stream_of(source, pool=pool, recipe=recipe)
         if state is not None:
             stream.load_state_dict(state)
@@ -322,7 +324,7 @@ def test_a_growing_budget_resumes_exactly_when_other_workers_have_ended() -> Non
 
 
 @pytest.mark.parametrize("pool", [SMALL, Pool(samples=1, tokens=0)])
-def test_ranks_behind_different_steps_are_not_merged(pool: Pool) -> None:
+def test_cursors_of_different_steps_are_not_merged(pool: Pool) -> None:
     source = InMemory([sample(i, 5) for i in range(40)])
     runs = [list(stream_of(source, rank, 2, pool=pool)) for rank in range(2)]
     for one, other in ((3, 5), (5, 3), (2, 1)):
@@ -330,19 +332,19 @@ def test_ranks_behind_different_steps_are_not_merged(pool: Pool) -> None:
         few, many = (0, 1) if one < other else (1, 0)
         with pytest.raises(
             CursorError,
-            match=f"rank {few} was taken after {min(one, other)} steps and that of rank {many} "
+            match=f"rank {few} was taken after {min(one, other)} steps, that of rank {many} "
             f"after {max(one, other)}",
         ):
             merge_cursors(cursors)
-    # Of several cursors of a rank its last counts.
+    # Of several cursors of a rank, the last counts.
     every = [step.cursor for run in runs for step in run[:4]]
     assert merge_cursors(every) == merge_cursors([run[3].cursor for run in runs])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", [InMemory, Iterated])
-def test_ranks_that_ended_earlier_are_merged_with_those_that_go_on(kind: Any, workers: int) -> None:
-    # The samples of rank 0 are short, so it ends long before rank 1.
+def test_cursors_of_ended_ranks_are_merged_with_those_that_go_on(kind: Any, workers: int) -> None:
+    # The samples of rank 0 are short, so it ends before rank 1.
     data = [sample(i, 1 if i // workers % 2 == 0 else 9) for i in range(40)]
     cursors: list[Cursor] = []
     seen: list[int] = []
@@ -361,5 +363,5 @@ def test_ranks_that_ended_earlier_are_merged_with_those_that_go_on(kind: Any, wo
 
 def test_the_cursor_of_a_planned_stream_needs_no_merging() -> None:
     planned = Cursor(belongs={"stream": "planned"}, step=0, place={"epoch": 0, "position": 0})
-    with pytest.raises(CursorError, match="whole by itself"):
+    with pytest.raises(CursorError, match="needs no merging"):
         merge_cursors([planned])

@@ -1,0 +1,184 @@
+"""PoolBatcher: forms micro-batches from the samples in a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import rounded_up
+from evenstep.core.segments import Segments
+from evenstep.core.validate import MOST
+from evenstep.data.streams.pool import Entry, Pool
+from evenstep.errors import ConfigError
+from evenstep.planning.batching.selection import Room, select
+from evenstep.planning.overflow import refused, segments_of
+
+
+@dataclass(frozen=True)
+class PoolBatcher:
+    """Forms the micro-batches of a recipe from pool entries. Uses only their lengths."""
+
+    recipe: Recipe
+    pool: Pool
+
+    def __post_init__(self) -> None:
+        recipe, layout = self.recipe, self.recipe.layout
+        if self.strategy not in layout.pool_strategies:
+            raise ConfigError(
+                f"unknown pool.strategy {self.strategy!r} for {layout.kind} rows; expected one of: "
+                f"{', '.join(layout.pool_strategies)}."
+            )
+        self._refuse_options()
+        if recipe.steps.samples is not None or recipe.steps.tokens is not None:
+            raise ConfigError(
+                "steps.samples and steps.tokens cannot be used with a pool, because a rank does "
+                "not know what other ranks read. Set steps.micro_batches, or use a PlannedStream."
+            )
+        if self.micro_batches % recipe.topology.multiple:
+            raise ConfigError(
+                f"steps.micro_batches must be a multiple of {recipe.topology.multiple} for this "
+                f"pipeline, got {self.micro_batches}."
+            )
+        limit = self.pool.loss_tokens
+        if limit is not None and limit < layout.packs_per_micro_batch:
+            raise ConfigError(
+                f"pool.loss_tokens must be at least {layout.packs_per_micro_batch}, one per row, "
+                f"got {limit}."
+            )
+        if recipe.topology.equal_widths and not layout.static:
+            raise ConfigError(
+                "this pipeline needs micro-batches of equal shape, which a pool does not guarantee "
+                "with this layout. Set layout.pad_to (and layout.samples for padded rows), or "
+                "topology.variable_seq_lengths."
+            )
+
+    def _refuse_options(self) -> None:
+        """Refuse options that only planning supports."""
+        recipe, limits = self.recipe, self.recipe.limits
+        given = dict(recipe.layout.options)
+        default = {"balance": "refined", "equal_sizes": False, "groups": "micro_batch"}
+        given |= {
+            name: getattr(recipe, name)
+            for name, value in default.items()
+            if getattr(recipe, name) != value
+        }
+        if limits.cost is not None:
+            given["limits.cost"] = limits.cost
+        given |= {f"limits.columns.{name}": most for name, most in limits.columns.items()}
+        for name, value in given.items():
+            raise ConfigError(
+                f"{name}={value!r} has no effect with a pool. Remove it, or use a PlannedStream."
+            )
+
+    @cached_property
+    def strategy(self) -> str:
+        """The strategy of the pool, or the layout's default."""
+        return self.pool.strategy or self.recipe.layout.pool_strategies[0]
+
+    @cached_property
+    def enough(self) -> int:
+        """Least number of tokens in the pool before a micro-batch is taken."""
+        if self.pool.tokens is not None:
+            return self.pool.tokens
+        own = self.strategy == self.recipe.layout.pool_strategies[0]
+        return 2 * (self.recipe.layout.budget or 0) if own else 0
+
+    @cached_property
+    def longest(self) -> int | None:
+        """The longest segment that a micro-batch can hold; None if there is no limit."""
+        return self.recipe.longest_segment
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return self.recipe.steps.micro_batches or 1
+
+    def segments(self, length: int) -> list[tuple[int, int]] | None:
+        """(start, length) of each segment of a sample; [] if it is dropped, None if refused."""
+        if self.longest is None or length <= self.longest:
+            return [(0, length)]
+        lengths, overflow = np.array([length], np.int64), self.recipe.overflow
+        if len(refused(lengths, self.longest, overflow)):
+            return None
+        found, _ = segments_of(lengths, self.longest, overflow)
+        return list(zip(found.start.tolist(), found.length.tolist(), strict=True))
+
+    def take(self, waiting: list[Entry], step: int) -> tuple[MicroBatch, list[Entry]]:
+        """Remove the next micro-batch from `waiting`; return it and its entries in row order."""
+        layout = self.recipe.layout
+        packs: list[list[Entry]] = []
+        left = self.pool.loss_tokens
+        while len(packs) < layout.packs_per_micro_batch and waiting:
+            if packs and left is not None and left < max(1, waiting[0].loss_tokens):
+                break  # no loss tokens left for another row
+            packs.append(self._pack(waiting, step, left))
+            left = None if left is None else left - sum(entry.loss_tokens for entry in packs[-1])
+        taken = packs[0] if len(packs) == 1 else [entry for pack in packs for entry in pack]
+        rows = layout.rows_of(packs)
+        return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
+
+    def _pack(self, waiting: list[Entry], step: int, left: int | None) -> list[Entry]:
+        lengths = np.array([entry.length for entry in waiting], np.int64)
+        counted = None
+        if self._alignment > 1:
+            lengths = rounded_up(lengths, self._alignment)
+        if self.pool.loss_tokens is not None:
+            counted = np.array([entry.loss_tokens for entry in waiting], np.int64)
+        room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
+        if left is not None and room.counted is not None and left < room.counted:
+            room = replace(room, counted=left)
+        chosen = select(self.strategy, lengths, room, counted).tolist()
+        pack = [waiting[at] for at in chosen]
+        for at in sorted(chosen, reverse=True):
+            del waiting[at]
+        return pack
+
+    @cached_property
+    def _alignment(self) -> int:
+        return self.recipe.topology.alignment
+
+    @cached_property
+    def _width_unit(self) -> int:
+        return self.recipe.width_unit
+
+    @cached_property
+    def _full_room(self) -> Room:
+        return self._room(self.pool.warmup_steps)
+
+    def _room(self, step: int) -> Room:
+        """Limits of one pack in a step."""
+        layout, unit = self.recipe.layout, self._width_unit
+        packs, counted = layout.packs_per_micro_batch, self.pool.loss_tokens
+        slots, rounding = layout.room(self.recipe)
+        budget = self.pool.budget((MOST if slots is None else slots) * packs, step) // packs
+        return Room(
+            capacity=max(unit, budget // unit * unit),
+            unit=rounding,
+            counted=None if counted is None else counted // packs,
+            most=None if layout.samples is None else layout.samples // packs,
+        )
+
+
+def micro_batch(
+    rows: list[list[Entry]], recipe: Recipe, unit: int | None = None, align: int | None = None
+) -> MicroBatch:
+    """The micro-batch of these rows of entries; an empty micro-batch if there are none.
+
+    `unit` and `align` default to those of the recipe; callers may pass them to save the lookup.
+    """
+    layout = recipe.layout
+    unit = recipe.width_unit if unit is None else unit
+    align = recipe.topology.alignment if align is None else align
+    rows = rows + [[]] * (layout.row_counts(len(rows)) - len(rows))
+    used = max([sum([rounded_up(entry.length, align) for entry in row]) for row in rows])
+    # columns: sample id, start, length, length of the sample, its end
+    columns = np.array([entry[1:6] for row in rows for entry in row], np.int64).reshape(-1, 5).T
+    sample, start, length, whole, end = columns
+    offsets = np.array([0, *accumulate(map(len, rows))], np.int64)
+    width = layout.widths(used, unit)
+    return MicroBatch(Segments(sample, start, length), offsets, width, whole, align, end)
