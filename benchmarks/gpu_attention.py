@@ -1,10 +1,10 @@
-"""Measure attention on a GPU: is every backend right in half precision, and what does each cost?
+"""Measure the accuracy in half precision and the speed of every attention backend on a GPU.
 
-    python benchmarks/gpu_attention.py                        filed under benchmarks/results
-    python benchmarks/gpu_attention.py --device cpu --quick   a small version, not filed
+    python benchmarks/gpu_attention.py                        writes benchmarks/results
+    python benchmarks/gpu_attention.py --device cpu --quick   a small version, writes nothing
 
-Every section runs the same samples packed, padded and one at a time. Kernels are compared with
-single precision, one sample at a time, on inputs that half precision holds exactly.
+Every section runs the same samples packed, padded and one at a time. The reference is single
+precision, one sample at a time, on inputs that are exact in half precision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.tables import Section, Table, Target
 from evenstep import Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.demo.decoder import Decoder, DecoderShape
-from evenstep.tensors.attention import attention
+from evenstep.tensors.attention_backends import attention
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.masks import block_mask
@@ -43,23 +43,23 @@ HALF = torch.bfloat16
 LIMIT = 2e-2
 """Largest error of outputs and gradients, relative to the largest value (bfloat16 has 8 bits)."""
 FACTOR = 2.0
-"""How much larger an error may be than that of torch's own attention, one sample at a time."""
+"""Largest error relative to that of SDPA in half precision, one sample at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPosition:
-    """Where to run, and how much."""
+class Setup:
+    """The device, and whether to run the small version."""
 
     device: str
     quick: bool
 
     @property
     def backends(self) -> list[str]:
-        """Those for packed batches that can be trained with here."""
+        """Backends for packed batches with gradients on this device."""
         return ["varlen", "flex"] if self.device == "cuda" else ["segments", "mask"]
 
     def free(self) -> None:
-        """Forget compiled kernels and cached memory."""
+        """Clear compiled kernels and cached memory."""
         torch._dynamo.reset()
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -74,12 +74,12 @@ def make_batch(lengths: list[int], recipe: Recipe, device: str) -> Iterator[Batc
 
 
 def slots_of(batch: Batch, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """For every real token of the batch: its slot, and its number among all samples' tokens."""
+    """For every real token of the batch: its slot, and its index in all samples concatenated."""
     begins = np.cumsum([0, *lengths])
     slots, tokens = [], []
-    for piece, sample in enumerate(batch.sample_ids.tolist()):
+    for tile, sample in enumerate(batch.sample_ids.tolist()):
         if sample >= 0:
-            begin, size = int(batch.cu_seqlens[piece]), int(batch.seqlens[piece])
+            begin, size = int(batch.cu_seqlens[tile]), int(batch.seqlens[tile])
             slots.append(torch.arange(begin, begin + size))
             tokens.append(torch.arange(int(begins[sample]), int(begins[sample]) + size))
     return torch.cat(slots).to(batch.device), torch.cat(tokens).to(batch.device)
@@ -90,7 +90,7 @@ def slots_of(batch: Batch, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Samples and heads to attend with."""
+    """Lengths of samples and the shape of the heads."""
 
     name: str
     lengths: list[int]
@@ -111,27 +111,27 @@ class Case:
         ]
 
 
-def kernel_cases(place: StreamPosition) -> list[Case]:
+def kernel_cases(setup: Setup) -> list[Case]:
     lengths = [1, 700, 1, 129, 2048, 64, 333, 1, 5, 512]
-    if place.quick:
+    if setup.quick:
         lengths = [1, 70, 1, 19, 64, 5]
     return [
-        Case("one length for all", [lengths[1]] * 4),
+        Case("equal lengths", [lengths[1]] * 4),
         Case("unequal lengths, some of 1", lengths, static=True),
-        Case("as many key heads as heads", lengths, kv_heads=8),
-        Case("7 heads to a key head", lengths, heads=14),
+        Case("equal numbers of query and key heads", lengths, kv_heads=8),
+        Case("7 query heads per key head", lengths, heads=14),
         Case("heads of 128", lengths, dim=128),
-        Case("a window", lengths, window=10 if place.quick else 100, static=True),
+        Case("a window", lengths, window=10 if setup.quick else 100, static=True),
         Case("a window of 1", lengths, window=1),
         Case("aligned to 8", lengths, topology=Topology(cp=4), static=True),
-        Case("single tokens", [1] * (20 if place.quick else 200)),
+        Case("single tokens", [1] * (20 if setup.quick else 200)),
     ]
 
 
 def run_case(
     case: Case, recipe: Recipe, dtype: torch.dtype, backend: str, device: str
 ) -> list[Tensor]:
-    """Outputs and gradients of q, k and v, for all tokens in the order of the samples."""
+    """Outputs and gradients of q, k and v, for all tokens in sample order."""
     given = case.inputs(device)
     found = [torch.zeros_like(x) for x in (given[3], *given[:3])]
     for batch in make_batch(case.lengths, recipe, device):
@@ -154,8 +154,8 @@ def run_case(
 def errors(found: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
     """The largest error of outputs and of gradients, relative to the largest value of each.
 
-    A gradient that is zero but for rounding (q and k of single tokens) is compared with a tenth
-    of the largest one.
+    A gradient that is zero up to rounding (q and k of single tokens) is compared with a tenth of
+    the largest one.
     """
     largest = [float(values.abs().max()) for values in expected]
     off = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
@@ -165,21 +165,21 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
     )
 
 
-def kernels(place: StreamPosition) -> Section:
-    """Outputs and gradients of each backend against single precision."""
-    section = Section("Outputs and gradients in bfloat16, against single precision")
+def kernels(setup: Setup) -> Section:
+    """Outputs and gradients of each backend compared with single precision."""
+    section = Section("Outputs and gradients in bfloat16, compared with single precision")
     section.notes.append(
         "Largest error relative to the largest value, over real tokens. The reference is scaled "
-        "dot product attention in single precision, one sample at a time. Its bfloat16 version is "
-        "the yardstick."
+        "dot product attention in single precision, one sample at a time; the baseline is the same "
+        "in bfloat16."
     )
     table = Table("Errors", {"case": "", "run": "", "outputs": ".1e", "gradients": ".1e"})
     worst: dict[str, float] = {}
     factor: dict[str, float] = {}
     failed: set[str] = set()
     alone = Recipe(layout=Packed(samples=1))
-    for case in kernel_cases(place):
-        expected = run_case(case, alone, torch.float32, "segments", place.device)
+    for case in kernel_cases(setup):
+        expected = run_case(case, alone, torch.float32, "segments", setup.device)
         total = 8 * sum(-(-n // 8) for n in case.lengths)
         packed = Recipe(layout=Packed(max_tokens=total + 64), topology=case.topology)
         widest = max(case.lengths)
@@ -188,35 +188,35 @@ def kernels(place: StreamPosition) -> Section:
             layout=Packed(rows=2, pad_to=8 * (total // 16 + widest)), topology=case.topology
         )
         plain = "causal" if case.window is None else "segments"
-        yardstick = errors(run_case(case, alone, HALF, "segments", place.device), expected)
-        table.add(case.name, "one at a time", *yardstick)
+        baseline = errors(run_case(case, alone, HALF, "segments", setup.device), expected)
+        table.add(case.name, "one at a time", *baseline)
         runs = [(f"padded, {plain}", padded, plain)]
-        for name in place.backends:
+        for name in setup.backends:
             runs.append((f"packed, {name}", packed, name))
             if case.static:
                 runs.append((f"packed static, {name}", static, name))
         for name, recipe, backend in runs:
             try:
-                found = errors(run_case(case, recipe, HALF, backend, place.device), expected)
-            except Exception as error:  # the other runs still tell something
+                found = errors(run_case(case, recipe, HALF, backend, setup.device), expected)
+            except Exception as error:  # continue with the other runs
                 section.notes.append(f"{case.name}, {name} failed: {error}".splitlines()[0])
                 failed.add(backend)
                 continue
             table.add(case.name, name, *found)
             worst[backend] = max(worst.get(backend, 0.0), *found)
-            ratio = max(a / max(b, 1e-3) for a, b in zip(found, yardstick, strict=True))
+            ratio = max(a / max(b, 1e-3) for a, b in zip(found, baseline, strict=True))
             factor[backend] = max(factor.get(backend, 0.0), ratio)
-    place.free()
+    setup.free()
     section.tables.append(table)
-    for name in place.backends:
-        promise = f"{name}: every case runs, no error above {LIMIT:.0e} or {FACTOR:.0f} × as large"
+    for name in setup.backends:
+        goal = f"{name}: all cases run, errors at most {LIMIT:.0e} and {FACTOR:.0f}× the baseline"
         most, times = worst.get(name, np.inf), factor.get(name, np.inf)
         met = name not in failed and most <= LIMIT and times <= FACTOR
-        section.targets.append(Target(promise, f"largest {most:.1e}, at most × {times:.2f}", met))
+        section.targets.append(Target(goal, f"largest {most:.1e}, {times:.2f}× the baseline", met))
     return section
 
 
-# The decoder ----------------------------------------------------------------------------------
+# Decoder --------------------------------------------------------------------------------------
 
 
 def learn(
@@ -231,33 +231,35 @@ def learn(
     loss, gradient = 0.0, torch.zeros(sum(p.numel() for p in parameters), device=work[0].device)
     for batch in work:
         logits = named(batch).float().flatten(0, 1)
-        part = nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum") / labels
-        # Summed in single precision: the number of micro-batches is no source of error.
-        gradient += torch.cat([g.float().flatten() for g in torch.autograd.grad(part, parameters)])
-        loss += float(part.detach())
+        share = (
+            nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum") / labels
+        )
+        # Summed in single precision, so the number of micro-batches adds no error.
+        gradient += torch.cat([g.float().flatten() for g in torch.autograd.grad(share, parameters)])
+        loss += float(share.detach())
     return loss, gradient
 
 
-def decoder(place: StreamPosition) -> Section:
-    """Loss and gradient of a small model, packed against one at a time."""
+def decoder(setup: Setup) -> Section:
+    """Loss and gradient of a small model, packed compared with one sample at a time."""
     random = np.random.default_rng(0)
-    count, mean = (12, 3.0) if place.quick else (48, 6.0)
+    count, mean = (12, 3.0) if setup.quick else (48, 6.0)
     lengths = [1, 1, *random.lognormal(mean, 1.0, count).astype(int).clip(1, 4096).tolist()]
-    if place.quick:
+    if setup.quick:
         shape = DecoderShape(vocab=1000, hidden=64, heads=4, kv_heads=2, ffn=96)
     else:
         shape = DecoderShape(vocab=1000, hidden=1024, layers=6, heads=16, kv_heads=4, ffn=2816)
     torch.manual_seed(0)
-    # Weights that bfloat16 holds exactly: what is left is the arithmetic.
+    # Weights are exact in bfloat16, so only the arithmetic differs.
     model = Decoder(shape).to(HALF).float()
-    section = Section(f"A decoder of {shape.layers} layers, {shape.hidden} wide")
+    section = Section(f"A decoder of {shape.layers} layers with hidden size {shape.hidden}")
     section.notes.append(
-        f"{len(lengths)} samples, {sum(lengths):,} tokens, the longest {max(lengths)}, two of 1. "
+        f"{len(lengths)} samples, {sum(lengths):,} tokens, lengths 1 to {max(lengths)}. "
         "Loss and gradient relative to single precision, one sample at a time; the gradient as "
         "one vector. In single precision all layouts must agree to 1e-5."
     )
     table = Table("Differences", {"run": "", "precision": "", "loss": ".1e", "gradient": ".1e"})
-    budget = max(2 * max(lengths), 1024 if place.quick else 16384)
+    budget = max(2 * max(lengths), 1024 if setup.quick else 16384)
     layouts: dict[str, Layout] = {
         "one at a time": Packed(samples=1),
         "packed": Packed(max_tokens=budget),
@@ -266,13 +268,13 @@ def decoder(place: StreamPosition) -> Section:
     }
 
     def difference(layout: str, backend: str, dtype: torch.dtype) -> tuple[float, float]:
-        batches = make_batch(lengths, Recipe(layout=layouts[layout]), place.device)
+        batches = make_batch(lengths, Recipe(layout=layouts[layout]), setup.device)
         loss, gradient = learn(model, batches, backend, dtype)
         off = (gradient - expected[1]).norm() / expected[1].norm()
         return abs(loss / expected[0] - 1), float(off)
 
     recipe = Recipe(layout=layouts["one at a time"])
-    expected = learn(model, make_batch(lengths, recipe, place.device), "segments", torch.float32)
+    expected = learn(model, make_batch(lengths, recipe, setup.device), "segments", torch.float32)
     single = 0.0
     for layout in ("packed", "packed static", "dynamic"):
         found = difference(layout, "segments", torch.float32)
@@ -281,21 +283,21 @@ def decoder(place: StreamPosition) -> Section:
     section.targets.append(
         Target("float32: layouts agree to 1e-5", f"largest {single:.1e}", single <= 1e-5)
     )
-    yardstick = difference("one at a time", "segments", HALF)
-    table.add("one at a time, segments", "bfloat16", *yardstick)
+    baseline = difference("one at a time", "segments", HALF)
+    table.add("one at a time, segments", "bfloat16", *baseline)
     table.add("dynamic, causal", "bfloat16", *difference("dynamic", "causal", HALF))
-    for name in place.backends:
+    for name in setup.backends:
         for layout in ("packed", "packed static"):
             found = difference(layout, name, HALF)
             table.add(f"{layout}, {name}", "bfloat16", *found)
             section.targets.append(
                 Target(
-                    f"{layout}, {name}: gradient within {FACTOR:.0f} × of one at a time",
-                    f"{found[1]:.1e} against {yardstick[1]:.1e}",
-                    found[1] <= FACTOR * yardstick[1],
+                    f"{layout}, {name}: gradient error at most {FACTOR:.0f}× one at a time",
+                    f"{found[1]:.1e} compared with {baseline[1]:.1e}",
+                    found[1] <= FACTOR * baseline[1],
                 )
             )
-        place.free()
+        setup.free()
     section.tables.append(table)
     return section
 
@@ -304,7 +306,7 @@ def decoder(place: StreamPosition) -> Section:
 
 
 def best(call: Callable[[], Any], device: str, runs: int) -> float:
-    """Milliseconds of the best run after two to warm up."""
+    """Milliseconds of the best run after two warm-up runs."""
     times = []
     for number in range(runs + 2):
         if device == "cuda":
@@ -318,29 +320,29 @@ def best(call: Callable[[], Any], device: str, runs: int) -> float:
     return min(times)
 
 
-def speed(place: StreamPosition) -> Section:
-    """Forward and backward of one layer's attention on the same samples in each layout."""
-    budget = 512 if place.quick else 32768
-    heads, kv_heads, dim = (4, 2, 16) if place.quick else (32, 8, 128)
+def speed(setup: Setup) -> Section:
+    """Forward and backward of the attention of one layer on the same samples in each layout."""
+    budget = 512 if setup.quick else 32768
+    heads, kv_heads, dim = (4, 2, 16) if setup.quick else (32, 8, 128)
     random = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) < budget:
-        mean = 4.0 if place.quick else 6.5
+        mean = 4.0 if setup.quick else 6.5
         lengths.append(min(round(random.lognormal(mean, 1.0)) + 1, budget // 4))
     lengths[-1] -= sum(lengths) - budget
     section = Section("Time of one layer's attention, forward and backward")
     section.notes.append(
-        f"{len(lengths)} samples of log-normal lengths, {budget:,} tokens, the longest "
-        f"{max(lengths):,}; {heads} heads of {dim}, {kv_heads} key heads, bfloat16, causal. Best "
-        "of several runs, compiled before; × is against the first row."
+        f"{len(lengths)} samples of log-normal lengths, {budget:,} tokens, maximum "
+        f"length {max(lengths):,}; {heads} heads of {dim}, {kv_heads} key heads, bfloat16, causal. "
+        "Best of several runs without compilation; × is relative to the first row."
     )
 
     def timed(recipe: Recipe, backend: str) -> tuple[float, int]:
-        batches = list(make_batch(lengths, recipe, place.device))
+        batches = list(make_batch(lengths, recipe, setup.device))
         calls = []
         for batch in batches:
             q, k, v, gradient = (
-                torch.randn(batch.rows, n, batch.width, dim, device=place.device, dtype=HALF)
+                torch.randn(batch.rows, n, batch.width, dim, device=setup.device, dtype=HALF)
                 for n in (heads, kv_heads, kv_heads, heads)
             )
             leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
@@ -352,18 +354,18 @@ def speed(place: StreamPosition) -> Section:
                 torch.autograd.grad(out, (q, k, v), gradient)
 
         slots = sum(batch.rows * batch.width for batch in batches)
-        found = best(step, place.device, 2 if place.quick else 10)
+        found = best(step, setup.device, 2 if setup.quick else 10)
         return found, slots
 
     packed = Recipe(layout=Packed(max_tokens=budget))
-    runs = [(f"packed, {name}", packed, name) for name in place.backends]
-    if "segments" not in place.backends:
-        runs.append(("packed, segment by segment", packed, "segments"))
+    runs = [(f"packed, {name}", packed, name) for name in setup.backends]
+    if "segments" not in setup.backends:
+        runs.append(("packed, segments", packed, "segments"))
     widest = max(lengths)
-    runs.append(("dynamic, plain causal", Recipe(layout=Padded(max_tokens=budget)), "causal"))
+    runs.append(("dynamic, causal", Recipe(layout=Padded(max_tokens=budget)), "causal"))
     runs.append(
         (
-            "all padded, plain causal",
+            "all padded, causal",
             Recipe(layout=Padded(max_tokens=widest * len(lengths))),
             "causal",
         )
@@ -374,94 +376,94 @@ def speed(place: StreamPosition) -> Section:
         found, slots = timed(recipe, backend)
         first = first or found
         table.add(name, slots, found, found / first)
-        place.free()
+        setup.free()
     section.tables.append(table)
-    section.tables.append(_mask_times(lengths, packed, place))
+    section.tables.append(_mask_times(lengths, packed, setup))
     return section
 
 
-def _mask_times(lengths: list[int], packed: Recipe, place: StreamPosition) -> Table:
-    """Building the block mask from boundaries, and by trying every entry as torch does."""
-    batch = next(make_batch(lengths, packed, place.device))
-    runs = 2 if place.quick else 5
-    ours = best(lambda: block_mask(batch), place.device, runs)
+def _mask_times(lengths: list[int], packed: Recipe, setup: Setup) -> Table:
+    """Time to build the block mask from boundaries, and entry by entry as torch does."""
+    batch = next(make_batch(lengths, packed, setup.device))
+    runs = 2 if setup.quick else 5
+    ours = best(lambda: block_mask(batch), setup.device, runs)
     rule, width = block_mask(batch).mask_mod, batch.width
     theirs = best(
-        lambda: create_block_mask(rule, 1, None, width, width, device=place.device),
-        place.device,
+        lambda: create_block_mask(rule, 1, None, width, width, device=setup.device),
+        setup.device,
         runs,
     )
-    table = Table("Building a block mask", {"how": "", "ms": ".2f", "×": ".2f"})
-    table.add("from boundaries (ours)", ours, 1.0)
+    table = Table("Building a block mask", {"method": "", "ms": ".2f", "×": ".2f"})
+    table.add("block_mask (evenstep)", ours, 1.0)
     table.add("create_block_mask (torch)", theirs, theirs / ours)
     return table
 
 
-# Running and filing ---------------------------------------------------------------------------
+# Running --------------------------------------------------------------------------------------
 
-SECTIONS: dict[str, Callable[[StreamPosition], Section]] = {
+SECTIONS: dict[str, Callable[[Setup], Section]] = {
     "kernels": kernels,
     "decoder": decoder,
     "speed": speed,
 }
 
 
-def facts(place: StreamPosition) -> dict[str, str]:
-    """What the results depend on."""
-    on_gpu = place.device == "cuda"
+def facts(setup: Setup) -> dict[str, str]:
+    """Hardware, versions and tolerances."""
+    on_gpu = setup.device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "CUDA": str(torch.version.cuda) if on_gpu else "none",
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
-        "precision": "bfloat16 against float32 (TF32 off)",
-        "tolerance": f"{LIMIT:.0e} of the largest value, and {FACTOR:.0f} × the yardstick's error",
+        "precision": "bfloat16 compared with float32 (TF32 off)",
+        "tolerance": f"{LIMIT:.0e} of the largest value, {FACTOR:.0f}× the error of the baseline",
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Attention, measured."""
+    """Run the sections and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
-    parser.add_argument("--quick", action="store_true", help="a small version, not filed")
+    parser.add_argument("--quick", action="store_true", help="run a small version; write nothing")
     parser.add_argument("--only", action="append", choices=list(SECTIONS))
-    parser.add_argument("--out", type=Path, help="where to file (benchmarks/results)")
+    parser.add_argument("--out", type=Path, help="folder for results (default: benchmarks/results)")
     options = parser.parse_args(arguments)
     if options.out is None and not options.quick and not options.only:
         options.out = ROOT / "benchmarks" / "results"
     torch.backends.cuda.matmul.allow_tf32 = False
-    # Past its limit of recompilations FlexAttention would run unfused, with all scores at once.
+    # Above the recompilation limit FlexAttention runs unfused and materialises all scores.
     for name in ("recompile_limit", "cache_size_limit"):
         if hasattr(torch._dynamo.config, name):
             setattr(torch._dynamo.config, name, 64)
             break
-    place = StreamPosition(options.device, options.quick)
+    setup = Setup(options.device, options.quick)
     console = Console(width=None if sys.stdout.isatty() else 140)
     found = {}
     for name in options.only or SECTIONS:
         start = time.perf_counter()
-        found[name] = SECTIONS[name](place)
+        found[name] = SECTIONS[name](setup)
         tables.show(found[name], console)
         console.print(f"{name}: {time.perf_counter() - start:.0f} s\n")
     if options.out:
-        _file(options.out, place, found)
+        _write(options.out, setup, found)
     return 0
 
 
-def _file(folder: Path, place: StreamPosition, found: dict[str, Section]) -> None:
+def _write(folder: Path, setup: Setup, found: dict[str, Section]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    about = facts(place)
+    about = facts(setup)
     data = {"machine": about, "sections": {name: s.to_dict() for name, s in found.items()}}
     text = json.dumps(data, indent=1, ensure_ascii=False)
     (folder / "gpu_attention.json").write_text(text + "\n", encoding="utf-8")
-    parts = [
-        "# Attention on a GPU, measured",
+    texts = [
+        "# Attention on a GPU",
         "Written by `python benchmarks/gpu_attention.py`.",
         tables.markdown_table(Table("Machine", {"": "", " ": ""}, [*about.items()])),
         *(tables.markdown(section) for section in found.values()),
     ]
-    (folder / "gpu_attention.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "gpu_attention.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Measure whole steps on a GPU: the same gradient in every layout, and what each layout takes.
+"""Measure whole steps on a GPU: gradients, throughput and prefetching in every layout.
 
-    python benchmarks/gpu_steps.py                        filed under benchmarks/results
-    python benchmarks/gpu_steps.py --device cpu --quick   a small version, not filed
+    python benchmarks/gpu_steps.py                        writes benchmarks/results
+    python benchmarks/gpu_steps.py --device cpu --quick   a small version, writes nothing
 
-The same samples run in every step, padded to the longest, dynamically batched and packed, through
-stream, plan, collator and runner.
+Every step holds the same samples, padded to the maximum length, dynamically batched and packed,
+and runs through stream, plan, collator and runner.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from evenstep.train.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[1]
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
-"""Dense bfloat16 FLOPs a second, from the makers' data sheets."""
+"""Dense bfloat16 FLOP/s, from the data sheets."""
 
 
 class Slow:
-    """A source that takes a while for each token."""
+    """A source that sleeps for each token."""
 
     def __init__(self, source: InMemory, seconds: float) -> None:
         self.source, self.seconds = source, seconds
@@ -80,14 +80,14 @@ def layouts(budget: int, longest: int) -> dict[str, Layout]:
 
 
 def gradients(device: str, quick: bool) -> Section:
-    """One step in every layout and mode against one sample at a time."""
+    """One step in every layout and mode, compared with one sample at a time."""
     source = corpus(24, 60, 256, 97)
     labels = source.lengths_of(np.arange(len(source))) - 1
     shape = DecoderShape(vocab=97, hidden=64, layers=2)
     table = Table(
-        "Against one sample at a time", dict.fromkeys(("denominator", "layout", "mode"), "")
+        "Compared with one sample at a time", dict.fromkeys(("denominator", "layout", "mode"), "")
     )
-    table.columns["off by"] = ".1e"
+    table.columns["relative error"] = ".1e"
     worst = 0.0
     for normalization in (TokenMean(), SequenceMean()):
         alone = Padded(max_tokens=256, pad_to=256)
@@ -100,9 +100,11 @@ def gradients(device: str, quick: bool) -> Section:
                 worst = max(worst, off)
     return Section(
         "The gradient of a step, float32",
-        ["Relative to one sample at a time: norm of the difference over norm."],
+        ["Norm of the difference to one sample at a time, over its norm."],
         tables=[table],
-        targets=[Target("the gradient of any layout within 1e-6", f"{worst:.1e}", worst <= 1e-6)],
+        targets=[
+            Target("relative error at most 1e-6 in every layout", f"{worst:.1e}", worst <= 1e-6)
+        ],
     )
 
 
@@ -122,7 +124,7 @@ def _gradient(
 
 
 def training(device: str, quick: bool) -> Section:
-    """Some steps of a decoder in bfloat16: real tokens a second, MFU, and the loss."""
+    """Several steps of a decoder in bfloat16: tokens/s, MFU and loss."""
     sizes: dict[str, Any] = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 4, "ffn": 2816}
     vocab, longest, budget, steps, samples = 32_000, 8192, 32_768, 8, 128
     if quick:
@@ -160,7 +162,7 @@ def training(device: str, quick: bool) -> Section:
             (
                 name,
                 f"{speed[name]:,.0f}",
-                f"{speed[name] / speed['padded to the longest']:.2f} ×",
+                f"{speed[name] / speed['padded to the longest']:.2f}×",
                 f"{np.mean([r.padding for r in results]):.1%}",
                 f"{np.mean(mfu):.1%}" if mfu else "",
                 f"{sum(r.timings.wait for r in steady) / seconds:.1%}",
@@ -170,26 +172,26 @@ def training(device: str, quick: bool) -> Section:
         )
     spread = float(np.ptp(np.array(losses), axis=0).max())
     header = {
-        "layout": "", "real tokens/s": "", "×": "", "padding": "", "MFU": "",
+        "layout": "", "tokens/s": "", "×": "", "padding": "", "MFU": "",
         "waiting for data": "", "first loss": "", "last loss": "",
     }  # fmt: skip
     gained = speed["packed"] / speed["padded to the longest"]
     return Section(
         "Training a decoder, bfloat16",
         [
-            f"{steps} steps of {samples} log-normal samples, the longest {longest:,} tokens, "
-            f"micro-batches of at most {budget:,} slots; {sizes}. MFU counts FLOPs of real tokens."
+            f"{steps} steps of {samples} log-normal samples of at most {longest:,} tokens, at most "
+            f"{budget:,} slots per micro-batch; {sizes}. MFU counts FLOPs of real tokens."
         ],
         tables=[Table("Layouts", header, rows)],
         targets=[
-            Target("packed is faster than padded", f"{gained:.2f} ×", gained > 1),
-            Target("losses agree to bfloat16's rounding", f"{spread:.1e}", spread < 2e-2),
+            Target("packed is faster than padded", f"{gained:.2f}×", gained > 1),
+            Target("losses agree up to bfloat16 rounding", f"{spread:.1e}", spread < 2e-2),
         ],
     )
 
 
 def prefetching(device: str, quick: bool) -> Section:
-    """Preparation as slow as compute, without and with a micro-batch ahead."""
+    """Preparation as slow as compute, with and without prefetching."""
     source = corpus(64 if quick else 256, 400, 1024, 101)
     sizes: dict[str, Any] = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 1408}
     if quick:
@@ -205,7 +207,7 @@ def prefetching(device: str, quick: bool) -> Section:
         return runner.run(next(iter(PlannedStream(given, recipe))))
 
     run(source, 1)
-    compute = run(source, 1).timings.total  # with nothing to wait for
+    compute = run(source, 1).timings.total  # without waiting
     slow = Slow(source, compute / int(source.lengths_of(np.arange(len(source))).sum()))
     for ahead in (0, 1, 2):
         found = run(slow, ahead).timings
@@ -213,18 +215,18 @@ def prefetching(device: str, quick: bool) -> Section:
         ratios[ahead] = found.total / larger
         rows.append(
             (str(ahead), f"{found.prepare:.3f}", f"{compute:.3f}", f"{found.wait:.3f}",
-             f"{found.total:.3f}", f"{ratios[ahead]:.2f} ×", f"{found.first:.3f}")
+             f"{found.total:.3f}", f"{ratios[ahead]:.2f}×", f"{found.first:.3f}")
         )  # fmt: skip
     header = {
-        "ahead": "", "prepare s": "", "compute s": "", "wait s": "", "total s": "",
-        "of the larger": "", "first forward s": "",
+        "prefetch": "", "prepare (s)": "", "compute (s)": "", "wait (s)": "", "total (s)": "",
+        "total / larger": "", "first forward (s)": "",
     }  # fmt: skip
     return Section(
-        "Preparing ahead",
-        ["A source as slow as the model: how much longer a step takes than the larger of the two."],
+        "Prefetching",
+        ["A source as slow as the model; total time over the larger of prepare and compute."],
         tables=[Table("One step", header, rows)],
         targets=[
-            Target("with one ahead under 1.15 × the larger", f"{ratios[1]:.2f} ×", ratios[1] < 1.15)
+            Target("prefetch=1 below 1.15× the larger", f"{ratios[1]:.2f}×", ratios[1] < 1.15)
         ],
     )
 
@@ -233,12 +235,12 @@ SECTIONS = {"gradients": gradients, "training": training, "prefetching": prefetc
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Steps, measured."""
+    """Run the sections and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
-    parser.add_argument("--quick", action="store_true", help="a small version, not filed")
-    parser.add_argument("--out", type=Path, help="where to file (benchmarks/results)")
+    parser.add_argument("--quick", action="store_true", help="run a small version; write nothing")
+    parser.add_argument("--out", type=Path, help="folder for results (default: benchmarks/results)")
     options = parser.parse_args(arguments)
     if options.out is None and not options.quick:
         options.out = ROOT / "benchmarks" / "results"
@@ -251,11 +253,11 @@ def main(arguments: list[str] | None = None) -> int:
         tables.show(found[name], console)
         console.print(f"{name}: {time.perf_counter() - start:.0f} s\n")
     if options.out:
-        _file(options.out, options.device, found)
+        _write(options.out, options.device, found)
     return 0
 
 
-def _file(folder: Path, device: str, found: dict[str, Section]) -> None:
+def _write(folder: Path, device: str, found: dict[str, Section]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
@@ -265,13 +267,13 @@ def _file(folder: Path, device: str, found: dict[str, Section]) -> None:
     data = {"machine": about, "sections": {name: s.to_dict() for name, s in found.items()}}
     text = json.dumps(data, indent=1, ensure_ascii=False)
     (folder / "gpu_steps.json").write_text(text + "\n", encoding="utf-8")
-    parts = [
-        "# Steps on a GPU, measured",
+    texts = [
+        "# Steps on a GPU",
         "Written by `python benchmarks/gpu_steps.py`.",
         tables.markdown_table(Table("Machine", {"": "", " ": ""}, [*about.items()])),
         *(tables.markdown(section) for section in found.values()),
     ]
-    (folder / "gpu_steps.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "gpu_steps.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo: its parts, and a short run of the whole; `make demo` takes minutes."""
+"""The functions of the demo and a short run; `make demo` takes minutes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from evenstep import Plan
+from evenstep import Plan, make_plan
 from evenstep.data.sources.token_writer import write_token_file
 from evenstep.demo import run as demo
-from evenstep.planning import make_plan
 from evenstep.report import Entry
 
 

@@ -1,4 +1,4 @@
-"""Which Hugging Face models keep packed segments apart, with which arguments: shown, not said."""
+"""Which Hugging Face models support packed batches, tested by running them."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 
-# Name, options: decoders whose masks are made from position_ids.
+# Name, options: decoders that build their masks from position_ids.
 SAFE: list[tuple[str, dict[str, Any]]] = [
     ("Llama", SHAPE),
     ("Qwen2", SHAPE),
@@ -35,15 +35,20 @@ SAFE: list[tuple[str, dict[str, Any]]] = [
     ("Mistral", SHAPE | {"sliding_window": 3}),
     ("Gemma3Text", SHAPE | {"sliding_window": 3}),
 ]
-# Name, options, the layer that leaks, what is said of it.
+# Name, options, the layer that leaks, the reason given.
 UNSAFE: list[tuple[str, dict[str, Any], str, str]] = [
-    ("OPT", SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}, "OPTAttention", "OPTDecoder makes"),
-    ("Falcon", SMALL, "FalconAttention", "FalconModel makes"),
-    ("Bloom", SMALL, "BloomAttention", "takes no position_ids"),
+    (
+        "OPT",
+        SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        "OPTAttention",
+        "OPTDecoder builds",
+    ),
+    ("Falcon", SMALL, "FalconAttention", "FalconModel builds"),
+    ("Bloom", SMALL, "BloomAttention", "not take position_ids"),
     ("Mamba", SMALL | {"state_size": 4}, "MambaMixer", "recurrent state"),
     ("Lfm2", SHAPE | {"layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv", "conv layers"),
 ]
-# What goes with packed batches so often, and makes boundaries disappear.
+# Common arguments that hide the boundaries of packed batches.
 SPOILED: dict[str, Callable[[Batch], dict[str, Any]]] = {
     "a cache": lambda batch: hf_kwargs(batch) | {"use_cache": True},
     "a mask": lambda batch: hf_kwargs(batch) | {"attention_mask": batch.token_mask.long()},
@@ -54,7 +59,7 @@ SPOILED: dict[str, Callable[[Batch], dict[str, Any]]] = {
 
 @pytest.fixture
 def plain_flex() -> Iterator[None]:
-    """FlexAttention without a minute of compiling; transformers insists on asking for it."""
+    """Replace the compilation of FlexAttention, which transformers requests and takes a minute."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.compile, of torch
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -71,7 +76,7 @@ def forward(
 @pytest.mark.parametrize("recipe", [*PACKED, "packed and aligned", "padded", "dynamic"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize(("kind", "options"), SAFE, ids=[kind for kind, _ in SAFE])
-def test_these_do_not_leak(
+def test_these_models_do_not_leak(
     kind: str, options: dict[str, Any], implementation: str, recipe: str
 ) -> None:
     model = build(kind, implementation, **options)
@@ -95,7 +100,7 @@ def test_flex_attention_does_not_leak(kind: str, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("spoiled", sorted(SPOILED))
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize(("kind", "options"), SAFE[:3], ids=[kind for kind, _ in SAFE[:3]])
-def test_even_these_leak_with_a_cache_a_mask_or_no_positions(
+def test_these_models_leak_with_a_cache_a_mask_or_no_positions(
     kind: str, options: dict[str, Any], implementation: str, spoiled: str
 ) -> None:
     model = build(kind, implementation, **options)
@@ -108,9 +113,7 @@ def test_even_these_leak_with_a_cache_a_mask_or_no_positions(
 @pytest.mark.parametrize(
     ("kind", "options", "layer", "why"), UNSAFE, ids=[kind for kind, *_ in UNSAFE]
 )
-def test_these_leak_whatever_they_are_given(
-    kind: str, options: dict[str, Any], layer: str, why: str
-) -> None:
+def test_these_models_always_leak(kind: str, options: dict[str, Any], layer: str, why: str) -> None:
     model = build(kind, **options)
     support = supports_packing(model)
     assert not support.safe
@@ -136,15 +139,15 @@ def test_flash_attention_is_safe_and_the_unknown_is_not() -> None:
     assert "does not pass cu_seq_lens on" in supports_packing(falcon).why
 
 
-def test_attention_that_looks_both_ways_is_not_safe() -> None:
+def test_bidirectional_attention_is_not_safe() -> None:
     options = SMALL | {"intermediate_size": 48}
-    assert "both ways" in supports_packing(build("Bert", "sdpa", **options)).why
+    assert "bidirectional" in supports_packing(build("Bert", "sdpa", **options)).why
     model = build("Llama", "sdpa", **SHAPE)
     model.config.is_causal = False
-    assert "both ways" in supports_packing(model).why
+    assert "bidirectional" in supports_packing(model).why
 
 
-def test_a_model_without_a_config_is_left_to_the_detector() -> None:
+def test_a_model_without_a_config_is_not_safe() -> None:
     support = supports_packing(nn.Linear(2, 2))
     assert not support.safe
     assert "find_leaks" in support.why
@@ -153,7 +156,7 @@ def test_a_model_without_a_config_is_left_to_the_detector() -> None:
 # Arguments -----------------------------------------------------------------------------------
 
 
-def test_packed_rows_carry_boundaries_and_no_mask() -> None:
+def test_packed_rows_have_boundaries_and_no_mask() -> None:
     batch = batch_of([3, 2], "packed with a tail")
     kwargs = hf_kwargs(batch)
     assert kwargs["cu_seq_lens_q"].tolist() == [0, 3, 5, 64]
@@ -165,7 +168,7 @@ def test_packed_rows_carry_boundaries_and_no_mask() -> None:
     assert "labels" not in kwargs
 
 
-def test_padded_rows_carry_a_mask_and_no_boundaries() -> None:
+def test_padded_rows_have_a_mask_and_no_boundaries() -> None:
     batch = batch_of([3, 2], "dynamic")
     kwargs = hf_kwargs(batch, labels=True)
     assert kwargs["attention_mask"].sum(1).tolist() == batch.seqlens[batch.seqlens > 0].tolist()
@@ -190,7 +193,7 @@ def test_a_model_that_cannot_pack_gets_a_padded_layout_with_the_same_budget(
 ) -> None:
     model = build("OPT", **UNSAFE[0][1])
     with pytest.warns(
-        UserWarning, match=r"OPTForCausalLM cannot take packed.*without position_ids"
+        UserWarning, match=r"OPTForCausalLM does not support packed.*without position_ids"
     ):
         assert choose_layout(model, layout) == expected
     able = build("Llama", "sdpa", **SHAPE)

@@ -8,7 +8,7 @@ from evenstep.tensors.collate import Collator
 from tests.tensors.batches import batch_of
 
 
-def test_real_and_padded_boundaries_are_both_told() -> None:
+def test_real_and_padded_boundaries_are_both_given() -> None:
     recipe = Recipe(layout=Packed(max_tokens=12, pad_to=12), topology=Topology(cp=2))
     params = packed_seq_params(batch_of([3, 2], recipe))
     assert params["qkv_format"] == "thd"
@@ -19,7 +19,7 @@ def test_real_and_padded_boundaries_are_both_told() -> None:
         assert params[f"cu_seqlens_{side}"].dtype == torch.int32
 
 
-def test_a_dummy_has_something_to_run_on() -> None:
+def test_an_empty_micro_batch_counts_its_padding_as_real() -> None:
     plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
     for rank in (0, 1):
         batch = Collator()(plan[0, rank][0], [{"input_ids": [1, 2, 3]}])

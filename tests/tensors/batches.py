@@ -1,4 +1,4 @@
-"""Batches of random samples in every layout, and results taken apart by sample again."""
+"""Batches of random samples in every layout, and their results by sample."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def by_sample(batch: Batch, values: Tensor) -> dict[int, Tensor]:
     flat = values.flatten(0, 1)
     begins, sizes = batch.cu_seqlens.tolist(), batch.seqlens.tolist()
     return {
-        sample: flat[begins[piece] : begins[piece] + sizes[piece]]
-        for piece, sample in enumerate(batch.sample_ids.tolist())
+        sample: flat[begins[tile] : begins[tile] + sizes[tile]]
+        for tile, sample in enumerate(batch.sample_ids.tolist())
         if sample >= 0
     }
 
 
 def distance(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
-    """The largest difference, relative to the largest value; that counts as `least` or more."""
+    """The largest difference, relative to the largest value (at least `least`)."""
     if not expected.numel():
         return 0.0
     return float((found - expected).abs().max()) / max(float(expected.abs().max()), least)

@@ -1,4 +1,4 @@
-"""One meaning on every backend: each tile attends within itself, and nowhere else."""
+"""Attention within segments: every backend agrees with the definition."""
 
 import gc
 import math
@@ -39,7 +39,7 @@ def tensors_for(
 def plain(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """By the definition: token by token, in double precision."""
+    """The definition: token by token, in double precision."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     shared = q.shape[1] // k.shape[1]
     bounds = batch.cu_seqlens.tolist()
@@ -97,7 +97,7 @@ def test_gradients_agree_too(lengths: list[int], recipe: str, window: int | None
 
 
 @pytest.mark.parametrize("name", ["segments", "mask", "flex"])
-def test_attention_in_both_directions_stays_within_pieces(name: str) -> None:
+def test_bidirectional_attention_stays_within_segments(name: str) -> None:
     batch = batch_of([5, 1, 7, 2], "packed static")
     q, k, v = tensors_for(batch)
     found = attention(q, k, v, batch, causal=False, backend=name)
@@ -114,7 +114,7 @@ def test_the_scale_replaces_the_usual_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["segments", "mask", "flex", None])
-def test_half_precision_is_as_near_as_its_digits(name: str | None) -> None:
+def test_half_precision_is_accurate_to_its_rounding(name: str | None) -> None:
     batch = batch_of([9, 1, 24, 3], "packed with a tail")
     q, k, v = tensors_for(batch, dtype=torch.bfloat16)
     found = attention(q, k, v, batch, backend=name)
@@ -122,7 +122,7 @@ def test_half_precision_is_as_near_as_its_digits(name: str | None) -> None:
     assert distance(real(batch, found).double(), real(batch, plain(q, k, v, batch))) < 2e-2
 
 
-def test_tails_dummies_and_segments_without_tokens_are_pieces_like_any_other() -> None:
+def test_tails_and_empty_micro_batches_are_tiles_like_any_other() -> None:
     empty = Batch(
         tokens=torch.zeros(1, 4, dtype=torch.int64),
         targets=torch.zeros(1, 4, dtype=torch.int64),
@@ -137,9 +137,9 @@ def test_tails_dummies_and_segments_without_tokens_are_pieces_like_any_other() -
         loss_tokens=torch.zeros(3, dtype=torch.int64),
         max_seqlen=2,
     )
-    dummy = batch_of([3] * 5, Recipe(layout=Padded(max_tokens=8)))
-    assert not dummy.is_empty
-    for batch in (empty, dummy):
+    last = batch_of([3] * 5, Recipe(layout=Padded(max_tokens=8)))
+    assert not last.is_empty
+    for batch in (empty, last):
         q, k, v = tensors_for(batch)
         expected = real(batch, plain(q, k, v, batch))
         for name in ("segments", "mask", "flex", None):
@@ -147,19 +147,19 @@ def test_tails_dummies_and_segments_without_tokens_are_pieces_like_any_other() -
             assert distance(real(batch, found).double(), expected) < 1e-5
 
 
-def test_a_dummy_gives_finite_outputs_and_gradients() -> None:
+def test_an_empty_micro_batch_gives_finite_outputs_and_gradients() -> None:
     from evenstep import Topology, make_plan
     from evenstep.tensors.collate import Collator
 
     plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
-    dummy = next(
+    empty = next(
         batch
         for batch in (Collator()(plan[0, r][0], [{"input_ids": [1, 2, 3]}]) for r in (0, 1))
         if batch.is_empty
     )
-    q, k, v = (x.requires_grad_() for x in tensors_for(dummy))
+    q, k, v = (x.requires_grad_() for x in tensors_for(empty))
     for name in (None, "segments", "mask", "causal"):
-        attention(q, k, v, dummy, backend=name).sum().backward()
+        attention(q, k, v, empty, backend=name).sum().backward()
     assert q.grad is not None
     assert q.grad.isfinite().all()
 
@@ -240,9 +240,11 @@ def test_plain_causal_attention_runs_padded_batches_and_masks_run_tiny_ones() ->
 def test_a_backend_that_cannot_run_says_why() -> None:
     batch = batch_of([5, 3], "packed")
     q, k, v = tensors_for(batch)
-    with pytest.raises(ConfigError, match=r"no attention backend 'fast'.*varlen, flex, causal"):
+    with pytest.raises(
+        ConfigError, match=r"unknown attention backend 'fast'.*varlen, flex, causal"
+    ):
         attention(q, k, v, batch, backend="fast")
-    with pytest.raises(ConfigError, match="'varlen' runs on CUDA only, not on cpu"):
+    with pytest.raises(ConfigError, match="'varlen' supports CUDA only, not cpu"):
         attention(q, k, v, batch, backend="varlen")
     with pytest.raises(ConfigError, match="'flex' has no gradients on the CPU"):
         attention(q.requires_grad_(), k, v, batch, backend="flex")
@@ -257,7 +259,7 @@ def test_a_backend_that_cannot_run_says_why() -> None:
 def test_tensors_of_another_shape_are_refused() -> None:
     batch = batch_of([5, 3], "packed")
     q, k, v = tensors_for(batch)
-    with pytest.raises(InputError, match=r"k has the shape \(1, 2, 7, 8\) .* 1 rows of 8 slots"):
+    with pytest.raises(InputError, match=r"k has shape \(1, 2, 7, 8\), .* 1 rows of 8 slots"):
         attention(q, k[:, :, :-1], v, batch)
     with pytest.raises(InputError, match="q has 3 heads, k 2 and v 2"):
         attention(q[:, :3], k, v, batch)
@@ -311,13 +313,13 @@ def one_by_one(
 
 
 @pytest.mark.parametrize("signature", [first_signature, second_signature, third_signature])
-def test_varlen_is_called_as_each_torch_wants_it(
+def test_varlen_is_called_with_the_parameters_of_each_torch(
     signature: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "varlen_attn", signature)
     batch = batch_of([5, 1, 9, 2], "packed static")
     q, k, v = tensors_for(batch)
-    backends._varlen_knows.cache_clear()
+    backends._varlen_parameters.cache_clear()
     try:
         for causal, window, scale in (
             (True, None, None), (True, 3, None), (False, None, None), (True, None, 0.3),
@@ -328,4 +330,4 @@ def test_varlen_is_called_as_each_torch_wants_it(
             expected = BACKENDS["mask"].run(call)
             assert distance(BACKENDS["varlen"].run(call), expected) < 1e-5
     finally:
-        backends._varlen_knows.cache_clear()
+        backends._varlen_parameters.cache_clear()

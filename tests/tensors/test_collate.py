@@ -1,4 +1,4 @@
-"""From samples to batches: labels, positions, boundaries, extras, and what is refused."""
+"""From samples to batches: labels, positions, boundaries, extras and errors."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +44,7 @@ def batches(plan: Plan, samples: list[dict[str, Any]], collator: Collator) -> li
 
 
 class TestSystems:
-    def test_veomni_packs_and_pads_with_the_tail_as_one_piece(self) -> None:
+    def test_veomni_packs_and_pads_with_the_tail_as_one_tile(self) -> None:
         samples = [
             {"input_ids": ids(11, 12, 13), "labels": ids(2, 3, 4)},
             {"input_ids": ids(21, 22), "labels": ids(1, 2)},
@@ -56,7 +56,7 @@ class TestSystems:
         assert batch.cu_seqlens.dtype == torch.int32
         assert batch.max_seqlen == 3
         assert batch.labels.tolist() == [[3, 4, -100, 2, -100, -100, -100, -100]]
-        # A model that shifts by itself drops the very first label anyway.
+        # A model that shifts labels drops the first one anyway.
         assert batch.unshifted_labels.tolist() == [[-100, 3, 4, -100, 2, -100, -100, -100]]
 
     def test_veomnis_third_example_does_not_contradict_itself_here(self) -> None:
@@ -137,7 +137,7 @@ def with_extras(lengths: Any) -> list[dict[str, Any]]:
     return samples
 
 
-def test_extras_travel_as_they_were_declared() -> None:
+def test_extras_are_laid_out_as_declared() -> None:
     batch = one_batch(with_extras([2, 1]), Collator(extras=EXTRAS), pad_to=4)
     torch.testing.assert_close(batch.extras["advantages"], torch.tensor([[0.1, 0.2, 100.1, -1.0]]))
     assert batch.extras["reward"].tolist() == [0.0, 1.0]  # type: ignore[union-attr]
@@ -167,19 +167,19 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
         assert batch.max_seqlen == max(np.diff(bounds))
         assert batch.is_empty == (not mask.any())
         real = 0
-        for piece, (begin, end) in enumerate(pairwise(bounds)):
-            count = int(batch.seqlens[piece])
+        for tile, (begin, end) in enumerate(pairwise(bounds)):
+            count = int(batch.seqlens[tile])
             part = slice(begin, begin + count)
             assert batch.position_ids.reshape(-1)[begin:end].tolist() == list(range(end - begin))
-            assert (batch.segment_ids.reshape(-1)[begin:end] == piece).all()
+            assert (batch.segment_ids.reshape(-1)[begin:end] == tile).all()
             labels = batch.labels.reshape(-1)[begin:end].tolist()
-            number = int(batch.sample_ids[piece])
+            number = int(batch.sample_ids[tile])
             assert (number < 0) == (count == 0)
             if number < 0:
-                assert int(batch.loss_tokens[piece]) == 0
+                assert int(batch.loss_tokens[tile]) == 0
                 assert set(labels) == {IGNORE_INDEX}
                 continue
-            start = int(batch.starts[piece])
+            start = int(batch.starts[tile])
             own = samples[number]["input_ids"][start : start + count]
             assert (tokens[part] == own).all()
             seen[number] += own.tolist()
@@ -188,9 +188,9 @@ def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: b
             following = samples[number]["input_ids"][start + 1 : min(start + count + 1, last)]
             padding = [IGNORE_INDEX] * (end - begin - len(following))
             assert labels == (following + shift).tolist() + padding
-            assert int(batch.loss_tokens[piece]) == last - 1
+            assert int(batch.loss_tokens[tile]) == last - 1
             if batch.continuation is not None:
-                assert int(batch.continuation.counts[piece]) == int(start + count < last)
+                assert int(batch.continuation.counts[tile]) == int(start + count < last)
             advantages = batch.extras["advantages"]
             assert isinstance(advantages, torch.Tensor)
             torch.testing.assert_close(advantages.reshape(-1)[part], own.float() / 10)
@@ -223,7 +223,7 @@ def test_widths_come_in_the_multiples_that_low_precision_needs(layout: Any) -> N
         assert batch.cu_seqlens[-1] == batch.rows * batch.width
 
 
-def test_nothing_passed_in_is_changed() -> None:
+def test_samples_are_not_modified() -> None:
     samples = [
         {
             "input_ids": ids(1, 2, 3),
@@ -243,7 +243,7 @@ def test_nothing_passed_in_is_changed() -> None:
             assert same, key
 
 
-def test_arrays_and_lists_and_narrow_integers_are_taken() -> None:
+def test_arrays_lists_and_narrow_integers_are_accepted() -> None:
     samples = [
         {"input_ids": np.array([1, 2], np.int32)},
         {"input_ids": [3, 4, 5]},
@@ -252,20 +252,20 @@ def test_arrays_and_lists_and_narrow_integers_are_taken() -> None:
     assert sorted(one_batch(samples).tokens.flatten().tolist()) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_a_tokenizer_returns_is_taken_as_it_is() -> None:
+def test_the_output_of_a_tokenizer_is_accepted() -> None:
     samples = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [3, 4, 5]}]
     plain = [{"input_ids": sample["input_ids"]} for sample in samples]
     assert one_batch(samples).tokens.tolist() == one_batch(plain).tokens.tolist()
     assert one_batch(samples).labels.tolist() == one_batch(plain).labels.tolist()
 
 
-def test_an_attention_mask_that_was_declared_travels_like_any_extra() -> None:
+def test_a_declared_attention_mask_is_an_ordinary_extra() -> None:
     collator = Collator(extras={"attention_mask": Extra(aligned="token")})
     batch = one_batch([{"input_ids": [1, 2], "attention_mask": [1, 0]}], collator)
     assert batch.extras["attention_mask"].tolist() == [[1.0, 0.0]]  # type: ignore[union-attr]
 
 
-def test_a_dummy_is_all_padding() -> None:
+def test_an_empty_micro_batch_is_all_padding() -> None:
     plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
     batch = Collator(extras=EXTRAS)(plan[0, 1][0], with_extras([3]))
     assert batch.is_empty
@@ -274,7 +274,7 @@ def test_a_dummy_is_all_padding() -> None:
     assert batch.extras["advantages"].shape == (1, 1)  # type: ignore[union-attr]
 
 
-def test_samples_may_come_by_number() -> None:
+def test_samples_may_be_a_mapping_by_number() -> None:
     lengths = [3, 4, 5]
     plan = make_plan(lengths, Recipe(layout=Packed(max_tokens=5)))
     samples = dict(enumerate(samples_of(lengths)))
@@ -290,33 +290,33 @@ def test_samples_may_come_by_number() -> None:
             {"input_ids": torch.tensor([1.0, 2, 3])},
             r"sample 1 has 'input_ids' of type torch.float32",
         ),
-        ({"input_ids": ids(1, 2)}, "sample 1 was planned with 3 tokens but its 'input_ids' has 2"),
-        ({"input_ids": torch.tensor(3)}, "sample 1 was planned with 3 tokens .* the shape"),
+        ({"input_ids": ids(1, 2)}, "sample 1 was planned with 3 tokens, but its 'input_ids' has 2"),
+        ({"input_ids": torch.tensor(3)}, "sample 1 was planned with 3 tokens, .* shape"),
         ({"labels": ids(1, 2, 3)}, "sample 1 has no 'input_ids'"),
         (
             {"input_ids": ids(1, 2, 3), "labels": ids(1, 2)},
-            "sample 1 was planned with 3 tokens but its 'labels' has 2",
+            "sample 1 was planned with 3 tokens, but its 'labels' has 2",
         ),
         (
             {"input_ids": ids(1, 2, 3), "rewards": 1},
-            r"sample 1 has the key 'rewards', which nobody declared.*"
-            r"Runner\(collate=Collator\(extras=\.\.\.\)\).*advantages",
+            r"sample 1 has the undeclared key 'rewards'; expected advantages.*"
+            r"Runner\(collate=Collator\(extras=\.\.\.\)\)",
         ),
         (
             {"input_ids": ids(1, 2, 3), "attention_mask": [1, 1, 0]},
-            "sample 1 has 0 in its 'attention_mask', .* Cut the padding off",
+            "sample 1 has 0 in its 'attention_mask', .* Remove padding",
         ),
         (
             {"input_ids": ids(1, 2, 3), **NOTHING, "advantages": torch.zeros(4)},
-            "sample 1 was planned with 3 tokens but its 'advantages' has 4",
+            "sample 1 was planned with 3 tokens, but its 'advantages' has 4",
         ),
         (
             {"input_ids": ids(1, 2, 3), "loss_masking_spans": [(2, 5)]},
-            "sample 1 masks tokens 2 to 5 but has 3",
+            r"sample 1 has the loss_masking_span \(2, 5\), but only 3 tokens",
         ),
         (
             {"input_ids": ids(1, 2, 3), "loss_mask": [1, 0.25, 0]},
-            "sample 1 has 0.25 in its 'loss_mask', .* Give 0 or 1. To weigh tokens",
+            "sample 1 has 0.25 in its 'loss_mask'; expected 0 or 1. To weight tokens",
         ),
         ({"input_ids": ids(1, 2, 3), "loss_mask": [2, 1, 0]}, "sample 1 has 2 in its 'loss_mask'"),
         (
@@ -338,11 +338,11 @@ def test_samples_that_do_not_fit_the_plan_are_refused_by_name(
 def test_extras_of_another_shape_than_declared_are_refused() -> None:
     samples = [{"input_ids": ids(1), "reward": torch.zeros(n)} for n in (1, 2)]
     collator = Collator(extras={"reward": Extra(aligned="sequence")})
-    with pytest.raises(InputError, match=r"sample 0 has entries of the shape \(1,\) in 'reward'"):
+    with pytest.raises(InputError, match=r"sample 0 has entries of shape \(1,\) in 'reward'"):
         one_batch(samples, collator)
 
 
-def test_memory_is_pinned_or_not_but_never_by_a_word() -> None:
+def test_pin_memory_must_be_a_bool() -> None:
     word: Any = "no"
     with pytest.raises(ConfigError, match="pin_memory must be true or false, got 'no'"):
         Collator(pin_memory=word)

@@ -1,4 +1,4 @@
-"""Columns: what samples hold beside tokens, looked at before it is laid out."""
+"""Columns: values of samples are checked before they are laid out."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def mask(value: Any) -> dict[str, Any]:
         torch.ones(3),
     ],
 )
-def test_an_attention_mask_of_ones_says_nothing(ones: Any) -> None:
+def test_an_attention_mask_of_ones_is_accepted(ones: Any) -> None:
     columns_of(mask(ones), {}, mask([1, 1, 1])).check_attention_masks()
     columns_of({}).check_attention_masks()
 
 
-def test_an_attention_mask_is_that_of_the_whole_sample_where_it_is_cut() -> None:
+def test_the_attention_mask_of_a_split_sample_covers_the_whole_sample() -> None:
     columns_of(mask([1, 1, 1]), overflow="split", budget=2).check_attention_masks()
 
 
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
-        ([1, 1, 0], "sample 1 has 0 in its 'attention_mask'.* Cut the padding off.* 'loss_mask'"),
+        ([1, 1, 0], "sample 1 has 0 in its 'attention_mask'.* Remove padding.* 'loss_mask'"),
         (torch.tensor([False, True, True]), "sample 1 has 0 in its 'attention_mask'"),
         (torch.tensor([0.0, -1e9, 0.0]), "sample 1 has 0 in its 'attention_mask'"),
         ([1, 2, 1], "sample 1 has 2 in its 'attention_mask'"),
-        ([1, 1], "sample 1 was planned with 3 tokens but its 'attention_mask' has 2"),
-        ([[1, 1, 1]], r"sample 1 was planned with 3 tokens .* the shape \[1, 3\]"),
-        (1, r"sample 1 was planned with 3 tokens .* the shape \[\]"),
+        ([1, 1], "sample 1 was planned with 3 tokens, but its 'attention_mask' has 2"),
+        ([[1, 1, 1]], r"sample 1 was planned with 3 tokens, .* shape \[1, 3\]"),
+        (1, r"sample 1 was planned with 3 tokens, .* shape \[\]"),
         (None, "sample 1 has None as its 'attention_mask'"),
     ],
 )
@@ -69,7 +69,7 @@ def test_an_attention_mask_that_hides_tokens_is_refused_by_name(value: Any, faul
 
 @pytest.mark.parametrize("key", ["loss_mask", "labels", "loss_masking_spans"])
 def test_a_key_that_holds_none_is_refused_by_name(key: str) -> None:
-    with pytest.raises(InputError, match=f"sample 1 has None as its '{key}'.* Leave the key out"):
+    with pytest.raises(InputError, match=f"sample 1 has None as its '{key}'.* Omit the key"):
         columns_of({}, {key: None}).targets({"input_ids", key})
 
 

@@ -1,4 +1,4 @@
-"""However the samples are laid out, logits, loss and gradients are those of one at a time."""
+"""Logits, loss and gradients in every layout equal those of one sample at a time."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evenstep import Packed, Recipe, Topology
 from evenstep.demo.decoder import Decoder, DecoderShape, rotate, rotation
 from evenstep.integrations.huggingface import hf_kwargs
-from evenstep.tensors.attention import attention
+from evenstep.tensors.attention_backends import attention
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.context_parallel import join_context, shard_context
 from tests.integrations.models import llama, qwen
@@ -49,7 +49,7 @@ def run(model: nn.Module, forward: Callable[[Batch], Tensor], batches: list[Batc
 def alone(
     model: nn.Module, forward: Callable[[Tensor], Tensor], samples: list[dict[str, Tensor]]
 ) -> Run:
-    """Every sample by itself, with nothing of ours but the model."""
+    """Every sample alone, using only the model."""
     labels = sum(len(sample["input_ids"]) - 1 for sample in samples)
     model.zero_grad()
     logits, loss = {}, 0.0

@@ -1,4 +1,4 @@
-"""What a batch prints as, wherever its tensors are."""
+"""The repr of a batch on every device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from tests.tensors.batches import RECIPES, batch_of
-from tests.tensors.cuts import make_work
+from tests.tensors.works import make_work
 
 
 def test_a_batch_prints_its_sizes_and_fill_in_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Back again: what micro-batches gave, in the caller's order."""
+"""Restore: results of micro-batches in sample order."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.origin import Key
 from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
-from tests.tensors.cuts import Work, make_work, same, works
+from tests.tensors.works import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]
 
 
 def values_of(batch: Batch) -> Tensor:
-    """A value per slot that says whose it is: 1000 * sample + place in the sample; padding -7."""
+    """A value per slot: 1000 * sample + index in the sample; -7 for padding."""
     place = batch.starts[batch.segment_ids] + batch.position_ids
     return torch.where(batch.token_mask, 1000 * batch.sample_ids[batch.segment_ids] + place, -7)
 
@@ -63,7 +63,7 @@ def test_a_split_sample_is_whole_again() -> None:
     results = [values_of(batch) for batch in make_work([10], plan.recipe).batches]
     assert len(results) > 2
     assert restore_tokens(plan, results).tolist() == [list(range(10))]
-    # Results that sit one slot early: the last of a piece belongs to the next piece's first token.
+    # Results one slot early: the last of a segment belongs to the first token of the next.
     early = [
         torch.where(batch.token_mask, value + 1, -7)
         for value, batch in zip(results, make_work([10], plan.recipe).batches, strict=True)
@@ -124,12 +124,12 @@ FIT = torch.zeros(1, 4)
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ([FIT], "1 results were given but the plan runs 2 micro-batches"),
-        ([FIT, FIT], r"micro-batch 1 of step 0 on rank 0 \(samples 2\) is \(1, 2\) .* \(1, 4\)"),
-        ([FIT, torch.zeros(1, 2, dtype=torch.int64)], r"samples 2\) has entries of torch.int64"),
-        ([FIT, torch.zeros(1, 2, 5)], r"samples 2\) has entries of torch.float32 \(5,\)"),
-        ([[FIT, FIT], FIT], r"samples 0, 1\) is \(1, 4\) but the parts .* \(1, 2\) part"),
-        ({(0, 1, 0): FIT}, r"\(step 0, rank 1, position 0\), which the plan of 1 steps on 1"),
+        ([FIT], "expected 2 results, .* of the plan, got 1"),
+        ([FIT, FIT], r"of step 0 on rank 0 \(samples 2\) has shape \(1, 2\), .* \(1, 4\)"),
+        ([FIT, torch.zeros(1, 2, dtype=torch.int64)], r"samples 2\) has torch.int64 entries"),
+        ([FIT, torch.zeros(1, 2, 5)], r"samples 2\) has torch.float32 entries of shape \(5,\)"),
+        ([[FIT, FIT], FIT], r"samples 0, 1\) has shape \(1, 4\), .* Pass \(1, 2\) from each"),
+        ({(0, 1, 0): FIT}, r"\(step 0, rank 1, position 0\) is not in the plan of 1 steps on 1"),
         ({(0, 0, 2): FIT}, r"\(step 0, rank 0, position 2\)"),
         ({}, "no results were given"),
     ],
@@ -140,16 +140,16 @@ def test_results_that_do_not_fit_are_refused_by_name(results: Any, message: str)
 
 
 def test_a_width_that_is_too_small_names_the_longest_sample() -> None:
-    with pytest.raises(InputError, match=r"sample 1 has 3 tokens but the width .* is 2"):
+    with pytest.raises(InputError, match=r"sample 1 has 3 tokens, more than width=2"):
         restore_tokens(SMALL, [FIT, FIT[:, :2]], width=2)
 
 
-def test_one_value_per_real_segment_is_asked_for() -> None:
-    with pytest.raises(InputError, match=r"\(samples 0, 1\) has 2 segments but its result is \(3,"):
+def test_one_value_per_segment_is_required() -> None:
+    with pytest.raises(InputError, match=r"samples 0, 1\) has 2 segments, but its result is \(3,"):
         restore_sequences(SMALL, [torch.zeros(3), torch.zeros(1)])
 
 
-def test_a_dummys_result_is_never_looked_at() -> None:
+def test_the_result_of_an_empty_micro_batch_is_ignored() -> None:
     plan = make_plan([2], Recipe(layout=Packed(max_tokens=4), topology=Topology(dp=2)))
     assert [micro.is_empty for rank in range(2) for micro in plan[0, rank]] == [False, True]
     anything = torch.full((3, 5), float("nan"))
@@ -161,7 +161,7 @@ def test_a_dummys_result_is_never_looked_at() -> None:
     assert restore_tokens(plan, {(0, 1, 0): alone}, shifted=True).tolist() == [[0, 0]]
 
 
-# Whatever the plan ------------------------------------------------------------------------------
+# Properties --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80)

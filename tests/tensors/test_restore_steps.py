@@ -1,4 +1,4 @@
-"""Back again by a rank's own step: planned, pooled, fed, resumed inside, some skipped."""
+"""Restore by the step of a rank: planned, pooled, fed, resumed, with skipped samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
-from tests.tensors.cuts import CAPACITY, layouts, same
+from tests.tensors.works import CAPACITY, layouts, same
 
 COLLATOR = Collator()
 OVERFLOWS: tuple[Overflow, ...] = ("split", "split", "truncate", "drop")
@@ -40,7 +40,7 @@ def source_of(lengths: Sequence[int]) -> InMemory:
 
 
 def results_of(batches: Sequence[Batch], shifted: bool = False) -> list[Tensor]:
-    """Each slot's own token, or that of the token it predicts; -7 on padding."""
+    """The token of each slot, or the token that it predicts; -7 for padding."""
     found = [b.ahead("tokens") if shifted else b.tokens for b in batches]
     return [torch.where(b.token_mask, f, -7) for b, f in zip(batches, found, strict=True)]
 
@@ -52,7 +52,7 @@ def check(
     work: Any,
     more: int = 0,
 ) -> None:
-    """Each token of each segment is where it belongs, and all else is pad."""
+    """Check that each token is in its position and all else is padding."""
     ids = sorted({n for micro in micros for n in micro.segments.sample.tolist()})
     if isinstance(work, Step):
         assert work.own_sample_ids.tolist() == ids
@@ -231,7 +231,9 @@ def test_a_step_without_the_samples_that_could_not_be_read_restores_the_others(
 
 @settings(max_examples=20, deadline=None)
 @given(lengths=LENGTHS, cp=st.sampled_from([1, 2, 4]))
-def test_parts_of_context_parallel_ranks_are_joined_for_a_step(lengths: list[int], cp: int) -> None:
+def test_results_of_context_parallel_ranks_are_joined_for_a_step(
+    lengths: list[int], cp: int
+) -> None:
     recipe = recipe_of(Packed(max_tokens=CAPACITY), Steps(samples=4), "split", cp=cp)
     for step in PlannedStream(source_of(lengths), recipe):
         batches = [COLLATOR(*item) for item in step]
@@ -292,10 +294,10 @@ FIT = torch.zeros(1, 4)
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ([FIT], "1 results were given but step 0 runs 2 micro-batches"),
-        ([FIT, FIT], r"micro-batch 1 of step 0 \(samples 0\) is \(1, 3\) .* \(1, 4\)"),
-        ({(0, 0, 0): FIT}, "results of step 0 are given by name, but only a plan has names"),
-        ([], "0 results were given"),
+        ([FIT], "expected 2 results, .* of step 0, got 1"),
+        ([FIT, FIT], r"micro-batch 1 of step 0 \(samples 0\) has shape \(1, 3\), .* \(1, 4\)"),
+        ({(0, 0, 0): FIT}, "results of step 0 were passed as a mapping"),
+        ([], "expected 2 results, .* got 0"),
     ],
 )
 def test_results_that_do_not_fit_a_step_are_refused_by_name(results: Any, message: str) -> None:
@@ -303,6 +305,8 @@ def test_results_that_do_not_fit_a_step_are_refused_by_name(results: Any, messag
         restore_tokens(one_step(), results)
 
 
-def test_what_is_no_work_is_refused() -> None:
-    with pytest.raises(InputError, match=r"expected a Plan, a Step or micro-batches .* Tensor"):
+def test_other_objects_than_micro_batches_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"expected a Plan, a Step or a sequence of micro-batches, .* Tensor"
+    ):
         restore_tokens([FIT], [FIT])

@@ -1,4 +1,4 @@
-"""What real ranks do in the tests: functions that their processes can import."""
+"""Functions that the processes of distributed tests run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Case:
     """A way to wrap a model and to run a step with it."""
 
     wrap: str = "plain"
-    """plain, ddp or fsdp, with + checkpoint and + compile."""
+    """plain, ddp or fsdp, optionally with + checkpoint and + compile."""
     plan: Plan = field(default_factory=lambda: Plan("planned", Packed(max_tokens=LIMIT)))
     name: str = "token mean"
     known: bool = False
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank has after a step."""
+    """The loss and gradient of a rank after a step."""
 
     loss: float
     gradient: Tensor
@@ -93,8 +93,8 @@ def _out_of_memory(parameter: Tensor) -> None:
 
 
 def _work(samples: Samples) -> Work:
-    nowhere: Any = None  # plans do not travel between processes, and each rank makes its own
-    return Work(nowhere, samples)
+    no_plan: Any = None  # each rank makes its own
+    return Work(no_plan, samples)
 
 
 def decoder(dtype: torch.dtype, context: Any = None) -> Decoder:
@@ -105,7 +105,7 @@ def decoder(dtype: torch.dtype, context: Any = None) -> Decoder:
 
 
 def wrapped(model: nn.Module, how: str, world: int) -> tuple[Any, list[int]]:
-    """(the model as its framework has it, a list that grows by one with each exchange)."""
+    """(the wrapped model, a list that gets one entry per gradient exchange)."""
     exchanges: list[int] = []
     if "checkpoint" in how:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
@@ -130,7 +130,7 @@ def wrapped(model: nn.Module, how: str, world: int) -> tuple[Any, list[int]]:
 
 
 def _count_reduce_scatters(exchanges: list[int]) -> None:
-    """Count what fully_shard calls in this list from now on."""
+    """Record each reduce-scatter of fully_shard in this list from now on."""
     single = hasattr(distributed, "reduce_scatter_single")  # torch >= 2.13
     name = "reduce_scatter_single" if single else "reduce_scatter_tensor"
     called = getattr(distributed, name)
@@ -145,11 +145,11 @@ def _count_reduce_scatters(exchanges: list[int]) -> None:
 
 
 def gradient(model: Any) -> Tensor:
-    parts = []
+    flat = []
     for parameter in model.parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parts.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten())
-    return torch.cat(parts).detach().clone()
+        flat.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten())
+    return torch.cat(flat).detach().clone()
 
 
 def outcomes(
@@ -180,7 +180,7 @@ def _outcome(rank: int, size: int, case: Case, work: Work, contexts: dict[int, A
             normalization=NORMALIZATIONS[case.name],
             collective=ranks,
             collate=COLLATOR,
-            cut=(lambda batch: shard_context(batch, rank % cp, cp)) if cp > 1 else None,
+            shard=(lambda batch: shard_context(batch, rank % cp, cp)) if cp > 1 else None,
             on_memory=case.on_memory,
         )
         result = runner.run(step).reduce(ranks)
@@ -190,7 +190,7 @@ def _outcome(rank: int, size: int, case: Case, work: Work, contexts: dict[int, A
     return Outcome(result.loss, gradient(model), len(exchanges), result.num_micro_batches)
 
 
-# Ways to wrap that have to be seen or refused ---------------------------------------------------
+# Ways to wrap a model -----------------------------------------------------------------------------
 
 
 def wrappings(rank: int, size: int, samples: Samples) -> dict[str, Outcome]:
@@ -229,7 +229,7 @@ def wrappings(rank: int, size: int, samples: Samples) -> dict[str, Outcome]:
         model = wrap(decoder(torch.float64))
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
-        if name == "fsdp":  # whose root stays unsharded after a forward alone
+        if name == "fsdp":  # its root stays unsharded after a forward without backward
             recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=size))
             compute_log_probs(model, samples, recipe, collective=Distributed(), collate=COLLATOR)
         ranks = Distributed(both.get_group(1) if name == "half" else None)
@@ -246,7 +246,7 @@ def wrappings(rank: int, size: int, samples: Samples) -> dict[str, Outcome]:
 
 
 def bundled(rank: int, size: int) -> tuple[float, float]:
-    """A sum and a greatest, over all ranks."""
+    """A sum and a maximum over all ranks."""
     ranks = Distributed()
     assert (ranks.rank, ranks.size) == (rank, size)
     metrics = {"most": Metric.max(torch.tensor([rank + 1.0]))}
@@ -280,20 +280,20 @@ def sparse_steps(rank: int, size: int, samples: Samples) -> dict[bool, tuple[Ten
 def fed(
     rank: int, size: int, wraps: list[str], samples: Samples, shares: list[list[int]], cp: int = 1
 ) -> dict[str, tuple[Outcome, tuple[float, ...]]]:
-    """Each rank is fed its share of the samples by a thread, one by one, while it runs."""
+    """Run steps while a thread feeds each rank its share of the samples one by one."""
     context = _context_group(rank, size, cp) if cp > 1 else None
     work, found = _work(samples), {}
     for wrap in wraps:
         model, exchanges = wrapped(decoder(torch.float64, context), wrap, size)
         result = run_fed(
-            model, Distributed(), work, shares[rank // cp], cp=cp, cut=_cut(rank % cp, cp)
+            model, Distributed(), work, shares[rank // cp], cp=cp, shard=_shard(rank % cp, cp)
         )
         outcome = Outcome(result.loss, gradient(model), len(exchanges), result.num_micro_batches)
         found[wrap] = (outcome, result.ages)
     return found
 
 
-def _cut(rank: int, cp: int) -> Any:
+def _shard(rank: int, cp: int) -> Any:
     return (lambda batch: shard_context(batch, rank, cp)) if cp > 1 else None
 
 
@@ -342,10 +342,10 @@ def scores(rank: int, size: int, wraps: list[str], samples: Samples) -> dict[str
 # Failing ----------------------------------------------------------------------------------------
 
 
-def doomed(
+def watched(
     rank: int, size: int, samples: Samples, who: int, fate: str, wrap: str = "ddp"
 ) -> list[str]:
-    """Train under watch until a rank raises or is killed in its forward, or all are done."""
+    """Train under `Watch` until a rank raises or is killed in its forward, or all are done."""
     work = _work(samples)
     model, _ = wrapped(decoder(torch.float64), wrap, size)
     step = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=size), work)[rank]
@@ -372,20 +372,20 @@ def doomed(
             if fate == "done" and rank != who:
                 time.sleep(3.0)  # one rank ends earlier than the others, by more than the timeout
     except ValueError:
-        if fate == "lingers":  # what it raised is known, but its connections stay open
+        if fate == "lingers":  # its error is recorded, but its connections stay open
             time.sleep(600)
         raise
     return [thread.name for thread in threading.enumerate()]
 
 
-def forgetful(rank: int, size: int, samples: Samples) -> list[str]:
-    """What a runner says that was not told of the others, of a shared step and of one's own."""
-    said = []
+def without_collective(rank: int, size: int, samples: Samples) -> list[str]:
+    """Errors of a runner without a collective, for a shared step and for a step of one rank."""
+    errors = []
     for dp in (size, 1):
         step = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=dp), _work(samples))[rank % dp]
         try:
             Runner(model=Decoder(SHAPE), loss=cross_entropy(), collate=COLLATOR).run(step)
-            said.append("")
+            errors.append("")
         except EvenstepError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors

@@ -1,4 +1,4 @@
-"""Imported once by the server that ranks are forked from: what every one of them would load."""
+"""Modules that the server imports once before ranks are forked from it."""
 
 import torch._dynamo  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Real ranks: processes of a gloo group on this machine, forked from a server that has torch."""
+"""Processes of a gloo group on this machine, forked from a server that has imported torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-# Children are forked from a process that has imported these, not from pytest's with its threads.
+# Children are forked from a process that has imported these, not from pytest and its threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.train.preloaded"])
 
@@ -25,9 +25,9 @@ class Ended:
     """How one process ended."""
 
     status: int | None
-    """Its exit status, minus the signal that ended it, or None if it had to be killed: a hang."""
+    """Exit status, minus the signal number, or None if it hung and was killed."""
     seconds: float
-    """From the start of them all to its end."""
+    """From the start of all processes to its end."""
     output: str
     result: Any
 
@@ -41,8 +41,10 @@ def run_processes(
     store: str = "file",
     lingers: int | None = None,
 ) -> list[Ended]:
-    """`function(rank, size, *arguments)` in processes of one group. Who `lingers` is killed when
-    all others have ended."""
+    """Run `function(rank, size, *arguments)` in processes of one group.
+
+    The rank `lingers` is killed when all others have ended.
+    """
     folder.mkdir(exist_ok=True)
     address = f"tcp://127.0.0.1:{_port()}" if store == "tcp" else f"file://{folder}/store"
     processes = [
@@ -77,7 +79,7 @@ def run_processes(
 def results_of(
     size: int, function: Callable[..., Any], folder: Path, *arguments: Any, **options: Any
 ) -> list[Any]:
-    """What each rank returned; an error on one of them is an error here."""
+    """The return value of each rank; an error on one of them is an error here."""
     ended = run_processes(size, function, folder, *arguments, **options)
     for rank, each in enumerate(ended):
         assert each.status == 0, f"rank {rank} ended with {each.status}:\n{each.output}"
@@ -104,7 +106,7 @@ def _child(
         distributed.destroy_process_group()
     except BaseException:
         os.write(2, traceback.format_exc().encode())
-        os._exit(1)  # as a process ends whose group still has threads
+        os._exit(1)  # the group still has threads
 
 
 def _port() -> int:

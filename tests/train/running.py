@@ -61,7 +61,7 @@ LAYOUTS: list[Layout] = [
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut: into what, for how many ranks, and where it comes from."""
+    """How a step is made: its layout, its number of ranks and its stream."""
 
     way: Way
     layout: Layout
@@ -78,7 +78,7 @@ class Plan:
         pooled = self.way == "pooled"
         layout = self.layout
         if isinstance(layout, Padded) and pooled:
-            layout = replace(layout, cut=None)  # a pool has no cuts
+            layout = replace(layout, cut=None)  # pools do not support cut
         return Recipe(
             layout=layout,
             topology=Topology(dp=self.dp, cp=self.cp),
@@ -114,7 +114,7 @@ def samples_of(lengths: Sequence[int], seed: int = 0, masked: float = 0.3) -> Wo
 
 
 def worlds(longest: int = LIMIT) -> SearchStrategy[Work]:
-    """Samples, of which some or all train nothing."""
+    """Samples, some or all without loss tokens."""
     return st.builds(
         samples_of,
         st.lists(st.integers(1, longest), min_size=1, max_size=10 if longest == LIMIT else 6),
@@ -124,7 +124,7 @@ def worlds(longest: int = LIMIT) -> SearchStrategy[Work]:
 
 
 def steps_of(plan: Plan, work: Work, known: bool = False) -> list[Step | list[Batch]]:
-    """The one step that holds all samples, as each data-parallel rank gets it."""
+    """The step that holds all samples, for each data-parallel rank."""
     return [_step(plan, work, World(rank, plan.dp), known) for rank in range(plan.dp)]
 
 
@@ -132,7 +132,7 @@ def _step(plan: Plan, work: Work, world: World, known: bool) -> Step | list[Batc
     source = InMemory(work.samples)
     if plan.way == "pooled":
         stream = PooledStream(source, plan.recipe, world=world, seed=plan.seed)
-        # A rank that got no sample has no step of its own, but an empty one.
+        # A rank without samples gets an empty step.
         steps = list(islice(until_all_end(iter(stream), lambda mine: True, plan.recipe), 2))
         assert all(micro.is_empty for micro in steps[1].micro_batches), "the first holds it all"
         return steps[0]
@@ -159,21 +159,21 @@ def _step(plan: Plan, work: Work, world: World, known: bool) -> Step | list[Batc
 
 
 def definition(name: str, model: Any, work: Work, steps: Sequence[Step | list[Batch]]) -> Tensor:
-    """The loss by its definition, one piece of a sample at a time, for the cuts of these steps."""
-    pieces: set[tuple[int, int, int]] = set()
+    """The loss by its definition, one segment at a time, for the segments of these steps."""
+    segments: set[tuple[int, int, int]] = set()
     for step in steps:
         if isinstance(step, Step):
             for micro in step.micro_batches:
                 held = micro.segments
-                pieces |= set(zip(held.sample, held.start, held.length, strict=True))
+                segments |= set(zip(held.sample, held.start, held.length, strict=True))
         else:
             for batch in step:
                 real = batch.sample_ids >= 0
                 found = (batch.sample_ids, batch.starts, batch.seqlens)
-                pieces |= set(zip(*(each[real].tolist() for each in found), strict=True))
-    columns = np.array(sorted(pieces), np.int64).reshape(-1, 3).T
-    cut: Any = SimpleNamespace(plan=SimpleNamespace(segments=Segments(*columns)))
-    return by_definition(name, model, SimpleNamespace(plan=cut.plan, samples=work.samples))  # type: ignore[arg-type]
+                segments |= set(zip(*(each[real].tolist() for each in found), strict=True))
+    columns = np.array(sorted(segments), np.int64).reshape(-1, 3).T
+    plan = SimpleNamespace(segments=Segments(*columns))
+    return by_definition(name, model, SimpleNamespace(plan=plan, samples=work.samples))  # type: ignore[arg-type]
 
 
 def expected(name: str, model: Any, work: Work, steps: Sequence[Any]) -> tuple[float, Tensor]:
@@ -187,7 +187,7 @@ def expected(name: str, model: Any, work: Work, steps: Sequence[Any]) -> tuple[f
 
 
 def scores_alone(model: Any, ids: Any) -> Tensor:
-    """Log-probs of one sequence by itself, with 0 for its first token."""
+    """Log-probs of one sequence alone, with 0 for its first token."""
     ids = torch.as_tensor(ids)
     micro = make_plan([len(ids)], Recipe(layout=Packed(samples=1)))[0, 0][0]
     with torch.no_grad():
@@ -197,7 +197,7 @@ def scores_alone(model: Any, ids: Any) -> Tensor:
 
 @dataclass
 class Counting:
-    """A collective that keeps the size of what was reduced."""
+    """A collective that records the size of each reduction."""
 
     ranks: Collective
     calls: list[int] = field(default_factory=list)
@@ -217,14 +217,13 @@ class Counting:
 
 @dataclass
 class Context:
-    """Context parallelism without processes: the model runs the whole batch, and its logits are
-    cut as the batch is."""
+    """Context parallelism without processes: the model runs the whole batch; logits are sharded."""
 
     rank: int
     size: int
     whole: Batch | None = None
 
-    def cut(self, batch: Batch) -> BatchShard:
+    def shard(self, batch: Batch) -> BatchShard:
         self.whole = batch
         return shard_context(batch, self.rank, self.size)
 
@@ -235,7 +234,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one rank has after a step."""
+    """The result, gradient and reductions of one rank."""
 
     result: StepResult
     gradient: Tensor
@@ -259,7 +258,7 @@ def run_plan(
         own, counting = copy.deepcopy(model), Counting(ranks)
         if plan.cp > 1:
             context = Context(ranks.rank % plan.cp, plan.cp)
-            options_here = {"cut": context.cut, "forward": context.forward, **options}
+            options_here = {"shard": context.shard, "forward": context.forward, **options}
         else:
             options_here = options
         runner = Runner(

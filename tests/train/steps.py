@@ -1,4 +1,4 @@
-"""Random steps, run on fake ranks as a trainer would, and by definition, one piece at a time."""
+"""Random steps, run on fake ranks as a trainer does, and by definition, one segment at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.gradient_scale import Normalized, Normalizer
 from evenstep.train.gradients import SeparateGradients
 from evenstep.train.normalization import (
     Constant,
@@ -36,6 +35,7 @@ from evenstep.train.normalization import (
     TokenMean,
     weighted,
 )
+from evenstep.train.step_loss import LossValues, StepLoss
 
 torch.set_num_threads(1)
 
@@ -52,7 +52,7 @@ COLLATOR = Collator(
 
 
 def by_token(batch: Batch) -> Tensor:
-    """What a mask between 0 and 1 would say, if there were one."""
+    """Weights between 0 and 1 per token."""
     return batch.ahead("token_weight")
 
 
@@ -79,7 +79,7 @@ class Work:
 
     @property
     def totals(self) -> dict[str, float]:
-        """What a plan could tell before the step, counted by definition."""
+        """The totals of the step, counted by definition."""
         masks = [sample["loss_mask"][1:] for sample in self.samples]
         counts = [int(mask.sum()) for mask in masks]
         groups = {s["group"] for s, n in zip(self.samples, counts, strict=True) if n}
@@ -101,7 +101,7 @@ def make_work(
     rng = np.random.default_rng(seed)
     samples: list[dict[str, Any]] = []
     for length in lengths:
-        kept = rng.random() > masked  # some samples train nothing at all
+        kept = rng.random() > masked  # some samples have no loss tokens
         samples.append(
             {
                 "input_ids": rng.integers(0, VOCABULARY, length),
@@ -127,7 +127,7 @@ LAYOUTS: list[Layout] = [
 
 
 def works() -> SearchStrategy[Work]:
-    """One step of a few samples, some over-long, on 1 to 4 ranks; dummies are common."""
+    """One step of a few samples, some over-long, on 1 to 4 ranks, some with nothing to run."""
 
     @st.composite
     def work(draw: DrawFn) -> Work:
@@ -152,7 +152,7 @@ def model_of(seed: int = 0) -> Decoder:
 
 
 def gradient_of(model: Decoder) -> Tensor:
-    """All gradients end to end."""
+    """All gradients, concatenated."""
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
     )
@@ -167,15 +167,15 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def by_definition(name: str, model: Decoder, work: Work) -> Tensor:
-    """The step's loss from its samples' log-likelihoods, with nothing of ours but the model."""
+    """The loss of the step from the log-likelihoods of its samples, using only the model."""
     nll, by_token = [], []
     ends = work.plan.segments
     for number, sample in enumerate(work.samples):
         mine = ends.sample == number
-        cuts = sorted(zip(ends.start[mine].tolist(), ends.length[mine].tolist(), strict=True))
-        parts = [_nll(model, sample, start, length) for start, length in cuts]
+        own = sorted(zip(ends.start[mine].tolist(), ends.length[mine].tolist(), strict=True))
+        found = [_nll(model, sample, start, length) for start, length in own]
         kept = torch.as_tensor(sample["loss_mask"])[1:]
-        nll.append(torch.cat(parts)[kept])
+        nll.append(torch.cat(found)[kept])
         by_token.append(torch.as_tensor(sample["token_weight"])[1:][kept])
     everything = torch.cat(nll)
     if not everything.numel():
@@ -204,7 +204,7 @@ def by_definition(name: str, model: Decoder, work: Work) -> Tensor:
 
 
 def _nll(model: Decoder, sample: dict[str, Any], start: int, length: int) -> Tensor:
-    """Of the tokens that this piece predicts: its own but the first, and the one behind it."""
+    """Of the tokens that a segment predicts: its own but the first, and the one after it."""
     ids = torch.as_tensor(sample["input_ids"])
     alone = make_plan([length], Recipe(layout=Packed(samples=1)))
     batch = Collator()(alone[0, 0][0], [{"input_ids": ids[start : start + length]}])
@@ -213,57 +213,57 @@ def _nll(model: Decoder, sample: dict[str, Any], start: int, length: int) -> Ten
     return -log_probs[torch.arange(len(predicted)), predicted]
 
 
-# As a trainer would -----------------------------------------------------------------------------
+# As a trainer does ------------------------------------------------------------------------------
 
 
 def run_step(
-    normalizer: Normalizer,
+    step_loss: StepLoss,
     model: Decoder,
     work: Work,
     wrap: Callable[[Collective], Collective] = lambda ranks: ranks,
-) -> list[tuple[Normalized, Tensor]]:
-    """Per rank, the result and the gradient, averaged over ranks as DDP does it."""
+) -> list[tuple[LossValues, Tensor]]:
+    """Per rank, the result and the gradient, averaged over ranks as by DDP."""
 
-    def rank(ranks: Collective) -> tuple[Normalized, Tensor]:
-        own, meeting = copy.deepcopy(model), wrap(ranks)
+    def rank(ranks: Collective) -> tuple[LossValues, Tensor]:
+        own, collective = copy.deepcopy(model), wrap(ranks)
         parameters = list(own.parameters())
-        separate = SeparateGradients(parameters) if normalizer.separate else None
+        separate = SeparateGradients(parameters) if step_loss.separate else None
         bundles, batches = [], work.batches(ranks.rank)
         for batch in batches:
-            amounts = normalizer.amounts(batch)
-            scales = scales_of(normalizer, work.totals, amounts, len(batches), meeting)
+            amounts = step_loss.amounts(batch)
+            scales = scales_of(step_loss, work.totals, amounts, len(batches), collective)
             sums, metrics = {}, {}
             outputs = own(batch)
-            for name, (normalization, _) in normalizer.losses.items():
+            for name, (normalization, _) in step_loss.losses.items():
                 found = cross_entropy()(outputs, weighted(batch, normalization))
                 sums[name], metrics = found.loss, found.metrics
             if separate is None:
-                normalizer.objective(sums, scales).backward()
+                step_loss.objective(sums, scales).backward()
             else:
-                separate.backward(normalizer.objectives(sums, scales))
-            bundles.append(normalizer.bundle(sums, amounts, scales, metrics))
-        reduced = Bundle.merge(bundles).reduce(meeting)
+                separate.backward(step_loss.objectives(sums, scales))
+            bundles.append(step_loss.bundle(sums, amounts, scales, metrics))
+        reduced = Bundle.merge(bundles).reduce(collective)
         if separate is not None:
-            result = normalizer.finish(separate, reduced)
+            result = step_loss.finish(separate, reduced)
         _average(own, ranks)
         if separate is None:
-            result = normalizer.finish(parameters, reduced, work.totals)
+            result = step_loss.finish(parameters, reduced, work.totals)
         return result, gradient_of(own)
 
     return run_ranks(work.plan.num_ranks, rank)
 
 
 def scales_of(
-    normalizer: Normalizer,
+    step_loss: StepLoss,
     totals: Mapping[str, float],
     amounts: dict[str, Tensor],
     micro_batches: int,
     ranks: Collective,
 ) -> dict[str, float]:
-    if normalizer.mode != "per_micro_batch":
-        return normalizer.scales(totals)
+    if step_loss.mode != "per_micro_batch":
+        return step_loss.scales(totals)
     reduced = Bundle(amounts).reduce(ranks).sums
-    return normalizer.scales(reduced=reduced, micro_batches=micro_batches)
+    return step_loss.scales(reduced=reduced, micro_batches=micro_batches)
 
 
 def _average(model: Decoder, ranks: Collective) -> None:

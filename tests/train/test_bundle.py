@@ -1,4 +1,4 @@
-"""All that a step reduces, in one tensor; and ranks that disagree find out."""
+"""Bundle: all sums of a step in one tensor, with a check that ranks agree."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def metrics_of(values: list[float]) -> dict[str, Metric]:
 
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=3), min_size=1, max_size=5))
-def test_what_ranks_bundle_is_what_they_have_together(per_rank: list[list[float]]) -> None:
+def test_a_reduced_bundle_has_the_values_of_all_ranks(per_rank: list[list[float]]) -> None:
     def reduce(ranks: Collective) -> Bundle:
         own = per_rank[ranks.rank]
         sums = {"loss": torch.tensor(sum(own), dtype=torch.float64), "count": torch.tensor(1.0)}
@@ -60,7 +60,7 @@ def test_one_tensor_of_a_power_of_two_holds_it_all() -> None:
     assert Bundle({}).reduce(Alone()).sums == {}
 
 
-def test_counts_beyond_single_precision_stay_exact() -> None:
+def test_counts_above_single_precision_stay_exact() -> None:
     count = torch.tensor(2**53 - 1, dtype=torch.float64)
     assert int(Bundle({"n": count}).reduce(Alone()).sums["n"]) == 2**53 - 1
     one = Bundle({"n": torch.tensor(2**24, dtype=torch.float32)})
@@ -80,7 +80,7 @@ def test_infinities_and_not_a_numbers_stay_where_they_are() -> None:
 
 
 def test_a_rank_with_other_names_is_named_on_every_rank() -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def reduce(ranks: Collective) -> None:
         metrics = metrics_of([1.0])
@@ -89,35 +89,35 @@ def test_a_rank_with_other_names_is_named_on_every_rank() -> None:
         try:
             Bundle({"loss": torch.tensor(1.0)}, metrics).reduce(ranks)
         except InputError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     run_ranks(4, reduce)
-    assert len(told) == 4
-    for message in told:
-        assert "rank 2 packed 1 sums and 3 metrics, under other names than most ranks" in message
+    assert len(messages) == 4
+    for message in messages:
+        assert "rank 2 packed 1 sums and 3 metrics, with other names than most ranks" in message
         assert "(1 sums and 4 metrics)" in message
         assert "the same metrics for every batch" in message
 
 
-def test_the_same_name_with_another_meaning_is_found_too() -> None:
+def test_the_same_name_with_another_reduction_is_found_too() -> None:
     def reduce(ranks: Collective) -> Bundle:
         metric = (Metric.min if ranks.rank else Metric.max)(torch.ones(1))
         return Bundle({}, {"x": metric}).reduce(ranks)
 
-    with pytest.raises(InputError, match="under other names"):
+    with pytest.raises(InputError, match="with other names"):
         run_ranks(2, reduce)
 
 
 def test_only_single_numbers_are_reduced() -> None:
-    with pytest.raises(InputError, match=r"'loss' has the shape \(2,\)"):
+    with pytest.raises(InputError, match=r"'loss' has shape \(2,\)"):
         Bundle({"loss": torch.ones(2)}).pack(0, 1)
 
 
-# Dummies ----------------------------------------------------------------------------------------
+# Empty micro-batches ----------------------------------------------------------------------------
 
 
 def looped(outputs: Tensor, view: View) -> Outcome:
-    """A function of one sequence that could not be vectorised."""
+    """A function of one sequence that cannot be vectorised."""
     length = torch.tensor(float(len(view.tokens)))
     metrics: dict[str, Any] = {
         "longest": Metric.max(length),
@@ -128,7 +128,7 @@ def looped(outputs: Tensor, view: View) -> Outcome:
     return outputs.amax() * view.loss_weights.sum(), metrics
 
 
-def test_a_rank_with_nothing_but_dummies_has_the_metrics_of_the_others() -> None:
+def test_a_rank_with_only_empty_micro_batches_has_the_metrics_of_the_others() -> None:
     samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
     plan = make_plan([3, 1], Recipe(layout=Packed(max_tokens=4), topology=Topology(dp=3)))
 

@@ -1,4 +1,4 @@
-"""Ranks alone, in threads and in processes."""
+"""Collectives of one rank, of threads and of processes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real processes of torch.distributed: the gradient of one process with one giant batch."""
+"""torch.distributed processes have the gradient of one process with one giant batch."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_every_framework_has_the_gradient_of_one_giant_batch(size: int, tmp_path
     check(found, cases)
     for outcomes in found:
         for key, case in cases.items():
-            # Gradients were exchanged in the last backward alone, of how many there were: all at
-            # once by DDP, the block's and the rest by fully_shard.
+            # Gradients are exchanged in the last backward only: all at once by DDP, those of the
+            # block and of the rest by fully_shard.
             assert outcomes[key].micro_batches > 1
             assert outcomes[key].exchanges == EXCHANGES[case.wrap.split("+")[0]]
 
@@ -110,8 +110,8 @@ def test_sparse_gradients_are_exact_and_stay_sparse(size: int, tmp_path: Path) -
             assert distance(gradient, 2 * exact) < 1e-12
 
 
-def test_a_runner_that_was_not_told_of_the_other_ranks_is_an_error(tmp_path: Path) -> None:
-    for shared, own in results_of(2, on_ranks.forgetful, tmp_path / "ranks", WORK.samples):
+def test_a_runner_without_a_collective_is_an_error_on_several_ranks(tmp_path: Path) -> None:
+    for shared, own in results_of(2, on_ranks.without_collective, tmp_path / "ranks", WORK.samples):
         assert "shared by 2 ranks" in shared
         assert "collective=Distributed()" in shared
         assert own == ""
@@ -136,7 +136,9 @@ def test_ranks_of_unequal_numbers_are_fed_in_lock_step(tmp_path: Path) -> None:
         assert len({by_wrap[wrap][0].micro_batches for by_wrap in found}) == 1
 
 
-def test_context_parallel_ranks_are_fed_in_pairs_and_dummies_can_be_cut(tmp_path: Path) -> None:
+def test_context_parallel_ranks_are_fed_in_pairs_and_shard_empty_micro_batches(
+    tmp_path: Path,
+) -> None:
     shares = [[0, 1, 2, 3, 4, 5, 6, 7, 8], []]
     found = results_of(4, on_ranks.fed, tmp_path / "ranks", ["plain"], WORK.samples, shares, 2)
     for by_wrap in found:
@@ -186,8 +188,10 @@ def test_a_segment_that_does_not_fit_alone_is_an_error_on_every_rank(tmp_path: P
     found = results_of(2, on_ranks.outcomes, tmp_path / "ranks", cases, WORK.samples)
     for rank, outcomes in enumerate(found):
         assert "MicroBatchError: micro-batch" in outcomes["split"].error
-        assert "with a single segment, which cannot be split" in outcomes["split"].error
-        assert "ConfigError: on_memory='split' has every rank finish" in outcomes["fsdp"].error
+        assert "with a single segment, which cannot be divided" in outcomes["split"].error
+        assert (
+            "ConfigError: on_memory='split' does not support fully_shard" in outcomes["fsdp"].error
+        )
         assert f"of step 0 on rank {rank} (1 x " in outcomes["raise"].error
 
 
@@ -196,10 +200,10 @@ def test_every_way_to_wrap_is_exact_or_refused_and_adds_to_earlier_gradients(
 ) -> None:
     loss, gradient = giant()
     refused = {
-        "static": "Leave static_graph out",
-        "half": "between 4 ranks but the collective has 2",
-        "uneven": "divide them by other factors",
-        "ignored": "nobody would exchange its gradient",
+        "static": "Set static_graph=False",
+        "half": "between 4 ranks, but the collective has 2",
+        "uneven": "different divide factors",
+        "ignored": "its gradient is not exchanged",
     }
     for rank, outcomes in enumerate(results_of(4, on_ranks.wrappings, tmp_path, WORK.samples)):
         for name, outcome in outcomes.items():

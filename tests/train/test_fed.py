@@ -24,7 +24,7 @@ from evenstep.train.watch import Watch
 from tests.train.on_ranks import feeding, run_fed
 from tests.train.running import Plan, expected, samples_of, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
-from tests.train.test_lazy import PATIENCE, prefetching
+from tests.train.test_lazy import TIMEOUT, prefetching
 
 GIANT = Plan("batches", Packed(max_tokens=999))
 
@@ -51,7 +51,7 @@ def test_ranks_that_are_fed_unequal_numbers_have_the_exact_gradient(
         return result, gradient_of(own)
 
     ran = run_ranks(size, rank)
-    assert len({result.micro_batches for result, _ in ran}) == 1
+    assert len({result.num_micro_batches for result, _ in ran}) == 1
     for share, (result, found) in zip(shares, ran, strict=True):
         assert distance(found, gradient) < 1e-12
         assert result.loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
@@ -77,8 +77,8 @@ def test_a_step_runs_what_is_there_while_more_is_made() -> None:
     def fill() -> None:
         for sample in work.samples:
             feed.put(sample)
-            # Nothing more is made before this one has run.
-            assert forwards.acquire(timeout=PATIENCE)
+            # No more samples are made before this one has run.
+            assert forwards.acquire(timeout=TIMEOUT)
         feed.close()
 
     with feeding(fill):
@@ -95,8 +95,8 @@ def test_ages_are_from_the_making_of_a_sample_to_its_forward() -> None:
     feed.close()
     result = runner().run_fed(feed)
     for found, age in zip(sorted(result.ages), (10.0, 30.0, 50.0), strict=True):
-        assert age <= found < age + PATIENCE
-    assert 30.0 <= result.to_dict()["age"] < 30.0 + PATIENCE
+        assert age <= found < age + TIMEOUT
+    assert 30.0 <= result.to_dict()["age"] < 30.0 + TIMEOUT
 
 
 def test_a_feed_that_is_closed_empty_is_an_empty_step() -> None:
@@ -125,9 +125,9 @@ def test_a_step_that_fails_does_not_wait_for_its_feed() -> None:
         raise ValueError("what is this")
 
     with pytest.raises(ValueError, match="what is this"):
-        runner(forward=forward).run_fed(feed)  # which nobody has closed
+        runner(forward=forward).run_fed(feed)  # never closed
     assert not prefetching()
-    with pytest.raises(InputError, match="whose step has failed"):
+    with pytest.raises(InputError, match="the step of this feed has failed"):
         feed.put(sample)
 
 
@@ -138,11 +138,11 @@ def test_feeds_refuse_what_they_cannot_keep() -> None:
     with pytest.raises(SampleError, match="sample 0 has length 0"):
         feed.put({"input_ids": []})
     feed.close()
-    with pytest.raises(InputError, match="a feed that is closed"):
+    with pytest.raises(InputError, match="the feed is closed"):
         feed.put({"input_ids": [1]})
     with pytest.raises(ConfigError, match="unknown while a step is being fed"):
         runner(mode="per_micro_batch").run_fed(feed)
-    with pytest.raises(ConfigError, match="a feed gives each sample once"):
+    with pytest.raises(ConfigError, match="a feed yields each sample once"):
         runner(on_memory="split").run_fed(feed)
 
 
@@ -158,7 +158,7 @@ def test_feeds_refuse_what_they_cannot_keep() -> None:
     ids=repr,
 )
 def test_a_micro_batch_comes_out_when_it_can_be_full(layout: Layout, counts: list[int]) -> None:
-    """After each sample of 3 tokens, how many micro-batches could be had without waiting."""
+    """After each sample of 3 tokens, the number of micro-batches available without waiting."""
     feed = Feed(Recipe(layout=layout, steps=Steps()))
     fed, taken = iter(feed), 0
     for count in counts:
@@ -184,17 +184,17 @@ def test_split_samples_of_a_feed_count_once() -> None:
     assert result.numbers.denominators == {"sequences": 2.0}
 
 
-def test_dummies_have_a_shape_that_context_parallel_ranks_can_cut() -> None:
+def test_empty_micro_batches_can_be_sharded_by_context_parallel_ranks() -> None:
     feed = Feed(Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2)))
     assert feed.empty_micro_batch.is_empty
     assert feed.empty_micro_batch.slots == 4
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_who_waits_for_samples_can_be_interrupted(
+def test_waiting_for_samples_can_be_interrupted(
     prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evenstep.train.prefetch._PATIENCE", 600.0)  # a hang, if it were needed
+    monkeypatch.setattr("evenstep.train.prefetch._JOIN_TIMEOUT", 600.0)  # hangs if it is reached
     store = distributed.HashStore()
     with pytest.raises(KeyError), Watch(rank=1, size=2, store=store, timeout=30):
         raise KeyError("odd \ud800")
@@ -205,5 +205,5 @@ def test_who_waits_for_samples_can_be_interrupted(
     ):
         runner(prefetch=prefetch).run_fed(feed)
     assert not prefetching()
-    with pytest.raises(InputError, match="whose step has failed"):
+    with pytest.raises(InputError, match="the step of this feed has failed"):
         feed.put({"input_ids": [1]})

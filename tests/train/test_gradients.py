@@ -1,4 +1,4 @@
-"""Gradients rescaled and kept apart, and settings and totals that a normalizer refuses."""
+"""Rescaled and separate gradients, and settings and totals that `StepLoss` refuses."""
 
 import math
 from typing import Any
@@ -12,9 +12,9 @@ from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
 from evenstep.train.framework import sum_gradients
-from evenstep.train.gradient_scale import Normalizer, power_of_two
 from evenstep.train.gradients import SeparateGradients, rescale, set_aside
 from evenstep.train.normalization import Custom, TokenMean
+from evenstep.train.step_loss import StepLoss, power_of_two
 from tests.train.steps import LIMIT, make_work
 
 TOKENS = {"nll": (TokenMean(), 1.0)}
@@ -30,15 +30,15 @@ def test_a_power_of_two_costs_no_rounding_but_that_of_the_end() -> None:
     for value in values:
         plain = plain + value
     for constant in (1.0, power_of_two(5000), power_of_two(1e6)):
-        normalizer = Normalizer(losses=TOKENS, constant=constant)
+        step_loss = StepLoss(losses=TOKENS, constant=constant)
         x = torch.tensor(1.0, requires_grad=True)
         bundles = []
         for value in values:
-            sums, scales = {"nll": value * x}, normalizer.scales()
-            normalizer.objective(sums, scales).backward()
-            bundles.append(normalizer.bundle(sums, {"loss_tokens": torch.ones(())}, scales))
-        assert float(x.grad) * constant == float(plain)  # bit for bit, before the end
-        normalizer.finish([x], Bundle.merge(bundles))
+            sums, scales = {"nll": value * x}, step_loss.scales()
+            step_loss.objective(sums, scales).backward()
+            bundles.append(step_loss.bundle(sums, {"loss_tokens": torch.ones(())}, scales))
+        assert float(x.grad) * constant == float(plain)  # bitwise, before rescaling
+        step_loss.finish([x], Bundle.merge(bundles))
         assert float(x.grad) == pytest.approx(float(plain) / 50, rel=2**-23)
 
 
@@ -75,7 +75,7 @@ def test_a_sparse_gradient_is_summed_whatever_other_ranks_have() -> None:
     assert [sparse for _, sparse in ran] == [True, True, False]
 
 
-def test_separate_gradients_bear_unused_and_shared_parameters() -> None:
+def test_separate_gradients_support_unused_and_shared_parameters() -> None:
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
     separate = SeparateGradients([a, b, c, torch.ones(1)])
     for _ in range(2):
@@ -88,18 +88,21 @@ def test_separate_gradients_bear_unused_and_shared_parameters() -> None:
     assert a.grad.tolist() == [20.0, 20.0]
 
 
-# Faults -----------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     faults: list[tuple[dict[str, Any], str]] = [
-        ({"losses": {}}, "there is no loss"),
+        ({"losses": {}}, "losses is empty"),
         ({"losses": TOKENS, "mode": "later"}, "unknown mode 'later'; expected one of"),
         ({"losses": TOKENS, "averaged_over": 0}, "averaged_over must be an integer"),
-        ({"losses": TOKENS, "constant": 0.0}, "constant is 0.0"),
+        ({"losses": TOKENS, "constant": 0.0}, "constant must be positive and finite, got 0.0"),
         ({"losses": TOKENS, "separate": "no"}, "separate must be true or false, got 'no'"),
-        ({"losses": {"nll": (TokenMean(), math.nan)}}, "'nll' weighs nan"),
-        ({"losses": TOKENS, "mode": "known", "separate": True}, "separate=True defers"),
+        ({"losses": {"nll": (TokenMean(), math.nan)}}, "'nll' must be finite, got nan"),
+        (
+            {"losses": TOKENS, "mode": "known", "separate": True},
+            "separate=True requires mode='deferred'",
+        ),
         (
             {
                 "losses": {
@@ -107,50 +110,52 @@ def test_settings_that_make_no_sense_are_refused() -> None:
                     "b": (Custom("x", lambda b: b.loss_weights), 1.0),
                 }
             },
-            "two different normalizations are called 'x'",
+            "two different normalizations are named 'x'",
         ),
     ]
     for options, message in faults:
         with pytest.raises(ConfigError, match=message):
-            Normalizer(**options)
+            StepLoss(**options)
 
 
-def test_totals_that_are_missing_or_wrong_are_told() -> None:
-    normalizer = Normalizer(losses=TOKENS, mode="known")
-    with pytest.raises(ConfigError, match=r"\['loss_tokens'\] are not known .* tell \['samples'\]"):
-        normalizer.scales({"samples": 3})
+def test_missing_or_wrong_totals_are_an_error() -> None:
+    step_loss = StepLoss(losses=TOKENS, mode="known")
+    with pytest.raises(
+        ConfigError, match=r"needs the denominators \['loss_tokens'\], .* only \['samples'\]"
+    ):
+        step_loss.scales({"samples": 3})
     reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(3.0)})
-    with pytest.raises(InputError, match=r"promised 4 for 'loss_tokens' but .* had 3.0"):
-        normalizer.finish([], reduced, {"loss_tokens": 4})
-    with pytest.raises(InputError, match="Pass `reduced` and `micro_batches`"):
-        Normalizer(losses=TOKENS, mode="per_micro_batch").scales()
+    with pytest.raises(InputError, match=r"the totals give 4 for 'loss_tokens', but .* had 3.0"):
+        step_loss.finish([], reduced, {"loss_tokens": 4})
+    with pytest.raises(InputError, match="requires `reduced`"):
+        StepLoss(losses=TOKENS, mode="per_micro_batch").scales()
 
 
 @pytest.mark.parametrize("amount", [-1.0, math.nan, math.inf])
 def test_a_denominator_without_meaning_is_refused(amount: float) -> None:
     reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(amount)})
     with pytest.raises(InputError, match="the denominator 'loss_tokens' of this step is"):
-        Normalizer(losses=TOKENS).finish([], reduced)
+        StepLoss(losses=TOKENS).finish([], reduced)
 
 
-def test_gradients_are_separate_if_and_only_if_the_normalizer_is() -> None:
+def test_gradients_are_separate_if_and_only_if_the_step_loss_is() -> None:
     reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(1.0)})
-    with pytest.raises(InputError, match="if and only if separate=True"):
-        Normalizer(losses=TOKENS).finish(SeparateGradients([]), reduced)
-    with pytest.raises(InputError, match="if and only if separate=True"):
-        Normalizer(losses=TOKENS, separate=True).finish([], reduced)
+    with pytest.raises(InputError, match="separate=False requires the parameters"):
+        StepLoss(losses=TOKENS).finish(SeparateGradients([]), reduced)
+    with pytest.raises(InputError, match="separate=True requires SeparateGradients"):
+        StepLoss(losses=TOKENS, separate=True).finish([], reduced)
 
     class Sharded(torch.Tensor):  # type: ignore[misc]
         device_mesh = "of FSDP"
 
     sharded = torch.ones(1).as_subclass(Sharded).requires_grad_()
-    with pytest.raises(ConfigError, match="the parameters are sharded"):
+    with pytest.raises(ConfigError, match="do not support sharded parameters"):
         SeparateGradients([sharded])
 
 
 def test_a_batch_shared_by_context_parallel_ranks_counts_once() -> None:
     work = make_work([5, 3], Recipe(layout=Packed(max_tokens=LIMIT)), masked=0.0)
-    normalizer = Normalizer(losses=TOKENS)
+    step_loss = StepLoss(losses=TOKENS)
     (batch,) = work.batches(0)
-    counted = [normalizer.amounts(batch, counted=rank == 0)["loss_tokens"] for rank in range(4)]
+    counted = [step_loss.amounts(batch, counted=rank == 0)["loss_tokens"] for rank in range(4)]
     assert [float(amount) for amount in counted] == [6.0, 0.0, 0.0, 0.0]

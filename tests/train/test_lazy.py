@@ -1,4 +1,4 @@
-"""Micro-batches are made when they are needed, a few ahead, and let go; and what is measured."""
+"""Micro-batches are prepared lazily, a few ahead, and released; timings and counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from evenstep.train.runner import Runner, run_step
 from tests.train.running import Plan, run_plan, samples_of, steps_of
 from tests.train.steps import COLLATOR, LIMIT, model_of
 
-PATIENCE = 20.0  # seconds until a test says that something hangs
+TIMEOUT = 20.0  # seconds after which a test fails as hanging
 WORK = samples_of([LIMIT] * 6, masked=0.0)
 
 
@@ -35,7 +35,7 @@ def planned(layout: Any = None) -> Step:
 
 
 class Recording:
-    """Samples that note when they are read; some wait for an event, or cannot be read."""
+    """Samples that record when they are read; some wait for an event or cannot be read."""
 
     def __init__(self, step: Step) -> None:
         self.reads: list[int] = []
@@ -47,7 +47,7 @@ class Recording:
     def __getitem__(self, number: int) -> Any:
         place = self.order.index(number)
         if place in self.wait:
-            assert self.wait[place].wait(PATIENCE), f"micro-batch {place} was read too early"
+            assert self.wait[place].wait(TIMEOUT), f"micro-batch {place} was read too early"
         self.reads.append(place)
         if place == self.broken:
             raise SampleError(f"sample {number} cannot be read")
@@ -66,14 +66,14 @@ def prefetching() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "evenstep-prefetch"]
 
 
-# Laziness -------------------------------------------------------------------------------------
+# Lazy -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
 def test_the_first_forward_waits_for_no_more_than_it_needs(prefetch: int) -> None:
     step, samples = recorded()
     ran = threading.Event()
-    # Whoever reads further than allowed before the first forward waits for it, for ever.
+    # Reading further than allowed before the first forward would block forever.
     samples.wait = dict.fromkeys(range(prefetch + 1, 6), ran)
     reads: list[int] = []
 
@@ -99,7 +99,7 @@ def test_the_next_micro_batch_is_prepared_while_this_one_runs() -> None:
     def forward(model: Any, batch: Any) -> Tensor:
         place = next(places)
         if place < 5:
-            assert samples.done[place + 1].wait(PATIENCE), "nothing was prepared meanwhile"
+            assert samples.done[place + 1].wait(TIMEOUT), "nothing was prepared meanwhile"
         return model(batch)
 
     run_step(step, model_of(), cross_entropy(), collate=COLLATOR, forward=forward)
@@ -112,7 +112,7 @@ def test_no_more_than_prefetch_and_one_batches_are_alive(prefetch: int, mode: An
     alive: list[int] = []
 
     def collate(micro: MicroBatch, samples: Any) -> Batch:
-        # The one that is about to be made is alive too.
+        # The next one is alive too while it is prepared.
         alive.append(1 + sum(batch() is not None for batch in made))
         batch = COLLATOR(micro, samples)
         made.append(weakref.ref(batch))
@@ -165,7 +165,7 @@ def test_an_error_of_the_model_names_the_micro_batch_and_leaves_no_thread() -> N
     assert note.startswith("in micro-batch 2 of 6 of step 0 on rank 0 (1 x 8 slots, 1 segments of")
 
 
-def test_whoever_stops_early_leaves_no_thread() -> None:
+def test_stopping_early_leaves_no_thread() -> None:
     items = iter(Prefetch(iter(range(100)), ahead=3))
     assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
     assert prefetching()
@@ -173,7 +173,7 @@ def test_whoever_stops_early_leaves_no_thread() -> None:
     assert not prefetching()
 
 
-def test_prefetching_keeps_order_and_tells_what_it_took() -> None:
+def test_prefetching_keeps_order_and_measures_time() -> None:
     for ahead in (0, 1, 7):
         prefetch = Prefetch(iter(range(20)), ahead)
         assert list(prefetch) == list(range(20))
@@ -202,7 +202,7 @@ def test_timings_add_up(prefetch: int) -> None:
     parts = (timings.wait, timings.prepare, timings.compute, timings.first)
     assert all(0 < part <= timings.total for part in parts)
     assert timings.wait + timings.compute + timings.communicate <= timings.total
-    assert timings.prepare >= 6 * 0.002  # sleeping takes at least as long as it was told
+    assert timings.prepare >= 6 * 0.002  # sleep takes at least this long
     if not prefetch:
         assert timings.wait >= timings.prepare
     assert {f"seconds/{name}" for name in ("wait", "compute", "total")} < set(result.to_dict())

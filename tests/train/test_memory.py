@@ -1,4 +1,4 @@
-"""A micro-batch that runs out of memory: what is said, and how it is split."""
+"""Micro-batches that run out of memory: errors and splitting."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_splitting_ends_with_the_very_same_gradient(
     steps = steps_of(plan, work, known)
     loss, gradient = expected("token mean", model_of(), work, steps)
     ran = run(plan, work, most, where, known)
-    counts = {result.micro_batches for result, _ in ran}
+    counts = {result.num_micro_batches for result, _ in ran}
     assert len(counts) == 1
     fitted = all(
         micro.slots <= most for step in steps if isinstance(step, Step)
@@ -107,12 +107,12 @@ def test_the_error_names_shape_position_and_samples() -> None:
     assert not prefetching()
 
 
-# A device without room for what is prepared ahead ---------------------------------------------
+# A device without memory for prepared batches ------------------------------------------------
 
 
 @contextmanager
 def room_for(slots: int, ahead: int) -> Iterator[None]:
-    """Batches can be moved if they have so many slots; while another runs, `ahead` many."""
+    """Batches of at most `slots` slots can be moved; while another runs, `ahead` slots."""
     moved = Batch.to
 
     def to(batch: Batch, *where: Any, **how: Any) -> Batch:
@@ -127,7 +127,7 @@ def room_for(slots: int, ahead: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_a_copy_that_has_no_room_is_an_error_in_its_turn(prefetch: int) -> None:
+def test_a_copy_without_memory_is_an_error_when_it_runs(prefetch: int) -> None:
     work = samples_of([3, LIMIT, 2])
     (step,) = steps_of(Plan("planned", Packed(samples=1)), work)
     assert isinstance(step, Step)
@@ -153,7 +153,7 @@ def test_a_copy_that_has_no_room_is_an_error_in_its_turn(prefetch: int) -> None:
     assert not prefetching()
 
 
-def test_what_finds_no_room_ahead_is_copied_in_its_turn() -> None:
+def test_a_batch_without_memory_ahead_is_copied_when_it_runs() -> None:
     work = samples_of([8, 3, 5, 7], masked=0.0)
     (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), work)
     model = model_of()
@@ -165,17 +165,17 @@ def test_what_finds_no_room_ahead_is_copied_in_its_turn() -> None:
 
 @settings(max_examples=12)
 @given(work=worlds(), dp=st.integers(1, 3), known=st.booleans())
-def test_a_copy_that_has_no_room_is_split_on_all_ranks(work: Work, dp: int, known: bool) -> None:
+def test_a_copy_without_memory_is_split_on_all_ranks(work: Work, dp: int, known: bool) -> None:
     plan = Plan("planned", Packed(max_tokens=3 * LIMIT), dp=dp)
     _, gradient = expected("token mean", model_of(), work, steps_of(plan, work, known))
     with room_for(LIMIT, ahead=LIMIT - 1):
         ran = run(plan, work, most=99, known=known, device="cpu")
     for result, found in ran:
         assert distance(found, gradient) < 1e-12
-        assert result.slots <= LIMIT * result.micro_batches
+        assert result.slots <= LIMIT * result.num_micro_batches
 
 
-def test_a_collate_that_takes_the_room_is_named_with_its_samples() -> None:
+def test_running_out_of_memory_in_collate_names_the_samples() -> None:
     (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), samples_of([LIMIT]))
 
     def collate(micro: Any, samples: Any) -> Batch:
@@ -205,7 +205,7 @@ def test_a_segment_that_cannot_be_split_is_an_error_on_every_rank() -> None:
         return str(caught.value)
 
     messages = run_ranks(2, rank)
-    # Both name the rank whose segment it is.
+    # Both name the rank that holds the segment.
     whose = next(rank for rank in range(2) if "(1 x 8 slots" in messages[rank])
     for message in messages:
         assert f"of step 0 on rank {whose}" in message
@@ -231,5 +231,5 @@ def test_splitting_needs_samples_not_batches() -> None:
     ways: list[Way] = ["batches", "collated"]
     for way in ways:
         plan = Plan(way, Packed(max_tokens=LIMIT))
-        with pytest.raises(ConfigError, match="collated already"):
+        with pytest.raises(ConfigError, match="holds collated batches"):
             runner.run(steps_of(plan, work)[0])

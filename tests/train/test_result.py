@@ -1,4 +1,4 @@
-"""What a result prints as."""
+"""The repr of a result."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_a_result_prints_its_loss_sizes_fill_and_imbalance_in_one_line(size: int
 
 
 def test_a_result_of_nothing_prints_too() -> None:
-    nothing: dict[str, Any] = {"tokens": 0, "slots": 0, "micro_batches": 0}
+    nothing: dict[str, Any] = {"tokens": 0, "slots": 0, "num_micro_batches": 0}
     result = StepResult(timings=Timings(), planned_imbalance=None, bundle=Bundle({}, {}), **nothing)
     assert repr(result) == "StepResult(not reduced, 0 micro-batches, 0 tokens, 0 s)"

@@ -1,4 +1,4 @@
-"""run_step: one gradient, however the same samples are cut into a step."""
+"""Runner: the same gradient for every plan of the same samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from evenstep.tensors.metrics import Metric
 from evenstep.tensors.per_sequence import Sums
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
-from evenstep.train.gradient_scale import Mode
 from evenstep.train.normalization import Constant, FixedLength, GroupMean, SequenceMean
 from evenstep.train.runner import Loss, Runner
+from evenstep.train.step_loss import Mode
 from tests.train.running import (
     LAYOUTS,
     Plan,
@@ -50,8 +50,8 @@ def check(name: str, plan: Plan, work: Work, mode: Mode | None, known: bool = Fa
         assert each.result.deviation == 0.0
         assert distance(each.gradient, gradient) < 1e-12
     if name == "token mean":
-        trained = work.totals["loss_tokens"]
-        assert all(each.result.empty == (trained == 0) for each in ran)
+        loss_tokens = work.totals["loss_tokens"]
+        assert all(each.result.empty == (loss_tokens == 0) for each in ran)
     return ran
 
 
@@ -61,14 +61,14 @@ def check(name: str, plan: Plan, work: Work, mode: Mode | None, known: bool = Fa
 def test_any_plan_of_the_same_samples_has_the_gradient_of_the_definition(
     name: str, plan: Plan, work: Work, known: bool
 ) -> None:
-    # What the definition gives does not depend on the plan, so any two plans agree.
+    # The definition does not depend on the plan, so any two plans agree.
     check(name, plan, work, None, known)
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 @settings(max_examples=6)
 @given(plan=plans(split=True), work=worlds(longest=2 * LIMIT + 3), known=st.booleans())
-def test_split_samples_count_as_the_wholes_they_are(
+def test_split_samples_count_as_whole_samples(
     name: str, plan: Plan, work: Work, known: bool
 ) -> None:
     check(name, replace(plan, split=True), work, None, known)
@@ -101,7 +101,7 @@ def test_one_to_eight_micro_batches_on_one_to_four_ranks_agree(way: Any, count: 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("known", [True, False])
-def test_context_parallel_ranks_make_one_sequence_of_their_parts(layout: Any, known: bool) -> None:
+def test_context_parallel_ranks_share_sequences(layout: Any, known: bool) -> None:
     work = samples_of([8, 7, 1, 3, 8, 2, 5], seed=3)
     for name in ("token mean", "sequence mean", "sample weights"):
         check(name, Plan("planned", layout, dp=2, cp=2), work, None, known)
@@ -119,14 +119,14 @@ def test_shuffling_deals_samples_to_other_ranks_and_the_gradient_stays() -> None
     assert len(seen) > 1
 
 
-# Nothing to train -----------------------------------------------------------------------------
+# No loss tokens -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_a_step_without_labels_is_empty_with_zero_gradients(name: str, known: bool) -> None:
     work = samples_of([8, 3, 5], masked=1.0)
-    for dp in (1, 4):  # four ranks have one dummy at least
+    for dp in (1, 4):  # four ranks have at least one empty micro-batch
         plan = Plan("planned", Packed(max_tokens=LIMIT), dp=dp)
         for each in check(name, plan, work, None, known):
             assert not each.gradient.any()
@@ -149,7 +149,7 @@ def test_micro_batches_and_ranks_without_labels_take_part() -> None:
 
 
 @pytest.mark.parametrize("way", ["batches", "list on one rank alone"])
-def test_a_rank_or_a_step_without_any_micro_batch_runs_a_dummy(way: str) -> None:
+def test_a_rank_or_a_step_without_any_micro_batch_runs_an_empty_one(way: str) -> None:
     work = samples_of([5, 3], masked=0.0)
     plan = Plan("batches", Padded(max_tokens=LIMIT), dp=2)
     full = steps_of(replace(plan, dp=1), work)[0]
@@ -160,11 +160,11 @@ def test_a_rank_or_a_step_without_any_micro_batch_runs_a_dummy(way: str) -> None
         assert distance(ran[1].gradient, expected("token mean", model_of(), work, [full])[1]) < 1e-9
 
 
-def test_ranks_whose_steps_are_not_of_one_budget_find_out() -> None:
+def test_ranks_with_different_budgets_are_an_error() -> None:
     work = samples_of([5, 3], masked=0.0)
     plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2)
     steps = steps_of(plan, work)
-    with pytest.raises(InputError, match="constants from 1 to 8"):
+    with pytest.raises(InputError, match="constants, from 1 to 8"):
         run_plan(plan, [steps[0], []])
 
 
@@ -172,7 +172,7 @@ def test_ranks_whose_steps_are_not_of_one_budget_find_out() -> None:
 
 
 def entropy(outputs: Tensor, batch: Any) -> Tensor:
-    """The sum of the entropies of what is predicted, a loss without labels of its own."""
+    """The sum of the entropies of the predictions, a loss that does not use labels."""
     log_probs = outputs.log_softmax(-1)
     return ((log_probs.exp() * log_probs).sum(-1) * batch.loss_weights).sum()
 
@@ -217,16 +217,16 @@ def test_losses_of_their_own_denominators_work_where_all_are_known() -> None:
         gradient = sum(losses[name].weight * part[1] for name, part in parts.items())
         assert isinstance(gradient, Tensor)
         assert distance(each.gradient, gradient) < 1e-12
-    with pytest.raises(ConfigError, match="one multiplication at the end"):
+    with pytest.raises(ConfigError, match="mode='deferred' supports one denominator"):
         run_plan(plan, steps_of(plan, work), model, losses)
 
 
-# Meetings -------------------------------------------------------------------------------------
+# All-reduces ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("dp", [2, 3])
-def test_deferred_steps_meet_once_more_than_for_gradients_and_known_ones_never(
+def test_deferred_steps_need_one_all_reduce_besides_gradients_and_known_ones_none(
     dp: int, cp: int
 ) -> None:
     work = samples_of([8, 7, 3, 8, 8, 5, 2, 8])
@@ -248,7 +248,7 @@ def test_deferred_steps_meet_once_more_than_for_gradients_and_known_ones_never(
             assert len(others) == count
 
 
-def test_known_steps_tell_their_numbers_once_ranks_have_met() -> None:
+def test_known_steps_have_the_values_of_all_ranks_after_reduce() -> None:
     work = samples_of([8, 7, 3, 8])
     plan = Plan("planned", Packed(max_tokens=LIMIT), dp=2)
     steps, model = steps_of(plan, work, known=True), model_of()
@@ -261,17 +261,17 @@ def test_known_steps_tell_their_numbers_once_ranks_have_met() -> None:
         for name in ("loss", "losses", "empty", "metrics", "padding", "mfu", "tokens_per_second"):
             with pytest.raises(InputError, match=r"Call result.reduce\(collective\)"):
                 getattr(result, name)
-        with pytest.raises(InputError, match="not exchanged"):
+        with pytest.raises(InputError, match="not reduced over ranks"):
             result.to_dict()
         reduced = result.reduce(ranks)
-        assert reduced.reduce(ranks) is reduced  # and meets nobody
+        assert reduced.reduce(ranks) is reduced  # without another all-reduce
         return reduced.loss
 
     loss, _ = expected("token mean", model, work, steps)
     assert run_ranks(2, rank) == pytest.approx([loss, loss], rel=1e-12)
 
 
-# What is left as it is ------------------------------------------------------------------------
+# What stays unchanged -------------------------------------------------------------------------
 
 
 def test_frozen_parameters_stay_without_gradients_on_ranks_too() -> None:
@@ -362,7 +362,7 @@ def test_a_step_that_fails_leaves_the_gradients_that_were_there() -> None:
 
 
 @pytest.mark.parametrize("options", [{"mode": "per_micro_batch"}, {"on_memory": "split"}], ids=str)
-def test_ranks_that_meet_at_every_micro_batch_need_as_many(options: dict[str, Any]) -> None:
+def test_ranks_that_synchronise_at_every_micro_batch_need_as_many(options: dict[str, Any]) -> None:
     steps = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=2), samples_of([8, 7, 8, 8]))
     first = steps[0]
     assert isinstance(first, Step)
@@ -373,7 +373,9 @@ def test_ranks_that_meet_at_every_micro_batch_need_as_many(options: dict[str, An
         runner = Runner(
             model=model_of(), loss=cross_entropy(), collective=ranks, collate=COLLATOR, **options
         )
-        with pytest.raises(InputError, match="ranks have from 1 to 2 micro-batches but meet"):
+        with pytest.raises(
+            InputError, match="ranks have from 1 to 2 micro-batches, but synchronise"
+        ):
             runner.run(step)
 
     run_ranks(2, rank)
@@ -389,7 +391,7 @@ def test_a_group_that_is_counted_in_two_micro_batches_is_refused() -> None:
     runner = Runner(
         model=model_of(), loss=cross_entropy(), collate=collate, normalization=GroupMean()
     )
-    with pytest.raises(InputError, match="group 0 lies in two micro-batches of this rank"):
+    with pytest.raises(InputError, match="group 0 is in two micro-batches of this rank"):
         runner.run(step)
     with pytest.raises(ConfigError, match="'split' may divide a group between two micro-batches"):
         replace(runner, on_memory="split").run(step)
@@ -412,12 +414,12 @@ def test_a_skipped_sample_is_told_where_it_was_counted_before_the_step() -> None
     (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), work, known=True)
     assert isinstance(step, Step)
     samples: dict[int, Any] = dict(enumerate(work.samples))
-    samples[1] = None  # what a source gives that skips
+    samples[1] = None  # a skipped sample
     step = replace(step, samples=samples)
     runner = Runner(
         model=model_of(), loss=cross_entropy(), collate=COLLATOR, normalization=FixedLength(5.0)
     )
-    with pytest.raises(InputError, match="sample 1 was skipped, but 'fixed_length"):
+    with pytest.raises(InputError, match="sample 1 was skipped, but the denominator 'fixed_length"):
         runner.run(step)
     result = replace(runner, mode="deferred").run(step)
     assert result.numbers is not None

@@ -64,7 +64,7 @@ def test_split_samples_are_whole_again(size: int) -> None:
         for one, sample in zip(found, work.samples, strict=True):
             ids = torch.as_tensor(sample["input_ids"])
             assert int((one == 0).sum()) == 1
-            # The first piece is as it would be alone, cut or not.
+            # The first segment is the same as alone, split or not.
             first = scores_alone(model, ids[: LIMIT + 1])
             torch.testing.assert_close(one[: len(first)], first, rtol=1e-12, atol=1e-12)
 
@@ -86,7 +86,7 @@ def test_a_forward_has_a_budget_of_its_own() -> None:
 def test_no_samples_have_no_scores_and_ranks_must_match_the_recipe() -> None:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT))
     assert compute_log_probs(model_of(), [], recipe) == []
-    with pytest.raises(ConfigError, match="plans for 2 ranks but 1 share the work"):
+    with pytest.raises(ConfigError, match="plans for 2 ranks, but the collective has 1"):
         compute_log_probs(
             model_of(), samples_of([3]).samples,
             Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=2)),
@@ -100,6 +100,6 @@ def test_a_forward_that_fails_leaves_no_thread_and_gradients_on() -> None:
     samples = [{"input_ids": [1, 2, 3]}] * 4
     with pytest.raises(ValueError, match="what is this") as caught:
         compute_log_probs(model_of(), samples, Recipe(layout=Packed(max_tokens=3)), forward=forward)
-    assert caught.value.__traceback__ is not None  # whose frames would keep it alive
+    assert caught.value.__traceback__ is not None  # its frames keep objects alive
     assert not prefetching()
     assert torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Numbers that a person can check: 6 of 3 labels and 4 of 1 label make 2.5."""
+"""Losses checked by hand: sums of 6 over 3 labels and 4 over 1 label make 2.5."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
-from evenstep.train.gradient_scale import Mode
 from evenstep.train.normalization import Constant, TokenMean
 from evenstep.train.runner import Loss, Runner, run_step
+from evenstep.train.step_loss import Mode
 
 
 class Scalar(nn.Module):  # type: ignore[misc]
-    """One parameter, 1, so that gradients are what the loss says."""
+    """One parameter of value 1, so that gradients equal the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Scalar(nn.Module):  # type: ignore[misc]
         return self.x
 
 
-def told(x: Tensor, batch: Batch) -> Tensor:
+def fixed_sum(x: Tensor, batch: Batch) -> Tensor:
     """6 for the micro-batch of 3 labels, 4 for that of 1."""
     labels = int((batch.labels != IGNORE_INDEX).sum())
     return x * {3: 6.0, 1: 4.0, 0: 0.0}[labels]
@@ -53,7 +53,7 @@ def test_sums_of_6_and_4_over_3_and_1_labels_make_2_and_a_half(mode: Mode | None
     step: Any = batches
     if mode == "known":
         step = as_step(batches, {"loss_tokens": 4})
-    result = run_step(step, model, told, mode=mode)
+    result = run_step(step, model, fixed_sum, mode=mode)
     assert (result.loss, result.deviation, model.x.grad.item()) == (2.5, 0.0, 2.5)
 
 
@@ -73,15 +73,15 @@ def as_step(batches: list[Batch], totals: dict[str, float]) -> Step:
 
 def test_per_micro_batch_makes_3_of_them_and_reports_the_deviation() -> None:
     model = Scalar()
-    result = run_step(two_batches(), model, told, mode="per_micro_batch")
+    result = run_step(two_batches(), model, fixed_sum, mode="per_micro_batch")
     assert (result.loss, result.deviation, model.x.grad.item()) == (2.5, 0.5, 3.0)
 
 
-def test_divisors_of_ones_own_are_wrong_over_micro_batches_and_over_ranks() -> None:
-    """What trainers did for years: each divides by its own labels, and the means are averaged."""
+def test_a_mean_of_means_is_wrong_over_micro_batches_and_over_ranks() -> None:
+    """The common mistake: each divides by its own labels, and the means are averaged."""
 
     def mean(x: Tensor, batch: Batch) -> Tensor:
-        return told(x, batch) / (batch.labels != IGNORE_INDEX).sum()
+        return fixed_sum(x, batch) / (batch.labels != IGNORE_INDEX).sum()
 
     model = Scalar()
     run_step(two_batches(), model, mean, normalization=Constant(2.0))
@@ -91,19 +91,21 @@ def test_divisors_of_ones_own_are_wrong_over_micro_batches_and_over_ranks() -> N
         mine, exact = Scalar(), Scalar()
         batch = [two_batches()[ranks.rank]]
         run_step(batch, mine, mean, normalization=Constant(2.0), collective=ranks)
-        run_step(batch, exact, told, collective=ranks)
+        run_step(batch, exact, fixed_sum, collective=ranks)
         return mine.x.grad.item(), exact.x.grad.item()
 
     assert run_ranks(2, rank) == [(3.0, 2.5)] * 2
 
 
 def test_totals_that_are_not_the_steps_own_are_an_error() -> None:
-    with pytest.raises(InputError, match="promised 5 for 'loss_tokens' but the micro-batches had"):
-        run_step(as_step(two_batches(), {"loss_tokens": 5}), Scalar(), told)
+    with pytest.raises(
+        InputError, match="the totals give 5 for 'loss_tokens', but the micro-batches had"
+    ):
+        run_step(as_step(two_batches(), {"loss_tokens": 5}), Scalar(), fixed_sum)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_sample_that_trains_other_labels_than_the_stream_said_is_named(ahead: bool) -> None:
+def test_a_sample_with_other_loss_tokens_than_the_stream_gives_is_named(ahead: bool) -> None:
     samples = [{"input_ids": [7] * n} for n in (5, 3, 4, 2)]
     counts = np.array([4, 2, 4, 1])  # sample 2 of four tokens has three labels
 
@@ -126,7 +128,7 @@ def test_a_sample_that_trains_other_labels_than_the_stream_said_is_named(ahead: 
         assert run_step(step, Scalar(), labels, collective=ranks, mode="deferred").loss == 1
         run_step(step, Scalar(), labels, collective=ranks)
 
-    with pytest.raises(InputError, match=r"sample 2 trains 3 labels but .* say 4"):
+    with pytest.raises(InputError, match=r"sample 2 has 3 loss tokens, but .* give 4"):
         run_ranks(2, rank)
 
 
@@ -138,11 +140,11 @@ def test_a_sample_that_trains_other_labels_than_the_stream_said_is_named(ahead: 
         ({"mode": "eager"}, "mode"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], match: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        run_step(two_batches(), Scalar(), told, **options)
+        run_step(two_batches(), Scalar(), fixed_sum, **options)
 
 
 def test_normalizations_are_by_default_the_mean_of_tokens() -> None:
-    assert Loss(function=told).normalization == TokenMean()
-    assert Runner(model=Scalar(), loss=told).losses["loss"].normalization == TokenMean()
+    assert Loss(function=fixed_sum).normalization == TokenMean()
+    assert Runner(model=Scalar(), loss=fixed_sum).losses["loss"].normalization == TokenMean()

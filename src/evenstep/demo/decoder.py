@@ -1,4 +1,4 @@
-"""Decoder: a small language model that takes a `Batch` and keeps its segments apart."""
+"""Decoder: a small language model whose forward takes a `Batch`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from evenstep.errors import ConfigError
-from evenstep.tensors.attention import attention
+from evenstep.tensors.attention_backends import attention
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
-from evenstep.train.context_attention import context_attention
+from evenstep.train.context_exchange import context_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """The sizes of a `Decoder`. `window` limits how far back every layer sees."""
+    """The sizes of a `Decoder`. `window` limits attention to that many tokens."""
 
     vocab: int
     hidden: int = 64
@@ -33,9 +33,8 @@ class DecoderShape:
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
             raise ConfigError(
-                f"{self.hidden} hidden units, {self.heads} heads and {self.kv_heads} key heads do "
-                f"not divide, so no head would have a size. Make hidden a multiple of twice the "
-                f"heads, and heads a multiple of kv_heads."
+                f"hidden={self.hidden} must be a multiple of 2 * heads, and heads={self.heads} a "
+                f"multiple of kv_heads={self.kv_heads}."
             )
 
     @property
@@ -45,11 +44,11 @@ class DecoderShape:
 
 
 class Decoder(nn.Module):  # type: ignore[misc]
-    """Embedding, blocks of attention and SwiGLU, and a head: Batch -> logits.
+    """A decoder with rotary positions, grouped-query attention, SwiGLU and pre-norm (RMS).
 
-    Rotary positions, grouped-query attention, RMS norms before each part. Positions and
-    boundaries come from the batch, so its logits do not depend on the layout. `context` is the
-    process group of context-parallel ranks, which each take their `shard_context` of a batch.
+    Positions and segment boundaries come from the batch, so logits do not depend on the layout.
+    `context` is the process group for context parallelism; each rank passes its `shard_context`
+    of a batch.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -80,7 +79,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """One layer: attention, then SwiGLU, each added to what came in."""
+    """One layer: attention and SwiGLU, each with a residual connection."""
 
     def __init__(self, shape: DecoderShape, backend: str | None, context: Any) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.ffn = SwiGLU(shape)
 
     def forward(self, x: Tensor, turn: Tensor, batch: Batch | BatchShard) -> Tensor:
-        """(rows, width, hidden) -> the same."""
+        """(rows, width, hidden) -> (rows, width, hidden)."""
         x = x + self.attention(self.attention_norm(x), turn, batch)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -109,18 +108,18 @@ class Attention(nn.Module):  # type: ignore[misc]
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor, batch: Batch | BatchShard) -> Tensor:
-        """(rows, width, hidden) -> the same."""
+        """(rows, width, hidden) -> (rows, width, hidden)."""
         q, k, v = (
             # (rows, width, heads * dim) -> (rows, heads, width, dim)
-            part(x).unflatten(2, (-1, self.shape.dim)).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
+            project(x).unflatten(2, (-1, self.shape.dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
         )
         q, k, window = rotate(q, turn), rotate(k, turn), self.shape.window
         if isinstance(batch, BatchShard):
             if self.context is None:
                 raise ConfigError(
-                    "the model was given one rank's shard of a batch but knows no group to gather "
-                    "the others' keys from. Pass Decoder(..., context=group)."
+                    "a batch shard needs the process group of its context-parallel ranks. Pass "
+                    "Decoder(..., context=group)."
                 )
             mixed = context_attention(q, k, v, batch, self.context, window)
         else:
@@ -129,7 +128,7 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 class SwiGLU(nn.Module):  # type: ignore[misc]
-    """The gated feed-forward part."""
+    """Gated feed-forward layer."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -138,19 +137,19 @@ class SwiGLU(nn.Module):  # type: ignore[misc]
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, width, hidden) -> the same."""
+        """(rows, width, hidden) -> (rows, width, hidden)."""
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 def rotation(positions: Tensor, shape: DecoderShape) -> Tensor:
-    """Cosines and sines of each position, (2, rows, 1, width, dim / 2), in single precision."""
+    """Cosine and sine of each position, (2, rows, 1, width, dim / 2), in float32."""
     steps = torch.arange(0, shape.dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, :, None] * shape.rope_base ** (-steps / shape.dim)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn the pairs (i, i + dim / 2) of each head by their position's angles."""
+    """Apply rotary embeddings to the pairs (i, i + dim / 2) of each head."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     (cos, sin), (a, b) = turn, wide.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

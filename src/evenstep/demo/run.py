@@ -1,9 +1,8 @@
-"""`make demo`: a small model trained on the standard library in three ways, by two processes.
+"""`make demo`: train a small model on the Python standard library in three layouts, on two ranks.
 
 source -> stream -> plan -> batch -> runner, three times with the same samples in every step:
-padded to the longest, dynamically batched, packed. The loss of every step is the same; what it
-takes is not. Each step is planned once by each rank, and the plans that ran are those that are
-drawn.
+padded to the maximum length, dynamically batched, and packed. The loss of every step is the same;
+the throughput is not. The page shows the plans that ran.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from evenstep.report import Entry, comparison_page
 
 RANKS = 2
 STEPS = 12
-SAMPLES = 64  # of a step
-LONGEST = 2048  # tokens of a sample; longer ones are cut when they are stored
-BUDGET = 8192  # slots of a micro-batch
+SAMPLES = 64  # per step
+LONGEST = 2048  # tokens per sample; longer ones are truncated when they are stored
+BUDGET = 8192  # slots per micro-batch
 SHAPE: dict[str, Any] = {
     "vocab": 256,
     "hidden": 64,
@@ -59,9 +58,10 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def main(steps: int = STEPS, each: int = SAMPLES) -> None:
-    """Store the corpus, train three times, print one table, and leave a page with a picture.
+    """Store the corpus, train in each layout, print a table and write an HTML page.
 
-    So many `steps` of `each` so many samples.
+    steps  number of steps
+    each   samples per step
     """
     console = screen.console()
     FOLDER.mkdir(exist_ok=True)
@@ -69,10 +69,10 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
         corpus = write_token_file(FOLDER / "demo.tokens", samples(steps * each), dtype=np.uint8)
     lengths = corpus.lengths_of(np.arange(len(corpus)))
     console.print(
-        f"Functions and classes of the Python standard library, a byte is a token: "
-        f"{len(lengths):,} samples, {lengths.sum():,} tokens, the median "
-        f"{int(np.median(lengths)):,}, the longest {lengths.max():,}.\n{RANKS} processes, "
-        f"{each} samples a step, micro-batches of at most {BUDGET:,} slots.\n"
+        f"Functions and classes of the Python standard library, one token per byte: "
+        f"{len(lengths):,} samples, {lengths.sum():,} tokens, median length "
+        f"{int(np.median(lengths)):,}, maximum {lengths.max():,}.\n{RANKS} processes, "
+        f"{each} samples per step, at most {BUDGET:,} slots per micro-batch.\n"
     )
     records = train_all(corpus.path, each)
     entries = [entry_of(name, record) for name, record in records.items()]
@@ -80,19 +80,19 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
     losses = np.array([record["losses"] for record in records.values()])
     console.print(
         f"\nThe losses of a step differ by at most {np.ptp(losses, axis=0).max():.1e}: the same "
-        f"samples, the same gradient, however they were cut."
+        f"samples give the same loss and gradient in every layout."
     )
     page = FOLDER / "demo.html"
     title = f"{steps} steps of the Python standard library on {RANKS} ranks"
     replace_file(page, comparison_page(entries, title).encode())
-    console.print(f"The plans are drawn in {page}: open it in a browser.")
+    console.print(f"Open {page} in a browser to see the plans.")
 
 
-# The corpus -------------------------------------------------------------------------------------
+# Corpus -----------------------------------------------------------------------------------------
 
 
 def samples(count: int) -> list[dict[str, Any]]:
-    """So many functions and classes of the standard library, in a seeded random order."""
+    """`count` functions and classes of the standard library, in a seeded random order."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
     random.Random(0).shuffle(paths)
@@ -106,7 +106,7 @@ def samples(count: int) -> list[dict[str, Any]]:
 
 
 def definitions(path: Path) -> Iterator[bytes]:
-    """The source of each function and class of a module, the longest cut to what we store."""
+    """The source of each function and class of a module, truncated to `LONGEST` bytes."""
     try:
         source = path.read_bytes()
         tree = ast.parse(source)
@@ -124,7 +124,7 @@ def definitions(path: Path) -> Iterator[bytes]:
 
 
 def recipe_of(layout: Layout, each: int = SAMPLES) -> Recipe:
-    """The same for all layouts but the layout itself."""
+    """The recipe of a layout; all other settings are the same."""
     return Recipe(
         layout=layout,
         topology=Topology(dp=RANKS),
@@ -135,18 +135,18 @@ def recipe_of(layout: Layout, each: int = SAMPLES) -> Recipe:
 
 
 def plan_path(name: str) -> Path:
-    """Where rank 0 saves the plan of all steps of a layout."""
+    """Path of the plan that rank 0 saves for a layout."""
     return FOLDER / f"demo-{name.replace(' ', '-')}.evenstep"
 
 
 def entry_of(name: str, record: dict[str, Any]) -> Entry:
-    """What a layout ran, for the table and the picture."""
+    """The plan of a layout, for the table and the page."""
     plan = Plan.load(plan_path(name))
     return Entry(name, plan, record["planning"] * plan.num_steps)
 
 
 class Planned:
-    """The steps of a stream, with their plans kept and the time that each took to plan."""
+    """Iterates over a stream, recording its steps and the time to plan each."""
 
     def __init__(self, stream: PlannedStream) -> None:
         self.stream = stream
@@ -166,19 +166,19 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """The plan of all steps so far, an epoch's, on all ranks."""
+        """The joined plan of all steps so far, for all ranks."""
         pairs = [(step.plan, step.sample_ids) for step in self.steps]
         plans = [plan for plan, _ in pairs if plan is not None]
         return join_plans(plans, [ids for _, ids in pairs if ids is not None])
 
     @property
     def per_step(self) -> float:
-        """Seconds to plan a step. The first, which loads or compiles kernels, is left out."""
+        """Mean seconds to plan a step, without the first, which loads or compiles kernels."""
         return float(np.mean(self.seconds[1:] or self.seconds))
 
 
 def train_all(corpus: Path, each: int) -> dict[str, dict[str, Any]]:
-    """Train with every layout in real processes that find each other; what rank 0 recorded."""
+    """Train with every layout in one process per rank; returns the records of rank 0."""
     import torch
 
     with socket.socket() as probe:
@@ -191,7 +191,7 @@ def train_all(corpus: Path, each: int) -> dict[str, dict[str, Any]]:
 
 
 def train_rank(rank: int, port: int, corpus: Path, each: int, records: Path) -> None:
-    """One process."""
+    """The process of one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -206,19 +206,19 @@ def train_rank(rank: int, port: int, corpus: Path, each: int, records: Path) -> 
 
 
 def stream_of(source: TokenFile, recipe: Recipe, rank: int) -> PlannedStream:
-    """A rank's steps, in the corpus's own order, which is a random one."""
+    """The steps of a rank, in the order of the corpus, which is already random."""
     lengths = source.lengths_of(np.arange(len(source)))
     return PlannedStream(
         source,
         recipe,
         world=World(rank, RANKS),
         shuffle=False,
-        loss_tokens=lengths - 1,  # all but each first token
+        loss_tokens=lengths - 1,  # all tokens but the first
     )
 
 
 def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
-    """Train from the same beginning with one layout."""
+    """Train with one layout, from the same initial weights."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -244,7 +244,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
             advance(len(results), len(stream))
     if rank == 0:
         planned.plan.save(plan_path(name))
-    steady = results[1:]  # the first step warms everything up
+    steady = results[1:]  # the first step is a warm-up
     seconds = sum(result.timings.total for result in steady)
     return {
         "losses": [result.loss for result in results],
@@ -258,7 +258,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
 
 
 def progress(rank: int, name: str) -> Any:
-    """A bar on rank 0, nothing on the others."""
+    """A progress bar on rank 0, nothing on other ranks."""
     return screen.progress(f"Training: {name}") if rank == 0 else _Silent()
 
 
@@ -271,21 +271,25 @@ class _Silent:
 
 
 def table(records: dict[str, dict[str, Any]], entries: list[Entry]) -> Table:
-    """One column for each layout; the loss of every step below."""
+    """One column per layout: throughput, padding and balance, then the loss of every step."""
     found = list(records.values())
-    least = found[0]["tokens_per_second"]
-    made = Table(title="The same steps, cut in three ways")
+    baseline = found[0]["tokens_per_second"]
+    made = Table(title="The same steps in three layouts")
     made.add_column("")
     for name in records:
         made.add_column(name, justify="right")
     speeds = [record["tokens_per_second"] for record in found]
-    made.add_row("real tokens a second", *(f"{s:,.0f} ({s / least:.2f}×)" for s in speeds))
+    made.add_row("tokens/s", *(f"{s:,.0f} ({s / baseline:.2f}×)" for s in speeds))
     made.add_row("slots", *(f"{entry.stats['slots']:,}" for entry in entries))
     made.add_row("padding", *(f"{entry.stats['padding_ratio']:.1%}" for entry in entries))
-    made.add_row("micro-batches a rank", *(f"{record['micro_batches']:,}" for record in found))
-    made.add_row("imbalance, planned", *(f"{record['planned']:.4f}×" for record in found))
-    made.add_row("imbalance, measured", *(f"{record['measured']:.3f}×" for record in found))
-    made.add_row("time to plan a step", *(f"{record['planning'] * 1e3:.1f} ms" for record in found))
+    made.add_row("micro-batches per rank", *(f"{record['micro_batches']:,}" for record in found))
+    made.add_row("imbalance per step, planned", *(f"{record['planned']:.4f}×" for record in found))
+    made.add_row(
+        "imbalance per step, measured", *(f"{record['measured']:.3f}×" for record in found)
+    )
+    made.add_row(
+        "planning time per step", *(f"{record['planning'] * 1e3:.1f} ms" for record in found)
+    )
     made.add_row("waiting for data", *(f"{record['waiting']:.1%}" for record in found))
     made.add_section()
     for step in range(len(found[0]["losses"])):

@@ -1,4 +1,4 @@
-"""Hugging Face: a batch as keyword arguments, and which models keep packed segments apart."""
+"""Hugging Face: keyword arguments for models, and which models support packed batches."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from evenstep.core.layout import Layout
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.masks import one_segment_per_row
 
-# What sees a fixed way back and depends on nothing but the mask.
+# Layer types in which attention depends on the mask only.
 _MASKED_LAYERS = {"full_attention", "sliding_attention"}
 _MASK_MAKERS = {"create_causal_mask", "create_sliding_window_causal_mask"}
 
 
 def hf_kwargs(batch: Batch, *, labels: bool = False) -> dict[str, Any]:
-    """The keyword arguments for `model(**hf_kwargs(batch))`.
+    """Keyword arguments for `model(**hf_kwargs(batch))`.
 
-    Rows of several segments carry their boundaries twice: `cu_seq_lens_q/k` and `max_length_q/k`
-    for flash attention, and positions that start again for the others. They must come without an
-    attention mask and without a cache, or transformers stops looking for boundaries and every
-    segment sees those before it. Rows of one segment each carry an attention mask instead.
+    Rows of several segments mark boundaries twice: `cu_seq_lens_q/k` and `max_length_q/k` for
+    flash attention, and `position_ids` that restart at 0 for other implementations. They come
+    without an attention mask and without a cache; otherwise transformers ignores the boundaries
+    and segments attend to earlier ones. Rows of one segment have an attention mask instead.
 
-    With `labels`, the model's own loss is asked for; it shifts by itself, and no segment's end
-    predicts the next one's beginning.
+    With `labels=True`, the model computes its own loss. It shifts the labels; the first label of
+    each segment is ignored.
     """
     kwargs = {
         "input_ids": batch.tokens,
@@ -36,7 +36,7 @@ def hf_kwargs(batch: Batch, *, labels: bool = False) -> dict[str, Any]:
     }
     if batch.rows > 1 and one_segment_per_row(batch):
         mask = batch.token_mask
-        # A row of padding alone sees itself: a mask that hides all of it has no softmax.
+        # A row of padding attends to itself: softmax over a fully masked row is NaN.
         kwargs["attention_mask"] = (mask | ~mask.any(1, keepdim=True)).long()
     else:
         kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = batch.cu_seqlens
@@ -47,34 +47,37 @@ def hf_kwargs(batch: Batch, *, labels: bool = False) -> dict[str, Any]:
 
 
 class Support(NamedTuple):
-    """Whether a model may be given packed batches, and why."""
+    """Whether a model supports packed batches, and why."""
 
     safe: bool
     why: str
 
 
 def supports_packing(model: Any) -> Support:
-    """Whether a transformers model keeps packed segments apart, given `hf_kwargs`.
+    """Whether attention of a transformers model stays within segments, given `hf_kwargs`.
 
-    Decided from its layers and its attention implementation, without running it; what is not
-    known to be safe is not. `evenstep.testing.find_leaks` proves it either way.
+    Decided from the layers and the attention implementation, without running the model. Unknown
+    ones are reported as unsafe. `evenstep.testing.find_leaks` tests it by running the model.
     """
-    parts = [part for part in model.modules() if hasattr(part, "config")]
-    if not parts:
-        return Support(False, f"{_name(model)} has no config to decide from; ask find_leaks")
-    config = parts[0].config
+    modules = [module for module in model.modules() if hasattr(module, "config")]
+    if not modules:
+        return Support(False, f"{_name(model)} has no config; test it with find_leaks")
+    config = modules[0].config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     support = _layers(model, config)
     if support is not None:
         return support
-    if not any("position_ids" in inspect.signature(part.forward).parameters for part in parts):
-        return Support(False, "it takes no position_ids, so positions would run on")
+    signatures = (inspect.signature(module.forward) for module in modules)
+    if not any("position_ids" in signature.parameters for signature in signatures):
+        return Support(False, "its forward does not take position_ids")
     return _implementation(model, config)
 
 
 def choose_layout(model: Any, layout: Layout) -> Layout:
-    """The layout itself if the model can take it; else, with a warning, the padded one that keeps
-    its bounds. Ask before planning: a batch formed by sums would break the budget when padded.
+    """The layout if the model supports it, else the padded layout with the same bounds.
+
+    Falling back emits a warning. Call this before planning: a packed plan cannot be padded within
+    its budget.
     """
     padded = layout.padded()
     if padded == layout:
@@ -83,57 +86,61 @@ def choose_layout(model: Any, layout: Layout) -> Layout:
     if support.safe:
         return layout
     warnings.warn(
-        f"{_name(model)} cannot take packed batches: {support.why}. Falling back to the padded "
-        f"layout, which wastes the padding but keeps samples apart.",
+        f"{_name(model)} does not support packed batches: {support.why}. Using the padded layout "
+        f"instead.",
         stacklevel=2,
     )
     return padded
 
 
 def _layers(model: Any, config: Any) -> Support | None:
-    """Layers that no mask keeps apart; None if there is no such layer."""
+    """Unsupported if a layer mixes segments whatever the mask; None if there is no such layer."""
     if getattr(config, "is_encoder_decoder", False):
-        return Support(False, "the encoder's attention looks both ways, past every boundary")
+        return Support(
+            False, "the attention of its encoder is bidirectional and crosses segment boundaries"
+        )
     encodes = getattr(config, "is_decoder", True) is False
     if (encodes and _calls(model, "create_bidirectional_mask")) or not getattr(
         config, "is_causal", True
     ):
-        return Support(False, "its attention looks both ways, past every boundary")
-    if any(getattr(part, "_is_stateful", False) for part in model.modules()):
-        return Support(False, "its recurrent state runs on from one segment to the next")
+        return Support(False, "its attention is bidirectional and crosses segment boundaries")
+    if any(getattr(module, "_is_stateful", False) for module in model.modules()):
+        return Support(False, "its recurrent state carries over from one segment to the next")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYERS)
     if others:
-        return Support(
-            False, f"its {', '.join(others)} layers carry state or blocks across boundaries"
-        )
+        return Support(False, f"its {', '.join(others)} layers cross segment boundaries")
     return None
 
 
 def _implementation(model: Any, config: Any) -> Support:
     name = str(getattr(config, "_attn_implementation", None))
     if "flash" in name and "paged" not in name:
-        if not any(getattr(part, "_supports_attention_backend", False) for part in model.modules()):
-            return Support(False, f"its own use of {name} does not pass cu_seq_lens on")
-        return Support(True, f"{name} takes the boundaries from cu_seq_lens")
+        if not any(
+            getattr(module, "_supports_attention_backend", False) for module in model.modules()
+        ):
+            return Support(False, f"its {name} code does not pass cu_seq_lens on")
+        return Support(True, f"{name} reads the boundaries from cu_seq_lens")
     if name not in ("sdpa", "eager", "flex_attention"):
-        return Support(False, f"nothing is known of the attention implementation {name!r}")
+        return Support(False, f"its attention implementation {name!r} is unknown")
     from transformers import masking_utils
 
     if not hasattr(masking_utils, "find_packed_sequence_indices"):
-        return Support(False, f"{name} masks of this transformers ignore position_ids")
+        return Support(False, f"{name} masks of the installed transformers ignore position_ids")
     makers = _calls(model, *_MASK_MAKERS)
     if not makers:
-        return Support(False, f"{name} is used without the masks that find boundaries")
+        return Support(
+            False, f"it does not build its {name} mask with the functions that detect boundaries"
+        )
     if not all(makers.values()):
         at = next(where for where, positions in makers.items() if not positions)
-        return Support(False, f"{at} makes its {name} mask without position_ids")
-    return Support(True, f"{name} masks find boundaries where position_ids start again")
+        return Support(False, f"{at} builds its {name} mask without position_ids")
+    return Support(True, f"{name} masks detect boundaries where position_ids restart")
 
 
 def _calls(model: Any, *makers: str) -> dict[str, bool]:
-    """The model classes in it that make masks, and whether they give position_ids to do so."""
+    """Classes in the model that build masks, and whether they pass position_ids."""
     found: dict[str, bool] = {}
-    for kind in dict.fromkeys(type(part) for part in model.modules()):
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
         module = sys.modules.get(kind.__module__)
         if hasattr(kind, "config_class") and any(hasattr(module, maker) for maker in makers):
             tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
@@ -148,9 +155,9 @@ def _calls_of(tree: ast.AST, makers: tuple[str, ...]) -> list[ast.Call]:
     names = set(makers)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and not isinstance(node.value, (ast.Call, ast.Dict)):
-            given = {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
+            given = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
             if given & set(makers):
-                names |= {part.id for part in node.targets if isinstance(part, ast.Name)}
+                names |= {name.id for name in node.targets if isinstance(name, ast.Name)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [call for call in calls if getattr(call.func, "id", None) in names]
 

@@ -1,4 +1,4 @@
-"""Megatron: the fields of `PackedSeqParams`."""
+"""Megatron: fields of `PackedSeqParams` for a batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from torch import Tensor
 
 from evenstep.tensors.batch import Batch
 
+__all__ = ["packed_seq_params"]
+
 
 def packed_seq_params(batch: Batch) -> dict[str, Any]:
-    """The fields for `PackedSeqParams(**packed_seq_params(batch))`; tokens are (1, slots).
+    """Keyword arguments for `PackedSeqParams(**packed_seq_params(batch))`; tokens are (1, slots).
 
-    `cu_seqlens_q` counts real tokens only, `cu_seqlens_q_padded` where each piece really begins.
-    The tail of a row is a piece without real tokens. A dummy counts its padding as real, so that
-    kernels have something to run on. Rows of a static layout are to be flattened into one.
+    `cu_seqlens_q` counts real tokens only; `cu_seqlens_q_padded` holds the slots where sequences
+    begin. The tail padding of a row is a sequence without real tokens. In an empty micro-batch
+    padding counts as real, because kernels need at least one token. Flatten several rows of a
+    static layout into one.
 
     Lengths 3 and 2 aligned to 4 in a row of 12 -> cu_seqlens_q [0, 3, 5, 5] and
     cu_seqlens_q_padded [0, 4, 8, 12].

@@ -1,10 +1,10 @@
-"""Attention that respects boundaries: one meaning on every backend.
+"""Attention within the segments of a batch, with the same result on every backend.
 
-varlen    torch's flash kernel for sequences of unequal length: CUDA, half precision
+varlen    torch's variable-length flash attention: CUDA, half precision
 flex      FlexAttention with a block mask that is built once per batch
-causal    plain causal attention over rows of one segment each (padded layout)
-segments  scaled dot product attention, segment by segment
-mask      scaled dot product attention with a dense mask: many tiny segments
+causal    causal attention over rows of one segment each (padded layout)
+segments  scaled dot product attention, one segment at a time
+mask      scaled dot product attention with a dense mask, for many short segments
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ except ImportError:  # torch < 2.10
     varlen_attn = None
 
 TINY = 2048
-"""Entries of a dense mask that cost about as much as one more call: measured on a CPU core."""
+"""Entries of a dense mask that cost about as much as one more call, measured on a CPU core."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One call of `attention`, checked."""
+    """The validated arguments of one call of `attention`."""
 
     q: Tensor  # (rows, heads, width, dim)
     k: Tensor  # (rows, kv heads, width, dim)
@@ -54,14 +54,13 @@ class Call:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.ndim != 4 or (tensor.shape[0], tensor.shape[2]) != shape:
                 raise InputError(
-                    f"{name} has the shape {tuple(tensor.shape)} but the batch has {shape[0]} rows "
-                    f"of {shape[1]} slots; its boundaries would fall elsewhere. Pass q, k and v as "
-                    f"(rows, heads, width, dim)."
+                    f"{name} has shape {tuple(tensor.shape)}, but the batch has {shape[0]} rows "
+                    f"of {shape[1]} slots. Pass q, k and v as (rows, heads, width, dim)."
                 )
         if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
             raise InputError(
-                f"q has {q.shape[1]} heads, k {k.shape[1]} and v {v.shape[1]}; they cannot be "
-                f"shared out. Give k and v equally many, a divisor of q's."
+                f"q has {q.shape[1]} heads, k has {k.shape[1]} and v has {v.shape[1]}. k and v "
+                f"must have the same number of heads, a divisor of the number of q."
             )
 
     @property
@@ -70,7 +69,7 @@ class Call:
         return int(self.q.shape[1] // self.k.shape[1])
 
     def keys(self, repeat: bool) -> tuple[Tensor, Tensor]:
-        """k and v, with each head repeated for the query heads that share it if asked."""
+        """k and v; with `repeat`, each head is repeated for the query heads that share it."""
         if not repeat or self.shared == 1:
             return self.k, self.v
         return (
@@ -90,11 +89,12 @@ def attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend within each tile of the batch, and nowhere else.
+    """Compute attention within each segment of a batch.
 
-    q is (rows, heads, width, dim); k and v may have fewer heads, a divisor of q's. With a
-    `window` a token sees itself and window - 1 before it. What padding slots give is finite and
-    otherwise unspecified. `backend` names one of `BACKENDS`; None picks the fastest that can.
+    q is (rows, heads, width, dim); k and v may have fewer heads, a divisor of the number of q.
+    With `window`, a token attends to itself and the window - 1 tokens before it. Outputs of
+    padding slots are finite and otherwise unspecified. `backend` names one of `BACKENDS`; None
+    selects the fastest one that supports the call.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -102,7 +102,7 @@ def attention(
     >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
     >>> q = k = torch.zeros(1, 1, 3, 8)
     >>> v = torch.tensor([1.0, 3.0, 7.0])[None, None, :, None].expand(1, 1, 3, 8)
-    >>> attention(q, k, v, batch)[0, 0, :, 0].tolist()  # the third token sees only itself
+    >>> attention(q, k, v, batch)[0, 0, :, 0].tolist()  # the third token attends to itself only
     [1.0, 2.0, 7.0]
     """
     call = Call(q, k, v, batch, causal, window, scale)
@@ -117,37 +117,37 @@ def attention(
 def _named(name: str, call: Call) -> Tensor:
     if name not in BACKENDS:
         raise ConfigError(
-            f"there is no attention backend {name!r}, so nothing can run. Choose one of "
-            f"{', '.join(BACKENDS)}, or None to have one chosen."
+            f"unknown attention backend {name!r}; expected one of: {', '.join(BACKENDS)}, or None "
+            f"to select one automatically."
         )
     why = BACKENDS[name].refuses(call)
     if why is not None:
         raise ConfigError(
-            f"the attention backend {name!r} {why}, so it cannot run this batch. Use another of "
-            f"{', '.join(BACKENDS)}, or None to have one chosen."
+            f"the attention backend {name!r} {why}. Use another of {', '.join(BACKENDS)}, or None "
+            f"to select one automatically."
         )
     return BACKENDS[name].run(call)
 
 
 def _choose(call: Call) -> str:
     if call.q.is_cuda:
-        # Neither looks at the boundaries, so the device is not waited for.
+        # Neither reads the boundaries on the host, so there is no device synchronisation.
         for name in ("varlen", "flex"):
             if BACKENDS[name].refuses(call) is None:
                 return name
     if _causal_refuses(call) is None:
         return "causal"
     batch = call.batch
-    tiles = len(batch.seqlens)
-    return "mask" if batch.rows * batch.width**2 < TINY * tiles else "segments"
+    calls = len(batch.seqlens)
+    return "mask" if batch.rows * batch.width**2 < TINY * calls else "segments"
 
 
 # varlen --------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _varlen_knows() -> frozenset[str]:
-    """The parameters of this torch's `varlen_attn`.
+def _varlen_parameters() -> frozenset[str]:
+    """Parameters of `varlen_attn` in the installed torch.
 
     2.10 has is_causal; 2.11 has window_size and scale instead; 2.12 adds enable_gqa.
     """
@@ -158,28 +158,28 @@ def _varlen_refuses(call: Call) -> str | None:
     if varlen_attn is None:
         return f"is not part of torch {torch.__version__}"
     if not call.q.is_cuda:
-        return f"runs on CUDA only, not on {call.q.device.type}"
+        return f"supports CUDA only, not {call.q.device.type}"
     if call.q.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16 only, not {call.q.dtype}"
+        return f"supports bfloat16 and float16 only, not {call.q.dtype}"
     if call.q.shape[3] > 256 or call.q.shape[3] % 8 or call.q.shape[3] != call.v.shape[3]:
-        return "takes one head dimension for q, k and v, a multiple of 8 up to 256"
-    if call.window is not None and "window_size" not in _varlen_knows():
-        return f"of torch {torch.__version__} knows no sliding window"
+        return "requires one head dimension for q, k and v, a multiple of 8 up to 256"
+    if call.window is not None and "window_size" not in _varlen_parameters():
+        return f"of torch {torch.__version__} does not support a sliding window"
     return None
 
 
 def _varlen(call: Call) -> Tensor:
-    knows, q = _varlen_knows(), call.q
-    grouped = "enable_gqa" in knows
+    supported, q = _varlen_parameters(), call.q
+    grouped = "enable_gqa" in supported
     k, v = call.keys(repeat=not grouped)
     options: dict[str, Any] = {"enable_gqa": True} if grouped and call.shared > 1 else {}
-    if "window_size" in knows:
+    if "window_size" in supported:
         back = -1 if call.window is None else call.window - 1
         options["window_size"] = (back, 0) if call.causal else (-1, -1)
     else:
         options["is_causal"] = call.causal
     if call.scale is not None:
-        if "scale" in knows:
+        if "scale" in supported:
             options["scale"] = call.scale
         else:
             q = q * (call.scale * q.shape[3] ** 0.5)
@@ -192,7 +192,7 @@ def _varlen(call: Call) -> Tensor:
 
 # flex ----------------------------------------------------------------------------------------
 
-# A block mask costs as much as some layers, and all layers of a model ask for the same one.
+# Building a block mask costs as much as several layers, and all layers of a model use the same one.
 _block_masks: weakref.WeakKeyDictionary[Batch, dict[tuple[bool, int | None], BlockMask]]
 _block_masks = weakref.WeakKeyDictionary()
 
@@ -207,11 +207,11 @@ def _block_mask(call: Call) -> BlockMask:
 
 @functools.cache
 def _flex_kernel(device: str) -> Callable[..., Tensor]:
-    """Fused on CUDA. On the CPU the plain one: exact, and no minute of compiling."""
-    return torch.compile(flex_attention) if device == "cuda" else _plain_flex
+    """Compiled on CUDA; eager on the CPU, where compiling takes a minute."""
+    return torch.compile(flex_attention) if device == "cuda" else _eager_flex
 
 
-def _plain_flex(*args: Any, **kwargs: Any) -> Tensor:
+def _eager_flex(*args: Any, **kwargs: Any) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         return flex_attention(*args, **kwargs)
@@ -222,14 +222,14 @@ def _flex_refuses(call: Call) -> str | None:
         tensor.requires_grad for tensor in (call.q, call.k, call.v)
     )
     if call.q.device.type == "cpu" and needs_grad:
-        return "has no gradients on the CPU"
+        return "does not support gradients on the CPU"
     if call.q.is_cuda and (call.q.shape[3] < 16 or call.q.dtype == torch.float64):
-        return "takes head dimensions of 16 or more, in single or half precision"
+        return "requires head dimensions of at least 16 in single or half precision"
     return None
 
 
 def _flex(call: Call) -> Tensor:
-    # Its kernels want a power of two of query heads per key head.
+    # The kernels require a power of two of query heads per key head.
     repeat = bool(call.shared & (call.shared - 1))
     k, v = call.keys(repeat)
     return _flex_kernel(call.q.device.type)(
@@ -255,9 +255,9 @@ def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
 
 def _causal_refuses(call: Call) -> str | None:
     if not call.causal or (call.window is not None and call.window < call.batch.width):
-        return "knows neither windows nor attention in both directions"
+        return "supports neither windows nor bidirectional attention"
     if not one_segment_per_row(call.batch):
-        return "takes rows of one segment each, and a row here has more"
+        return "requires one segment per row"
     return None
 
 
@@ -267,8 +267,8 @@ def _causal(call: Call) -> Tensor:
 
 def _segments(call: Call) -> Tensor:
     lengths = call.batch.cu_seqlens.diff().tolist()
-    # (rows, heads, width, dim) -> (1, heads, slots, dim), cut into tiles; split has a cheap
-    # backward, slices would each fill a gradient of all slots.
+    # (rows, heads, width, dim) -> (1, heads, slots, dim), split into tiles. The backward of split
+    # is cheap; each slice would allocate a gradient of all slots.
     flat = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (call.q, call.k, call.v))
     tiles = zip(lengths, *(tensor.split(lengths, dim=2) for tensor in flat), strict=True)
     out = torch.cat([_sdpa(call, q, k, v, _band(call, n)) for n, q, k, v in tiles if n], dim=2)
@@ -276,7 +276,7 @@ def _segments(call: Call) -> Tensor:
 
 
 def _band(call: Call, length: int) -> Tensor | None:
-    """The window within one tile; None where it is no limit."""
+    """The window mask within one tile; None where the window does not limit it."""
     if call.window is None or call.window >= length:
         return None
     every = torch.ones(length, length, dtype=torch.bool, device=call.q.device)
@@ -294,7 +294,7 @@ def _never(call: Call) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How to run a call, and why it would refuse one."""
+    """A function that runs a call, and one that says why it cannot (None if it can)."""
 
     run: Callable[[Call], Tensor]
     refuses: Callable[[Call], str | None] = _never

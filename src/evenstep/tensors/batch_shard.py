@@ -1,4 +1,4 @@
-"""BatchShard: the slots of a Batch that one rank of a context- or sequence-parallel group holds."""
+"""BatchShard: the slots of a Batch on one context- or sequence-parallel rank."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.slots import PER_TILE, PER_SLOT, Slots
+from evenstep.tensors.slots import PER_SLOT, PER_TILE, Slots
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BatchShard(Slots):
-    """Rows times width / size. What is per slot is cut; what describes tiles is the whole batch's.
+    """One rank's slots of a batch, rows × width / size, with the tiles of the whole batch.
 
-    A type of its own, because a shard cannot do all that a batch can: the token after a slot may
-    lie on another rank. Labels were shifted before the cut, so they are right at every edge, and
-    positions count from the beginning of the whole tile. `cu_seqlens` (with alignment) and
-    `real_cu_seqlens` (without) are those of the whole batch, as attention over gathered keys
-    needs them; `local_cu_seqlens` and `local_seqlens` describe what lies here.
+    Labels are shifted before sharding, so they are correct at shard boundaries. Positions count
+    from the start of the whole tile. `cu_seqlens` (with alignment) and `real_cu_seqlens` (without)
+    describe the whole batch, as attention over gathered keys needs them; `local_cu_seqlens` and
+    `local_seqlens` describe this shard. A shard is not a `Batch`: the token after a slot may be on
+    another rank.
     """
 
-    slot_ids: Tensor  # (rows, width / size) int64: which slots of the whole batch these are
+    slot_ids: Tensor  # (rows, width / size) int64: slot numbers in the whole batch
     rank: int
     size: int
 
     @property
     def real_cu_seqlens(self) -> Tensor:
-        """(tiles + 1) int32: boundaries of the whole batch's real tokens laid end to end."""
+        """(tiles + 1) int32: boundaries of the real tokens of the whole batch, without padding."""
         return _offsets(self.seqlens)
 
     @property
     def local_cu_seqlens(self) -> Tensor:
-        """(tiles + 1) int32: where each tile begins here; a tile may have no slot here."""
-        # Slots keep their order, so the tiles of [0 0 1 1 2] begin at [0, 2, 4] and end at 5.
+        """(tiles + 1) int32: where each tile begins in this shard; it may have no slots here."""
+        # Slots are in order: tiles [0 0 1 1 2] begin at [0, 2, 4] and end at 5.
         tiles = torch.arange(len(self.seqlens) + 1, device=self.device)
         return torch.searchsorted(self.segment_ids.reshape(-1), tiles).to(torch.int32)
 
     @property
     def local_seqlens(self) -> Tensor:
-        """(tiles) int64: how many slots of each tile are real here. They come first in it."""
+        """(tiles) int64: real tokens of each tile in this shard; they precede its padding."""
         real = _offsets(self.token_mask.reshape(-1), torch.int64)
         return real[self.local_cu_seqlens.long()].diff()
 
     def take(self, values: Tensor) -> Tensor:
-        """This rank's part of any (rows, width, ...) tensor of the whole batch.
+        """This rank's slots of a (rows, width, ...) tensor of the whole batch.
 
-        `shard.take(batch.labels_at(2))` are the labels two tokens ahead, right at every edge.
+        Example: `shard.take(batch.labels_at(2))` gives the labels two tokens ahead.
         """
         return _take(values, self.slot_ids)
 
 
-def cut(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> BatchShard:
-    """The shard of `batch` that holds these slots, (rows, width / size) of them, in order."""
+def take_slots(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> BatchShard:
+    """The shard of `batch` with these slots, (rows, width / size), in order."""
     return BatchShard(
         **{name: _take(getattr(batch, name), slot_ids) for name in PER_SLOT},
         **{name: getattr(batch, name) for name in PER_TILE},
@@ -72,21 +72,21 @@ def cut(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> BatchShard:
 
 
 def join_shards(shards: Sequence[BatchShard]) -> Batch:
-    """The batch that these shards were cut from; all ranks of the group, in any order."""
+    """The whole batch from the shards of all ranks of the group, in any order."""
     shards = sorted(shards, key=lambda shard: shard.rank)
     size = shards[0].size if shards else 1
     ranks = [shard.rank for shard in shards]
     if ranks != list(range(size)) or any(shard.size != size for shard in shards):
         raise InputError(
-            f"shards of the ranks {ranks} were given but their group has {size}, so slots would "
-            f"be missing or double. Pass each rank's shard of one batch, once."
+            f"expected one shard from each of {size} ranks, got shards of ranks {ranks}. Pass "
+            f"each rank's shard of one batch exactly once."
         )
     whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
     return Batch(
-        **{name: put([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
+        **{name: join_slots([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
         **{name: getattr(whole, name) for name in PER_TILE},
         extras={
-            name: put([s.extras[name] for s in shards], slot_ids)
+            name: join_slots([s.extras[name] for s in shards], slot_ids)
             if _is_per_slot(whole, name)
             else extra
             for name, extra in whole.extras.items()
@@ -95,22 +95,19 @@ def join_shards(shards: Sequence[BatchShard]) -> Batch:
     )
 
 
-def put(parts: Sequence[Tensor], slot_ids: Sequence[Tensor]) -> Tensor:
-    """Parts of (rows, width / size, ...), each with its slots -> (rows, width, ...)."""
-    order = torch.cat([ids.reshape(-1) for ids in slot_ids])  # place in parts -> slot
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)  # slot -> place in parts
-    flat = torch.cat([part.flatten(0, 1) for part in parts])
-    return flat.index_select(0, place).view(parts[0].shape[0], -1, *parts[0].shape[2:])
+def join_slots(shards: Sequence[Tensor], slot_ids: Sequence[Tensor]) -> Tensor:
+    """(rows, width / size, ...) tensors of all ranks and their slots -> (rows, width, ...)."""
+    slots = torch.cat([ids.reshape(-1) for ids in slot_ids])  # index in the shards -> slot
+    index = torch.empty_like(slots)
+    index[slots] = torch.arange(len(slots), device=slots.device)  # slot -> index in the shards
+    flat = torch.cat([shard.flatten(0, 1) for shard in shards])
+    return flat.index_select(0, index).view(shards[0].shape[0], -1, *shards[0].shape[2:])
 
 
 def check_rank(rank: int, size: int) -> None:
-    """Refuse a rank that its group does not have."""
+    """Raise if `rank` is not in a group of `size`."""
     if not 0 <= rank < size:
-        raise InputError(
-            f"rank {rank} of a group of {size} does not exist, so it holds nothing. "
-            f"Pass a rank from 0 to {size - 1}."
-        )
+        raise InputError(f"rank must be in [0, {size}), got {rank}.")
 
 
 def _take(values: Any, slot_ids: Tensor) -> Tensor:
@@ -121,8 +118,8 @@ def _take(values: Any, slot_ids: Tensor) -> Tensor:
 def _is_per_slot(whole: Batch | BatchShard, name: str) -> bool:
     if name not in whole.aligned:
         raise InputError(
-            f"nothing says how the extra {name!r} is aligned, so it cannot be cut or joined. Let "
-            f"a Collator declare it, or name it in `aligned`."
+            f"the alignment of the extra {name!r} is unknown. Declare it in "
+            f"Collator(extras=...), or add it to `aligned`."
         )
     return whole.aligned[name] in ("token", "label")
 

@@ -1,4 +1,4 @@
-"""Collate: the samples of one micro-batch -> Batch, in a few copies."""
+"""Collator: the samples of one micro-batch -> Batch."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _KNOWN = ("input_ids", *_TARGETS, "attention_mask")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collator:
-    """Turns the samples of a micro-batch into a `Batch`; nothing passed in is ever changed.
+    """Turns the samples of a micro-batch into a `Batch`. Samples are never modified.
 
-    A sample is a mapping with `input_ids` and, if it has them,
+    A sample is a mapping with `input_ids`, every declared extra, and optionally:
 
-    labels              what each token should have been predicted as, -100 where nothing is
-                        trained; the tokens themselves by default. Never shifted by the caller.
-    loss_mask           per token, 1 where it is trained and 0 where not; nothing between, as tokens
-                        are counted by it (weights are a normalization's: `train.loss.Custom`)
-    loss_masking_spans  (begin, end) pairs of tokens that are not trained
-    attention_mask      1 for every token, as tokenizers give it: it says nothing. Cut padding off.
+    labels              the target of each token, not shifted; -100 to ignore a token. Default: the
+                        tokens themselves
+    loss_mask           per token, 1 to count it in the loss and 0 to ignore it. For weights use
+                        the normalization `Custom`
+    loss_masking_spans  (begin, end) pairs of tokens to ignore in the loss
+    attention_mask      must be 1 for every token; remove padding from samples
 
-    and every declared extra. Unknown keys are an error. Labels reach past the cuts of a split
-    sample, `lookahead` tokens far: 1 is enough unless more are predicted at once.
+    Other keys are an error. `lookahead` is how many tokens after the end of a segment are kept
+    where a sample was split; multi-token prediction needs more than 1.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> samples = [{"input_ids": torch.tensor([11, 12, 13])}, {"input_ids": torch.tensor([21, 22])}]
@@ -61,7 +61,7 @@ class Collator:
         truth_field(self, "pin_memory")
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
-        """The batch of `micro`; `samples[i]` is sample i of the plan, whole."""
+        """The batch of `micro`; `samples[i]` is the whole sample i of the plan."""
         chosen = [samples[i] for i in micro.segments.sample.tolist()]
         keys = set().union(*chosen)
         if not keys <= {*_KNOWN, *self.extras}:
@@ -69,7 +69,7 @@ class Collator:
         columns = Columns(micro, chosen)
         if "attention_mask" in keys and "attention_mask" not in self.extras:
             columns.check_attention_masks()
-        place = columns.place
+        placement = columns.placement
         tokens = columns.slots("input_ids", torch.int64, self.pad_token)
         targets = tokens
         if not keys.isdisjoint(_TARGETS):
@@ -77,12 +77,12 @@ class Collator:
         shape = (micro.rows, micro.width)
         numbers = np.empty((3, micro.slots), np.int64)
         weights = np.empty(micro.slots, np.float32)
-        loss_tokens = np.empty(len(place.real), np.int64)
+        loss_tokens = np.empty(len(placement.real), np.int64)
         number_slots(
-            place.offsets, place.real, targets.numpy(), IGNORE_INDEX,
+            placement.offsets, placement.real, targets.numpy(), IGNORE_INDEX,
             numbers[0], numbers[1], numbers[2], weights, loss_tokens,
         )  # fmt: skip
-        continuation = self._past_cuts(columns, numbers[2], weights, loss_tokens)
+        continuation = self._continue_split(columns, numbers[2], weights, loss_tokens)
         positions, tiles, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
         batch = Batch(
             tokens=tokens.view(shape),
@@ -91,56 +91,56 @@ class Collator:
             position_ids=positions,
             segment_ids=tiles,
             loss_weights=torch.from_numpy(weights).view(shape),
-            cu_seqlens=torch.from_numpy(place.offsets.astype(np.int32)),
-            seqlens=torch.from_numpy(np.array(place.real)),
-            sample_ids=torch.from_numpy(_by_tile(micro.segments.sample, place, -1)),
-            starts=torch.from_numpy(_by_tile(micro.segments.start, place, 0)),
+            cu_seqlens=torch.from_numpy(placement.offsets.astype(np.int32)),
+            seqlens=torch.from_numpy(np.array(placement.real)),
+            sample_ids=torch.from_numpy(_by_tile(micro.segments.sample, placement, -1)),
+            starts=torch.from_numpy(_by_tile(micro.segments.start, placement, 0)),
             loss_tokens=torch.from_numpy(loss_tokens),
             continuation=continuation,
-            max_seqlen=int(place.slots.max(initial=0)),
+            max_seqlen=int(placement.slots.max(initial=0)),
             extras={name: columns.extra(name, extra) for name, extra in self.extras.items()},
             aligned={name: extra.aligned for name, extra in self.extras.items()},
         )
         return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
 
-    def _past_cuts(
+    def _continue_split(
         self,
         columns: Columns,
         labels: IntArray,
         weights: NDArray[np.float32],
         loss_tokens: IntArray,
     ) -> Continuation | None:
-        """Complete what depends on the other tiles of split samples; None if none was cut here."""
-        micro, place = columns.micro, columns.place
+        """Complete labels and counts of split samples; returns None if none continues elsewhere."""
+        micro, placement = columns.micro, columns.placement
         if columns.whole:
             return None
         end = micro.segments.start + micro.segments.length
         partial = (micro.segments.start > 0) | (end < micro.sample_ends)
         if not partial.any():
             return None
-        tiles = np.flatnonzero(place.segment >= 0)
-        after: dict[int, torch.Tensor] = {}  # per tile that was cut, its sample's later targets
+        tiles = np.flatnonzero(placement.segment >= 0)
+        after: dict[int, torch.Tensor] = {}  # per tile, the targets that follow it in its sample
         for at in np.flatnonzero(partial).tolist():
             tile, last = int(tiles[at]), int(micro.sample_ends[at])
             targets = columns.sample_targets(at)[:last]
             loss_tokens[tile] = int((targets[1:] != IGNORE_INDEX).sum())
             if end[at] < last:
                 after[tile] = targets[end[at] : end[at] + self.lookahead]
-                slot = place.offsets[tile] + place.real[tile] - 1
+                slot = placement.offsets[tile] + placement.real[tile] - 1
                 labels[slot] = int(after[tile][0])
                 weights[slot] = float(labels[slot] != IGNORE_INDEX)
-        return columns.beyond(after, self.lookahead, self.extras) if after else None
+        return columns.continuation(after, self.lookahead, self.extras) if after else None
 
     def _refuse_keys(self, micro: MicroBatch, chosen: list[Sample]) -> NoReturn:
         known = {*_KNOWN, *self.extras}
         at = next(n for n, sample in enumerate(chosen) if not known >= sample.keys())
         raise InputError(
-            f"sample {micro.segments.sample[at]} has the key {min(chosen[at].keys() - known)!r}, "
-            f"which nobody declared, so it would be lost. Leave it out of the sample, or declare "
-            f"it: Runner(collate=Collator(extras=...)). Known are {', '.join(sorted(known))}."
+            f"sample {micro.segments.sample[at]} has the undeclared key "
+            f"{min(chosen[at].keys() - known)!r}; expected {', '.join(sorted(known))}. Remove it "
+            f"from the sample, or declare it: Runner(collate=Collator(extras=...))."
         )
 
 
-def _by_tile(column: IntArray, place: Placement, otherwise: int) -> IntArray:
-    """A per-segment column per tile, with `otherwise` for tails."""
-    return np.concatenate((column, (otherwise,)))[place.segment]  # -1 picks the last entry
+def _by_tile(column: IntArray, placement: Placement, otherwise: int) -> IntArray:
+    """A column per segment -> per tile, with `otherwise` for tails."""
+    return np.concatenate((column, (otherwise,)))[placement.segment]  # -1 picks the last entry

@@ -1,7 +1,7 @@
-"""Context parallelism: every tile of a batch cut in zigzag, so that causal work is even.
+"""Context parallelism: shard each tile of a batch in zigzag, so that causal work is even.
 
-A tile is cut into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. A late chunk
-attends to much, an early one to little; each pair of them costs the same.
+A tile is divided into 2 * size chunks; rank r holds chunks r and 2 * size - 1 - r. Late chunks
+attend to more keys than early ones, and each pair costs the same.
 
     | 0 1 | 2 3 | 4 5 | p p |      size 2: rank 0 holds 0 1 p p, rank 1 holds 2 3 4 5
 """
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard, check_rank, cut, put
+from evenstep.tensors.batch_shard import BatchShard, check_rank, join_slots, take_slots
 
 
 def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
-    """What rank `rank` of `size` context-parallel ranks holds of `batch`.
+    """The shard of `batch` on rank `rank` of `size` context-parallel ranks.
 
-    Plans with `Topology(cp=size)` align every segment and width so that this works out. Extras
-    that a loss compares with predictions (old log-probs, advantages) go through
-    `batch.at_labels(...)` before the cut. `join_shards` is the inverse.
+    Plan with `Topology(cp=size)`, which aligns segments and widths as required. Shift extras that
+    a loss compares with predictions (old log-probs, advantages) with `batch.at_labels(...)` first.
+    `join_shards` is the inverse.
 
     >>> from evenstep import Packed, Recipe, Topology, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -37,30 +37,29 @@ def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
     check_rank(rank, size)
     _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
     slot_ids = _slots(batch.cu_seqlens, rank, size)
-    return cut(batch, slot_ids.view(batch.rows, -1), rank, size)
+    return take_slots(batch, slot_ids.view(batch.rows, -1), rank, size)
 
 
-def join_context(parts: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
-    """Per-slot results of all context-parallel ranks -> those of the whole batch.
+def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
+    """Per-slot results of all context-parallel ranks -> results of the whole batch.
 
-    `parts[r]` is rank r's (rows, width / size, ...), and `cu_seqlens` the whole batch's, which
-    every shard knows. Gradients flow back to the parts.
+    `shards[r]` is rank r's (rows, width / size, ...) tensor; `cu_seqlens` is that of the whole
+    batch, which every `BatchShard` has. Differentiable.
     """
-    shapes = {tuple(part.shape) for part in parts}
-    slots = int(cu_seqlens[-1])
-    if len(shapes) != 1 or sum(part.shape[:2].numel() for part in parts) != slots:
+    shapes = {tuple(shard.shape) for shard in shards}
+    slots, size = int(cu_seqlens[-1]), len(shards)
+    if len(shapes) != 1 or sum(shard.shape[:2].numel() for shard in shards) != slots:
         raise InputError(
-            f"{len(parts)} parts of the shapes {sorted(shapes)} do not make up the {slots} slots "
-            f"of the batch, so they cannot be joined. Pass one (rows, width / size, ...) part of "
-            f"each rank, in the order of the ranks."
+            f"{size} tensors of shapes {sorted(shapes)} do not make up the {slots} slots of the "
+            f"batch. Pass one (rows, width / size, ...) tensor per rank, in rank order."
         )
-    _check_tiles(cu_seqlens, len(parts))
-    boundaries = cu_seqlens.to(parts[0].device)
-    return put(parts, [_slots(boundaries, rank, len(parts)) for rank in range(len(parts))])
+    _check_tiles(cu_seqlens, size)
+    boundaries = cu_seqlens.to(shards[0].device)
+    return join_slots(shards, [_slots(boundaries, rank, size) for rank in range(size)])
 
 
 def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
-    """(slots / size) int64: the slots of rank `rank`, in order.
+    """(slots / size) int64: the slots of rank `rank`, in ascending order.
 
     cu_seqlens [0, 8, 12], rank 0 of 2 -> [0, 1, 6, 7, 8, 11]
     """
@@ -68,7 +67,7 @@ def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     if size == 1:
         return torch.arange(total, device=device)
     begin, chunk = cu_seqlens[:-1].long(), cu_seqlens.diff().long() // (2 * size)
-    # (tiles, 2): where this rank's two chunks of each tile begin, in the batch and here
+    # (tiles, 2): first slot of this rank's two chunks of each tile
     numbers = torch.tensor([rank, 2 * size - 1 - rank], device=device)
     first = (begin[:, None] + chunk[:, None] * numbers).reshape(-1)
     length = chunk.repeat_interleave(2)
@@ -81,8 +80,8 @@ def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
 class ContextWork:
     """(query, key) pairs of each context-parallel rank under a causal mask, padding included.
 
-    `zigzag` is what `shard_context` gives, `contiguous` what one run of slots per rank and tile
-    would. Imbalance is the slowest rank over the mean, 1.0 where all are even.
+    `zigzag` is the sharding of `shard_context`; `contiguous` gives each rank one run of slots per
+    tile. Imbalance is the largest over the mean.
     """
 
     zigzag: Tensor  # (size) int64
@@ -90,17 +89,17 @@ class ContextWork:
 
     @property
     def zigzag_imbalance(self) -> float:
-        """Largest over mean, as cut here."""
+        """Imbalance of the zigzag sharding."""
         return _imbalance(self.zigzag)
 
     @property
     def contiguous_imbalance(self) -> float:
-        """Largest over mean, had tiles been cut into contiguous runs."""
+        """Imbalance of the contiguous sharding."""
         return _imbalance(self.contiguous)
 
 
 def context_work(batch: Batch, size: int) -> ContextWork:
-    """The causal attention work that each of `size` context-parallel ranks has with `batch`.
+    """The causal attention work of each of `size` context-parallel ranks on `batch`.
 
     One tile of 8 on 2 ranks: zigzag [18, 18], contiguous [10, 26].
     """
@@ -117,7 +116,7 @@ def context_work(batch: Batch, size: int) -> ContextWork:
 
 
 def _pairs(first: Tensor, count: Tensor) -> Tensor:
-    """Keys that `count` queries from position `first` on see: 2 from 3 on see 4 + 5 = 9."""
+    """Keys that `count` queries from position `first` attend to: 2 from 3 -> 4 + 5 = 9."""
     return count * first + count * (count + 1) // 2
 
 
@@ -136,7 +135,6 @@ def _refuse_tile(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None) -> No
     sample = -1 if sample_ids is None else int(sample_ids[at])
     whose = f"of sample {sample}" if sample >= 0 else f"number {at}"
     raise InputError(
-        f"the tile {whose} takes {int(slots[at])} slots, not a multiple of {2 * size}, so {size} "
-        f"context-parallel ranks cannot hold two equal chunks of it each. Plan with "
-        f"Topology(cp={size})."
+        f"the tile {whose} has {int(slots[at])} slots, but {size} context-parallel ranks require "
+        f"a multiple of {2 * size}. Plan with Topology(cp={size})."
     )

@@ -1,9 +1,9 @@
-"""Continuation: what follows a tile in its sample where overflow='split' cut the sample in two.
+"""Continuation: the tokens that follow a segment where overflow='split' split its sample.
 
-sample a b c d e cut at 3 -> tiles [a b c] [d e]; beyond the first lies d, then nothing
+sample a b c d e split at 3 -> segments [a b c] [d e]; d continues the first one
 
-The last slot of [a b c] still predicts d. So the number of labels that a sample trains does not
-depend on where it was cut, and neither does any denominator.
+The last slot of [a b c] predicts d. So the loss tokens of a sample, and every denominator, do not
+depend on where it was split.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continuation:
-    """The next few tokens of each tile's sample, and what is aligned to them."""
+    """Per tile, the next tokens of its sample and the values aligned to them."""
 
-    counts: Tensor  # (tiles) int64: how many are known, 0 where the sample ends with the tile
+    counts: Tensor  # (tiles) int64: number of tokens held, 0 where the sample ends here
     values: Mapping[str, Tensor]  # (tiles, lookahead, ...) of tokens, targets and extras, by name
 
     @property
     def lookahead(self) -> int:
-        """The most tokens that are known beyond any tile."""
+        """The most tokens held per tile."""
         return int(self.values["targets"].shape[1])
 
     def next(self, name: str, tile: int) -> Tensor:
-        """(1, ...): the value of the token that follows a tile, 0 where its sample ends."""
+        """(1, ...): the value of the token that follows a tile, 0 if its sample ends there."""
         value = self.values[name][tile, :1]
         return torch.where(self.counts[tile] > 0, value, torch.zeros_like(value))
 
-    def put(self, ahead: Tensor, name: str, tiles: Tensor, index: Tensor) -> Tensor:
-        """`ahead` (n, ...) with the value of token `index` beyond its tile at each slot that
-        looks past a cut; slots whose index is negative or past the sample stay as they are."""
+    def fill(self, ahead: Tensor, name: str, tiles: Tensor, index: Tensor) -> Tensor:
+        """`ahead` (n, ...) with each slot set to the value `index` tokens after its tile.
+
+        Slots with a negative index, or one past the end of the sample, keep their value.
+        """
         at = index.clamp(0, self.lookahead - 1)
         known = (index >= 0) & (index < self.counts[tiles])
         return torch.where(
@@ -42,13 +44,13 @@ class Continuation:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Continuation:
-        """The same on a device."""
+        """Copy to a device."""
         moved = {
             name: value.to(device, non_blocking=non_blocking) for name, value in self.values.items()
         }
         return Continuation(self.counts.to(device, non_blocking=non_blocking), moved)
 
     def pin_memory(self) -> Continuation:
-        """The same in page-locked memory."""
+        """Copy to page-locked memory."""
         moved = {name: value.pin_memory() for name, value in self.values.items()}
         return Continuation(self.counts.pin_memory(), moved)

@@ -1,4 +1,4 @@
-"""Losses of one sequence that also run on all of a batch's slots at once."""
+"""Losses as functions of one sequence, vectorised over all slots of a batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from evenstep.tensors.view import View
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """(n, vocabulary) logits and (n) labels -> (n) log-probs, 0 where none is counts; in float32
-    at least.
+    """(n, vocabulary) logits and (n) labels -> (n) log-probs of the labels, in float32 or wider.
 
-    Slot i holds the log-prob of token i + 1; `restore_tokens(..., shifted=True)` moves it there.
+    It is 0 where the label is ignored. Slot i holds the log-prob of token i + 1;
+    `restore_tokens(..., shifted=True)` moves it to slot i + 1.
     """
     return -functional.cross_entropy(
         logits.to(torch.promote_types(logits.dtype, torch.float32)),
@@ -40,7 +40,7 @@ def _cross_entropy(logits: Tensor, view: View) -> Outcome:
 
 
 def cross_entropy() -> PerSequence:
-    """Weighted negative log-likelihood of the labels, summed."""
+    """The weighted sum of the negative log-likelihood of the labels."""
     return PerSequence(_cross_entropy, vectorised=True)
 
 
@@ -51,25 +51,24 @@ def policy_gradient(
     kl_weight: float = 0.0,
     ratio: Literal["token", "sequence"] = "token",
 ) -> PerSequence:
-    """The clipped policy-gradient loss of PPO and GRPO, weighted and summed.
+    """The weighted sum of the clipped policy-gradient loss of PPO and GRPO.
 
-    -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) per token, with r the new probability
-    over the old one: of the token, or the geometric mean over its sequence (over each tile of a
-    split one, as the others may run elsewhere). Extras:
-    `old_log_probs` per token; `advantages` per token or per sequence; and, where `kl_weight` is
-    not 0, `reference_log_probs` per token, towards which the estimate exp(d) - d - 1 pulls.
-    Values per token are the caller's: position i holds token i's.
+    Per token: -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), where r is the new over the
+    old probability of the token or, with ratio="sequence", its geometric mean over the sequence
+    (over each segment of a split sample). With `kl_weight`, kl_weight * (exp(d) - d - 1) is added,
+    where d is the reference minus the new log-prob.
+
+    Extras: `old_log_probs` per token, `advantages` per token or per sequence, and
+    `reference_log_probs` per token if `kl_weight` is not 0. Entry i of these belongs to token i.
     """
     if ratio not in ("token", "sequence"):
-        raise ConfigError(
-            f"ratio is {ratio!r}, so nobody knows what to clip. Choose token or sequence."
-        )
+        raise ConfigError(f"unknown ratio {ratio!r}; expected one of: token, sequence.")
 
     def loss(logits: Tensor, view: View) -> Outcome:
         labels, weights = view.labels, view.loss_weights
         counts = labels != IGNORE_INDEX
         log_probs = label_log_probs(logits, labels)
-        # Whatever stands in padding or at a segment's end, its log-ratio is 0 and its ratio 1.
+        # Slots without a label have a log-ratio of 0 and a ratio of 1, whatever their values.
         log_ratio = torch.where(counts, log_probs - view.ahead("old_log_probs"), 0.0)
         if ratio == "sequence":
             count = view.sum_by_segment(counts.to(log_ratio)).clamp(min=1)

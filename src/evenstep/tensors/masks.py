@@ -1,4 +1,4 @@
-"""Masks: which slots of a batch a slot may see, as the conventions of torch want it."""
+"""Attention masks of a batch, for SDPA and FlexAttention."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ BLOCK = 128
 
 
 def check_window(causal: bool, window: int | None) -> None:
-    """Refuse windows that mean nothing."""
+    """Raise if the window is not positive, or is used without `causal`."""
     if window is not None and window < 1:
-        raise ConfigError(
-            f"the window is {window} slots, so a token could not even see itself. "
-            f"Use 1 or more, or None for no window."
-        )
+        raise ConfigError(f"window must be at least 1, or None for no window; got {window}.")
     if window is not None and not causal:
         raise ConfigError(
-            f"a window of {window} looks back, but causal=False asks to look both ways; the two "
-            f"contradict each other. Drop one of them."
+            f"window={window} requires causal=True. Omit the window for bidirectional attention."
         )
 
 
 def visible(batch: Batch, causal: bool = True, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """The first and last slot of its row that each slot may see, (rows, width) each.
+    """The first and last slot of its row that each slot attends to, (rows, width) each.
 
-    Both never decrease along a row, and a slot always sees itself; `block_mask` rests on that.
+    Both never decrease along a row, and a slot attends to itself; `block_mask` relies on this.
     cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
     """
     check_window(causal, window)
@@ -45,7 +41,7 @@ def visible(batch: Batch, causal: bool = True, window: int | None = None) -> tup
 
 
 def sdpa_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -> Tensor:
-    """The mask for `scaled_dot_product_attention`: (rows, 1, width, width) bool, True is seen.
+    """The mask for `scaled_dot_product_attention`: (rows, 1, width, width) bool, True = attend.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -60,21 +56,21 @@ def sdpa_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -
 
 
 def block_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -> BlockMask:
-    """The mask for `flex_attention`, exact, without ever forming width times width entries.
+    """The mask for `flex_attention`, built without a width × width tensor.
 
-    The slots that a block of queries sees are one run, from what its first query sees first to
-    what its last query sees last. A block of keys is worked on where it meets that run, and needs
-    no mask where all of it is seen by the block's first and last query alike.
+    The keys of a query block are one contiguous range, from the first key of its first query to
+    the last key of its last query. A key block is computed if it overlaps the range, and needs no
+    mask if both the first and the last query of the block attend to all of it.
     """
     first, last = visible(batch, causal, window)
     count = divided_up(batch.width, BLOCK)
     begin = torch.arange(count, device=batch.device) * BLOCK
     end = torch.clamp(begin + BLOCK, max=batch.width) - 1
-    met = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)
+    overlaps = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)
     whole = (first[:, end, None] <= begin) & (last[:, begin, None] >= begin + BLOCK - 1)
     whole &= (begin + BLOCK <= batch.width)[:, None]
     return BlockMask.from_kv_blocks(
-        *_listed(met & ~whole),
+        *_listed(overlaps & ~whole),
         *_listed(whole),
         BLOCK_SIZE=BLOCK,
         mask_mod=_mask_mod(batch.segment_ids, causal, window),
@@ -83,14 +79,14 @@ def block_mask(batch: Batch, *, causal: bool = True, window: int | None = None) 
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, queries, keys) bool -> how many key blocks each query block has, and which first."""
+    """(rows, queries, keys) bool -> number of key blocks per query block, and their indices."""
     listed = blocks.int().argsort(dim=-1, descending=True, stable=True)
     counts = blocks.sum(dim=-1, dtype=torch.int32)
     return counts.unsqueeze(1), listed.int().unsqueeze(1).contiguous()
 
 
 def _mask_mod(tiles: Tensor, causal: bool, window: int | None):  # type: ignore[no-untyped-def]
-    """What FlexAttention asks about single entries. It keeps the tiles, never the batch."""
+    """FlexAttention's mask function. It refers to the tile numbers only, not to the batch."""
 
     def same(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return tiles[row, query] == tiles[row, key]
@@ -108,6 +104,6 @@ def _mask_mod(tiles: Tensor, causal: bool, window: int | None):  # type: ignore[
 
 
 def one_segment_per_row(batch: Batch) -> bool:
-    """Whether every segment begins a row: the padded layout, or one sequence by itself."""
+    """Whether every segment begins a row (padded layout, or a single sequence)."""
     begins = batch.cu_seqlens[:-1][batch.sample_ids >= 0]
     return bool((begins % batch.width == 0).all())

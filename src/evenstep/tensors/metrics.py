@@ -1,4 +1,4 @@
-"""Metric: a number about sequences that knows how it adds up."""
+"""Metric: a number with its reduction over sequences, micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ Reduction: TypeAlias = Literal["sum", "mean", "min", "max"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """A value and how it merges with its like, over sequences, micro-batches and ranks.
+    """A value and how it is merged over sequences, micro-batches and ranks.
 
-    A mean carries the sum and the count, so that merging means of unequal size stays exact:
-    a mean of means is not the mean. Values are float64 and detached: large counts do not drift,
-    and no graph is held alive.
+    A mean stores the sum and the count, so merging means of unequal counts is exact. Values are
+    float64 and detached.
 
     >>> first, second = Metric.mean(torch.tensor(6.0), 3), Metric.mean(torch.tensor(4.0), 1)
     >>> float(merge([{"loss": first}, {"loss": second}])["loss"].value)
@@ -33,41 +32,41 @@ class Metric:
 
     @classmethod
     def sum(cls, total: Tensor) -> Metric:
-        """Adds up."""
+        """A sum."""
         return cls("sum", total.detach().double())
 
     @classmethod
     def mean(cls, total: Tensor, count: Tensor | float) -> Metric:
-        """`total` summed over `count` things: tokens, sequences, or weights."""
+        """A mean: `total` over `count` (of tokens, sequences or weights)."""
         total = total.detach().double()
         return cls("mean", total, torch.as_tensor(count, device=total.device).detach().double())
 
     @classmethod
     def min(cls, values: Tensor) -> Metric:
-        """The least of `values`; infinity where there are none, which never wins."""
+        """The minimum of `values`; infinity if there are none."""
         return cls("min", _extreme(values, "min"))
 
     @classmethod
     def max(cls, values: Tensor) -> Metric:
-        """The greatest of `values`; minus infinity where there are none."""
+        """The maximum of `values`; minus infinity if there are none."""
         return cls("max", _extreme(values, "max"))
 
     def emptied(self) -> Metric:
-        """The same metric of nothing: merging it with its like changes nothing."""
+        """The same metric over no values: the neutral element of merging."""
         nothing = {"min": float("inf"), "max": float("-inf")}.get(self.reduction, 0.0)
         count = None if self.count is None else torch.zeros_like(self.count)
         return Metric(self.reduction, torch.full_like(self.total, nothing), count)
 
     @property
     def value(self) -> Tensor:
-        """The number itself; a mean over nothing is not a number."""
+        """The reduced number; NaN for a mean over nothing."""
         return self.total if self.count is None else self.total / self.count
 
 
 def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of several sequences, micro-batches or ranks -> those of all of them together.
+    """Merge the metrics of several sequences, micro-batches or ranks.
 
-    Each name merges over those that have it, so that an empty micro-batch changes nothing.
+    Each name is merged over the mappings that contain it.
     """
     by_name: dict[str, list[Metric]] = {}
     for each in metrics:
@@ -80,8 +79,8 @@ def _merge(name: str, found: list[Metric]) -> Metric:
     ways = {metric.reduction for metric in found}
     if len(ways) > 1:
         raise InputError(
-            f"the metric {name!r} is a {' here and a '.join(sorted(ways))} there, so it has no "
-            f"single meaning. Give it one reduction, or two names."
+            f"the metric {name!r} has several reductions: {', '.join(sorted(ways))}. Use one "
+            f"reduction per name."
         )
     first = found[0]
     totals = torch.stack([metric.total for metric in found])

@@ -1,4 +1,4 @@
-"""What follows from the boundaries alone: positions, tiles, shifted labels, loss weights."""
+"""Kernel for positions, tile numbers, shifted labels and loss weights of a batch."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +19,16 @@ def number_slots(
     weights: NDArray[np.float32],
     loss_tokens: IntArray,
 ) -> None:
-    """Fill the last five arrays, tile by tile.
+    """Fill the last five arrays, one tile at a time.
 
-    The label of a slot is the target of the next slot of its own segment; a segment's last slot
+    The label of a slot is the target of the next slot of its segment; the last slot of a segment
     and padding have none. offsets [0, 3, 5], real [3, 1], targets [7, 8, 9, 4, 0] give positions
-    [0, 1, 2, 0, 1], tiles [0, 0, 0, 1, 1] and labels [8, 9, -, -, -]; the tiles train [2, 0].
+    [0, 1, 2, 0, 1], tiles [0, 0, 0, 1, 1], labels [8, 9, -, -, -] and loss tokens [2, 0].
     """
     for tile in range(real.shape[0]):
         begin, end = offsets[tile], offsets[tile + 1]
         size, inner = end - begin, max(real[tile] - 1, 0)
-        # One short loop per array: each compiles to wide stores.
+        # One short loop per array, so that each is vectorised.
         here = positions[begin:end]
         for slot in range(size):
             here[slot] = slot

@@ -1,4 +1,4 @@
-"""Origin: which tokens of which samples lie in the micro-batches that results come from."""
+"""Origin: the samples and tokens of the micro-batches that results belong to."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from evenstep.errors import InputError
 Key: TypeAlias = tuple[int, int, int]
 """(step, rank, position): `plan[step, rank][position]`."""
 Work: TypeAlias = Plan | Step | Sequence[MicroBatch | FedMicroBatch]
-"""A plan of all ranks, or what one rank runs: a step, or micro-batches in order."""
+"""A plan of all ranks, or the work of one rank: a step, or micro-batches in order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Micro-batches as flat arrays, numbered in the order of their results.
+    """Micro-batches as flat arrays, in the order of their results.
 
-    Row i of what is restored is sample `ids[i]`, and `segments.sample` holds such rows. All
-    samples of a plan have one, and those that a rank runs of its step, ascending by id.
+    Row i of the restored tensor is sample `ids[i]`; `segments.sample` holds row numbers. The rows
+    are all samples of a plan, or the samples that one rank runs, in ascending order of id.
     """
 
     work: Work
     ids: IntArray  # per sample
-    lengths: IntArray  # per sample, the whole length
+    lengths: IntArray  # per sample, its whole length
     segments: Segments
-    ends: IntArray  # per segment, where its sample ends in what is run
+    ends: IntArray  # per segment, the end of its sample after truncation
     row_offsets: IntArray
     micro_offsets: IntArray
     widths: IntArray  # per micro-batch
@@ -43,7 +43,7 @@ class Origin:
 
     @classmethod
     def of(cls, work: Work) -> Origin:
-        """The origin of what a plan, a step or micro-batches give."""
+        """The origin of the results of a plan, a step or micro-batches."""
         if isinstance(work, Plan):
             return cls(
                 work,
@@ -90,7 +90,7 @@ class Origin:
 
     @property
     def segment_offsets(self) -> IntArray:
-        """The first segment of each micro-batch, and the end of the last."""
+        """First segment of each micro-batch, followed by the number of segments."""
         return self.row_offsets[self.micro_offsets]
 
     @property
@@ -100,7 +100,7 @@ class Origin:
 
     @property
     def first_slots(self) -> IntArray:
-        """Per segment, its first slot among the slots of its own micro-batch."""
+        """First slot of each segment, counted in its micro-batch."""
         micro = self.micro_batch_of_segment
         row = np.repeat(np.arange(len(self.row_offsets) - 1), np.diff(self.row_offsets))
         unit = self.alignments[micro]
@@ -109,8 +109,7 @@ class Origin:
         return (row - self.micro_offsets[micro]) * self.widths[micro] + inside
 
     def choose(self, results: Sequence[Any] | Mapping[Key, Any]) -> tuple[IntArray, list[Any]]:
-        """The numbers of the micro-batches that have results, and these; of those that hold a
-        segment, if any does."""
+        """The micro-batch numbers and results to restore from; empty micro-batches are skipped."""
         if isinstance(results, Mapping):
             chosen = [self._number(key) for key in results]
             given = list(results.values())
@@ -119,14 +118,14 @@ class Origin:
             if len(given) != len(self):
                 some = ", or a mapping from (step, rank, position) to some of them"
                 raise InputError(
-                    f"{len(given)} results were given but {self._name} runs {len(self)} "
-                    f"micro-batches, so they cannot be matched. Pass one for each, empty ones "
+                    f"expected {len(self)} results, one for each micro-batch of {self._name}, got "
+                    f"{len(given)}. Pass one for each, empty ones "
                     f"included{some if isinstance(self.work, Plan) else ''}."
                 )
         if not given:
             raise InputError(
-                "no results were given, so their type is unknown and nothing can be restored. "
-                "Pass those of at least one micro-batch; an empty one's will do."
+                "no results were given, so their dtype is unknown. Pass the result of at least "
+                "one micro-batch, which may be empty."
             )
         held = np.diff(self.segment_offsets)[chosen]
         kept = [at for at, count in enumerate(held) if count] or [0]
@@ -136,8 +135,8 @@ class Origin:
         plan = self.work
         if not isinstance(plan, Plan):
             raise InputError(
-                f"results of {self._name} are given by name, but only a plan has names for them. "
-                f"Pass a sequence, one for each micro-batch."
+                f"results of {self._name} were passed as a mapping, which requires a Plan. Pass a "
+                f"sequence with one result for each micro-batch."
             )
         step, rank, position = key
         if 0 <= step < plan.num_steps and 0 <= rank < plan.num_ranks:
@@ -145,9 +144,9 @@ class Origin:
             if 0 <= position < end - first:
                 return int(first + position)
         raise InputError(
-            f"a result is named (step {step}, rank {rank}, position {position}), which the plan of "
-            f"{plan.num_steps} steps on {plan.num_ranks} ranks does not run. Name it as plan[step, rank] "
-            f"does."
+            f"the key (step {step}, rank {rank}, position {position}) is not in the plan of "
+            f"{plan.num_steps} steps on {plan.num_ranks} ranks. Position p is "
+            f"plan[step, rank][p]."
         )
 
     @property
@@ -171,7 +170,7 @@ class Origin:
         return f"{where} ({f'samples {named}' if named else 'empty'})"
 
     def name_of(self, row: int) -> str:
-        """What an error calls the sample of a row."""
+        """The sample of a row, as errors name it."""
         return sample_name(int(self.ids[row]))
 
 
@@ -182,8 +181,8 @@ def _micro_batches(work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Sequenc
     for item in micros:
         if not isinstance(item, MicroBatch):
             raise InputError(
-                f"expected a Plan, a Step or micro-batches to restore by, got a "
-                f"{type(item).__name__} among them."
+                f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with a "
+                f"{type(item).__name__}."
             )
     return micros
 

@@ -1,4 +1,4 @@
-"""Per-sequence functions on a packed batch: a loss is written for one sequence, and runs on all."""
+"""PerSequence: run a function of one sequence on all sequences of a batch."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ from evenstep.tensors.metrics import Metric, merge
 from evenstep.tensors.view import View
 
 Outcome: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Metric]]
-"""A sum (a scalar) or values per slot (n), and metrics if there are any."""
+"""A scalar sum or values per slot (n), optionally with metrics."""
 SequenceFunction: TypeAlias = Callable[[Tensor, View], Outcome]
-"""From the outputs (n, ...) of one sequence and a view of it."""
+"""(outputs (n, ...) of one sequence, a view of it) -> outcome."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """What a function gave for a batch, not divided by anything; the caller knows by what.
+    """The summed loss and the metrics of a batch; the loss is not normalized.
 
-    A shard holds parts of sequences and has the loss and metrics alone.
+    For a `BatchShard`, only `loss` and `metrics` are available.
     """
 
     loss: Tensor
     metrics: dict[str, Metric]
-    tiles: Tensor | None  # per tile, or per segment where `real` is None
-    real: Tensor | None = None
+    by_tile: Tensor | None  # per tile, or per segment if `real` is None
+    real: Tensor | None = None  # per tile, whether it is a segment
 
     @property
     def by_sequence(self) -> Tensor:
-        """(segments): each real segment's part of the loss, ready for `restore_sequences`."""
-        if self.tiles is None:
+        """(segments): the loss of each segment, as `restore_sequences` takes it."""
+        if self.by_tile is None:
             raise InputError(
-                "these sums come from one rank's shard, which holds only parts of sequences. Join "
-                "the outputs of all ranks first."
+                "these sums were computed on a batch shard, which does not hold whole sequences. "
+                "Join the outputs of all ranks first."
             )
-        return self.tiles if self.real is None else self.tiles[self.real]
+        return self.by_tile if self.real is None else self.by_tile[self.real]
 
 
 @dataclass(frozen=True, slots=True)
 class PerSequence:
-    """Runs a function of one sequence on every sequence of a batch, and sums.
+    """Runs a function of one sequence on every sequence of a batch and sums the results.
 
-    Any function runs in a loop, one segment at a time: it sees real tokens alone and cannot tell
-    that they were packed. `vectorised` declares that it may see all slots at once: that it returns
-    values per slot, of which each depends on its own slot (or, through `sum_by_segment`, on its
-    own segment), and 0 where the weight is 0; and that its metrics leave out slots of weight 0.
-    Both ways agree. A dummy has no sequence: its loss is 0 and its metrics are empty, but they have
-    the same names as on every rank, so a function must bear a sequence that trains nothing.
+    By default the function runs once per segment and receives its real tokens only. With
+    `vectorised`, it runs once on all slots. Then it must return one value per slot that depends
+    only on that slot (or, through `sum_by_segment`, on its segment), 0 where the weight is 0, and
+    its metrics must leave out slots of weight 0. Both ways give the same sums.
+
+    The loss of an empty micro-batch is 0. Its metrics are empty but have the same names as on
+    other ranks, so the function must accept a sequence without loss tokens.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
     >>> plan = make_plan([3, 2], Recipe(layout=Packed(max_tokens=8)))
     >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
-    >>> trained = PerSequence(lambda outputs, sequence: sequence.loss_weights.sum())
-    >>> trained(torch.zeros(1, 5, 10), batch).by_sequence.tolist()
+    >>> loss_tokens = PerSequence(lambda outputs, sequence: sequence.loss_weights.sum())
+    >>> loss_tokens(torch.zeros(1, 5, 10), batch).by_sequence.tolist()
     [2.0, 1.0]
     """
 
@@ -68,47 +69,44 @@ class PerSequence:
     vectorised: bool = False
 
     def __call__(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
-        """The sums over `batch`, given the model's (rows, width, ...) outputs for it."""
+        """Sums over `batch` from the model's (rows, width, ...) outputs."""
         if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
             raise InputError(
-                f"outputs of the shape {tuple(outputs.shape)} were given for a batch of "
-                f"{batch.rows} rows and width {batch.width}, so slots cannot be matched. Pass the "
-                f"model's outputs for this batch, (rows, width, ...)."
+                f"outputs have shape {tuple(outputs.shape)}, but the batch has {batch.rows} rows "
+                f"of width {batch.width}. Pass the model's outputs for this batch, "
+                f"(rows, width, ...)."
             )
         if self.vectorised:
             return self._at_once(outputs, batch)
         if isinstance(batch, BatchShard):
             raise InputError(
-                "a function of whole sequences was given one rank's shard, which holds only parts "
-                "of them. Join the outputs of all ranks first, or declare it vectorised if its "
-                "values depend on single tokens."
+                "a function of whole sequences cannot run on a batch shard. Join the outputs of "
+                "all ranks first, or set vectorised=True if each value depends on one token only."
             )
         return self._one_by_one(outputs, batch)
 
     def looped(self) -> PerSequence:
-        """The same function, one sequence at a time."""
+        """The same function, run on one sequence at a time."""
         return PerSequence(self.function)
 
     def _at_once(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
         view = View.of_all(batch)
-        values, metrics = _parts(self.function(view.flat(outputs), view))
+        values, metrics = _value_and_metrics(self.function(view.flat(outputs), view))
         if tuple(values.shape) != tuple(view.labels.shape):
             raise InputError(
-                f"a vectorised function returned the shape {tuple(values.shape)} for "
-                f"{len(view.labels)} slots, so its values cannot be told apart. Return one value "
-                f"per slot, or do not declare it vectorised."
+                f"a vectorised function returned shape {tuple(values.shape)} for "
+                f"{len(view.labels)} slots. Return one value per slot, or set vectorised=False."
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-        tiles = view.sum_by_segment(values)
-        return Sums(values.sum(), metrics, tiles, batch.sample_ids >= 0)
+        return Sums(values.sum(), metrics, view.sum_by_segment(values), batch.sample_ids >= 0)
 
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Sums:
-        # An empty slice keeps the outputs in the graph, so that a dummy has a backward too.
+        # The empty slice keeps the outputs in the graph: an empty micro-batch has a backward too.
         losses, flat = [outputs[:0].sum()], outputs.flatten(0, 1)
         metrics: list[dict[str, Metric]] = []
         for view in View.of_segments(batch):
-            value, found = _parts(self.function(flat[view.slots], view))
+            value, found = _value_and_metrics(self.function(flat[view.slots], view))
             losses.append(value.sum())
             metrics.append(found)
         if not metrics:
@@ -117,15 +115,17 @@ class PerSequence:
         return Sums(by_sequence.sum(), merge(metrics), by_sequence)
 
     def _empty_metrics(self, flat: Tensor, batch: Batch) -> dict[str, Metric]:
-        """The metrics of a dummy, all of nothing: ranks that reduce them need the same names.
-        What they are called is learnt from the padding, whose values are thrown away."""
+        """Empty metrics for an empty micro-batch; ranks that reduce them need the same names.
+
+        The function runs on the padding for the names; its values are discarded.
+        """
         view = View(batch, slice(0, int(batch.cu_seqlens[1])), 0)
         with torch.no_grad():
-            _, found = _parts(self.function(flat[view.slots], view))
+            _, found = _value_and_metrics(self.function(flat[view.slots], view))
         return {name: metric.emptied() for name, metric in found.items()}
 
 
-def _parts(outcome: Outcome) -> tuple[Tensor, dict[str, Metric]]:
+def _value_and_metrics(outcome: Outcome) -> tuple[Tensor, dict[str, Metric]]:
     if isinstance(outcome, Tensor):
         return outcome, {}
     return outcome[0], dict(outcome[1])

@@ -1,14 +1,14 @@
-"""Restore: results of micro-batches -> samples in order.
+"""Restore: results of micro-batches -> results in sample order.
 
-    by what                results                                   rows of what is restored
-    a `Plan`               of all ranks, or of some by their key     all its samples, by number
-    a `Step`               one for each of this rank's               `step.own_sample_ids`
-    micro-batches, `FedMicroBatch`s  one for each                              their samples, ascending by id
+    work                            results                        rows of the restored tensor
+    `Plan`                          all ranks', or some by key     all samples, by number
+    `Step`                          this rank's                    `step.own_sample_ids`
+    `MicroBatch`, `FedMicroBatch`s  one for each                   their samples, ascending by id
 
-A step works whether it was planned, pooled or resumed inside; one without the samples that could
-not be read works by the micro-batches that were read. Results may come from any layout, and from
-context-parallel ranks as parts. Empty micro-batches have a result that is not looked at. Split
-samples are joined, and what did not run here (dropped, truncated, another rank's) is the pad value.
+Works for any stream and layout, and for a step resumed in the middle. Where samples could not be
+read, pass the micro-batches that were read. A result may be one tensor, or one tensor per
+context-parallel rank. Results of empty micro-batches are ignored. Split samples are joined; tokens
+that did not run here (dropped, truncated, or on another rank) get the pad value.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from evenstep.tensors.metrics import Reduction
 from evenstep.tensors.origin import Key, Origin, Work
 
 Result: TypeAlias = Tensor | Sequence[Tensor]
-"""One micro-batch's, or one part of it per context-parallel rank."""
+"""Result of one micro-batch: a tensor, or one tensor per context-parallel rank."""
 Results: TypeAlias = Sequence[Result] | Mapping[Key, Result]
-"""Of all micro-batches in execution order (for a plan: steps, then ranks, then positions); of a
-plan also of some, by key."""
+"""All micro-batches' in execution order (for a plan: steps, ranks, positions), or some by key."""
 
 
 def restore_tokens(
@@ -46,14 +45,14 @@ def restore_tokens(
 ) -> Tensor:
     """Per-token results, (rows, width, ...) each -> (samples, width, ...).
 
-    The rows are those of all samples of a plan, by number, or of the samples that this rank runs,
-    ascending by id: `step.own_sample_ids`.
+    The rows are all samples of a plan by number, or the samples of this rank in ascending order of
+    id (`step.own_sample_ids`).
 
-    `width` is that of the caller's padded input, the longest sample by default. `shifted` says
-    that results were computed from `labels` and sit one slot early, as log-probs do: then position
-    i holds token i's value, and the first token of a sample, which nothing predicts, holds 0. The
-    first token of a later tile of a split sample was predicted by the tile before it, and holds
-    0 if that is not among the results.
+    `width` is the width of the restored tensor, by default the longest sample. Set `shifted` for
+    results computed from `labels`, such as log-probs, which lie one slot before their token: the
+    restored position i then belongs to token i, and the first token of a sample gets 0. The first
+    token of a later segment of a split sample is predicted in the segment before it; it gets 0 if
+    that segment is not among the results.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> plan = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))
@@ -62,7 +61,7 @@ def restore_tokens(
     >>> restore_tokens(plan, [torch.tensor([[10, 20, 21, 22]]), torch.tensor([[30, 31]])]).tolist()
     [[10, 0, 0], [20, 21, 22], [30, 31, 0]]
 
-    By the micro-batches of one rank, whose samples are 5, 7 and 9, in this order:
+    The same for the micro-batches of one rank, whose samples are 9, 5 and 7:
 
     >>> micros = [micro.renumbered(np.array([9, 5, 7])) for micro in plan[0, 0]]
     >>> restore_tokens(micros, [torch.tensor([[10, 20, 21, 22]]), torch.tensor([[30, 31]])])
@@ -77,9 +76,8 @@ def restore_tokens(
     if width < longest:
         sample = int(origin.lengths.argmax())
         raise InputError(
-            f"sample {origin.name_of(sample)} has {longest} tokens but the width to restore to is "
-            f"{width}, so it would lose some. Pass the width of the padded input, {longest} or "
-            f"more."
+            f"sample {origin.name_of(sample)} has {longest} tokens, more than width={width}. Set "
+            f"width to {longest} or more."
         )
     count = len(origin.lengths)
     flat = _scatter(found, np.arange(count) * width, count * width, pad, shifted)
@@ -89,7 +87,7 @@ def restore_tokens(
 def restore_ragged(
     work: Work, results: Results, *, pad: float = 0.0, shifted: bool = False
 ) -> RaggedTensor:
-    """As `restore_tokens`, without padding: sample i is `values[offsets[i]:offsets[i + 1]]`."""
+    """Like `restore_tokens` without padding: sample i is `values[offsets[i]:offsets[i + 1]]`."""
     origin = Origin.of(work)
     offsets = offsets_of(origin.lengths)
     values = _scatter(_Found.of(origin, results), offsets[:-1], int(offsets[-1]), pad, shifted)
@@ -105,8 +103,8 @@ def restore_sequences(
 ) -> Tensor:
     """Per-sequence results, one entry per segment of a micro-batch -> (samples, ...).
 
-    A split sample has several entries, and `combine` says what becomes of them; a mean weighs
-    each by its tokens. Without it, a split sample is an error.
+    `combine` reduces the entries of a split sample; a mean weights each by its tokens. Without it,
+    a split sample is an error.
     """
     origin = Origin.of(work)
     chosen, given = origin.choose(results)
@@ -116,8 +114,8 @@ def restore_sequences(
         if not isinstance(result, Tensor) or result.shape[:1] != (expected,):
             found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise InputError(
-                f"{origin.describe(number)} has {expected} segments but its result is {found}, so "
-                f"values cannot be matched. Return one entry per real segment, ({expected}, ...)."
+                f"{origin.describe(number)} has {expected} segments, but its result is {found}. "
+                f"Return one entry per segment, ({expected}, ...)."
             )
     values = _join(origin, chosen, given)
     at = _runs(offsets[chosen], np.diff(offsets)[chosen])  # the segment of each value
@@ -139,19 +137,19 @@ def restore_sequences(
     return restored.scatter_reduce(0, across, values, f"a{combine}", include_self=False)
 
 
-# Where things are ------------------------------------------------------------------------------
+# Locating tokens ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """Slots of the chosen micro-batches end to end, and the segments that lie in them."""
+    """Concatenated slots of the chosen micro-batches, and the segments in them."""
 
     values: Tensor  # (slots, ...)
     first: IntArray  # per segment, its first slot in `values`
     sample: IntArray
     start: IntArray
     length: IntArray
-    continues: IntArray  # 1 where the sample was cut after this segment
+    continues: IntArray  # 1 where the sample was split after this segment
 
     @classmethod
     def of(cls, origin: Origin, results: Results) -> _Found:
@@ -166,14 +164,14 @@ class _Found:
         base[chosen] = offsets_of(rows * origin.widths[chosen])[:-1]
         micro = origin.micro_batch_of_segment
         kept = base[micro] >= 0
-        part = origin.segments.take(kept.nonzero()[0])
-        continues = (part.start + part.length < origin.ends[kept]).astype(np.int64)
+        segments = origin.segments.take(kept.nonzero()[0])
+        continues = (segments.start + segments.length < origin.ends[kept]).astype(np.int64)
         first = (base[micro] + origin.first_slots)[kept]
-        return cls(values, first, part.sample, part.start, part.length, continues)
+        return cls(values, first, segments.sample, segments.start, segments.length, continues)
 
 
 def _scatter(found: _Found, firsts: IntArray, total: int, pad: float, shifted: bool) -> Tensor:
-    """Token j of sample i to entry `firsts[i] + j` of `total`; one copy out, one copy in."""
+    """Copy token j of sample i to entry `firsts[i] + j` of `total`."""
     values, device = found.values, found.values.device
     begin = firsts[found.sample] + found.start
     flat = values.new_full((total, *values.shape[1:]), pad)
@@ -188,36 +186,36 @@ def _scatter(found: _Found, firsts: IntArray, total: int, pad: float, shifted: b
 
 
 def _runs(first: IntArray, length: IntArray) -> IntArray:
-    """Counting up from each first: firsts [5, 0] with lengths [3, 2] -> [5, 6, 7, 0, 1]."""
+    """Ranges from each first: first [5, 0], length [3, 2] -> [5, 6, 7, 0, 1]."""
     offsets = offsets_of(length)
     return np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], length)
 
 
-# What was given --------------------------------------------------------------------------------
+# Checking results --------------------------------------------------------------------------------
 
 
 def _whole(origin: Origin, number: int, rows: int, result: Result) -> Tensor:
-    """One micro-batch's result, (rows, width, ...), its parts joined."""
+    """Result of one micro-batch, (rows, width, ...), joined over context-parallel ranks."""
     expected = (rows, int(origin.widths[number]))
     if not isinstance(result, Tensor):
-        found = [tuple(part.shape) for part in result]
+        found = [tuple(shard.shape) for shard in result]
         share = (expected[0], expected[1] // max(len(found), 1))
         if any(shape[:2] != share for shape in found) or expected[1] % max(len(found), 1):
             raise InputError(
-                f"{origin.describe(number)} is {expected} but the parts of its result are {found}, "
-                f"so tokens cannot be matched. Pass each context-parallel rank's {share} part."
+                f"{origin.describe(number)} has shape {expected}, but its results per "
+                f"context-parallel rank have shapes {found}. Pass {share} from each rank."
             )
         return join_context(result, _boundaries(origin, number))
     if tuple(result.shape[:2]) != expected:
         raise InputError(
-            f"{origin.describe(number)} is {expected} but its result is {tuple(result.shape)}, so "
-            f"tokens cannot be matched. Return (rows, width, ...), padding included."
+            f"{origin.describe(number)} has shape {expected}, but its result has shape "
+            f"{tuple(result.shape)}. Return (rows, width, ...), padding included."
         )
     return result
 
 
 def _boundaries(origin: Origin, number: int) -> Tensor:
-    """cu_seqlens of a micro-batch, as its Batch has them."""
+    """`Batch.cu_seqlens` of a micro-batch."""
     first, end = origin.micro_offsets[number : number + 2].tolist()
     rows = origin.row_offsets[first : end + 1]
     lengths = origin.segments.length[rows[0] : rows[-1]]
@@ -234,10 +232,10 @@ def _join(origin: Origin, chosen: IntArray, given: Sequence[Tensor]) -> Tensor:
             first.shape[1:],
         ):
             raise InputError(
-                f"the result of {origin.describe(number)} has entries of {result.dtype} "
-                f"{tuple(result.shape[1:])} on {result.device}, the first one's are {first.dtype} "
-                f"{tuple(first.shape[1:])} on {first.device}; one tensor cannot hold both. Make "
-                f"them alike."
+                f"the result of {origin.describe(number)} has {result.dtype} entries of shape "
+                f"{tuple(result.shape[1:])} on {result.device}, but the first result has "
+                f"{first.dtype} entries of shape {tuple(first.shape[1:])} on {first.device}. All "
+                f"results must have the same dtype, device and entry shape."
             )
     return torch.cat(list(given))
 
@@ -247,6 +245,6 @@ def _check_split(origin: Origin, sample: IntArray, combine: Reduction | None) ->
     if combine is None and counts.max(initial=0) > 1:
         at = int(counts.argmax())
         raise InputError(
-            f"sample {origin.name_of(at)} was split into {counts[at]} segments, so it has as many "
-            f"values and no single one. Say how they combine: sum, mean, min or max."
+            f"sample {origin.name_of(at)} was split into {counts[at]} segments with one value "
+            f"each. Set combine to 'sum', 'mean', 'min' or 'max'."
         )

@@ -1,4 +1,4 @@
-"""Sequence parallelism: every row of a batch cut into contiguous runs of equal width.
+"""Sequence parallelism: each row of a batch sharded into contiguous runs of equal width.
 
 a a a b | b . . .      size 2: rank 0 holds a a a b, rank 1 holds b . . .
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard, check_rank, cut
+from evenstep.tensors.batch_shard import BatchShard, check_rank, take_slots
 
 
 def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
-    """What rank `rank` of `size` sequence-parallel ranks holds of `batch`.
+    """The shard of `batch` on rank `rank` of `size` sequence-parallel ranks.
 
-    Labels were shifted before the cut, so the last slot of a rank still predicts the first token
-    of the next one's. Boundaries stay those of the whole batch. `join_shards` is the inverse.
+    Labels are shifted before sharding: the last slot of a rank predicts the first token of the
+    next rank. Boundaries are those of the whole batch. `join_shards` is the inverse.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -32,25 +32,25 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     check_rank(rank, size)
     if batch.width % size:
         raise InputError(
-            f"rows are {batch.width} slots wide, which {size} sequence-parallel ranks cannot share "
-            f"evenly; {rounded_up(batch.width, size)} would do. Round widths with round_to="
-            f"{size}, or plan with Topology(tp={size}, sequence_parallel=True)."
+            f"the width {batch.width} is not a multiple of {size}, the number of "
+            f"sequence-parallel ranks; the next one is {rounded_up(batch.width, size)}. Set "
+            f"round_to={size}, or plan with Topology(tp={size}, sequence_parallel=True)."
         )
     run = batch.width // size
     slots = torch.arange(batch.rows * batch.width, device=batch.device)
     mine = slots.view(batch.rows, batch.width)[:, rank * run : (rank + 1) * run]
-    return cut(batch, mine, rank, size)
+    return take_slots(batch, mine, rank, size)
 
 
-def join_sequence(parts: Sequence[Tensor]) -> Tensor:
-    """Per-slot results of all sequence-parallel ranks, in their order -> the whole batch's.
+def join_sequence(shards: Sequence[Tensor]) -> Tensor:
+    """Per-slot results of all sequence-parallel ranks -> results of the whole batch.
 
-    Parts of (rows, width / size, ...) -> (rows, width, ...).
+    One (rows, width / size, ...) tensor per rank, in rank order -> (rows, width, ...).
     """
-    shapes = {tuple(part.shape) for part in parts}
+    shapes = {tuple(shard.shape) for shard in shards}
     if len(shapes) != 1:
         raise InputError(
-            f"parts of the shapes {sorted(shapes)} are not equal shares of one batch, so they "
-            f"cannot be joined. Pass one (rows, width / size, ...) part of each rank."
+            f"expected tensors of one shape, got {sorted(shapes)}. Pass one "
+            f"(rows, width / size, ...) tensor per rank."
         )
-    return torch.cat(list(parts), dim=1)
+    return torch.cat(list(shards), dim=1)

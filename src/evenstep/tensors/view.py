@@ -1,4 +1,4 @@
-"""View: some slots of a batch laid flat, as a loss or metric sees them."""
+"""View: the slots of one segment or of a whole batch, flattened, for losses and metrics."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from evenstep.tensors.extras import RaggedTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """One segment, or all slots of a batch or shard; a function of slots need not know which.
+    """One segment, or all slots of a batch or shard, with the same interface.
 
-    Of one segment: `tokens`, `labels` and the rest are its real tokens alone. Of all: every slot,
-    padding included, where labels are -100 and weights 0. `segment_ids` counts from 0 in either,
-    so that what is per sequence can be summed by `sum_by_segment` and spread by `[segment_ids]`.
+    A view of one segment holds its real tokens only. A view of all slots includes padding, where
+    labels are -100 and weights 0. `segment_ids` starts at 0 in both: sum per sequence with
+    `sum_by_segment`, and expand values per sequence to slots with `values[segment_ids]`.
     """
 
     source: Batch | BatchShard
     slots: slice
-    tile: int | None
+    tile: int | None  # None for all slots
 
     @classmethod
     def of_all(cls, source: Batch | BatchShard) -> View:
-        """Every slot, row by row."""
+        """A view of all slots, row by row."""
         return cls(source, slice(0, source.rows * source.width), None)
 
     @classmethod
     def of_segments(cls, batch: Batch) -> list[View]:
-        """One view per real segment, in the batch's order."""
-        # One transfer from the device for all of them.
+        """One view per segment, in the order of the batch."""
+        # One transfer from the device for all segments.
         begin, length = batch.cu_seqlens[:-1].tolist(), batch.seqlens.tolist()
         real = (batch.sample_ids >= 0).nonzero().flatten().tolist()
         return [cls(batch, slice(begin[p], begin[p] + length[p]), p) for p in real]
@@ -47,7 +47,7 @@ class View:
 
     @property
     def labels(self) -> Tensor:
-        """(n) int64, shifted: the token that follows, -100 where none is trained."""
+        """(n) int64, shifted: the next token, -100 where it is not in the loss."""
         return self.flat(self.source.labels)
 
     @property
@@ -62,49 +62,49 @@ class View:
 
     @property
     def segment_ids(self) -> Tensor:
-        """(n) int64: the segment of each slot, from 0."""
+        """(n) int64: the segment of each slot, starting at 0."""
         ids = self.flat(self.source.segment_ids)
         return ids if self.tile is None else torch.zeros_like(ids)
 
     @property
     def sample_ids(self) -> Tensor:
-        """(n) int64: whose token each slot holds, -1 for padding."""
+        """(n) int64: the sample of each slot, -1 for padding."""
         ids = self.flat(self.source.segment_ids)
         real = self.flat(self.source.token_mask)
         return torch.where(real, self.source.sample_ids[ids], -1)
 
     def flat(self, values: Tensor) -> Tensor:
-        """This view's part of a (rows, width, ...) tensor, as (n, ...)."""
+        """The slots of this view of a (rows, width, ...) tensor, as (n, ...)."""
         return values.flatten(0, 1)[self.slots]
 
     def extra(self, name: str) -> Tensor:
-        """(n, ...): an extra slot by slot; one that is per sequence is the same all along it."""
+        """(n, ...): an extra per slot; a sequence-aligned one is repeated along its sequence."""
         aligned, value = self._declared(name)
         if aligned == "ragged":
             raise ConfigError(
-                f"the extra {name!r} is ragged, so it has no entry per slot. Read it with "
-                f"`ragged`, or declare it token- or sequence-aligned."
+                f"the extra {name!r} is ragged and has no entry per slot. Read it with "
+                f"view.ragged({name!r}), or declare it token- or sequence-aligned."
             )
         if aligned in ("token", "label"):
             return self.flat(value)
         if len(value) == 0:
             return value.new_zeros((self.tokens.numel(), *value.shape[1:]))
-        # tiles [a, tail, b] -> segments [0, 0, 1]; what a tail gets has no weight
+        # tiles [a, tail, b] -> segments [0, 0, 1]; the entry of a tail has no weight
         segment = (self.source.sample_ids >= 0).cumsum(0).sub_(1).clamp_(min=0)
         return value[segment[self.flat(self.source.segment_ids)]]
 
     def ahead(self, name: str) -> Tensor:
-        """(n, ...): an extra where labels are, so that slot i holds the value of token i + 1.
+        """(n, ...): an extra aligned to labels: slot i holds the value of token i + 1.
 
-        Old log-probs and advantages are given per token; the log-prob of a label sits one slot
-        before its token. What is per sequence stays as it is.
+        Old log-probs and advantages are given per token, while the log-prob of a label is computed
+        one slot before its token. Sequence-aligned extras are returned as by `extra`.
         """
         if self._declared(name)[0] != "token":
             return self.extra(name)
         if isinstance(self.source, BatchShard):
             raise InputError(
-                f"the extra {name!r} is needed one token ahead, but the next token may lie on "
-                f"another rank's shard. Cut `batch.at_labels({name!r})` instead of `batch`."
+                f"the extra {name!r} must be shifted by one token, but in a batch shard the next "
+                f"token may be on another rank. Shard batch.at_labels({name!r}) instead of batch."
             )
         if self.tile is None:
             return self.flat(self.source.ahead(name))
@@ -121,7 +121,10 @@ class View:
         """A ragged extra of the segments in this view."""
         aligned, value = self._declared(name)
         if aligned != "ragged":
-            raise ConfigError(f"the extra {name!r} is {aligned}-aligned. Read it with `extra`.")
+            raise ConfigError(
+                f"the extra {name!r} is {aligned}-aligned, not ragged. Read it with "
+                f"view.extra({name!r})."
+            )
         if self.tile is None:
             return RaggedTensor(value.values, value.offsets)
         if self.source.sample_ids[self.tile] < 0:  # padding has no entries
@@ -132,11 +135,11 @@ class View:
         return RaggedTensor(value.values[begin:end], offsets)
 
     def sum_by_segment(self, values: Tensor) -> Tensor:
-        """(n) values -> (segments) sums, tails included when the view is of all slots."""
+        """(n) values -> sums per segment; in a view of all slots, per tile."""
         if isinstance(self.source, BatchShard):
             raise InputError(
-                "a sum over each sequence was asked of one rank's shard, which holds only parts of "
-                "them. Join the outputs of all ranks first, or use a function of single tokens."
+                "sum_by_segment needs whole sequences, but this view is of a batch shard. Join the "
+                "outputs of all ranks first, or use a function of single tokens."
             )
         count = 1 if self.tile is not None else len(self.source.seqlens)
         return values.new_zeros(count).index_add(0, self.segment_ids, values)
@@ -144,7 +147,8 @@ class View:
     def _declared(self, name: str) -> tuple[str, Any]:
         if name not in self.source.extras or name not in self.source.aligned:
             raise InputError(
-                f"the batch has no extra {name!r}, which this function needs. Declare it to the "
-                f"Collator; declared are {', '.join(sorted(self.source.aligned)) or 'none'}."
+                f"the batch has no extra {name!r}; it has "
+                f"{', '.join(sorted(self.source.aligned)) or 'none'}. Declare it in "
+                f"Collator(extras=...)."
             )
         return self.source.aligned[name], self.source.extras[name]

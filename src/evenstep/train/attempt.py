@@ -1,4 +1,4 @@
-"""Attempt: one try at one step, micro-batch by micro-batch."""
+"""Attempt: one execution of a step, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from evenstep.tensors.metrics import Metric
 from evenstep.tensors.per_sequence import Sums
 from evenstep.train.bundle import Bundle
 from evenstep.train.framework import Framework, sum_gradients
-from evenstep.train.step_loss import Mode, StepLoss, power_of_two
 from evenstep.train.normalization import weighted
 from evenstep.train.prefetch import Prefetch
+from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS, StepResult, Timings
 from evenstep.train.step_checks import (
     check_constants,
     check_counts,
+    check_groups_whole,
     check_labels,
+    check_none_skipped,
     extremes,
     extremes_of,
-    check_groups_whole,
-    check_none_skipped,
 )
-from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS, StepResult, Timings
+from evenstep.train.step_loss import Mode, StepLoss, power_of_two
 from evenstep.train.stopwatch import Busy, Stopwatch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ready:
-    """A micro-batch that is ready to run, with what is to be said of it without asking a GPU."""
+    """A collated micro-batch, with host-side copies of what results and errors report."""
 
     batch: Batch
     lengths: IntArray
@@ -52,38 +52,38 @@ class Ready:
     labels: int
     born: tuple[float, ...] = ()
     moved: bool = True
-    """Whether it is on its device. Where that had no room yet, it is moved in its turn."""
+    """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
 
 
-def nothing() -> MicroBatch:
-    """A micro-batch of one slot with nothing in it."""
+def empty_micro_batch() -> MicroBatch:
+    """An empty micro-batch of one slot."""
     none = np.empty(0, np.int64)
     return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a step is, to an attempt at it. `count` is None where nobody knows it yet."""
+    """The micro-batches of one step and what is known about it."""
 
     items: Iterable[Batch | FedMicroBatch | tuple[MicroBatch, Mapping[int, Any]]]
-    count: int | None
+    count: int | None  # None while a step is being fed
     number: int
     totals: Mapping[str, float]
     budget: int | None
     loss_tokens: Mapping[int, int] = field(default_factory=dict)
-    """The labels that each sample trains, where `totals` counts on it."""
-    dummy: MicroBatch = field(default_factory=nothing)
-    """What a rank runs that has nothing to run."""
+    """Loss tokens of each sample, if `totals` is computed from them."""
+    empty: MicroBatch = field(default_factory=empty_micro_batch)
+    """Empty micro-batch for ranks without work."""
 
 
-_HOPELESS = (
-    "ran out of memory with a single segment, which cannot be split. Lower max_tokens, split "
-    "over-long samples, or use context parallelism."
+_SINGLE_SEGMENT = (
+    "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, set "
+    "overflow='split', or use context parallelism."
 )
 
 
 class TooLargeError(Exception):
-    """A micro-batch ran out of memory on some rank, and every rank knows."""
+    """A micro-batch ran out of memory on some rank; raised on every rank."""
 
     def __init__(self, position: int) -> None:
         super().__init__(position)
@@ -91,7 +91,7 @@ class TooLargeError(Exception):
 
 
 class Attempt:
-    """Runs a step once."""
+    """Runs a step once and returns its result."""
 
     def __init__(self, runner: Runner, work: Work) -> None:
         self.runner, self.work = runner, work
@@ -100,10 +100,10 @@ class Attempt:
         self.compute, self.communicate, self.busy = Stopwatch(), Stopwatch(), Busy(runner.device)
         self.tokens = self.slots = self.labels = self.position = 0
         self.flops = 0.0
-        self.share = 1.0  # of each micro-batch, where context-parallel ranks share it
+        self.share = 1.0  # 1 / number of context-parallel ranks
         self.stream = _stream(runner.device)
         self.ages: list[float] = []
-        self.groups: set[int] = set()  # that GroupMean counted on this rank
+        self.groups: set[int] = set()  # counted by GroupMean on this rank
         self.bundles: list[Bundle] = []
         self.step_loss = StepLoss(
             losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
@@ -113,22 +113,22 @@ class Attempt:
         )
         if self.step_loss.mode == "per_micro_batch" and work.count is None:
             raise ConfigError(
-                "mode='per_micro_batch' divides by the number of micro-batches, which is unknown "
-                "while a step is being fed. Use mode='deferred'."
+                "mode='per_micro_batch' needs the number of micro-batches, which is unknown while "
+                "a step is being fed. Use mode='deferred'."
             )
 
     def _mode(self) -> Mode:
-        """Known if the plan says enough, by what every rank knows alike."""
+        """'known' if the totals, which are equal on all ranks, give every denominator."""
         known = (loss.normalization.known(self.work.totals) for loss in self.losses.values())
         return "known" if all(value is not None for value in known) else "deferred"
 
     @property
     def _by_hand(self) -> bool:
-        """Whether we sum gradients over ranks ourselves."""
+        """Whether the runner, not the framework, sums gradients over ranks."""
         return self.framework.kind == "plain" or self.runner.on_memory == "split"
 
     def result(self) -> StepResult:
-        """Run all micro-batches and conclude."""
+        """Run all micro-batches and finish the gradients."""
         runner, work, began = self.runner, self.work, time.perf_counter()
         first = 0.0
         prefetch = Prefetch(self._prepared(), runner.prefetch)
@@ -138,9 +138,9 @@ class Attempt:
             for ready in items if work.count is not None else self._in_lock_step(items):
                 first = first or time.perf_counter() - began
                 self._micro_batch(ready, exchange=self.position + 1 == work.count)
-                del ready  # before the next is asked for: prefetch + 1 are alive, not one more
+                del ready  # before requesting the next one: prefetch + 1 are alive
         if self.position == 0 or (work.count is None and not self._by_hand):
-            # Nobody knew which was the last, so one more, with nothing in it, exchanges gradients.
+            # The last micro-batch was not known in advance: an empty one exchanges gradients.
             self._micro_batch(self._empty(), exchange=True)
         parameters = list(runner.model.parameters())
         if self._by_hand:
@@ -189,9 +189,7 @@ class Attempt:
                 yield self._ready(item)
 
     def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
-        check_groups_whole(
-            batch, self.step_loss, self.groups, self.runner.on_memory == "split"
-        )
+        check_groups_whole(batch, self.step_loss, self.groups, self.runner.on_memory == "split")
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         real = batch.sample_ids >= 0
@@ -200,12 +198,12 @@ class Attempt:
         try:
             return Ready(self._moved(batch), lengths, samples, labels, born)
         except torch.OutOfMemoryError:
-            # What runs now takes the room; when its turn has come, that has been given back.
+            # The micro-batch that runs now holds the memory; move this one when it is its turn.
             return Ready(batch, lengths, samples, labels, born, moved=False)
 
     def _moved(self, batch: Batch) -> Batch:
         if self.stream is not None:
-            # Where the model runs, whose stream another thread does not have by itself.
+            # Use the model's stream; this thread has another current stream.
             with torch.cuda.stream(self.stream):
                 batch = batch.pin_memory() if batch.device.type == "cpu" else batch
                 return batch.to(self.runner.device, non_blocking=True)
@@ -218,16 +216,15 @@ class Attempt:
             held = _described(micro.rows, micro.width, micro.segments.sample)
             raise MicroBatchError(
                 f"a micro-batch of step {self.work.number} on rank {self.runner.collective.rank} "
-                f"({held}) ran out of memory while it was collated, ahead of its turn, so the step "
-                f"cannot go on. Collate on the CPU and name the `device` to the runner, lower "
-                f"`prefetch`, or lower the budget."
+                f"({held}) ran out of memory while it was collated. Collate on the CPU and pass "
+                f"Runner(device=...), lower prefetch, or lower max_tokens."
             ) from error
 
     def _empty(self) -> Ready:
         return self._ready(self.runner.collate(self.work.empty, {}))
 
     def _in_lock_step(self, items: Iterator[Ready]) -> Iterator[Ready]:
-        """As many micro-batches as the rank with most has; empty micro-batches on the others."""
+        """Yield as many micro-batches on every rank as the longest has; the rest are empty."""
         while True:
             item = next(items, None)
             with self.communicate:
@@ -246,13 +243,13 @@ class Attempt:
         self.ages += [now - born for born in ready.born]
         try:
             batch = ready.batch if ready.moved else self._moved(ready.batch)
-            shard = (self.runner.cut or _whole)(batch)
+            shard = (self.runner.shard or _whole)(batch)
             amounts = self.step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
             scales = self._scales(amounts)
             with self.compute, self.busy, self.framework.exchange(exchange and not self._by_hand):
                 self._forward_backward(batch, shard, amounts, scales)
         except torch.OutOfMemoryError as error:
-            failure = error.with_traceback(None)  # its frames would keep the memory alive
+            failure = error.with_traceback(None)  # its frames keep the memory alive
         except Exception as error:
             with suppress(Exception):
                 error.add_note(f"in {self._where(ready)}")
@@ -261,9 +258,9 @@ class Attempt:
             self._agree(failure, ready)
         elif failure is not None:
             raise MicroBatchError(
-                f"{self._where(ready)} ran out of memory, so the step cannot go on. Lower the "
-                f"budget below {ready.batch.rows * ready.batch.width} slots, limit the cost of a "
-                f"micro-batch, or set on_memory='split'."
+                f"{self._where(ready)} ran out of memory. Lower max_tokens below "
+                f"{ready.batch.rows * ready.batch.width} slots, set limits.cost, or set "
+                f"on_memory='split'."
             ) from failure
         self.share = 1 / getattr(shard, "size", 1)
         self.tokens += int(ready.lengths.sum())
@@ -274,7 +271,7 @@ class Attempt:
         self.position += 1
 
     def _scales(self, amounts: Mapping[str, Tensor]) -> dict[str, float]:
-        """By what this micro-batch's sums are multiplied before backward."""
+        """Factors of this micro-batch's loss sums before backward."""
         reduced: Mapping[str, Tensor] | None = None
         if self.step_loss.mode == "per_micro_batch":
             with self.communicate:
@@ -284,9 +281,7 @@ class Attempt:
             check_counts(extremes_of(bundle))
             reduced = bundle.sums
         micro_batches = max(self.work.count or 0, 1)
-        return self.step_loss.scales(
-            self.work.totals, reduced=reduced, micro_batches=micro_batches
-        )
+        return self.step_loss.scales(self.work.totals, reduced=reduced, micro_batches=micro_batches)
 
     def _forward_backward(
         self,
@@ -299,8 +294,8 @@ class Attempt:
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Metric] = {}
         for name, loss in self.losses.items():
-            cut = self.runner.cut or _whole
-            found = loss.function(outputs, cut(weighted(batch, loss.normalization)))
+            take = self.runner.shard or _whole
+            found = loss.function(outputs, take(weighted(batch, loss.normalization)))
             sums[name] = found.loss if isinstance(found, Sums) else found
             if isinstance(found, Sums):
                 prefix = f"{name}/" if len(self.losses) > 1 else ""
@@ -309,9 +304,9 @@ class Attempt:
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
-        """Whether this micro-batch ran on every rank; raised on all of them if it did not."""
+        """Raise on all ranks if this micro-batch ran out of memory on any of them."""
         ranks = self.runner.collective
-        # Per rank: 0 it ran, 1 it did not, 2 and cannot be split; and how many it has in all.
+        # Per rank: 0 ran, 1 out of memory, 2 out of memory with one segment; and its count.
         flags = torch.zeros(2, ranks.size)
         if failure is not None:
             flags[0, ranks.rank] = 1 if len(ready.samples) > 1 else 2
@@ -320,10 +315,10 @@ class Attempt:
             found, counts = ranks.all_reduce_sum(flags).tolist()
         check_counts(counts)
         if 2 in found and failure is not None:
-            raise MicroBatchError(f"{self._where(ready)} {_HOPELESS}") from failure
+            raise MicroBatchError(f"{self._where(ready)} {_SINGLE_SEGMENT}") from failure
         if 2 in found:
             where = f"micro-batch {self.position} of step {self.work.number}"
-            raise MicroBatchError(f"{where} on rank {found.index(2)} {_HOPELESS}")
+            raise MicroBatchError(f"{where} on rank {found.index(2)} {_SINGLE_SEGMENT}")
         if any(found):
             raise TooLargeError(self.position)
 
@@ -336,7 +331,7 @@ class Attempt:
         )
 
     def _measures(self) -> Bundle:
-        """How busy this rank was and with what, to travel with the bundle."""
+        """Busy time and counts of this rank, reduced with the bundle."""
         busy = torch.tensor(self.busy.seconds, dtype=torch.float64)
         metrics = {
             BUSY: Metric.mean(busy, 1),
@@ -348,7 +343,7 @@ class Attempt:
         if self.step_loss.mode == "deferred":
             metrics |= extremes(self.step_loss.constant)
         if self.runner.cost is not None:
-            # A mean over ranks, as MFU compares with what one rank could have done.
+            # A mean over ranks: MFU compares with the peak of one rank.
             mine = torch.tensor(self.flops * self.share, dtype=torch.float64)
             metrics[FLOPS] = Metric.mean(mine, 1)
         return Bundle({}, metrics)
@@ -366,7 +361,7 @@ def _described(rows: int, width: int, samples: IntArray) -> str:
 
 
 def _stream(device: torch.device | str | None) -> Any:
-    """The stream that the model runs on, None where there are none."""
+    """The current CUDA stream of the device; None on other devices."""
     if device is None or torch.device(device).type != "cuda":
         return None
     return torch.cuda.current_stream(device)

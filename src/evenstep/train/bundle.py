@@ -1,10 +1,10 @@
-"""Bundle: everything that ranks have to sum at the end of a step, in one tensor.
+"""Bundle: everything that ranks sum at the end of a step, in one tensor.
 
-| per rank: digest, sums, metrics | sums | metrics | zeros up to a power of two |
+| header of each rank: digest, sums, metrics | sums | metrics | zeros up to a power of two |
 
-A sum takes one slot and a mean two. Of a least or greatest each rank writes its own into a slot of
-its own, so that summing gathers them. The header of each rank tells whether all packed the same
-names: ranks that disagree find out, instead of adding up one's loss and another's count.
+A sum takes one entry and a mean two. A min or max takes one entry per rank: each rank writes its
+own, so the sum gathers them. The headers show whether all ranks packed the same names; if not,
+`reduce` raises.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from evenstep.errors import InputError
 from evenstep.tensors.metrics import Metric, merge
 from evenstep.train.collectives import Collective
 
-_HEADER = 3  # slots per rank
-_LEAST = 64  # slots in all; equal lengths on ranks whose names differ let them find out
+_HEADER = 3  # entries per rank
+# At least so many entries: bundles of different names then mostly have equal lengths, which the
+# all-reduce needs for the headers to be compared.
+_LEAST = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """Named sums and metrics: of a micro-batch, of a rank's step, or of all ranks'.
+    """Named sums and metrics of a micro-batch, of a rank's step, or of all ranks.
 
     >>> from evenstep.train.collectives import Alone
     >>> first = Bundle({"loss": torch.tensor(6.0), "tokens": torch.tensor(3.0)})
@@ -43,7 +45,7 @@ class Bundle:
 
     @classmethod
     def merge(cls, bundles: Iterable[Bundle]) -> Bundle:
-        """Several micro-batches' as one; a name that only some have counts where it is."""
+        """Merge the bundles of several micro-batches. Names may be missing in some."""
         bundles = list(bundles)
         found: dict[str, list[Tensor]] = {}
         for bundle in bundles:
@@ -53,37 +55,37 @@ class Bundle:
         return cls(sums, merge(bundle.metrics for bundle in bundles))
 
     def reduce(self, collective: Collective) -> Bundle:
-        """The same over all ranks, on the host: one all-reduce and one wait for it."""
+        """The bundle over all ranks, on the host, by one all-reduce."""
         packed = self.pack(collective.rank, collective.size)
         return self.unpack(collective.all_reduce_sum(packed), collective.rank, collective.size)
 
     def pack(self, rank: int, size: int) -> Tensor:
-        """The float64 tensor that rank `rank` of `size` brings to the sum."""
+        """The float64 tensor that rank `rank` of `size` contributes to the sum."""
         values: list[Tensor] = []
-        places: list[int] = []
+        indices: list[int] = []
         at = _HEADER * size
         for name in sorted(self.sums):
             values.append(_scalar(name, self.sums[name]))
-            places.append(at)
+            indices.append(at)
             at += 1
         for name in sorted(self.metrics):
             metric = self.metrics[name]
             values.append(_scalar(name, metric.total))
-            places.append(at + rank if metric.reduction in ("min", "max") else at)
+            indices.append(at + rank if metric.reduction in ("min", "max") else at)
             if metric.count is not None:
                 values.append(_scalar(name, metric.count))
-                places.append(at + 1)
-            at += _slots(metric, size)
+                indices.append(at + 1)
+            at += _entries(metric, size)
         packed = torch.zeros(_padded(at), dtype=torch.float64)
         packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
         if not values:
             return packed
         device = next((v.device for v in values if v.device.type != "cpu"), packed.device)
         stacked = torch.stack([value.to(device) for value in values])
-        return packed.to(device).index_copy_(0, torch.tensor(places, device=device), stacked)
+        return packed.to(device).index_copy_(0, torch.tensor(indices, device=device), stacked)
 
     def unpack(self, reduced: Tensor, rank: int, size: int) -> Bundle:
-        """What the sum of all ranks' tensors says, by the names of this one."""
+        """The bundle in the sum of all ranks' packed tensors."""
         values = reduced.detach().cpu()
         self._check(values, rank, size)
         at = _HEADER * size
@@ -92,7 +94,7 @@ class Bundle:
         metrics = {}
         for name in sorted(self.metrics):
             metric = self.metrics[name]
-            found = values[at : at + _slots(metric, size)]
+            found = values[at : at + _entries(metric, size)]
             if metric.reduction in ("min", "max"):
                 metrics[name] = Metric(metric.reduction, getattr(found, f"a{metric.reduction}")())
             else:
@@ -102,7 +104,7 @@ class Bundle:
         return Bundle(sums, metrics)
 
     def _header(self) -> list[int]:
-        """A digest of all names, of 48 bits that float64 holds exactly, and how many there are."""
+        """A 48-bit digest of all names, exact in float64, and the numbers of sums and metrics."""
         ways = [(name, self.metrics[name].reduction) for name in sorted(self.metrics)]
         names = json.dumps([sorted(self.sums), ways]).encode()
         digest = int.from_bytes(hashlib.sha256(names).digest()[:6], "big")
@@ -120,14 +122,14 @@ class Bundle:
             for number in (odd or [rank])[:4]
         )
         raise InputError(
-            f"{described}, under other names than most ranks ({usual[1]:.0f} sums and "
-            f"{usual[2]:.0f} metrics), so the reduced numbers mean nothing. This rank, {rank}, "
-            f"packed the sums {sorted(self.sums)} and the metrics {sorted(self.metrics)}. Return "
-            f"the same metrics for every batch, with empty ones where there is nothing to measure."
+            f"{described}, with other names than most ranks ({usual[1]:.0f} sums and "
+            f"{usual[2]:.0f} metrics). Rank {rank} packed the sums {sorted(self.sums)} and the "
+            f"metrics {sorted(self.metrics)}. Return the same metrics for every batch, empty ones "
+            f"where there is nothing to measure."
         )
 
 
-def _slots(metric: Metric, size: int) -> int:
+def _entries(metric: Metric, size: int) -> int:
     return size if metric.reduction in ("min", "max") else 1 + (metric.count is not None)
 
 
@@ -139,7 +141,7 @@ def _padded(length: int) -> int:
 def _scalar(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
         raise InputError(
-            f"{name!r} has the shape {tuple(value.shape)} but one number is reduced. Sum it up, or "
-            f"give its parts names of their own."
+            f"{name!r} has shape {tuple(value.shape)}; expected a scalar. Sum it, or use one name "
+            f"per entry."
         )
     return value.detach().double().reshape(())

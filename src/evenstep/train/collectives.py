@@ -1,4 +1,4 @@
-"""Collectives: how ranks meet. A step meets once, to sum one small tensor."""
+"""Collectives: how ranks exchange sums. A step needs one all-reduce of a small tensor."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from evenstep.errors import ConfigError
 class Collective(Protocol):
     """The ranks that share a step. Every rank makes the same calls in the same order.
 
-    The result is the same on every rank, bit for bit.
+    Results are bitwise equal on all ranks.
     """
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """This rank, starting at 0."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors; the given one may be overwritten."""
+        """The sum over ranks. `tensor` may be overwritten."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One rank, which has nobody to meet.
+    """A single rank.
 
     >>> Alone().all_reduce_sum(torch.tensor([1.0, 2.0])).tolist()
     [1.0, 2.0]
@@ -42,12 +42,12 @@ class Alone:
 
     @property
     def rank(self) -> int:
-        """The only one."""
+        """Always 0."""
         return 0
 
     @property
     def size(self) -> int:
-        """One."""
+        """Always 1."""
         return 1
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
@@ -57,22 +57,22 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """The ranks of a `torch.distributed` process group, the default one if none is named."""
+    """The ranks of a `torch.distributed` process group, by default the default group."""
 
     group: Any = None
 
     @property
     def rank(self) -> int:
-        """This process in the group."""
+        """Rank of this process in the group."""
         return int(self._torch().get_rank(self.group))
 
     @property
     def size(self) -> int:
-        """Processes of the group."""
+        """Number of processes in the group."""
         return int(self._torch().get_world_size(self.group))
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Summed over the group; NCCL takes what is on a GPU, so there the sum is too."""
+        """The sum over the group; with NCCL the result is on the GPU."""
         distributed = self._torch()
         if tensor.device.type == "cpu" and distributed.get_backend(self.group) == "nccl":
             tensor = tensor.cuda()
@@ -84,7 +84,7 @@ class Distributed:
         distributed = torch.distributed
         if not distributed.is_available() or not distributed.is_initialized():
             raise ConfigError(
-                "torch.distributed has no process group, so there are no ranks to meet. Call "
-                "init_process_group first, or use Alone() for one process."
+                "torch.distributed is not initialised. Call init_process_group first, or use "
+                "Alone() for one process."
             )
         return distributed

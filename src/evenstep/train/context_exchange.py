@@ -1,4 +1,4 @@
-"""Attention between context-parallel ranks: each has its own queries and sees everyone's keys."""
+"""Attention over context-parallel ranks: local queries, keys gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from evenstep.tensors.context_parallel import join_context
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, shard: BatchShard, group: Any, window: int | None = None
 ) -> Tensor:
-    """Attend within each tile of the whole batch, of which this rank holds `shard`.
+    """Compute attention within each segment of the whole batch for the slots of `shard`.
 
-    q, k and v are (rows, heads, width / size, dim), of this rank's slots. Keys and values are
-    gathered, so their memory does not shrink with more ranks; queries, scores and all the rest of
-    a model do.
+    q, k and v are (rows, heads, width / size, dim), the slots of this rank. Keys and values are
+    gathered, so their memory does not shrink with more ranks; queries, scores and other
+    activations do.
     """
     # (rows, heads, width / size, dim) -> (rows, width / size, 2, heads, dim), and the whole width
     own = torch.stack((k, v)).permute(1, 3, 0, 2, 4)
@@ -31,7 +31,7 @@ def context_attention(
 
 
 def visible(shard: BatchShard, window: int | None = None) -> Tensor:
-    """(rows, 1, width / size, width) bool: which slots of its row each slot here may see."""
+    """(rows, 1, width / size, width) bool: which slots of its row each slot attends to."""
     width = shard.width * shard.size
     row = torch.arange(shard.rows, device=shard.device)[:, None] * width
     last = shard.slot_ids - row
@@ -43,7 +43,7 @@ def visible(shard: BatchShard, window: int | None = None) -> Tensor:
 
 
 def gather(x: Tensor, group: Any) -> list[Tensor]:
-    """Every rank's `x`, in the order of the group; gradients go back to whose it is, summed."""
+    """Every rank's `x`, in group order. The backward sums each rank's gradient over ranks."""
     return list(_Gather.apply(x, group))
 
 
@@ -51,13 +51,13 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> tuple[Tensor, ...]:
         ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(parts, x.contiguous(), group=group)
-        return tuple(parts)
+        gathered = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(gathered, x.contiguous(), group=group)
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Every backend knows all-reduce; reduce-scatter would move half as much.
+        # Every backend supports all-reduce; reduce-scatter would move half as much data.
         every = torch.stack(gradients)
         distributed.all_reduce(every, group=ctx.group)
         return every[distributed.get_rank(ctx.group)], None

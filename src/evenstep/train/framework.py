@@ -1,6 +1,6 @@
-"""Framework: when gradients are exchanged, and by whom.
+"""Framework: how and when a model's gradients are exchanged between ranks.
 
-plain   nobody exchanges them; the runner sums them over ranks at the end of a step
+plain   no framework; the runner sums gradients over ranks at the end of a step
 ddp     DistributedDataParallel averages them in the last backward (`no_sync` in the others)
 fsdp    fully_shard averages them by reduce-scatter; all ranks must run the same forwards
 """
@@ -31,14 +31,14 @@ class Framework:
     kind: Literal["plain", "ddp", "fsdp"]
     model: Any
     ranks: int
-    """The ranks that the framework exchanges between: DDP's group, or those over which fully_shard
-    shards and replicates. 1 where nobody exchanges."""
+    """Ranks that exchange gradients: DDP's group, or those over which fully_shard shards and
+    replicates. 1 for plain."""
     divided_by: int | None = None
-    """By what fully_shard divides where it was told to (`set_gradient_divide_factor`)."""
+    """The factor set with `set_gradient_divide_factor` of fully_shard, if any."""
 
     @classmethod
     def of(cls, model: Any) -> Framework:
-        """The framework around a model, compiled or not."""
+        """The framework that wraps a model, compiled or not."""
         inner = getattr(model, "_orig_mod", model)
         if isinstance(inner, DistributedDataParallel):
             return cls("ddp", inner, torch.distributed.get_world_size(inner.process_group))
@@ -51,39 +51,38 @@ class Framework:
         for name, module in inner.named_modules():
             if isinstance(module, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
                 raise ConfigError(
-                    f"{type(module).__name__} at {name or 'the root'!r} exchanges gradients by "
-                    f"itself, but not those of the whole model, so their scale would be wrong. "
-                    f"Wrap the whole model, in DistributedDataParallel or fully_shard."
+                    f"{type(module).__name__} at {name or 'the root'!r} exchanges gradients of "
+                    f"only a part of the model. Wrap the whole model in DistributedDataParallel or "
+                    f"fully_shard."
                 )
         return cls("plain", inner, 1)
 
     def averaged_over(self, collective: Collective) -> int:
-        """Over how many ranks the framework takes the mean of gradients; 1 where it does not."""
+        """The number of ranks over which the framework averages gradients; 1 if it does not."""
         if self.kind == "plain":
             return 1
         size = collective.size
         if self.ranks != size:
             raise ConfigError(
-                f"the model exchanges gradients between {self.ranks} ranks but the collective has "
-                f"{size}, so sums and gradients would be of different steps. Pass "
-                f"collective=Distributed(group), with the group of all data- and "
+                f"the model exchanges gradients between {self.ranks} ranks, but the collective has "
+                f"{size}. Pass collective=Distributed(group) with the group of all data- and "
                 f"context-parallel ranks."
             )
         return size if self.divided_by is None else self.divided_by
 
     @property
     def owns_gradients(self) -> bool:
-        """Whether `.grad` are views of the framework's own memory, which the next step reuses."""
+        """Whether `.grad` tensors are views of the framework's buckets, which it reuses."""
         return self.kind == "ddp" and bool(self.model.gradient_as_bucket_view)
 
     def exchange(self, now: bool) -> AbstractContextManager[None]:
-        """Around a forward and backward: exchange gradients in this backward, or not yet."""
+        """Context for one forward and backward; `now` exchanges gradients in this backward."""
         if self.kind == "ddp":
             if not now and self.model.static_graph:
                 raise ConfigError(
-                    "DistributedDataParallel(static_graph=True) has to exchange gradients in every "
-                    "backward, but a step of several micro-batches exchanges them in its last. "
-                    "Leave static_graph out."
+                    "DistributedDataParallel(static_graph=True) exchanges gradients in every "
+                    "backward, but a step of several micro-batches exchanges them only in the "
+                    "last. Set static_graph=False."
                 )
             return nullcontext() if now else self.model.no_sync()
         if self.kind == "fsdp":
@@ -102,7 +101,7 @@ class Framework:
 
 
 def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
-    """(the ranks between which fully_shard exchanges, what it divides by if not by those)."""
+    """(ranks over which fully_shard exchanges gradients, its divide factor if one was set)."""
     found = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -118,10 +117,9 @@ def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
     if len(found) > 1 or any(factor and factor != int(factor) for _, factor in found):
         shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(found, key=str))
         raise ConfigError(
-            f"the parts of the model that were given to fully_shard exchange gradients between "
-            f"other ranks or divide them by other factors (ranks / factor: {shown}), so no single "
-            f"factor makes them exact. BatchShard all parts over the same ranks, and set one whole "
-            f"gradient divide factor on all of them or none."
+            f"modules wrapped by fully_shard exchange gradients over different ranks or with "
+            f"different divide factors (ranks / factor: {shown}). Shard all modules over the same "
+            f"ranks, and set the same integer divide factor on all of them or on none."
         )
     ranks, factor = found.pop() if found else (1, None)
     return ranks, int(factor) if factor else None
@@ -131,20 +129,21 @@ def _refuse_unsharded(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
             raise ConfigError(
-                f"the parameter {name!r} is trained but fully_shard was told to ignore it, so "
-                f"nobody would exchange its gradient. Freeze it, or let fully_shard have it."
+                f"the parameter {name!r} requires a gradient but is ignored by fully_shard, so its "
+                f"gradient is not exchanged. Freeze it, or do not pass it as ignored."
             )
 
 
 def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
-    """Sum gradients over ranks in place, in buckets. A rank without a gradient brings zeros.
+    """Sum gradients over ranks in place, in buckets. Missing gradients count as zeros.
 
-    A sparse gradient (`nn.Embedding(sparse=True)`) travels as a dense one and is made sparse again:
-    rows 1 on one rank and 3 on another -> rows 1 and 3 on both. A rank that had none has it dense.
+    A sparse gradient (`nn.Embedding(sparse=True)`) is reduced as a dense one and made sparse again:
+    row 1 on one rank and row 3 on another -> rows 1 and 3 on both. On a rank without a gradient
+    the result is dense.
     """
     if collective.size == 1:
         return
-    # A frozen parameter stays without: with zeros, an optimizer would decay it.
+    # Frozen parameters keep no gradient: with zeros, an optimizer would apply weight decay.
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     sparse: list[tuple[Tensor, int]] = []
     for parameter in parameters:
@@ -173,5 +172,5 @@ def _sum_bucket(gradients: list[Tensor], collective: Collective) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     flat = collective.all_reduce_sum(flat).to(gradients[0].device)
     sizes = [gradient.numel() for gradient in gradients]
-    parts = [p.view_as(g) for p, g in zip(flat.split(sizes), gradients, strict=True)]
-    torch._foreach_copy_(gradients, parts)
+    summed = [s.view_as(g) for s, g in zip(flat.split(sizes), gradients, strict=True)]
+    torch._foreach_copy_(gradients, summed)

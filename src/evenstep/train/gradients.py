@@ -1,4 +1,4 @@
-"""Gradients at the end of a step: rescaled in place, or summed up from several accumulators."""
+"""Gradients: rescaling, keeping earlier ones, and separate accumulators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evenstep.errors import ConfigError
 
 
 def rescale(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply all gradients by `factor`, in place and many at a time; 0 leaves exact zeros."""
+    """Multiply all gradients by `factor` in place; a factor of 0 sets them to zero."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return
@@ -24,11 +24,10 @@ def rescale(parameters: Iterable[Tensor], factor: float) -> None:
 
 @contextmanager
 def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[None]:
-    """Around a step: the gradients that parameters had before are added to those of the step.
+    """Context for a step: earlier gradients are removed inside and added back at the end.
 
-    Inside they have none, so that what a step does to its gradients, rescaling them or summing
-    them over ranks, is done to its own alone. If it fails, they are what they were. `copied`: the
-    framework writes into the tensors of earlier gradients, so they must be copied.
+    So rescaling and summing over ranks apply to the gradients of the step only. On an error, the
+    earlier gradients are restored. Set `copied` if the framework writes into their tensors.
     """
     parameters = list(parameters)
     earlier = [
@@ -51,14 +50,14 @@ def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[No
         elif copied or (before.is_sparse and not parameter.grad.is_sparse):
             parameter.grad.add_(before)
         else:
-            parameter.grad = before.add_(parameter.grad)  # whoever holds the tensor still does
+            parameter.grad = before.add_(parameter.grad)  # keeps the tensor object
 
 
 class SeparateGradients:
-    """One gradient for each denominator, until all denominators are known.
+    """One gradient accumulator per denominator, combined when all denominators are known.
 
-    Each costs a backward of its own and the memory of a gradient. For plain parameters: where a
-    framework reduces or shards gradients during backward (DDP, FSDP) it would not see these.
+    Each needs its own backward and the memory of a gradient. For plain parameters only: frameworks
+    that reduce gradients during backward (DDP, FSDP) do not reduce these.
 
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> separate = SeparateGradients([x])
@@ -73,9 +72,9 @@ class SeparateGradients:
         self._sums: dict[str, list[Tensor | None]] = {}
         if any(hasattr(p, "device_mesh") for p in self.parameters):
             raise ConfigError(
-                "the parameters are sharded (DTensor), and their framework reduces gradients "
-                "during backward, past separate accumulators. Give all losses one normalization, "
-                "or use mode='known'."
+                "separate gradients do not support sharded parameters (DTensor), whose framework "
+                "reduces gradients during backward. Use one normalization for all losses, or "
+                "mode='known'."
             )
 
     def backward(self, objectives: Mapping[str, Tensor]) -> None:
@@ -87,14 +86,14 @@ class SeparateGradients:
                 objective, self.parameters, retain_graph=left > 0, allow_unused=True
             )
             held = self._sums.get(name, [None] * len(self.parameters))
-            # Out of place: two parameters may have been given one and the same gradient tensor.
+            # Out of place: two parameters may share one gradient tensor.
             self._sums[name] = [
                 old if new is None else new if old is None else old + new
                 for old, new in zip(held, found, strict=True)
             ]
 
     def combine(self, factors: Mapping[str, float]) -> None:
-        """Add the sum of factor times gradient to each parameter's `grad`, and forget them."""
+        """Add the sum of factor times gradient to each `.grad`, and clear the accumulators."""
         for name, held in self._sums.items():
             both = [(p, g) for p, g in zip(self.parameters, held, strict=True) if g is not None]
             if not both:

@@ -1,10 +1,10 @@
-"""Normalizations: by what a step's loss is divided, said as weights per token and a denominator.
+"""Normalizations: what the loss of a step is divided by, as token weights and a denominator.
 
-loss of a step = sum over its trained tokens of weight * value  /  denominator
+loss of a step = sum over its loss tokens of weight * value  /  denominator
 
-Both sums run over all micro-batches and ranks, so it does not matter how the work was cut. A mean
-of the micro-batches' means would be something else: sums 6 of 3 tokens and 4 of 1 token make
-10 / 4 = 2.5, not (2 + 4) / 2 = 3.
+Both sums are over all micro-batches and ranks, so the loss does not depend on the plan. The mean
+of the micro-batches' means would: sums 6 of 3 tokens and 4 of 1 token give 10 / 4 = 2.5, not
+(2 + 4) / 2 = 3.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.train.tile_values import (
+    check_samples_whole,
     extra_by_tile,
     first_tiles,
     group_ids,
-    check_samples_whole,
     spread,
-    whole,
+    whole_batch,
 )
 
-_OF_PLANS = (
+_PLAN_TOTALS = (
     "samples", "tokens", "empty", "loss_tokens", "sequences", "groups",
     "imbalance_step", "imbalance_micro_batch",
 )  # fmt: skip
@@ -36,13 +36,13 @@ _OF_PLANS = (
 class Normalization(Protocol):
     """Weights per token, and what a batch adds to the denominator of its step.
 
-    Pure functions of a whole batch: a batch is weighted first and cut for parallel ranks after.
-    Equal normalizations have equal names, and unequal ones have not.
+    Methods are pure functions of a whole batch: weight a batch first, then shard it. Two
+    normalizations have the same name if and only if they are equal.
     """
 
     @property
     def name(self) -> str:
-        """Names the denominator, in a `Bundle` and in the known totals of a step."""
+        """Name of the denominator, in a `Bundle` and in the totals of a step."""
         ...
 
     def weights(self, batch: Batch) -> Tensor:
@@ -54,15 +54,16 @@ class Normalization(Protocol):
         ...
 
     def known(self, totals: Mapping[str, float]) -> float | None:
-        """The denominator of the whole step if `totals` tell it, else None.
+        """The denominator of the whole step if `totals` gives it, else None.
 
-        A plan's totals are `loss_tokens`, `sequences` (with a trained label), `groups`, `samples`.
+        The totals of a plan are `loss_tokens`, `sequences` (with loss tokens), `groups` and
+        `samples`.
         """
         ...
 
 
 def weighted(batch: Batch, normalization: Normalization) -> Batch:
-    """The same batch with the weights of `normalization`; a loss multiplies by them.
+    """The batch with the loss weights of `normalization`.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -78,17 +79,17 @@ def weighted(batch: Batch, normalization: Normalization) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenMean:
-    """The mean over all trained tokens of the step."""
+    """The mean over all loss tokens of the step."""
 
     name: ClassVar[str] = "loss_tokens"
 
     def weights(self, batch: Batch) -> Tensor:
-        """1 for each trained token."""
-        return whole(batch).loss_weights
+        """1 for each loss token."""
+        return whole_batch(batch).loss_weights
 
     def amount(self, batch: Batch) -> Tensor:
-        """The trained tokens."""
-        return _total(whole(batch).loss_weights)
+        """The number of loss tokens."""
+        return _total(whole_batch(batch).loss_weights)
 
     def known(self, totals: Mapping[str, float]) -> float | None:
         """The plan's `loss_tokens`."""
@@ -97,21 +98,21 @@ class TokenMean:
 
 @dataclass(frozen=True, slots=True)
 class SequenceMean:
-    """The mean over sequences of the mean over each one's trained tokens.
+    """The mean over sequences of the mean over the loss tokens of each.
 
-    A sequence is a sample, also where it was split: its tiles divide by the trained tokens of the
-    whole, and it counts once, at its first tile, wherever the others run. One that trains nothing
-    does not count.
+    A sequence is a sample. All segments of a split sample are divided by the loss tokens of the
+    whole sample, and it is counted once, with its first segment. Samples without loss tokens are
+    not counted.
     """
 
     name: ClassVar[str] = "sequences"
 
     def weights(self, batch: Batch) -> Tensor:
-        """1 / trained tokens of the sample."""
+        """1 / loss tokens of the sample."""
         return spread(batch, 1 / batch.loss_tokens.double().clamp(min=1))
 
     def amount(self, batch: Batch) -> Tensor:
-        """The samples that begin in this batch and train something."""
+        """The number of samples that begin in this batch and have loss tokens."""
         return (first_tiles(batch) & (batch.loss_tokens > 0)).sum().double()
 
     def known(self, totals: Mapping[str, float]) -> float | None:
@@ -121,22 +122,22 @@ class SequenceMean:
 
 @dataclass(frozen=True, slots=True)
 class GroupMean:
-    """The mean over groups of samples of the mean over each group's trained tokens.
+    """The mean over groups of samples of the mean over the loss tokens of each group.
 
-    How many tokens a group trains is given by the sequence-aligned extra `group_tokens`: the sum
-    of `Batch.loss_tokens` over its samples. Without it, the groups are told by the sequence-aligned
-    extra `group` and counted in the batch, which is right only if each group lies in one
-    micro-batch: plan with `groups=` and the recipe's groups="micro_batch".
+    The sequence-aligned extra `group_tokens` gives the loss tokens of a sample's group: the sum of
+    `Batch.loss_tokens` over its samples. Without it, they are counted in the batch by the
+    sequence-aligned extra `group`, which requires that each group is in one micro-batch: plan with
+    `groups=` and Recipe(groups="micro_batch").
     """
 
     name: ClassVar[str] = "groups"
 
     def weights(self, batch: Batch) -> Tensor:
-        """1 / trained tokens of the group."""
+        """1 / loss tokens of the group."""
         return spread(batch, 1 / self._tokens(batch))
 
     def amount(self, batch: Batch) -> Tensor:
-        """Each sample's share of its group's trained tokens; those of a group make 1."""
+        """The sum of each sample's share of its group's loss tokens; a whole group adds 1."""
         share = batch.loss_tokens / self._tokens(batch)
         return torch.where(first_tiles(batch), share, 0.0).sum()
 
@@ -145,8 +146,8 @@ class GroupMean:
         return totals.get(self.name)
 
     def _tokens(self, batch: Batch) -> Tensor:
-        """(tiles) float64, 1 where it is 0."""
-        if "group_tokens" in whole(batch).aligned:
+        """(tiles) float64: loss tokens of the group, at least 1."""
+        if "group_tokens" in whole_batch(batch).aligned:
             return extra_by_tile(batch, "group_tokens").clamp(min=1)
         group = group_ids(batch)
         check_samples_whole(batch)
@@ -157,7 +158,7 @@ class GroupMean:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The sum over trained tokens, divided by one number."""
+    """The sum over loss tokens, divided by a constant."""
 
     value: float
 
@@ -169,23 +170,23 @@ class Constant:
         return f"constant({self.value})"
 
     def weights(self, batch: Batch) -> Tensor:
-        """1 for each trained token."""
-        return whole(batch).loss_weights
+        """1 for each loss token."""
+        return whole_batch(batch).loss_weights
 
     def amount(self, batch: Batch) -> Tensor:
-        """Nothing: the denominator does not depend on batches."""
-        return _total(whole(batch).loss_weights[:0])
+        """0: the denominator does not depend on batches."""
+        return _total(whole_batch(batch).loss_weights[:0])
 
     def known(self, totals: Mapping[str, float]) -> float | None:
-        """Always the value."""
+        """Always `value`."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class FixedLength:
-    """The sum over trained tokens, divided by so many tokens for each sample (Dr. GRPO).
+    """The sum over loss tokens, divided by `length` times the number of samples (Dr. GRPO).
 
-    Long samples weigh more than short ones, and a sample that trains nothing still counts.
+    Long samples weigh more than short ones, and samples without loss tokens are counted.
     """
 
     length: float
@@ -198,24 +199,24 @@ class FixedLength:
         return f"fixed_length({self.length})"
 
     def weights(self, batch: Batch) -> Tensor:
-        """1 for each trained token."""
-        return whole(batch).loss_weights
+        """1 for each loss token."""
+        return whole_batch(batch).loss_weights
 
     def amount(self, batch: Batch) -> Tensor:
-        """The length for each sample that begins in this batch."""
+        """`length` times the number of samples that begin in this batch."""
         return first_tiles(batch).sum().double() * self.length
 
     def known(self, totals: Mapping[str, float]) -> float | None:
-        """The plan's `samples` times the length."""
+        """The plan's `samples` times `length`."""
         samples = totals.get("samples")
         return None if samples is None else samples * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class SampleWeights:
-    """The mean over trained tokens, each weighing what its sample does.
+    """The mean over loss tokens, weighted by sample.
 
-    The weight is a sequence-aligned extra, 0 or more.
+    `extra` names a sequence-aligned extra with the weight of each sample, 0 or more.
     """
 
     extra: str = "weight"
@@ -233,13 +234,13 @@ class SampleWeights:
         return _total(self.weights(batch))
 
     def known(self, totals: Mapping[str, float]) -> float | None:
-        """What the totals say under its name."""
+        """The total of this name, if given."""
         return totals.get(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """Weights of your own, and their sum or an amount of your own.
+    """Weights from a function of the batch; the denominator is their sum or `of_batch`.
 
     >>> half = Custom("half", lambda batch: batch.loss_weights / 2)
     """
@@ -249,28 +250,28 @@ class Custom:
     of_batch: Callable[[Batch], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.name in _OF_PLANS:
+        if self.name in _PLAN_TOTALS:
             raise ConfigError(
-                f"a custom normalization is called {self.name!r}, which is what plans call a total "
-                f"of their own, so the loss would be divided by that. Give it another name."
+                f"the custom normalization {self.name!r} has the name of a total of plans. Use "
+                f"another name than {', '.join(_PLAN_TOTALS)}."
             )
 
     def weights(self, batch: Batch) -> Tensor:
-        """What the function gives, 0 where the label is ignored."""
-        weights = self.of_slots(whole(batch))
+        """The result of `of_slots`, 0 where the label is ignored."""
+        weights = self.of_slots(whole_batch(batch))
         if weights.shape != batch.labels.shape:
             raise InputError(
-                f"the weights {self.name!r} have the shape {tuple(weights.shape)} for a batch of "
-                f"{tuple(batch.labels.shape)}, so slots cannot be matched. Return one per slot."
+                f"the weights {self.name!r} have shape {tuple(weights.shape)}, but the batch has "
+                f"shape {tuple(batch.labels.shape)}. Return one weight per slot."
             )
         return weights.masked_fill(batch.labels == IGNORE_INDEX, 0)
 
     def amount(self, batch: Batch) -> Tensor:
-        """What the function gives; the sum of the weights by default."""
+        """The result of `of_batch`; by default the sum of the weights."""
         return _total(self.weights(batch) if self.of_batch is None else self.of_batch(batch))
 
     def known(self, totals: Mapping[str, float]) -> float | None:
-        """What the totals say under its name."""
+        """The total of this name, if given."""
         return totals.get(self.name)
 
 
@@ -290,6 +291,4 @@ def _total(values: Tensor) -> Tensor:
 
 def _positive(name: str, value: float) -> None:
     if not 0 < value < float("inf"):
-        raise ConfigError(
-            f"{name} is {value}, and a loss divided by it has no meaning. Set it > 0."
-        )
+        raise ConfigError(f"{name} must be positive and finite, got {value}.")

@@ -1,4 +1,4 @@
-"""Prefetch: the next micro-batches are prepared while the current one runs, and no more."""
+"""Prefetch: prepare the next items in a thread while the current one is in use."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-_PATIENCE = 10.0  # seconds
-_LOOK = 0.5  # seconds
+_JOIN_TIMEOUT = 10.0  # seconds
+_POLL = 0.5  # seconds
 
 
 class Prefetch(Generic[T]):
-    """Takes items from an iterable in a thread, at most `ahead` of whoever consumes them.
+    """Iterates over items in a thread, at most `ahead` items in advance of the consumer.
 
-    Counting the one that is in use, `ahead + 1` items are alive. With `ahead` 0 there is no
-    thread. An error in the thread is raised where the item would have been. `abandon` is called
-    when nothing more is taken, and ends a source that may be waiting.
+    With the one in use, `ahead + 1` items are alive. With `ahead=0` there is no thread. An error
+    in the thread is raised in place of the item. `abandon` is called when no more items are
+    taken, so that a blocked source can end.
 
     >>> list(Prefetch(iter("abc"), ahead=2))
     ['a', 'b', 'c']
@@ -30,9 +30,9 @@ class Prefetch(Generic[T]):
     ) -> None:
         self._items, self._ahead, self._abandon = items, ahead, abandon
         self.waited = 0.0
-        """Seconds for which the consumer had nothing to do."""
+        """Seconds that the consumer waited."""
         self.preparing = 0.0
-        """Seconds that preparing took, in whichever thread."""
+        """Seconds spent preparing items, in either thread."""
 
     def __iter__(self) -> Generator[T, None, None]:
         return self._threaded() if self._ahead else self._direct()
@@ -74,7 +74,7 @@ class Prefetch(Generic[T]):
                     return
                 if isinstance(found, BaseException):
                     raise found
-                room.release()  # what is in use no longer counts as prepared
+                room.release()  # the item in use does not count as prepared
                 (item,) = found
                 del found
                 yield item
@@ -83,8 +83,8 @@ class Prefetch(Generic[T]):
             stop.set()
             room.release()
             self._abandon()
-            # Whoever is stuck in its source for longer ends when the source gives something.
-            thread.join(_PATIENCE)
+            # A thread blocked in its source for longer ends with the next item.
+            thread.join(_JOIN_TIMEOUT)
 
     def _prepare(
         self,
@@ -113,7 +113,7 @@ class Prefetch(Generic[T]):
 
 
 def _get(ready: queue.SimpleQueue[Any]) -> Any:
-    """The next thing. Python runs now and then, so that `Watch` can interrupt who waits here."""
+    """The next entry. Polls, so that `Watch` can interrupt the waiting thread."""
     while True:
         with suppress(queue.Empty):
-            return ready.get(timeout=_LOOK)
+            return ready.get(timeout=_POLL)

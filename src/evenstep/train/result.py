@@ -1,4 +1,4 @@
-"""StepResult: what a step cost, held and reached."""
+"""StepResult: loss, metrics and timings of a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
 class Timings:
     """Seconds of one rank's step.
 
-    wait         the model had nothing to run because the next micro-batch was not ready
-    prepare      reading, collating and copying, mostly while the model ran
-    compute      forwards and backwards; the last includes what DDP or FSDP exchange in it
-    communicate  our own sums over ranks
-    total        all of it, from the call to its end
+    wait         waiting for the next micro-batch to be prepared
+    prepare      reading, collating and copying, mostly while the model runs
+    compute      forwards and backwards, including the communication of DDP or FSDP in them
+    communicate  the runner's own sums over ranks
+    total        from the call to its end
     first        from the call to the first forward
     """
 
@@ -37,31 +37,30 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The loss, metrics and measures of a step.
+    """The loss, metrics and measurements of a step.
 
-    Where denominators were known, nothing has been exchanged but gradients: `reduced` is False,
-    and what concerns all ranks can be read after `reduce`, one all-reduce, which every rank calls
-    when somebody wants to know.
+    If denominators were known before the step, ranks have exchanged gradients only and `reduced`
+    is False. Call `reduce` on every rank (one all-reduce) before reading values of all ranks.
     """
 
     timings: Timings
     tokens: int
-    """Real tokens that this rank ran."""
+    """Real tokens of this rank."""
     slots: int
-    """The same with padding."""
+    """Real tokens and padding of this rank."""
     num_micro_batches: int
     planned_imbalance: float | None
-    """Largest over mean cost of ranks, as planned, for how often they synchronise."""
+    """Planned cost of the slowest rank over the mean, for the recipe's `sync_every`."""
     ages: tuple[float, ...] = ()
-    """Seconds from the making of each sample to its forward, where that is known."""
+    """Seconds from the creation of each fed sample to its forward."""
     peak_flops: float | None = None
     bundle: Bundle = field(repr=False)
     numbers: LossValues | None = None
     known: tuple[StepLoss, Mapping[str, float]] | None = field(default=None, repr=False)
-    """What is needed to conclude later, where nothing was exchanged yet."""
+    """What `reduce` needs, if values were not exchanged yet."""
 
     def __repr__(self) -> str:
-        """The loss, and what this rank ran, in one line."""
+        """The loss and what this rank ran, in one line."""
         planned = self.planned_imbalance
         parts = (
             summary.attempt(lambda: f"loss {self.loss:.6g}" if self.reduced else "not reduced"),
@@ -76,11 +75,11 @@ class StepResult:
 
     @property
     def reduced(self) -> bool:
-        """Whether the numbers of all ranks are here."""
+        """Whether the values of all ranks are available."""
         return self.numbers is not None
 
     def reduce(self, collective: Collective) -> StepResult:
-        """The same with the numbers of all ranks. Every rank must call it, or none."""
+        """The result with the values of all ranks. Every rank must call it, or none."""
         if self.reduced:
             return self
         assert self.known is not None
@@ -92,8 +91,8 @@ class StepResult:
     def _numbers(self) -> LossValues:
         if self.numbers is None:
             raise InputError(
-                "this step's denominators were known, so its numbers were not exchanged and this "
-                "rank knows only its own part. Call result.reduce(collective) on every rank."
+                "this result is not reduced over ranks. Call result.reduce(collective) on every "
+                "rank first."
             )
         return self.numbers
 
@@ -104,19 +103,20 @@ class StepResult:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Each loss by itself."""
+        """Each loss by name, not weighted."""
         return self._numbers.losses
 
     @property
     def empty(self) -> bool:
-        """Whether the whole step had no label, or none that weighs anything; loss and gradients
-        are 0 then."""
+        """Whether the step has no loss tokens, or all weights are 0; loss and gradients are 0."""
         return self._numbers.empty or float(self._numbers.metrics[LABELS].value) == 0
 
     @property
     def deviation(self) -> float:
-        """By how much the loss whose gradient was taken differs from the exact one: 0, except
-        with per-micro-batch normalization."""
+        """The loss whose gradient was taken minus the exact loss.
+
+        0, except with mode="per_micro_batch".
+        """
         return self._numbers.deviation
 
     @property
@@ -130,25 +130,25 @@ class StepResult:
 
     @property
     def measured_imbalance(self) -> float:
-        """Largest over mean time that ranks were busy. Waiting for each other is not counted."""
+        """Busy time of the slowest rank over the mean, without waiting for other ranks."""
         metrics = self._numbers.metrics
         mean = float(metrics[BUSY].value)
         return float(metrics[BUSY_MOST].value) / mean if mean > 0 else 1.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens of all ranks a second."""
+        """Real tokens per second, over all ranks."""
         return float(self._numbers.metrics[TOKENS].value) / self.timings.total
 
     @property
     def padding(self) -> float:
-        """The part of all ranks' slots that holds no token."""
+        """Share of padding in the slots of all ranks."""
         metrics = self._numbers.metrics
         return 1 - float(metrics[TOKENS].value) / float(metrics[SLOTS].value)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs of real tokens over what the ranks could have done in the time."""
+        """Model FLOPs utilization: FLOPs of real tokens over peak FLOPs in the same time."""
         flops = self._numbers.metrics.get(FLOPS)
         if flops is None or self.peak_flops is None:
             return None

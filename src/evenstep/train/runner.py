@@ -1,4 +1,4 @@
-"""run_step: micro-batches one at a time, and in the end the gradient of one exact loss."""
+"""Runner: run a step one micro-batch at a time and leave its exact gradient."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.per_sequence import Sums
-from evenstep.train.attempt import Attempt, TooLargeError, Work, nothing
+from evenstep.train.attempt import Attempt, TooLargeError, Work, empty_micro_batch
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
-from evenstep.train.step_loss import Mode
 from evenstep.train.gradients import set_aside
 from evenstep.train.normalization import Normalization, TokenMean
-from evenstep.train.step_checks import check_collective
 from evenstep.train.result import StepResult
+from evenstep.train.step_checks import check_collective
+from evenstep.train.step_loss import Mode
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
-"""(the model's outputs, batch) -> sums that nothing divided, or a scalar."""
+"""(the model's outputs, batch) -> unnormalized sums, or a scalar."""
 OnMemory: TypeAlias = Literal["raise", "split"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """A loss of a step: a function that sums, by what its sum is divided, and what it weighs."""
+    """A loss of a step: a function that returns a sum, its normalization and its weight."""
 
     function: LossFunction
     normalization: Normalization = field(default_factory=TokenMean)
@@ -43,29 +43,34 @@ class Loss:
 
 
 def call(model: Any, batch: Any) -> Any:
-    """The forward of a model that takes a batch, as `train.model.Decoder` does."""
+    """The default `forward`: `model(batch)`."""
     return model(batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
-    """How the steps of a model are run. `run(step)` leaves the exact gradient in `.grad`, added to
-    what was there before, as backward does; a step that fails leaves what was there before.
+    """Runs the steps of a model. `run(step)` adds the exact gradient of the step to `.grad`.
+
+    If a step fails, `.grad` is unchanged.
 
     model         a plain module, DDP or fully_shard, compiled or not
     loss          a function written for one sequence (`cross_entropy()`), or several `Loss`es by
-                  name, each with its own denominator
-    normalization by what a single loss is divided, over all micro-batches and ranks
-    mode          None takes `known` where the step's totals tell every denominator, and otherwise
-                  `deferred`: one all-reduce at the end of the step, for denominators, losses and
-                  metrics together. `per_micro_batch` is another loss; see `StepLoss`
-    forward       from model and batch to what the loss takes
-    cut           the part of a batch that this context-parallel rank runs
-    prefetch      micro-batches that are prepared ahead; prefetch + 1 are alive. One for which the
-                  device has no room yet is copied in its turn
+                  name, each with its own normalization
+    normalization what a single loss is divided by, over all micro-batches and ranks
+    mode          None uses `known` if the totals of the step give every denominator, else
+                  `deferred`: one all-reduce at the end of the step for denominators, losses and
+                  metrics. `per_micro_batch` is a different loss; see `evenstep.train.step_loss`
+    collective    the ranks that share a step: `Distributed()`, or `Alone()` for one process
+    collate       (micro-batch, samples) -> Batch
+    forward       (model, batch) -> outputs, as the loss function takes them
+    shard         Batch -> BatchShard of this context-parallel rank, e.g.
+                  `lambda batch: shard_context(batch, rank, size)`
+    device        where batches are moved before they run; None leaves them
+    prefetch      number of micro-batches prepared ahead; prefetch + 1 are alive. If the device has
+                  no memory for the next one yet, it is copied when it runs
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second
-    on_memory     `split` halves a micro-batch that runs out of memory on all ranks and runs the
-                  step again; it costs a small all-reduce a micro-batch
+    on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
+                  run the step again. Needs a small all-reduce per micro-batch
     """
 
     model: Any
@@ -75,7 +80,7 @@ class Runner:
     collective: Collective = field(default_factory=Alone)
     collate: Callable[[MicroBatch, Any], Batch] = field(default_factory=Collator)
     forward: Callable[[Any, Any], Any] = call
-    cut: Callable[[Batch], BatchShard] | None = None
+    shard: Callable[[Batch], BatchShard] | None = None
     device: torch.device | str | None = None
     prefetch: int = 1
     cost: Cost | None = None
@@ -87,9 +92,8 @@ class Runner:
         one_of("on_memory", self.on_memory, OnMemory)
         if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":
             raise ConfigError(
-                "on_memory='split' has every rank finish its micro-batch before they agree, but "
-                "ranks of fully_shard wait for each other inside it, and would hang. Use "
-                "on_memory='raise' and a smaller budget."
+                "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "
+                "micro-batch and would hang. Use on_memory='raise' and a smaller max_tokens."
             )
 
     @property
@@ -100,11 +104,11 @@ class Runner:
         return {"loss": Loss(function=self.loss, normalization=self.normalization)}
 
     def run(self, step: Step | Sequence[Batch]) -> StepResult:
-        """Run a step: a stream's, or batches that are there already."""
+        """Run a step of a stream, or a sequence of batches."""
         if self.on_memory == "split" and (not isinstance(step, Step) or step.batches is not None):
             raise ConfigError(
-                "on_memory='split' needs the samples of a step, but its batches are collated "
-                "already. Let the runner collate."
+                "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
+                "whose samples the runner collates."
             )
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
@@ -112,15 +116,15 @@ class Runner:
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
     def run_fed(self, feed: Iterable[FedMicroBatch], number: int = 0) -> StepResult:
-        """Run a step that is being filled while it runs (`data.feed.Feed`).
+        """Run a step that is filled while it runs (`evenstep.data.Feed`).
 
-        Ranks agree before each micro-batch whether any has another; who has none runs a dummy. The
-        result says how old samples were when they ran.
+        Before each micro-batch, ranks exchange whether any of them has one; ranks without work run
+        an empty micro-batch. `StepResult.ages` holds the age of each sample when it ran.
         """
         if self.on_memory == "split":
             raise ConfigError(
-                "on_memory='split' runs a step again from its first sample, but a feed gives each "
-                "sample once. Use on_memory='raise'."
+                "on_memory='split' runs a step again, but a feed yields each sample once. Use "
+                "on_memory='raise'."
             )
         work = Work(
             items=feed,
@@ -128,7 +132,7 @@ class Runner:
             number=number,
             totals={},
             budget=feed.budget if isinstance(feed, Feed) else None,
-            dummy=feed.empty_micro_batch if isinstance(feed, Feed) else nothing(),
+            empty=feed.empty_micro_batch if isinstance(feed, Feed) else empty_micro_batch(),
         )
         return self._once(work)
 
@@ -153,10 +157,10 @@ def run_step(
     loss: LossFunction | Mapping[str, Loss],
     **options: Any,
 ) -> StepResult:
-    """Run one step of `model`: forward and backward of each micro-batch, one after the other.
+    """Run the forward and backward of each micro-batch of one step.
 
-    Afterwards `.grad` holds the gradient of the step's exact loss, ready to be clipped. Options
-    are those of `Runner`.
+    Adds the gradient of the exact loss of the step to `.grad`, ready for clipping. `options` are
+    the fields of `Runner`.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.losses import cross_entropy
@@ -165,7 +169,7 @@ def run_step(
     >>> plan = make_plan([3, 2], Recipe(layout=Packed(max_tokens=3)))
     >>> batches = [Collator()(micro, samples) for micro in plan[0, 0]]
     >>> result = run_step(batches, Decoder(DecoderShape(vocab=10)), cross_entropy())
-    >>> result.micro_batches, result.tokens, result.numbers.denominators
+    >>> result.num_micro_batches, result.tokens, result.numbers.denominators
     (2, 5, {'loss_tokens': 3.0})
     """
     return Runner(model=model, loss=loss, **options).run(step)

@@ -1,4 +1,4 @@
-"""compute_log_probs: forwards alone, under a budget of their own, in the caller's order."""
+"""compute_log_probs: log-probs of samples by forward passes only."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def compute_log_probs(
 ) -> list[Tensor]:
     """The log-prob of every token of every sample, given the tokens before it.
 
-    Forwards need less memory than training, so the recipe has a budget of its own. Ranks share
-    the work; each gets all results, sample by sample in the order given. Position i holds token
-    i's; the first, which nothing predicts, holds 0, as does what the recipe drops or truncates.
+    Forward passes need less memory than training, so `recipe` may have a larger budget. Ranks
+    share the work, and each gets the results of all samples, in the order given. Entry i belongs
+    to token i. The first token, and tokens that the recipe drops or truncates, get 0.
 
     >>> from evenstep import Packed
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
@@ -52,8 +52,8 @@ def compute_log_probs(
     collator = Collator() if collate is None else collate
     if recipe.topology.dp != ranks.size:
         raise ConfigError(
-            f"the recipe plans for {recipe.topology.dp} ranks but {ranks.size} share the work, so "
-            f"samples would be scored twice or never. Set topology.dp to {ranks.size}."
+            f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "
+            f"{ranks.size}. Set topology.dp to {ranks.size}."
         )
     plan = make_plan([length_of(sample) for sample in samples], recipe)
     if len(samples) == 0:
@@ -68,7 +68,7 @@ def compute_log_probs(
     with torch.no_grad(), closing(iter(Prefetch(batches(), prefetch))) as prepared:
         for key, batch in prepared:
             outputs = forward(model, batch)
-            # Every token counts here, trained or not.
+            # All tokens, not only loss tokens.
             labels = batch.ahead("tokens", fill=IGNORE_INDEX)
             found = label_log_probs(outputs.flatten(0, 1), labels.flatten())
             results[key] = found.view(labels.shape)

@@ -1,24 +1,23 @@
-"""StepLoss: how the sums of micro-batches become the gradient of one mean over the step.
+"""StepLoss: from loss sums of micro-batches to the exact loss and gradient of a step.
 
-A step minimises L = sum over its losses k of w_k S_k / D_k. S_k sums weight times value over all
-micro-batches and ranks, D_k is the loss's denominator. A backward runs when a micro-batch is there,
-and by then D_k may not be known. Frameworks average gradients over F ranks, which F undoes.
+A step minimises L = sum over losses k of w_k S_k / D_k. S_k is the sum of weight times value over
+all micro-batches and ranks; D_k is the denominator of the loss. D_k may be unknown when a backward
+runs. Frameworks average gradients over F ranks; the factor F undoes this.
 
-known            Every D_k is known before the step. A micro-batch's backward is of
-                 F * sum of w_k s_k / D_k. Nothing is left to do; D_k is verified at the end.
+known            Every D_k is known before the step. The backward of a micro-batch is of
+                 F * sum of w_k s_k / D_k. Gradients are exact; D_k is verified at the end.
 deferred         A backward is of sum of w_k s_k / c, with one constant c for all micro-batches and
-                 ranks of the step. At the end every gradient is multiplied by F * c / D. This is
-                 exact for ONE denominator D: another loss would need w_j S_j / D_j * D / c in its
-                 backward, for the multiplication to leave w_j S_j / D_j, and D is what is missing.
-                 That holds even if D_j itself is known. So two denominators are refused, unless
-                 `separate` gives each a backward and an accumulator of its own.
-per_micro_batch  A backward is of F * sum of w_k s_k / (A_k M): A_k is what all ranks' micro-batches
-                 at this position add to D_k, M the number of positions. It is the exact loss if
-                 all A_k are equal, and another one otherwise; how far off is reported.
+                 ranks. At the end every gradient is multiplied by F * c / D. This is exact for ONE
+                 denominator D: a second loss would need w_j S_j / D_j * D / c in its backward, and
+                 D is unknown then, even if D_j is known. So two denominators are an error, unless
+                 `separate` gives each its own backward and accumulator.
+per_micro_batch  A backward is of F * sum of w_k s_k / (A_k M). A_k is the sum over ranks of what
+                 their micro-batches at this position add to D_k; M is the number of positions. This
+                 is the exact loss only if all A_k are equal; the deviation is reported.
 
-With powers of two for c and w_k, scaling before backward changes exponents alone, so deferring
-costs no more than the rounding of F * c / D and of one multiplication. c near the number of tokens
-keeps 16-bit gradients in their familiar range.
+If c and w_k are powers of two, scaling before backward changes exponents only, and deferring adds
+no more than the rounding of F * c / D and of one multiplication. A c near the number of tokens
+keeps 16-bit gradients in their usual range.
 """
 
 from __future__ import annotations
@@ -43,32 +42,32 @@ Mode: TypeAlias = Literal["known", "deferred", "per_micro_batch"]
 
 @dataclass(frozen=True, slots=True)
 class LossValues:
-    """The numbers of a finished step."""
+    """Loss values, denominators and metrics of a finished step."""
 
     loss: float
     """The exact loss: the weighted sum of `losses`."""
     losses: dict[str, float]
-    """Each loss by itself: its sum over the step over its denominator, not weighted."""
+    """Each loss: its sum over the step divided by its denominator, not weighted."""
     denominators: dict[str, float]
     reported: float
-    """The loss whose gradient was taken: another one than `loss` only in per_micro_batch mode."""
+    """The loss whose gradient was taken; differs from `loss` only in per_micro_batch mode."""
     empty: bool
-    """Whether nothing was trained, so that loss and gradients are 0."""
+    """Whether all denominators are 0, so loss and gradients are 0."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @property
     def deviation(self) -> float:
-        """Reported minus exact."""
+        """`reported` minus `loss`."""
         return self.reported - self.loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLoss:
-    """What every micro-batch's sums are multiplied by, and the gradients at the end of a step.
+    """Scales loss sums before each backward, and gradients at the end of a step.
 
-    `losses` names each loss with its normalization and weight. Losses of the same normalization
-    share a denominator. For each micro-batch: `amounts` of the batch, `scales`, a backward of
-    `objective`, and its `bundle`; for each step `finish`, with the bundles merged and reduced.
+    `losses` maps each name to a normalization and a weight. Losses of the same normalization share
+    a denominator. For each micro-batch, call `amounts`, `scales`, `objective(...).backward()` and
+    `bundle`. At the end of the step, call `finish` with the bundles merged and reduced over ranks.
 
     >>> from evenstep.train.normalization import TokenMean
     >>> import torch
@@ -87,56 +86,52 @@ class StepLoss:
     losses: Mapping[str, tuple[Normalization, float]]
     mode: Mode = "deferred"
     averaged_over: int = 1
-    """F: the ranks over which the framework averages gradients; 1 where it sums them."""
+    """F: number of ranks over which the framework averages gradients; 1 if it sums them."""
     constant: float = 1.0
-    """c, in deferred mode; a power of two. `power_of_two(tokens)` is one near a budget."""
+    """c in deferred mode, a power of two; see `power_of_two`."""
     separate: bool = False
-    """In deferred mode: one backward for each denominator, into `SeparateGradients`."""
+    """In deferred mode, one backward per denominator, accumulated in `SeparateGradients`."""
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, Mode)
         whole_number("averaged_over", self.averaged_over)
         truth_value("separate", self.separate)
         if not 0 < self.constant < math.inf:
-            raise ConfigError(
-                f"constant is {self.constant}, so gradients would vanish or turn. Set it above 0."
-            )
+            raise ConfigError(f"constant must be positive and finite, got {self.constant}.")
         if not self.losses:
-            raise ConfigError("there is no loss, so nothing would be trained. Name at least one.")
+            raise ConfigError("losses is empty; expected at least one loss.")
         for name, (normalization, weight) in self.losses.items():
             if not math.isfinite(weight):
-                raise ConfigError(f"the loss {name!r} weighs {weight}. Give it a finite weight.")
+                raise ConfigError(f"the weight of the loss {name!r} must be finite, got {weight}.")
             if self.denominators[normalization.name] != normalization:
                 raise ConfigError(
-                    f"two different normalizations are called {normalization.name!r}, so their "
-                    f"denominators would be added up. Give each a name of its own."
+                    f"two different normalizations are named {normalization.name!r}. Give each its "
+                    f"own name."
                 )
         if self.mode == "deferred" and len(self.denominators) > 1 and not self.separate:
             raise ConfigError(
-                f"losses with the denominators {sorted(self.denominators)} were deferred together, "
-                f"but one multiplication at the end of a step can make up for one denominator "
-                f"only; the others' gradients would be wrong. Give all losses one normalization, "
-                f"or know all denominators before the step (mode='known', with totals of the plan "
-                f"or Constant), or set separate=True for one backward each, on plain parameters."
+                f"mode='deferred' supports one denominator, got {sorted(self.denominators)}. Use "
+                f"one normalization for all losses, or mode='known' with totals from the plan or "
+                f"Constant, or separate=True for one backward each (plain parameters only)."
             )
         if self.separate and self.mode != "deferred":
             raise ConfigError(
-                f"separate=True defers denominators, but the mode is {self.mode!r}, where one "
-                f"backward is enough. Leave it out."
+                f"separate=True requires mode='deferred', got mode={self.mode!r}. Set "
+                f"separate=False."
             )
 
     @property
     def denominators(self) -> dict[str, Normalization]:
-        """The normalizations by the name of their denominator, each once."""
+        """Distinct normalizations by name."""
         return {n.name: n for n, _ in reversed(list(self.losses.values()))}
 
     # Each micro-batch --------------------------------------------------------------------------
 
     def amounts(self, batch: Batch, counted: bool = True) -> dict[str, Tensor]:
-        """What the whole batch adds to each denominator; constants are left out.
+        """What the whole batch adds to each denominator, constants excluded.
 
-        Context-parallel ranks hold shards of one batch, which must count once: `counted` is False
-        on all of them but one.
+        Context-parallel ranks share one batch, which must count once: `counted` is False on all
+        of them but one.
         """
         found = {name: n.amount(batch) for name, n in self.denominators.items() if not _fixed(n)}
         return found if counted else {name: value.new_zeros(()) for name, value in found.items()}
@@ -148,11 +143,11 @@ class StepLoss:
         reduced: Mapping[str, Tensor] | None = None,
         micro_batches: int | None = None,
     ) -> dict[str, float]:
-        """The factor of each loss's sum in the backward of one micro-batch.
+        """The factor of each loss sum in the backward of one micro-batch.
 
-        `totals` are the plan's, for known mode. In per_micro_batch mode, `reduced` are the amounts
-        of the micro-batches at this position, summed over ranks (`Bundle(amounts).reduce(...)`),
-        and `micro_batches` how many positions the step has.
+        Known mode needs `totals` of the plan. per_micro_batch mode needs `reduced`, the amounts at
+        this position summed over ranks (`Bundle(amounts).reduce(...)`), and `micro_batches`, the
+        number of positions of the step.
         """
         if self.mode == "deferred":
             return {name: weight / self.constant for name, (_, weight) in self.losses.items()}
@@ -160,8 +155,8 @@ class StepLoss:
         if self.mode == "per_micro_batch":
             if reduced is None or not micro_batches:
                 raise InputError(
-                    "per_micro_batch divides by what all ranks' micro-batches at one position "
-                    "hold, and by the number of positions. Pass `reduced` and `micro_batches`."
+                    "mode='per_micro_batch' requires `reduced`, the amounts summed over ranks, and "
+                    "`micro_batches`, the number of micro-batches per rank."
                 )
             for name, normalization in self.denominators.items():
                 always = normalization.known({})
@@ -170,14 +165,14 @@ class StepLoss:
         return {name: weight * factors[n.name] for name, (n, weight) in self.losses.items()}
 
     def objective(self, sums: Mapping[str, Tensor], scales: Mapping[str, float]) -> Tensor:
-        """What to call backward on: the losses' sums, scaled and added."""
+        """The scalar to call backward on: the scaled sum of the losses."""
         parts = [sums[name] * scales[name] for name in self.losses]
         return sum(parts[1:], start=parts[0])
 
     def objectives(
         self, sums: Mapping[str, Tensor], scales: Mapping[str, float]
     ) -> dict[str, Tensor]:
-        """The same by denominator, for `SeparateGradients.backward`."""
+        """Objectives per denominator, for `SeparateGradients.backward`."""
         parts: dict[str, Tensor] = {}
         for name, (normalization, _) in self.losses.items():
             held = parts.get(normalization.name, 0.0)
@@ -191,7 +186,7 @@ class StepLoss:
         scales: Mapping[str, float],
         metrics: Mapping[str, Metric] | None = None,
     ) -> Bundle:
-        """What the step must know of this micro-batch, as sums that ranks can add up."""
+        """Sums and metrics of this micro-batch, to be merged and reduced over ranks."""
         named = {f"sum/{name}": sums[name].detach().double() for name in self.losses}
         named |= {f"amount/{name}": amount for name, amount in amounts.items()}
         if self.mode == "per_micro_batch":
@@ -209,15 +204,15 @@ class StepLoss:
         reduced: Bundle,
         totals: Mapping[str, float] | None = None,
     ) -> LossValues:
-        """Make the gradients those of the exact loss, and say what it is.
+        """Rescale the gradients to those of the exact loss and return its values.
 
         `gradients` are the parameters, after the last backward and before clipping. `reduced` is
-        the sum of all micro-batches' bundles over all ranks.
+        the sum of the bundles of all micro-batches and ranks.
         """
         if self.separate is not isinstance(gradients, SeparateGradients):
             raise InputError(
-                "gradients are kept by denominator if and only if separate=True. Pass "
-                "SeparateGradients then, and the parameters otherwise."
+                f"separate={self.separate} requires "
+                f"{'SeparateGradients' if self.separate else 'the parameters'} as gradients."
             )
         over = self._denominators(reduced)
         if self.mode == "known":
@@ -251,28 +246,28 @@ class StepLoss:
         missing = [name for name, value in known.items() if value is None]
         if missing:
             raise ConfigError(
-                f"the denominators {missing} are not known before the step; its totals tell "
-                f"{sorted(totals)}. Use mode='deferred', or totals that have them."
+                f"mode='known' needs the denominators {missing}, but the totals of the step have "
+                f"only {sorted(totals)}. Use mode='deferred', or pass totals that contain them."
             )
         return {name: value for name, value in known.items() if value is not None}
 
     def _denominators(self, reduced: Bundle) -> dict[str, float]:
-        """What the step's micro-batches really added up to."""
+        """The denominators summed over the micro-batches that ran."""
         found = {}
         for name, normalization in self.denominators.items():
             always = normalization.known({})
             value = float(reduced.sums[f"amount/{name}"]) if always is None else always
             if not 0 <= value < math.inf:
                 raise InputError(
-                    f"the denominator {name!r} of this step is {value}, so its loss has no "
-                    f"meaning. Give weights that are finite and not negative."
+                    f"the denominator {name!r} of this step is {value}; expected a finite number, "
+                    f"0 or more. Use finite, non-negative weights."
                 )
             found[name] = value
         return found
 
 
 def power_of_two(tokens: float) -> float:
-    """The power of two nearest to a token budget, as `StepLoss.constant`.
+    """The power of two nearest to a token budget, for `StepLoss.constant`.
 
     >>> power_of_two(5000), power_of_two(1)
     (4096.0, 1.0)
@@ -285,15 +280,15 @@ def _fixed(normalization: Normalization) -> bool:
 
 
 def _over(amount: float, denominator: float) -> float:
-    """0 where nothing was counted: then there is nothing to divide."""
+    """amount / denominator, or 0 if the denominator is 0."""
     return amount / denominator if denominator else 0.0
 
 
-def _verify(promised: Mapping[str, float], found: Mapping[str, float]) -> None:
+def _verify(expected: Mapping[str, float], found: Mapping[str, float]) -> None:
     for name, value in found.items():
-        if not math.isclose(promised[name], value, rel_tol=1e-9, abs_tol=1e-9):
+        if not math.isclose(expected[name], value, rel_tol=1e-9, abs_tol=1e-9):
             raise InputError(
-                f"the totals promised {promised[name]} for {name!r} but the micro-batches had "
-                f"{value}, so the gradients are off by that much. Take the totals from the plan "
+                f"the totals give {expected[name]} for {name!r}, but the micro-batches had "
+                f"{value}, so the gradients are wrong by this ratio. Take the totals from the plan "
                 f"and samples that ran, or use mode='deferred'."
             )

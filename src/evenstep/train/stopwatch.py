@@ -1,4 +1,4 @@
-"""Stopwatches: how long, and how long busy."""
+"""Stopwatches: elapsed time and busy time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Stopwatch:
-    """Seconds spent inside a `with`, over all of its uses."""
+    """Elapsed seconds inside `with` blocks, accumulated."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -24,14 +24,14 @@ class Stopwatch:
 
 
 class Busy:
-    """Seconds for which this rank worked inside a `with`; waiting for others does not count.
+    """Seconds that this rank was busy inside `with` blocks, without waiting for other ranks.
 
-    On a CPU, this thread's own time. On a GPU, the time between two marks in its queue, read when
-    somebody asks, so that nothing waits for it.
+    On a CPU, the CPU time of this thread. On a GPU, the time between two events of the stream;
+    only reading `seconds` synchronises with the device.
     """
 
     def __init__(self, device: torch.device | str | None) -> None:
-        self._marks: list[tuple[Any, Any]] = []
+        self._events: list[tuple[Any, Any]] = []
         self._seconds = self._began = 0.0
         self._cuda = device is not None and torch.device(device).type == "cuda"
 
@@ -39,22 +39,22 @@ class Busy:
         if self._cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            self._marks.append((begin, end))
+            self._events.append((begin, end))
         else:
             self._began = time.thread_time()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._cuda:
-            self._marks[-1][1].record()
+            self._events[-1][1].record()
         else:
             self._seconds += time.thread_time() - self._began
 
     @property
     def seconds(self) -> float:
-        """So far."""
-        if self._marks:
-            self._marks[-1][1].synchronize()
-            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._marks) / 1e3
-            self._marks.clear()
+        """Busy seconds so far."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+            self._events.clear()
         return self._seconds

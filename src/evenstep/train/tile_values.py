@@ -1,4 +1,4 @@
-"""What normalizations ask of the tiles of a whole batch."""
+"""Values per tile of a whole batch, for normalizations."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.batch_shard import BatchShard
 
 
-def whole(batch: Any) -> Batch:
-    """The batch itself; a shard is refused."""
+def whole_batch(batch: Any) -> Batch:
+    """The batch itself; raises for a batch shard."""
     if isinstance(batch, BatchShard):
         raise InputError(
-            "a normalization was given one rank's shard, which holds only parts of sequences, so "
-            "it would count some twice or not at all. Weigh the whole batch first, and cut "
-            "`weighted(batch, normalization)`."
+            "a normalization needs a whole batch, got a batch shard. Weight the batch before "
+            "sharding it: shard weighted(batch, normalization)."
         )
     assert isinstance(batch, Batch)
     return batch
 
 
 def first_tiles(batch: Batch) -> Tensor:
-    """(tiles) bool: where a sample begins; over the micro-batches of a step, each does once."""
-    return (whole(batch).starts == 0) & (batch.sample_ids >= 0)
+    """(tiles) bool: whether a sample begins here. Each sample begins once per step."""
+    return (whole_batch(batch).starts == 0) & (batch.sample_ids >= 0)
 
 
 def spread(batch: Batch, per_tile: Tensor) -> Tensor:
-    """(rows, width) float64: each trained slot's own weight times its tile's."""
-    own = whole(batch).loss_weights
+    """(rows, width) float64: the weight of each slot times that of its tile."""
+    own = whole_batch(batch).loss_weights
     return torch.where(own != 0, own * per_tile[batch.segment_ids], 0.0)
 
 
 def extra_by_tile(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
-    """(tiles): a sequence-aligned extra, 0 for tails. `dtype` None keeps its own."""
+    """(tiles): a sequence-aligned extra, 0 for tails; `dtype=None` keeps its dtype."""
     value: Any = batch.extras.get(name)
-    if whole(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
+    if whole_batch(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
         raise InputError(
-            f"the batch has no extra {name!r} with one number per sequence, by which its tokens "
-            f"are weighed. Declare it to the Collator: Extra(aligned='sequence')."
+            f"the normalization needs an extra {name!r} with one number per sequence. Declare it: "
+            f"Collator(extras={{{name!r}: Extra(aligned='sequence')}})."
         )
     real = batch.sample_ids >= 0
     value = value if dtype is None else value.to(dtype)
@@ -49,22 +48,20 @@ def extra_by_tile(batch: Batch, name: str, dtype: torch.dtype | None = torch.flo
 
 
 def group_ids(batch: Batch) -> Tensor:
-    """(tiles): the number of each tile's group, as the batch has it. Refused where its type may
-    have rounded different numbers to one."""
+    """(tiles): the group of each tile. Raises if the dtype may have rounded group ids."""
     groups = extra_by_tile(batch, "group", dtype=None)
     if groups.is_floating_point():
         exact = 2 / torch.finfo(groups.dtype).eps
         if bool((groups.abs() >= exact).any()):
             raise InputError(
-                f"groups are numbered beyond {exact:.0f} in {groups.dtype}, which cannot tell such "
-                f"numbers apart, so groups would be taken for one. Declare the extra 'group' with "
-                f"dtype=torch.int64."
+                f"the extra 'group' holds ids of {exact:.0f} or more in {groups.dtype}, which "
+                f"cannot represent them exactly. Declare it with dtype=torch.int64."
             )
     return groups
 
 
 def check_samples_whole(batch: Batch) -> None:
-    """A split sample whose other tiles run elsewhere cannot be counted here."""
+    """Raise if other segments of a split sample are in another micro-batch."""
     counts = (batch.labels != IGNORE_INDEX).reshape(-1).long()
     here = torch.zeros_like(batch.loss_tokens).index_add_(0, batch.segment_ids.reshape(-1), counts)
     number = torch.unique(batch.sample_ids, return_inverse=True)[1]
@@ -72,6 +69,6 @@ def check_samples_whole(batch: Batch) -> None:
     if bool((short & (batch.sample_ids >= 0)).any()):
         sample = int(batch.sample_ids[short & (batch.sample_ids >= 0)][0])
         raise InputError(
-            f"sample {sample} was split and part of it runs in another micro-batch, so its group "
-            f"cannot be counted here. Give the sequence-aligned extra 'group_tokens'."
+            f"sample {sample} was split and one of its segments is in another micro-batch, so its "
+            f"group cannot be counted here. Add the sequence-aligned extra 'group_tokens'."
         )

@@ -1,8 +1,8 @@
-"""Watch: ranks that notice when one of them has failed, and stop with its name instead of hanging.
+"""Watch: stop all ranks with an error when one of them fails, instead of hanging.
 
-A rank that raises leaves the others waiting for it in their next exchange, for as long as the
-process group's timeout. So every rank has a thread that beats once in a while in a store that all
-of them see, and looks at the others' beats. Who raises says so there; who is killed falls silent.
+When a rank raises, the others block in their next collective until the process group's timeout.
+`Watch` runs a thread on every rank that writes heartbeats to a shared store and reads those of the
+other ranks. A rank that raises records its error in the store; a killed rank stops its heartbeats.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from evenstep.errors import ConfigError, RankError
 
 _PREFIX = "evenstep/watch"
 _DONE = "done"
-# What exchanges raise when the other side is gone: often the echo of another rank's failure.
-_ECHO = re.compile(
+# Errors of collectives whose peer is gone: usually a consequence of another rank's failure.
+_CONSEQUENCE = re.compile(
     r"gloo|nccl|\bmpi\b|\bucc\b|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|"
     r"process group|collective|socket|\b(tcp|file|hash|prefix)?store\b",
     re.IGNORECASE,
@@ -34,16 +34,16 @@ _ECHO = re.compile(
 
 
 class Watch:
-    """`with Watch():` around the steps of a run, entered on every rank at about the same time.
+    """Context manager around the steps of a run; enter it on every rank at about the same time.
 
-    When another rank fails, `RankError` is raised in the thread that entered, naming that rank and
-    its error. A thread that is stuck in an exchange cannot be interrupted: after `grace` seconds
-    more, the message is written to stderr and the process exits with status 1. From the failure
-    to the end it takes no longer than `timeout + grace`. A rank that is done is not missed.
+    When another rank fails, `RankError` with its rank and error is raised in the thread that
+    entered. A thread blocked in a collective cannot be interrupted: after `grace` more seconds the
+    message is written to stderr and the process exits with status 1. All ranks stop within
+    `timeout + grace` seconds of the failure. A rank that leaves normally is not a failure.
 
-    store    any `torch.distributed` store; that of the default process group if not given
-    timeout  seconds of silence after which a rank counts as gone. Longer than anything that holds
-             Python's lock, such as a long compilation
+    store    any `torch.distributed` store; by default that of the default process group
+    timeout  seconds without a heartbeat after which a rank counts as failed. Must exceed the
+             longest time that Python's GIL is held, e.g. in a long compilation
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Watch:
     ) -> None:
         for name, value in (("timeout", timeout), ("grace", grace)):
             if not 0 < value < float("inf"):
-                raise ConfigError(f"{name} is {value} s, so nobody could keep it. Set it above 0.")
+                raise ConfigError(f"{name} must be positive and finite, got {value}.")
         self._store, self.rank, self.size = _group(store, rank, size, timeout)
         self.timeout, self.grace = timeout, grace
         self._every = min(1.0, timeout / 10)
@@ -65,20 +65,20 @@ class Watch:
         self._leaving = self._silent = False
         self._watched = 0
         self._prefix = _PREFIX
-        self._told: RankError | None = None
+        self._error: RankError | None = None
         self._thread: threading.Thread | None = None
         self._seen: dict[int, tuple[str, float]] = {}
 
     def __enter__(self) -> Watch:
         self._stop.clear()
         self._leaving = self._silent = False
-        self._told, self._seen = None, {}
+        self._error, self._seen = None, {}
         self._watched = threading.get_ident()
-        # Numbered, so that nobody takes the end of an earlier watch for that of this one.
+        # Numbered, so that the end of an earlier watch is not read as the end of this one.
         number = self._store.add(f"{_PREFIX}/entered/{self.rank}", 1)
         self._prefix = f"{_PREFIX}/{number}"
         self._set(f"beat/{self.rank}", "0")
-        self._thread = threading.Thread(target=self._look, name="evenstep-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="evenstep-watch", daemon=True)
         self._thread.start()
         return self
 
@@ -91,9 +91,9 @@ class Watch:
         try:
             with self._lock:
                 self._leaving = True
-            _interrupt(self._watched, None)  # one that is on its way is withdrawn
+            _interrupt(self._watched, None)  # withdraw a pending interrupt
         except RankError:
-            pass  # and one that arrives right here is known from what was told
+            pass  # the interrupt arrived here; its error is kept in _error
         try:
             self._leave(error)
         finally:
@@ -102,32 +102,32 @@ class Watch:
             self._thread.join()
 
     def _leave(self, error: BaseException | None) -> None:
-        if isinstance(error, Exception) and self._told is None and _is_echo(error):
-            # Another rank may be why. It says so within a beat, or is silent for the timeout.
-            self._wait(lambda: self._told is not None, self.timeout + 2 * self._every)
-        if self._told is not None:
-            self._stay_for_others()
+        if isinstance(error, Exception) and self._error is None and _is_consequence(error):
+            # Another rank may be the cause: wait for its error or its missing heartbeats.
+            self._wait(lambda: self._error is not None, self.timeout + 2 * self._every)
+        if self._error is not None:
+            self._wait_for_readers()
             if not isinstance(error, RankError):
-                raise self._told from error
+                raise self._error from error
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             with suppress(Exception), self._lock:
-                self._silent = True  # or the thread would beat after this last word
+                self._silent = True  # no heartbeat may overwrite this
                 self._set(f"beat/{self.rank}", _DONE)
-            self._stay_for_others()
+            self._wait_for_readers()
         elif not isinstance(error, RankError):
             first_line = (_text(error).splitlines() or [""])[0][:1000]
             self._publish(self.rank, f"failed ({type(error).__name__}: {first_line})")
-            self._stay_for_others()
+            self._wait_for_readers()
 
-    def _stay_for_others(self) -> None:
-        """The store lives in rank 0's process: stay until the others have read the last word."""
+    def _wait_for_readers(self) -> None:
+        """Keep rank 0, whose process hosts the store, until the others have read the last state."""
         if self.rank == 0:
             with suppress(Exception):
                 self._wait(self._all_have_read, 3 * self._every)
 
     def _all_have_read(self) -> bool:
         return all(
-            self._store.check([f"{self._prefix}/heard/{rank}"])
+            self._store.check([f"{self._prefix}/read/{rank}"])
             or self._read(f"beat/{rank}") == _DONE
             for rank in self._others()
         )
@@ -137,9 +137,9 @@ class Watch:
         while time.monotonic() < until and not over():
             time.sleep(self._every / 10)
 
-    # Beating and looking, in the thread -----------------------------------------------------------
+    # Heartbeats, in the thread --------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         beats = 0
         while not self._stop.wait(self._every):
             try:
@@ -150,17 +150,17 @@ class Watch:
                 fault = self._fault()
             except Exception as lost:
                 if self._seen.get(0, ("", 0.0))[0] == _DONE:
-                    return  # rank 0 is done, and took the store along
+                    return  # rank 0 is done and its store is closed
                 fault = f"{_holder()} is gone ({type(lost).__name__})"
             if fault is not None:
-                self._tell(fault)
+                self._report(fault)
                 return
 
     def _fault(self) -> str | None:
         failed = self._read("failed")
         if failed is not None:
-            with suppress(Exception):  # heard is heard, whoever still wants to know
-                self._set(f"heard/{self.rank}", "1")
+            with suppress(Exception):  # the store may be closed by now
+                self._set(f"read/{self.rank}", "1")
             whose, _, what = failed.partition(" ")
             return None if int(whose) == self.rank else f"rank {whose} {what}"
         now = time.monotonic()
@@ -170,21 +170,21 @@ class Watch:
             self._seen[rank] = (beat, since if beat == last else now)
             if beat == _DONE:
                 if rank == 0:
-                    self._set(f"heard/{self.rank}", "1")
+                    self._set(f"read/{self.rank}", "1")
             elif now - self._seen[rank][1] > self.timeout - 2 * self._every:
-                silent = f"has been silent for {self.timeout:g} s, so it is gone"
+                silent = f"has sent no heartbeat for {self.timeout:g} s"
                 return self._publish(rank, silent)
         return None
 
-    def _tell(self, fault: str) -> None:
+    def _report(self, fault: str) -> None:
         message = (
-            f"{fault}, so rank {self.rank} stops: it would wait for ever. Look at that rank's "
-            f"output, and resume from the last checkpoint."
+            f"{fault}, so rank {self.rank} stops. See the output of the failed rank, and resume "
+            f"from the last checkpoint."
         )
-        self._told = RankError(message)
+        self._error = RankError(message)
         with self._lock:
             if not self._leaving:
-                _interrupt(self._watched, _saying(message))
+                _interrupt(self._watched, _error_class(message))
         if not self._stop.wait(self.grace):
             sys.stderr.write(f"evenstep: {message}\n")
             sys.stderr.flush()
@@ -193,12 +193,12 @@ class Watch:
     # The store ------------------------------------------------------------------------------------
 
     def _publish(self, rank: int, what: str) -> str:
-        """Say what is wrong with a rank, unless somebody has said something before."""
+        """Record the failure of a rank unless one is recorded; return the recorded one."""
         with suppress(Exception):
-            said = self._store.compare_set(f"{self._prefix}/failed", "", f"{rank} {what}")
-            first, _, said_of = said.decode().partition(" ")
+            found = self._store.compare_set(f"{self._prefix}/failed", "", f"{rank} {what}")
+            first, _, recorded = found.decode().partition(" ")
             if int(first) != self.rank:
-                return f"rank {first} {said_of}"
+                return f"rank {first} {recorded}"
         return f"rank {rank} {what}"
 
     def _others(self) -> Iterator[int]:
@@ -213,13 +213,13 @@ class Watch:
 
 
 def _interrupt(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in another thread, when it next runs Python; None withdraws it."""
+    """Raise an error in another thread when it next runs Python code; None withdraws it."""
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
 
 
-def _saying(message: str) -> type[RankError]:
-    """A RankError that needs no argument: only a class can be raised in another thread."""
+def _error_class(message: str) -> type[RankError]:
+    """A RankError class without arguments: only a class can be raised in another thread."""
 
     def init(self: RankError) -> None:
         RankError.__init__(self, message)
@@ -228,20 +228,20 @@ def _saying(message: str) -> type[RankError]:
 
 
 def _text(error: BaseException) -> str:
-    """What an error says, in characters that a store can hold."""
+    """The message of an error, encodable for the store."""
     try:
         return str(error).encode(errors="backslashreplace").decode()
     except Exception:
-        return "which cannot be told"
+        return "no message"
 
 
-def _is_echo(error: BaseException | None) -> bool:
-    """Whether an exchange broke, which may be another rank's doing."""
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether an error comes from a collective, so that another rank may be the cause."""
     distributed = getattr(torch.distributed, "DistError", ())
     while error is not None:
         if isinstance(error, (distributed, ConnectionError)):
             return True
-        if isinstance(error, RuntimeError) and _ECHO.search(_text(error)):
+        if isinstance(error, RuntimeError) and _CONSEQUENCE.search(_text(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -249,22 +249,22 @@ def _is_echo(error: BaseException | None) -> bool:
 
 def _holder() -> str:
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return f"{'the launcher' if launched else 'rank 0'}, which holds the store,"
+    return f"{'the launcher' if launched else 'rank 0'}, which hosts the store,"
 
 
 def _group(store: Any, rank: int | None, size: int | None, timeout: float) -> tuple[Any, int, int]:
-    """(a store of our own connection, rank, size), from the process group where not given."""
+    """(store with its own connection, rank, size), by default those of the process group."""
     distributed = torch.distributed
     if store is not None and rank is not None and size is not None:
         return store, rank, size
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ConfigError(
-            "there is no process group to watch. Call init_process_group first, or give rank, "
+            "torch.distributed is not initialised. Call init_process_group first, or pass rank, "
             "size and store."
         )
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if store is None:
-        # The group's own store blocks while it is used; a connection of our own does not.
+        # The group's connection blocks while it is in use; a separate one does not.
         held = distributed.distributed_c10d._get_default_store()
         store = held.clone() if hasattr(held, "clone") else held
         store.set_timeout(timedelta(seconds=min(5.0, max(1.0, timeout))))

@@ -1,4 +1,4 @@
-"""Sequence parallelism: contiguous runs of every row, boundary-safe, and joined again."""
+"""Sequence parallelism: contiguous runs of every row that join again."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch_shard import join_shards
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
-from tests.tensors.cuts import Work, make_work, same, works
+from tests.tensors.works import Work, make_work, same, works
 
 
 def test_veomnis_two_ranks_get_what_its_collator_gives_them() -> None:
@@ -26,7 +26,7 @@ def test_veomnis_two_ranks_get_what_its_collator_gives_them() -> None:
     assert first.labels.tolist() == [[3, 4, -100, 2]]
     assert second.labels.tolist() == [[-100] * 4]
     assert first.position_ids.tolist() == [[0, 1, 2, 0]]
-    assert second.position_ids.tolist() == [[1, 0, 1, 2]]  # the tail counts up, as everywhere
+    assert second.position_ids.tolist() == [[1, 0, 1, 2]]  # positions of the tail count up too
     for shard in (first, second):
         assert shard.cu_seqlens.tolist() == [0, 3, 5, 8]
         assert shard.seqlens.tolist() == [3, 2, 0]
@@ -39,14 +39,14 @@ def test_veomnis_two_ranks_get_what_its_collator_gives_them() -> None:
 
 def test_a_width_that_ranks_cannot_share_is_an_error_that_names_a_better_one() -> None:
     batch = make_work([7], Recipe(layout=Packed(max_tokens=8))).batches[0]
-    with pytest.raises(InputError, match=r"7 slots wide, which 2 .* evenly; 8 would do"):
+    with pytest.raises(InputError, match=r"the width 7 is not a multiple of 2.*the next one is 8"):
         shard_sequence(batch, 0, 2)
-    with pytest.raises(InputError, match="rank -1 of a group of 7"):
+    with pytest.raises(InputError, match=r"rank must be in \[0, 7\), got -1"):
         shard_sequence(batch, -1, 7)
 
 
-def test_parts_that_are_not_equal_shares_are_refused() -> None:
-    with pytest.raises(InputError, match=r"\(1, 3\), \(1, 4\).* not equal shares"):
+def test_shards_of_unequal_shapes_are_refused() -> None:
+    with pytest.raises(InputError, match=r"of one shape, got .*\(1, 3\), \(1, 4\)"):
         join_sequence([torch.zeros(1, 4), torch.zeros(1, 3)])
 
 

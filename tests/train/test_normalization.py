@@ -1,4 +1,4 @@
-"""Weights and amounts of each normalization: by hand, by definition, and without a NaN."""
+"""Weights and amounts of each normalization, by hand and by definition, without NaN."""
 
 import math
 from dataclasses import replace
@@ -59,10 +59,10 @@ def both(normalization: Normalization, batch: Batch) -> tuple[list[float], float
 
 # By hand ----------------------------------------------------------------------------------------
 
-THREE = [1, 1, 1], [1, 0, 1, 1, 1], [1, 0]  # they train 2, 3 and 0 tokens
+THREE = [1, 1, 1], [1, 0, 1, 1, 1], [1, 0]  # 2, 3 and 0 loss tokens
 
 
-def test_the_token_mean_weighs_trained_tokens_alike() -> None:
+def test_the_token_mean_weighs_loss_tokens_alike() -> None:
     weights, amount = both(TokenMean(), batch_of(*THREE))
     assert weights == [1, 1, 0, 0, 1, 1, 1, 0, 0, 0]
     assert amount == 5
@@ -80,7 +80,7 @@ def test_the_group_mean_counts_every_group_as_one() -> None:
     assert weights == [1 / 5, 1 / 5, 0, 0, 1 / 5, 1 / 5, 1 / 5, 0, 0, 0, 1, 0]
     assert amount == pytest.approx(2, rel=1e-15)
     given_ = batch_of(*THREE, [1, 1], group_tokens=[10, 10, 10, 1])
-    weights, amount = both(GroupMean(), given_)  # half of the first group runs elsewhere
+    weights, amount = both(GroupMean(), given_)  # half of the first group is in another batch
     assert weights[:2] == [1 / 10, 1 / 10]
     assert amount == pytest.approx(1.5)
 
@@ -100,7 +100,7 @@ def test_sample_weights_weigh_the_tokens_of_a_sample() -> None:
     assert both(SampleWeights("group"), batch_of([1, 1], group=[3.0])) == ([3, 0], 3)
 
 
-def test_a_custom_normalization_is_zero_where_nothing_is_trained() -> None:
+def test_a_custom_normalization_is_zero_where_labels_are_ignored() -> None:
     def later(batch: Batch) -> Tensor:
         return batch.position_ids + 1.0
 
@@ -118,7 +118,7 @@ def test_weights_multiply_what_tokens_weighed_before() -> None:
     assert both(TokenMean(), halved)[1] == 2.5
 
 
-def test_totals_of_the_plan_tell_denominators() -> None:
+def test_totals_of_the_plan_give_denominators() -> None:
     totals = {"loss_tokens": 12.0, "sequences": 3.0, "groups": 2.0, "samples": 4.0}
     known = [n.known(totals) for n in (TokenMean(), SequenceMean(), GroupMean(), FixedLength(5.0))]
     assert known == [12.0, 3.0, 2.0, 20.0]
@@ -135,7 +135,7 @@ def test_a_config_finds_them_by_name() -> None:
     assert len({normalization.name for normalization in made.values()}) == len(made)
 
 
-# Whatever the step ------------------------------------------------------------------------------
+# Properties --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -151,7 +151,7 @@ def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> 
 
 @settings(max_examples=40)
 @given(works())
-def test_weights_are_finite_and_zero_where_nothing_is_trained(work: Work) -> None:
+def test_weights_are_finite_and_zero_where_labels_are_ignored(work: Work) -> None:
     for rank in range(work.plan.num_ranks):
         for batch in work.batches(rank):
             for normalization in steps.NORMALIZATIONS.values():
@@ -162,7 +162,7 @@ def test_weights_are_finite_and_zero_where_nothing_is_trained(work: Work) -> Non
                 assert math.isfinite(float(normalization.amount(batch)))
 
 
-def test_groups_that_are_whole_need_no_counting_by_the_caller() -> None:
+def test_whole_groups_need_no_group_tokens() -> None:
     work = make_work([5, 3, 8, 2], Recipe(layout=Packed(max_tokens=64)), groups=2)
     (batch,) = work.batches(0)
     alone = replace(batch, aligned={n: a for n, a in batch.aligned.items() if n != "group_tokens"})
@@ -170,7 +170,7 @@ def test_groups_that_are_whole_need_no_counting_by_the_caller() -> None:
     assert torch.equal(GroupMean().amount(alone), GroupMean().amount(batch))
 
 
-def test_a_weighted_batch_is_cut_for_context_parallel_ranks() -> None:
+def test_a_weighted_batch_is_sharded_for_context_parallel_ranks() -> None:
     recipe = Recipe(layout=Packed(max_tokens=64), topology=Topology(cp=2))
     (batch,) = make_work([5, 11, 2], recipe).batches(0)
     for normalization in steps.NORMALIZATIONS.values():
@@ -181,14 +181,14 @@ def test_a_weighted_batch_is_cut_for_context_parallel_ranks() -> None:
         for shard in shards:
             wrong: Any = shard
             for function in (normalization.weights, normalization.amount):
-                with pytest.raises(InputError, match="Weigh the whole batch first"):
+                with pytest.raises(InputError, match="Weight the batch before"):
                     function(wrong)
 
 
-# Faults -----------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------
 
 
-def test_a_group_of_which_part_runs_elsewhere_is_refused() -> None:
+def test_a_group_that_spans_micro_batches_is_refused() -> None:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT), overflow="split")
     work = make_work([LIMIT + 4], recipe, masked=0.0)
     for batch in work.batches(0):
@@ -200,27 +200,31 @@ def test_a_group_of_which_part_runs_elsewhere_is_refused() -> None:
 def test_what_is_missing_is_named() -> None:
     batch = replace(batch_of([1, 1]), extras={}, aligned={})
     for normalization, extra in ((GroupMean(), "group"), (SampleWeights("w"), "w")):
-        with pytest.raises(InputError, match=f"no extra '{extra}' with one number per sequence"):
+        with pytest.raises(InputError, match=f"an extra '{extra}' with one number per sequence"):
             normalization.weights(batch)
-    with pytest.raises(InputError, match=r"'odd' have the shape \(3,\) for a batch of \(1, 2\)"):
+    with pytest.raises(
+        InputError, match=r"'odd' have shape \(3,\), but the batch has shape \(1, 2\)"
+    ):
         Custom("odd", lambda batch: torch.ones(3)).weights(batch)
     for value in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ConfigError, match="value is"):
+        with pytest.raises(ConfigError, match="value must be positive"):
             Constant(value)
-        with pytest.raises(ConfigError, match="length is"):
+        with pytest.raises(ConfigError, match="length must be positive"):
             FixedLength(value)
 
 
-def test_groups_of_large_numbers_are_told_apart() -> None:
+def test_large_group_ids_need_an_integer_dtype() -> None:
     numbers = [2**60, 2**60 + 1]
     batch = batch_of([0, 1, 1], [0, 1, 1], group=numbers)
-    with pytest.raises(InputError, match=r"beyond 16777216 in torch.float32.*dtype=torch.int64"):
+    with pytest.raises(
+        InputError, match=r"ids of 16777216 or more in torch.float32.*dtype=torch.int64"
+    ):
         GroupMean().amount(batch)
     batch = replace(batch, extras={**batch.extras, "group": torch.tensor(numbers)})
     assert GroupMean().amount(batch).item() == 2.0
 
 
 @pytest.mark.parametrize("name", ["tokens", "loss_tokens", "samples"])
-def test_a_custom_normalization_may_not_be_called_what_plans_call_something_else(name: str) -> None:
-    with pytest.raises(ConfigError, match="what plans call a total of their own"):
+def test_a_custom_normalization_may_not_have_the_name_of_a_total(name: str) -> None:
+    with pytest.raises(ConfigError, match="has the name of a total"):
         Custom(name, lambda batch: batch.loss_weights)

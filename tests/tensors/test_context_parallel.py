@@ -1,4 +1,4 @@
-"""Context parallelism: cut in zigzag, joined again, with even work and the same attention."""
+"""Context parallelism: zigzag shards that join again, with even work and the same attention."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,10 +16,10 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard, join_shards
 from evenstep.tensors.context_parallel import context_work, join_context, shard_context
 from evenstep.tensors.extras import RaggedTensor
-from tests.tensors.cuts import VOCABULARY, Work, handmade, make_work, same, works
+from tests.tensors.works import VOCABULARY, Work, handmade, make_work, same, works
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-PER_PIECE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "loss_tokens")
+PER_TILE = ("cu_seqlens", "seqlens", "sample_ids", "starts", "loss_tokens")
 CP2 = Topology(cp=2)
 
 
@@ -28,7 +28,7 @@ def shards_of(batch: Batch, size: int) -> list[BatchShard]:
 
 
 def assert_same_batch(first: Batch, second: Batch) -> None:
-    for name in (*PER_SLOT, *PER_PIECE):
+    for name in (*PER_SLOT, *PER_TILE):
         assert same(getattr(first, name), getattr(second, name)), name
     assert first.max_seqlen == second.max_seqlen
     assert first.aligned == second.aligned
@@ -44,15 +44,15 @@ def assert_same_batch(first: Batch, second: Batch) -> None:
 # Cases ------------------------------------------------------------------------------------------
 
 
-def test_two_rows_of_sixteen_padded_to_forty_are_dealt_as_nemo_deals_them() -> None:
-    # There the padding at the end belongs to the last sequence: cu_seqlens [0, 16, 40].
+def test_two_sequences_padded_to_forty_are_sharded_as_in_nemo() -> None:
+    # In NeMo the padding at the end belongs to the last sequence: cu_seqlens [0, 16, 40].
     batch = handmade([16, 24], [16, 16], [*range(32), *[0] * 8])
     first, second = (shard.tokens.flatten().tolist() for shard in shards_of(batch, 2))
     assert first == [*range(4), *range(12, 16), *range(16, 22), *[0] * 6]
     assert second == [*range(4, 12), *range(22, 32), 0, 0]
 
 
-def test_our_tail_is_a_piece_of_its_own_and_dealt_as_one() -> None:
+def test_the_tail_is_a_tile_and_sharded_like_one() -> None:
     work = make_work([16, 16], Recipe(layout=Packed(max_tokens=40, pad_to=40), topology=CP2))
     shards = shards_of(work.batches[0], 2)
     assert [shard.local_cu_seqlens.tolist() for shard in shards] == [[0, 8, 16, 20]] * 2
@@ -74,7 +74,7 @@ def test_nemos_picture_of_four_sequences() -> None:
     assert first.cu_seqlens.tolist() == [0, 8, 16, 20, 24]
 
 
-def test_labels_at_the_edges_of_chunks_are_the_next_ranks_tokens() -> None:
+def test_labels_at_chunk_boundaries_are_tokens_of_other_ranks() -> None:
     first, second = shards_of(handmade([8], [7], [10, 11, 12, 13, 14, 15, 16, 0]), 2)
     assert first.tokens.tolist() == [[10, 11, 16, 0]]
     assert first.labels.tolist() == [[11, 12, -100, -100]]
@@ -92,26 +92,26 @@ def test_the_work_of_that_example_is_even() -> None:
     assert work.contiguous_imbalance == pytest.approx(26 / 18)
 
 
-def test_a_piece_that_does_not_divide_is_an_error_that_names_its_sample() -> None:
+def test_a_tile_that_does_not_divide_is_an_error_that_names_its_sample() -> None:
     batch = make_work([8, 6], Recipe(layout=Packed(max_tokens=16))).batches[0]
-    with pytest.raises(InputError, match=r"of sample 1 takes 6 slots, not a multiple of 4.*cp=2"):
+    with pytest.raises(InputError, match=r"of sample 1 has 6 slots.*a multiple of 4.*cp=2"):
         shard_context(batch, 0, 2)
-    with pytest.raises(InputError, match="of sample 1 takes 6 slots"):
+    with pytest.raises(InputError, match="of sample 1 has 6 slots"):
         context_work(batch, 2)
 
 
 def test_faults_say_what_was_expected() -> None:
     batch = make_work([8, 3], Recipe(layout=Packed(max_tokens=16), topology=CP2)).batches[0]
-    with pytest.raises(InputError, match="rank 2 of a group of 2"):
+    with pytest.raises(InputError, match=r"rank must be in \[0, 2\), got 2"):
         shard_context(batch, 2, 2)
     shard = shard_context(batch, 0, 2)
-    with pytest.raises(InputError, match=r"ranks \[0\] were given but their group has 2"):
+    with pytest.raises(InputError, match=r"each of 2 ranks, got shards of ranks \[0\]"):
         join_shards([shard])
     with pytest.raises(InputError, match="do not make up the 12 slots"):
         join_context([shard.tokens], batch.cu_seqlens)
     undeclared = handmade([4], [4], [1, 2, 3, 4])
     object.__setattr__(undeclared, "extras", {"odd": torch.zeros(1, 4)})
-    with pytest.raises(InputError, match="how the extra 'odd' is aligned"):
+    with pytest.raises(InputError, match="alignment of the extra 'odd' is unknown"):
         shard_context(undeclared, 0, 2)
 
 
@@ -122,7 +122,7 @@ def test_a_shard_moves_as_a_whole() -> None:
     assert same(shard.extras["features"], shard.take(work.batches[0].extras["features"]))
 
 
-# Whatever the lengths ---------------------------------------------------------------------------
+# Properties --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -141,7 +141,7 @@ def test_joining_the_shards_gives_the_batch_again(work: Work) -> None:
 
 @settings(max_examples=60)
 @given(works())
-def test_every_shard_knows_what_lies_in_it(work: Work) -> None:
+def test_local_lengths_describe_the_slots_of_a_shard(work: Work) -> None:
     size = work.plan.recipe.topology.cp
     for batch in work.batches:
         shards = shards_of(batch, size)
@@ -149,7 +149,7 @@ def test_every_shard_knows_what_lies_in_it(work: Work) -> None:
         for shard in shards:
             assert same(shard.local_cu_seqlens * size, batch.cu_seqlens)
             assert same(shard.token_mask, shard.take(batch.token_mask))
-            # Real tokens come first in each piece of the shard.
+            # Real tokens come first in each tile of the shard.
             place = torch.arange(shard.tokens.numel())
             place -= shard.local_cu_seqlens.long()[shard.segment_ids.flatten()]
             real = place < shard.local_seqlens[shard.segment_ids.flatten()]
@@ -158,7 +158,7 @@ def test_every_shard_knows_what_lies_in_it(work: Work) -> None:
 
 @settings(max_examples=60)
 @given(works())
-def test_zigzag_work_is_even_and_what_positions_say(work: Work) -> None:
+def test_zigzag_work_is_even_and_agrees_with_positions(work: Work) -> None:
     size = work.plan.recipe.topology.cp
     for batch in work.batches:
         found = context_work(batch, size)
@@ -181,7 +181,7 @@ def test_every_chunk_can_be_shared_by_tensor_parallel_ranks(work: Work) -> None:
 
 
 class Toy:
-    """One attention layer over embeddings; `run` gives outputs, `gradients` what flows back."""
+    """One attention layer over embeddings."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -200,27 +200,27 @@ class Toy:
 
 
 def one_by_one(toy: Toy, batch: Batch) -> Tensor:
-    """Causal attention within each piece, nothing sharded."""
+    """Causal attention within each tile, nothing sharded."""
     q, k, v = (x.flatten(0, 1) for x in toy.project(batch.tokens, batch.position_ids))
     bounds = batch.cu_seqlens.tolist()
-    pieces = [slice(a, b) for a, b in pairwise(bounds)]
+    tiles = [slice(a, b) for a, b in pairwise(bounds)]
     attend: Callable[..., Tensor] = functional.scaled_dot_product_attention
-    out = torch.cat([attend(q[p][None], k[p][None], v[p][None], is_causal=True)[0] for p in pieces])
+    out = torch.cat([attend(q[p][None], k[p][None], v[p][None], is_causal=True)[0] for p in tiles])
     return out.view(batch.rows, batch.width, -1)
 
 
 def gathered(toy: Toy, batch: Batch, size: int) -> Tensor:
-    """Each rank's queries against all ranks' keys; positions and pieces tell who sees whom."""
+    """Each rank's queries against all ranks' keys, masked by positions and tiles."""
     shards = shards_of(batch, size)
     parts = [toy.project(shard.tokens, shard.position_ids) for shard in shards]
     k, v = (join_context([p[i] for p in parts], batch.cu_seqlens).flatten(0, 1) for i in (1, 2))
     outs = []
     for shard, (q, _, _) in zip(shards, parts, strict=True):
-        position, piece = (
+        position, tile = (
             shard.position_ids.flatten()[:, None],
             shard.segment_ids.flatten()[:, None],
         )
-        seen = (piece == batch.segment_ids.flatten()) & (position >= batch.position_ids.flatten())
+        seen = (tile == batch.segment_ids.flatten()) & (position >= batch.position_ids.flatten())
         out = functional.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=seen)
         outs.append(out.view(shard.rows, shard.width, -1))
     return join_context(outs, batch.cu_seqlens)
@@ -246,7 +246,7 @@ def test_attention_over_gathered_keys_is_the_same_as_without_shards(
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
 @settings(max_examples=6)
-def test_padded_rows_are_cut_row_by_row(size: int, tp: int) -> None:
+def test_padded_rows_are_sharded_row_by_row(size: int, tp: int) -> None:
     recipe = Recipe(layout=Padded(max_tokens=128), topology=Topology(cp=size, tp=tp))
     batch = make_work([1, 9, 16], recipe).batches[0]
     for shard in shards_of(batch, size):

@@ -1,4 +1,4 @@
-"""Random plans with their samples and batches, for tests of cutting and restoring."""
+"""Random plans with their samples and batches, for tests of sharding and restoring."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def batches(self) -> list[Batch]:
-        """Of all micro-batches, in execution order."""
+        """The batches of all micro-batches, in execution order."""
         cells = ((s, r) for s in range(self.plan.num_steps) for r in range(self.plan.num_ranks))
         return [COLLATOR(micro, self.samples) for cell in cells for micro in self.plan[cell]]
 
@@ -64,7 +64,7 @@ def works(
     cp: tuple[int, ...] = (1, 2, 4),
     overflow: tuple[Overflow, ...] = ("split", "split", "truncate", "drop"),
 ) -> SearchStrategy[Work]:
-    """Lengths from 1 on, some over-long; few samples on many ranks, so that dummies are common."""
+    """Lengths from 1, some over-long. Few samples on many ranks: empty micro-batches are common."""
 
     @st.composite
     def work(draw: DrawFn) -> Work:
@@ -106,11 +106,11 @@ def make_work(lengths: list[int], recipe: Recipe, seed: int = 0) -> Work:
     return Work(make_plan(lengths, recipe), samples)
 
 
-def handmade(pieces: list[int], real: list[int], tokens: list[int]) -> Batch:
-    """One row of pieces of so many slots, of which so many are real."""
-    slots, seqlens = torch.tensor(pieces), torch.tensor(real)
+def handmade(tiles: list[int], real: list[int], tokens: list[int]) -> Batch:
+    """One row of tiles with these numbers of slots and of real tokens."""
+    slots, seqlens = torch.tensor(tiles), torch.tensor(real)
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), slots.cumsum(0)))
-    ids = torch.arange(len(pieces)).repeat_interleave(slots)
+    ids = torch.arange(len(tiles)).repeat_interleave(slots)
     position = torch.arange(int(slots.sum())) - offsets[ids]
     row = torch.tensor([tokens])
     ahead = torch.cat((row[:, 1:], row[:, :1]), dim=1)
@@ -127,10 +127,10 @@ def handmade(pieces: list[int], real: list[int], tokens: list[int]) -> Batch:
         sample_ids=torch.where(seqlens > 0, torch.arange(len(real)), -1),
         starts=torch.zeros_like(seqlens),
         loss_tokens=(seqlens - 1).clamp(min=0),
-        max_seqlen=max(pieces),
+        max_seqlen=max(tiles),
     )
 
 
 def same(first: Tensor, second: Tensor) -> bool:
-    """Equal in type, shape and every entry."""
+    """Equal in dtype, shape and every entry."""
     return bool(first.dtype == second.dtype and torch.equal(first, second))

@@ -1,4 +1,4 @@
-"""Known, deferred, per micro-batch: the gradient of the exact loss, or its error is told."""
+"""StepLoss: known and deferred give the exact gradient; per_micro_batch reports its deviation."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import ConfigError
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.gradient_scale import Mode, Normalized, Normalizer
 from evenstep.train.normalization import Constant, FixedLength, SequenceMean, TokenMean
+from evenstep.train.step_loss import LossValues, Mode, StepLoss
 from tests.train.running import Counting
 from tests.train.steps import (
     LIMIT,
@@ -36,13 +36,13 @@ def check(name: str, work: Work, mode: Mode, **options: Any) -> None:
     loss.backward()
     expected = gradient_of(model)
     model.zero_grad()
-    normalizer = Normalizer(
+    step_loss = StepLoss(
         losses={"nll": (NORMALIZATIONS[name], 1.0)},
         mode=mode,
         averaged_over=work.plan.num_ranks,
         **options,
     )
-    for result, gradient in run_step(normalizer, model, work):
+    for result, gradient in run_step(step_loss, model, work):
         assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-15)
         assert result.deviation == 0.0
         assert distance(gradient, expected) < 1e-12
@@ -53,14 +53,14 @@ def check(name: str, work: Work, mode: Mode, **options: Any) -> None:
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 @settings(max_examples=25)
 @given(work=works(), constant=st.sampled_from([1.0, 8.0, 24.0]))
-def test_however_a_step_is_cut_its_gradient_is_that_of_the_definition(
+def test_any_plan_has_the_gradient_of_the_definition(
     name: str, work: Work, constant: float
 ) -> None:
     check(name, work, "known")
     check(name, work, "deferred", constant=constant)
 
 
-def test_a_split_sample_counts_once_on_ranks_that_each_hold_a_piece() -> None:
+def test_a_split_sample_counts_once_on_ranks_that_each_hold_a_segment() -> None:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=3), overflow="split")
     work = make_work([3 * LIMIT - 1], recipe, masked=0.0)
     assert [len(work.plan[0, rank][0].segments) for rank in range(3)] == [1, 1, 1]
@@ -69,23 +69,23 @@ def test_a_split_sample_counts_once_on_ranks_that_each_hold_a_piece() -> None:
         check(name, work, "known")
 
 
-# The traps --------------------------------------------------------------------------------------
+# By hand ----------------------------------------------------------------------------------------
 
 
 def run_by_hand(
     mode: Mode, parts: list[tuple[float, float]], **options: Any
-) -> tuple[Normalized, float]:
+) -> tuple[LossValues, float]:
     """Micro-batches given as (sum of losses, labels); the parameter is 1, so gradients are sums."""
-    normalizer = Normalizer(losses=TOKENS, mode=mode, **options)
+    step_loss = StepLoss(losses=TOKENS, mode=mode, **options)
     x = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     totals = {"loss_tokens": sum(labels for _, labels in parts)}
     bundles = []
     for value, labels in parts:
         sums, amounts = {"nll": value * x}, {"loss_tokens": torch.tensor(labels)}
-        scales = normalizer.scales(totals, reduced=amounts, micro_batches=len(parts))
-        normalizer.objective(sums, scales).backward()
-        bundles.append(normalizer.bundle(sums, amounts, scales))
-    result = normalizer.finish([x], Bundle.merge(bundles), totals)
+        scales = step_loss.scales(totals, reduced=amounts, micro_batches=len(parts))
+        step_loss.objective(sums, scales).backward()
+        bundles.append(step_loss.bundle(sums, amounts, scales))
+    result = step_loss.finish([x], Bundle.merge(bundles), totals)
     return result, float(x.grad)
 
 
@@ -95,7 +95,7 @@ def test_sums_of_6_and_4_over_3_and_1_labels_make_2_and_a_half(mode: Mode) -> No
     assert (result.loss, result.reported, result.deviation, gradient) == (2.5, 2.5, 0.0, 2.5)
 
 
-def test_per_micro_batch_makes_3_of_them_and_says_so() -> None:
+def test_per_micro_batch_makes_3_of_them_and_reports_it() -> None:
     result, gradient = run_by_hand("per_micro_batch", [(6.0, 3.0), (4.0, 1.0)])
     assert (result.loss, result.reported, result.deviation, gradient) == (2.5, 3.0, 0.5, 3.0)
 
@@ -106,7 +106,7 @@ def test_per_micro_batch_is_exact_where_all_have_as_many_labels() -> None:
 
 
 def test_divisors_that_differ_between_micro_batches_cannot_be_undone_at_the_end() -> None:
-    # Option A with each micro-batch's own size for c: sizes 4 and 2, 4 labels in all.
+    # Deferred with each micro-batch's own size for c: sizes 4 and 2, 4 labels in all.
     local = (6.0 / 4 + 4.0 / 2) * (4 + 2) / 4
     assert local == 5.25
     assert run_by_hand("deferred", [(6.0, 3.0), (4.0, 1.0)], constant=6.0)[0].loss == 2.5
@@ -122,7 +122,7 @@ def test_micro_batches_without_labels_add_nothing(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["known", "deferred", "per_micro_batch"])
-def test_a_step_that_trains_nothing_is_empty_and_has_exact_zeros(mode: Mode) -> None:
+def test_a_step_without_loss_tokens_is_empty_and_has_exact_zeros(mode: Mode) -> None:
     result, gradient = run_by_hand(mode, [(0.0, 0.0), (0.0, 0.0)])
     assert (result.loss, result.deviation, result.empty, gradient) == (0.0, 0.0, True, 0.0)
 
@@ -141,8 +141,8 @@ def test_per_micro_batch_on_ranks_differs_by_what_it_reports() -> None:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=2))
     work = make_work([8, 7, 3, 2, 2, 8, 1, 1], recipe, masked=0.2)
     model = model_of()
-    normalizer = Normalizer(losses=TOKENS, mode="per_micro_batch", averaged_over=2)
-    first, second = run_step(normalizer, model, work)
+    step_loss = StepLoss(losses=TOKENS, mode="per_micro_batch", averaged_over=2)
+    first, second = run_step(step_loss, model, work)
     exact = by_definition("token mean", model, work)
     assert first[0].loss == pytest.approx(float(exact.detach()), rel=1e-12)
     assert first[0].deviation == second[0].deviation != 0.0
@@ -179,14 +179,14 @@ def test_losses_of_several_denominators_add_up(losses: Any, mode: str, work: Wor
     expected = gradient_of(model)
     model.zero_grad()
     separate = mode == "separate"
-    normalizer = Normalizer(
+    step_loss = StepLoss(
         losses=losses,
         mode="deferred" if separate else "known",
         separate=separate,
         averaged_over=work.plan.num_ranks,
         constant=4.0 if separate else 1.0,
     )
-    for result, gradient in run_step(normalizer, model, work):
+    for result, gradient in run_step(step_loss, model, work):
         assert distance(gradient, expected) < 1e-12
         assert result.loss == pytest.approx(float(total.detach()), rel=1e-12, abs=1e-15)
         for name, part in parts.items():
@@ -194,21 +194,21 @@ def test_losses_of_several_denominators_add_up(losses: Any, mode: str, work: Wor
 
 
 def test_losses_of_one_normalization_share_a_denominator() -> None:
-    normalizer = Normalizer(losses={"a": (TokenMean(), 1.0), "b": (TokenMean(), 3.0)})
-    assert list(normalizer.denominators) == ["loss_tokens"]
+    step_loss = StepLoss(losses={"a": (TokenMean(), 1.0), "b": (TokenMean(), 3.0)})
+    assert list(step_loss.denominators) == ["loss_tokens"]
 
 
 @pytest.mark.parametrize("other", [SequenceMean(), Constant(7.0), FixedLength(4.0)])
-def test_a_second_denominator_is_refused_where_one_factor_has_to_undo_both(other: Any) -> None:
+def test_a_second_denominator_is_refused_in_deferred_mode(other: Any) -> None:
     losses = {"nll": (TokenMean(), 1.0), "aux": (other, 0.1)}
-    with pytest.raises(ConfigError, match=r"one denominator\s+only.*mode='known'.*separate=True"):
-        Normalizer(losses=losses)
-    Normalizer(losses=losses, separate=True)
-    Normalizer(losses=losses, mode="known")
+    with pytest.raises(ConfigError, match=r"one denominator, got.*mode='known'.*separate=True"):
+        StepLoss(losses=losses)
+    StepLoss(losses=losses, separate=True)
+    StepLoss(losses=losses, mode="known")
 
 
 @pytest.mark.parametrize("mode", ["known", "deferred"])
-def test_a_step_meets_once_whatever_it_reduces(mode: Mode) -> None:
+def test_a_step_needs_one_all_reduce_whatever_it_reduces(mode: Mode) -> None:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=2))
     work = make_work([8, 7, 3, 8, 8, 5], recipe)
     met: list[Counting] = []
@@ -217,7 +217,7 @@ def test_a_step_meets_once_whatever_it_reduces(mode: Mode) -> None:
         met.append(Counting(ranks))
         return met[-1]
 
-    normalizer = Normalizer(losses=TOKENS, mode=mode, averaged_over=2)
-    (result, _), _ = run_step(normalizer, model_of(), work, counting)
+    step_loss = StepLoss(losses=TOKENS, mode=mode, averaged_over=2)
+    (result, _), _ = run_step(step_loss, model_of(), work, counting)
     assert [each.calls for each in met] == [[64], [64]]
     assert float(result.metrics["nll"].value) == pytest.approx(result.loss, rel=1e-12)

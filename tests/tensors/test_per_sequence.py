@@ -1,4 +1,4 @@
-"""A loss written for one sequence gives the same on packed ones, looped or all at once."""
+"""A loss of one sequence gives the same on packed batches, looped or vectorised."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from evenstep.tensors.metrics import Metric, merge
 from evenstep.tensors.per_sequence import Outcome, PerSequence, Sums
 from evenstep.tensors.restore import restore_sequences, restore_tokens
 from evenstep.tensors.view import View
-from tests.tensors.cuts import VOCABULARY, Work, make_work, works
+from tests.tensors.works import VOCABULARY, Work, make_work, works
 
 PER_TOKEN = ("old_log_probs", "advantages")
 LOSSES: dict[str, PerSequence] = {
@@ -30,7 +30,7 @@ LOSSES: dict[str, PerSequence] = {
 
 
 class Model:
-    """Logits that depend on a token and its position alone, so that packing cannot matter."""
+    """Logits that depend on the token and its position only."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ def by_hand(
 
 
 def parts_of(plan: Plan) -> tuple[Any, Any, Any, Any]:
-    """Sample, start and length of every segment, and whether the sample goes on behind it."""
+    """Sample, start and length of every segment, and whether the sample continues after it."""
     segments = plan.segments
     more = segments.start + segments.length < plan.ends(segments.sample)
     return segments.sample, segments.start, segments.length, more.astype(int)
@@ -87,7 +87,7 @@ def assert_same_metrics(first: dict[str, Metric], second: dict[str, Metric]) -> 
         torch.testing.assert_close(other.value, metric.value, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-# Whatever the plan ------------------------------------------------------------------------------
+# Properties --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -157,7 +157,7 @@ def test_log_probs_of_packed_batches_come_back_token_by_token(work: Work) -> Non
 
 
 def pairwise(outputs: Tensor, sequence: View) -> Outcome:
-    """A function that needs the whole sequence: nothing of it could be vectorised."""
+    """A function that needs the whole sequence and cannot be vectorised."""
     reward = sequence.extra("reward")[0]
     spread = outputs.amax() - outputs.amin()
     patches = len(sequence.ragged("patches").values)
@@ -197,7 +197,7 @@ def batch_of(*lengths: int, cp: int = 1) -> Batch:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("way", ["at once", "looped"])
-def test_a_dummy_has_a_loss_of_zero_and_a_backward(name: str, way: str) -> None:
+def test_an_empty_micro_batch_has_a_loss_of_zero_and_a_backward(name: str, way: str) -> None:
     recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
     batch = make_work([3], recipe).batches[1]
     assert batch.is_empty
@@ -209,14 +209,14 @@ def test_a_dummy_has_a_loss_of_zero_and_a_backward(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_garbage_where_nothing_is_trained_changes_nothing(name: str) -> None:
+def test_values_of_ignored_slots_do_not_matter(name: str) -> None:
     batch, model = batch_of(5, 3), Model()
     expected = LOSSES[name](model.of(batch), batch)
     padding = ~batch.token_mask
-    untrained = padding | (batch.targets == -100) | (batch.position_ids == 0)
+    ignored = padding | (batch.targets == -100) | (batch.position_ids == 0)
     extras: dict[str, Any] = dict(batch.extras)
     for extra in PER_TOKEN:
-        extras[extra] = extras[extra].masked_fill(untrained, float("nan"))
+        extras[extra] = extras[extra].masked_fill(ignored, float("nan"))
     outputs = model.of(batch).masked_fill(padding[..., None], float("nan"))
     found = LOSSES[name](outputs, replace(batch, extras=extras))
     close(found.loss, expected.loss)
@@ -239,7 +239,7 @@ def test_advantages_may_be_one_per_sequence() -> None:
         close(way(model.of(one), one).loss, loss(model.of(each), each).loss)
 
 
-def test_the_pull_towards_a_reference_is_zero_at_the_reference() -> None:
+def test_the_kl_term_is_zero_at_the_reference() -> None:
     batch, model = batch_of(5, 3), Model()
     loss, plain = policy_gradient(kl_weight=0.5), policy_gradient()
     own = label_log_probs(model.of(batch).flatten(0, 1), batch.labels.flatten()).view(1, -1)
@@ -253,12 +253,12 @@ def test_the_pull_towards_a_reference_is_zero_at_the_reference() -> None:
         for way in (loss, loss.looped()):
             sums = way(model.of(batch), with_reference)
             assert float(sums.metrics["kl"].value) == pytest.approx(expected, abs=1e-5)
-            trained = float(batch.loss_weights.sum())
+            count = float(batch.loss_weights.sum())
             more = sums.loss - plain(model.of(batch), batch).loss
-            assert more.item() == pytest.approx(0.5 * expected * trained, abs=1e-4)
+            assert more.item() == pytest.approx(0.5 * expected * count, abs=1e-4)
 
 
-def test_the_least_and_greatest_ratio_are_those_of_trained_tokens() -> None:
+def test_the_least_and_greatest_ratio_are_those_of_loss_tokens() -> None:
     batch, model = batch_of(5, 3), Model()
     for old, above in ((-30.0, True), (30.0, False)):
         extras = {**batch.extras, "old_log_probs": torch.full(batch.tokens.shape, old)}
@@ -298,7 +298,7 @@ def test_low_precision_logits_are_summed_in_float32() -> None:
 # Metrics ----------------------------------------------------------------------------------------
 
 
-def test_a_mean_of_unequal_parts_is_the_mean_of_all() -> None:
+def test_merged_means_of_unequal_counts_are_the_mean_of_all() -> None:
     parts = [
         {"loss": Metric.mean(torch.tensor(6.0), 3)},
         {"loss": Metric.mean(torch.tensor(4.0), 1)},
@@ -306,7 +306,7 @@ def test_a_mean_of_unequal_parts_is_the_mean_of_all() -> None:
     assert float(merge(parts)["loss"].value) == 2.5
 
 
-def test_metrics_of_nothing_change_nothing() -> None:
+def test_empty_metrics_are_neutral() -> None:
     none = torch.empty(0)
     some = {"least": Metric.min(torch.tensor([3.0, 2.0])), "most": Metric.max(torch.tensor([-3.0]))}
     empty = {"least": Metric.min(none), "most": Metric.max(none)}
@@ -318,18 +318,18 @@ def test_metrics_of_nothing_change_nothing() -> None:
     assert merge([]) == {}
 
 
-def test_whole_numbers_have_a_least_and_a_most_too() -> None:
+def test_integers_have_a_minimum_and_a_maximum() -> None:
     counts = torch.tensor([4, 2, 9])
     assert (int(Metric.min(counts).value), int(Metric.max(counts).value)) == (2, 9)
 
 
-def test_a_metric_with_two_meanings_is_refused() -> None:
+def test_a_metric_with_two_reductions_is_refused() -> None:
     two = [{"x": Metric.sum(torch.ones(()))}, {"x": Metric.max(torch.ones(1))}]
-    with pytest.raises(InputError, match="'x' is a max here and a sum there"):
+    with pytest.raises(InputError, match="'x' has several reductions: max, sum"):
         merge(two)
 
 
-# Faults -----------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------
 
 
 def run(function: Callable[[], Sums | Tensor]) -> str:
@@ -341,18 +341,18 @@ def run(function: Callable[[], Sums | Tensor]) -> str:
 def test_faults_say_what_to_do() -> None:
     batch, model = batch_of(5, 3, cp=2), Model()
     outputs, everything = model.of(batch), View.of_all(batch)
-    assert "(1, 15, 23) were given for a batch of 1 rows and width 16" in run(
+    assert "shape (1, 15, 23), but the batch has 1 rows of width 16" in run(
         lambda: cross_entropy()(outputs[:, 1:], batch)
     )
     scalar = PerSequence(lambda out, view: out.sum(), vectorised=True)
-    assert "returned the shape () for 16 slots" in run(lambda: scalar(outputs, batch))
+    assert "returned shape () for 16 slots" in run(lambda: scalar(outputs, batch))
     assert "no extra 'reference_log_probs'" in run(
         lambda: policy_gradient(kl_weight=1.0)(outputs, batch)
     )
     assert "'patches' is ragged" in run(lambda: everything.extra("patches"))
     with pytest.raises(ConfigError, match="'reward' is sequence-aligned"):
         everything.ragged("reward")
-    with pytest.raises(ConfigError, match="ratio is 'row'"):
+    with pytest.raises(ConfigError, match="unknown ratio 'row'"):
         policy_gradient(ratio="row")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'reward' is aligned to 'sequence'"):
         batch.at_labels("reward")
@@ -363,15 +363,15 @@ def test_what_needs_whole_sequences_refuses_a_shard() -> None:
     shard = shard_context(batch, 0, 2)
     outputs = model.of(shard)
     assert "at_labels('old_log_probs')" in run(lambda: policy_gradient()(outputs, shard))
-    assert "only parts of them" in run(lambda: cross_entropy().looped()(outputs, shard))
+    assert "cannot run on a batch shard" in run(lambda: cross_entropy().looped()(outputs, shard))
     sums = cross_entropy()(outputs, shard)
-    assert "only parts of sequences" in run(lambda: sums.by_sequence)
+    assert "does not hold whole sequences" in run(lambda: sums.by_sequence)
     ready = shard_context(batch.at_labels(*PER_TOKEN), 0, 2)
     by_sequence = policy_gradient(ratio="sequence")
-    assert "holds only parts of them" in run(lambda: by_sequence(outputs, ready))
+    assert "sum_by_segment needs whole sequences" in run(lambda: by_sequence(outputs, ready))
 
 
-def test_a_view_tells_whose_slots_it_shows() -> None:
+def test_a_view_has_the_sample_of_each_slot() -> None:
     batch = batch_of(3, 1)
     assert View.of_all(batch).sample_ids.tolist()[:5] == [0, 0, 0, 1, -1]
     second = View.of_segments(batch)[1]
