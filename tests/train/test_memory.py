@@ -88,10 +88,10 @@ def test_the_error_names_shape_position_and_samples() -> None:
     step = replace(step, number=41)
     names = [micro.segments.sample.tolist() for micro in step.micro_batches]
     at = names.index(next(found for found in names if len(found) == 3))
-    places = iter(range(2))
+    positions = iter(range(2))
 
     def forward(model: Any, batch: Any) -> Tensor:
-        if next(places) == at:
+        if next(positions) == at:
             raise torch.OutOfMemoryError("there is no more")
         return model(batch)
 
@@ -101,7 +101,7 @@ def test_the_error_names_shape_position_and_samples() -> None:
     listed = ", ".join(map(str, names[at]))
     assert str(caught.value).startswith(
         f"micro-batch {at} of 2 of step 41 on rank 0 (1 x 8 slots, 3 segments of samples {listed}) "
-        f"ran out of memory, so the step cannot go on. Lower the budget below 8 slots"
+        f"ran out of memory. Lower max_tokens below 8 slots"
     )
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert not prefetching()
@@ -146,7 +146,7 @@ def test_a_copy_without_memory_is_an_error_when_it_runs(prefetch: int) -> None:
         runner.run(step)
     assert str(caught.value).startswith(
         f"micro-batch {at} of 3 of step 0 on rank 0 (1 x 8 slots, 1 segments of samples 1) ran out "
-        f"of memory, so the step cannot go on. Lower the budget below 8 slots"
+        f"of memory. Lower max_tokens below 8 slots"
     )
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert len(ran) == at

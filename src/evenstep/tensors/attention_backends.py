@@ -60,7 +60,7 @@ class Call:
         if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
             raise InputError(
                 f"q has {q.shape[1]} heads, k has {k.shape[1]} and v has {v.shape[1]}. k and v "
-                f"must have the same number of heads, a divisor of the number of q."
+                f"must have the same number of heads, a divisor of q's."
             )
 
     @property
@@ -91,7 +91,7 @@ def attention(
 ) -> Tensor:
     """Compute attention within each segment of a batch.
 
-    q is (rows, heads, width, dim); k and v may have fewer heads, a divisor of the number of q.
+    q is (rows, heads, width, dim); k and v may have fewer heads, a divisor of q's.
     With `window`, a token attends to itself and the window - 1 tokens before it. Outputs of
     padding slots are finite and otherwise unspecified. `backend` names one of `BACKENDS`; None
     selects the fastest one that supports the call.

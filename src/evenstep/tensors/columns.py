@@ -32,9 +32,7 @@ class Columns:
         self.chosen = chosen
         self.placement = micro.placement
         self.lengths = micro.segments.length
-        self.padding: list[int] = (
-            self.placement.slots - self.placement.real
-        ).tolist()  # of each tile
+        self.padding: list[int] = (self.placement.slots - self.placement.real).tolist()  # per tile
         self.longest_padding = max(self.padding, default=0)
         self.expected: list[int] = micro.sample_lengths.tolist()
         self.whole = self.lengths.tolist() == self.expected

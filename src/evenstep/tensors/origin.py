@@ -27,12 +27,12 @@ Work: TypeAlias = Plan | Step | Sequence[MicroBatch | FedMicroBatch]
 class Origin:
     """Micro-batches as flat arrays, in the order of their results.
 
-    Row i of the restored tensor is sample `ids[i]`; `segments.sample` holds row numbers. The rows
-    are all samples of a plan, or the samples that one rank runs, in ascending order of id.
+    Row i of the restored tensor is sample `sample_ids[i]`; `segments.sample` holds row numbers.
+    The rows are all samples of a plan, or the samples of one rank in ascending order of id.
     """
 
     work: Work
-    ids: IntArray  # per sample
+    sample_ids: IntArray  # per sample, ascending
     lengths: IntArray  # per sample, its whole length
     segments: Segments
     ends: IntArray  # per segment, the end of its sample after truncation
@@ -171,7 +171,7 @@ class Origin:
 
     def name_of(self, row: int) -> str:
         """The sample of a row, as errors name it."""
-        return sample_name(int(self.ids[row]))
+        return sample_name(int(self.sample_ids[row]))
 
 
 def _micro_batches(work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Sequence[MicroBatch]:

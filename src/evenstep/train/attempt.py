@@ -48,7 +48,7 @@ class Ready:
 
     batch: Batch
     lengths: IntArray
-    samples: IntArray
+    sample_ids: IntArray
     labels: int
     born: tuple[float, ...] = ()
     moved: bool = True
@@ -108,7 +108,9 @@ class Attempt:
         self.step_loss = StepLoss(
             losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
             mode=runner.mode or self._mode(),
-            averaged_over=1 if self._by_hand else self.framework.averaged_over(runner.collective),
+            averaged_over=1
+            if self._sums_gradients
+            else self.framework.averaged_over(runner.collective),
             constant=power_of_two(work.budget) if work.budget else 1.0,
         )
         if self.step_loss.mode == "per_micro_batch" and work.count is None:
@@ -123,27 +125,19 @@ class Attempt:
         return "known" if all(value is not None for value in known) else "deferred"
 
     @property
-    def _by_hand(self) -> bool:
+    def _sums_gradients(self) -> bool:
         """Whether the runner, not the framework, sums gradients over ranks."""
         return self.framework.kind == "plain" or self.runner.on_memory == "split"
 
     def result(self) -> StepResult:
         """Run all micro-batches and finish the gradients."""
         runner, work, began = self.runner, self.work, time.perf_counter()
-        first = 0.0
         prefetch = Prefetch(self._prepared(), runner.prefetch)
         if isinstance(work.items, Feed):
             prefetch = Prefetch(self._prepared(), runner.prefetch, work.items.abandon)
-        with closing(iter(prefetch)) as items:
-            for ready in items if work.count is not None else self._in_lock_step(items):
-                first = first or time.perf_counter() - began
-                self._micro_batch(ready, exchange=self.position + 1 == work.count)
-                del ready  # before requesting the next one: prefetch + 1 are alive
-        if self.position == 0 or (work.count is None and not self._by_hand):
-            # The last micro-batch was not known in advance: an empty one exchanges gradients.
-            self._micro_batch(self._empty(), exchange=True)
+        first = self._run(prefetch, began)
         parameters = list(runner.model.parameters())
-        if self._by_hand:
+        if self._sums_gradients:
             with self.communicate:
                 sum_gradients(parameters, runner.collective)
         bundle = Bundle.merge([*self.bundles, self._measures()])
@@ -193,13 +187,13 @@ class Attempt:
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         real = batch.sample_ids >= 0
-        lengths, samples = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
+        lengths, ids = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
         labels = int((batch.labels != IGNORE_INDEX).sum())
         try:
-            return Ready(self._moved(batch), lengths, samples, labels, born)
+            return Ready(self._moved(batch), lengths, ids, labels, born)
         except torch.OutOfMemoryError:
             # The micro-batch that runs now holds the memory; move this one when it is its turn.
-            return Ready(batch, lengths, samples, labels, born, moved=False)
+            return Ready(batch, lengths, ids, labels, born, moved=False)
 
     def _moved(self, batch: Batch) -> Batch:
         if self.stream is not None:
@@ -224,7 +218,7 @@ class Attempt:
         return self._ready(self.runner.collate(self.work.empty, {}))
 
     def _in_lock_step(self, items: Iterator[Ready]) -> Iterator[Ready]:
-        """Yield as many micro-batches on every rank as the longest has; the rest are empty."""
+        """Yield micro-batches until all ranks are done; ranks without one get empty ones."""
         while True:
             item = next(items, None)
             with self.communicate:
@@ -237,6 +231,19 @@ class Attempt:
 
     # Running --------------------------------------------------------------------------------------
 
+    def _run(self, prefetch: Prefetch[Ready], began: float) -> float:
+        """Run all micro-batches; returns the seconds from `began` to the first forward."""
+        work, first = self.work, 0.0
+        with closing(iter(prefetch)) as items:
+            for ready in items if work.count is not None else self._in_lock_step(items):
+                first = first or time.perf_counter() - began
+                self._micro_batch(ready, exchange=self.position + 1 == work.count)
+                del ready  # before requesting the next one: prefetch + 1 are alive
+        if self.position == 0 or (work.count is None and not self._sums_gradients):
+            # The last micro-batch was not known in advance: an empty one exchanges gradients.
+            self._micro_batch(self._empty(), exchange=True)
+        return first
+
     def _micro_batch(self, ready: Ready, exchange: bool) -> None:
         failure: BaseException | None = None
         now = time.time()
@@ -246,7 +253,11 @@ class Attempt:
             shard = (self.runner.shard or _whole)(batch)
             amounts = self.step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
             scales = self._scales(amounts)
-            with self.compute, self.busy, self.framework.exchange(exchange and not self._by_hand):
+            with (
+                self.compute,
+                self.busy,
+                self.framework.exchange(exchange and not self._sums_gradients),
+            ):
                 self._forward_backward(batch, shard, amounts, scales)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # its frames keep the memory alive
@@ -309,7 +320,7 @@ class Attempt:
         # Per rank: 0 ran, 1 out of memory, 2 out of memory with one segment; and its count.
         flags = torch.zeros(2, ranks.size)
         if failure is not None:
-            flags[0, ranks.rank] = 1 if len(ready.samples) > 1 else 2
+            flags[0, ranks.rank] = 1 if len(ready.sample_ids) > 1 else 2
         flags[1, ranks.rank] = self.work.count or 0
         with self.communicate:
             found, counts = ranks.all_reduce_sum(flags).tolist()
@@ -327,7 +338,7 @@ class Attempt:
         return (
             f"micro-batch {self.position}{total} of step {self.work.number} on rank "
             f"{self.runner.collective.rank} "
-            f"({_described(ready.batch.rows, ready.batch.width, ready.samples)})"
+            f"({_described(ready.batch.rows, ready.batch.width, ready.sample_ids)})"
         )
 
     def _measures(self) -> Bundle:
@@ -353,10 +364,10 @@ def _whole(batch: Batch) -> Batch:
     return batch
 
 
-def _described(rows: int, width: int, samples: IntArray) -> str:
+def _described(rows: int, width: int, sample_ids: IntArray) -> str:
     """1 x 8 slots, 3 segments of samples 4, 0, 7"""
-    shown = ", ".join(map(str, samples[:4])) + ("..." if len(samples) > 4 else "")
-    held = f"{len(samples)} segments of samples {shown}" if shown else "no segment"
+    shown = ", ".join(map(str, sample_ids[:4])) + ("..." if len(sample_ids) > 4 else "")
+    held = f"{len(sample_ids)} segments of samples {shown}" if shown else "no segment"
     return f"{rows} x {width} slots, {held}"
 
 

@@ -50,7 +50,7 @@ class StepResult:
     """Real tokens and padding of this rank."""
     num_micro_batches: int
     planned_imbalance: float | None
-    """Planned cost of the slowest rank over the mean, for the recipe's `sync_every`."""
+    """Planned cost of the slowest rank over the mean: per wave with fully_shard, else per step."""
     ages: tuple[float, ...] = ()
     """Seconds from the creation of each fed sample to its forward."""
     peak_flops: float | None = None
