@@ -65,8 +65,8 @@ def built_in_strategies(job: Job) -> list[Strategy]:
     budget, unit = recipe.layout.budget, recipe.width_unit
     longest = int(np.nan_to_num(job.samples.lengths).max(initial=1))
     widest = rounded_up(longest, unit)
-    if budget is None:  # only the number of samples is bounded
-        budget = widest
+    if budget is None:  # only the number of samples is bounded: as many of the longest
+        budget = widest * (recipe.layout.samples or 1)
     widest = min(widest, budget // unit * unit)
     shared = (f"layout.max_tokens={budget}", "layout.samples=null", "balance=refined")
     padded = (*shared, "layout.kind=padded", "layout.cut=null", "layout.pad_to=null")
@@ -78,7 +78,7 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         Strategy("padded to longest", (*padded, f"layout.pad_to={widest}")),
         Strategy("dynamic, greedy", (*padded, "layout.cut=greedy")),
         Strategy("dynamic, optimal", padded),
-        Strategy("packed in order", (*packed, "layout.packer=concatenative", "balance=stride")),
+        Strategy("packed in order", (*packed, "balance=none", "equal_sizes=false")),
         Strategy("packed, FFD stride", (*packed, greedy, "balance=stride")),
         Strategy("packed, FFD LPT", (*packed, greedy, "balance=lpt")),
         Strategy("packed, optimal", (*packed, optimal)),
@@ -93,9 +93,7 @@ def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | Non
     """
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
-        with contextlib.suppress(
-            PlanError
-        ):  # all samples may have a plan where the first 64 have none
+        with contextlib.suppress(PlanError):  # the first 64 may have no plan where all have one
             job.first(64).plan(recipe)
         began = time.perf_counter()
         plan = job.plan(recipe, progress)

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, PydanticKnownError, SchemaValidator, cor
 from evenstep.config.yaml import is_number
 from evenstep.core.cost import Cost
 from evenstep.core.glimpse import cut, glimpse
-from evenstep.core.layout import LAYOUTS, Layout, Packed
+from evenstep.core.layout import LAYOUTS, PACKER_NAMES, Layout, Packed
 from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.topology import Topology
 from evenstep.core.validate import MOST
@@ -64,6 +64,9 @@ def _layout(data: object) -> tuple[Layout | None, list[str]]:
     if not isinstance(kind, str) or kind not in LAYOUTS:
         return None, [_unknown_word("layout.kind", kind, LAYOUTS)]
     layout, faults = _decode(LAYOUTS[kind], data, ("layout",))
+    packer = data.get("packer")
+    if isinstance(packer, str) and ":" in packer:  # a function, which only Python can pass
+        faults.append(_unknown_word("layout.packer", packer, PACKER_NAMES))
     return (None if faults else layout), faults
 
 
@@ -82,8 +85,12 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
         except ValidationError as error:
             details = error.errors(include_url=False)
         before = len(removed)
+        seen: set[tuple[str, ...]] = set()
         for detail in details:
             sentence = _sentence(detail, kind, prefix)
+            if detail["type"] != "value_error" and _keys(detail, prefix) in seen:
+                continue  # a further member of a union
+            seen.add(_keys(detail, prefix))
             # A fault that names a field removed earlier may be a consequence of the removal.
             if detail["type"] != "value_error" or not _mentions(sentence, removed[:before]):
                 faults.append(sentence)
@@ -99,7 +106,15 @@ def _path(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple
     if detail["type"] == "value_error":
         named = re.match(r"(?:unknown )?([\w.]+)[ =]", sentence)
         return tuple(named[1].split(".")) if named else prefix
-    return (*prefix, *(str(part) for part in detail["loc"]))
+    return _keys(detail, prefix)
+
+
+def _keys(detail: ErrorDetails, prefix: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys that lead to a value, without pydantic's marks for keys and members of unions."""
+    loc = [str(part) for part in detail["loc"]]
+    while loc and (loc[-1] in ("str", "callable") or loc[-1].startswith("[")):
+        loc.pop()
+    return (*prefix, *loc)
 
 
 def _remove(data: dict[str, Any], path: tuple[str, ...]) -> bool:
@@ -168,7 +183,7 @@ def _boolean(value: object) -> object:
 
 def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
     """One fault: its dotted path, the expected and the given value, and how to write it."""
-    keys = (*prefix, *(str(part) for part in detail["loc"]))
+    keys = _keys(detail, prefix)
     path, value = cut(".".join(keys)), detail["input"]
     context = detail.get("ctx", {})
     match detail["type"]:
@@ -180,6 +195,10 @@ def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
             return f"{path} is missing. Set it with --set {path}=VALUE."
         case "literal_error":
             return _unknown_word(path, value, re.findall(r"'(\w+)'", context["expected"]))
+        case "string_type" if keys[-1] == "packer":
+            return _unknown_word(path, value, PACKER_NAMES)
+        case "string_type" if str(detail["loc"][-1]) == "[key]":
+            return f"{path} is not a known key. Write keys as words."
         case "invalid_key":
             return f"{path} is not a known key. Write keys as words."
         case "dataclass_type" | "dict_type":

@@ -1,8 +1,8 @@
-"""A file of one JSON header and some integer arrays, checked before anything in it is believed.
+"""The file format of plans: a JSON header and integer arrays, with a digest.
 
     magic, 16 bytes | sha256 of the rest, 32 bytes | zlib( header size, 8 bytes | header | arrays )
 
-No pickle, no code, no zip. A file whose digest does not match is never parsed, and none is
+No pickle, no code, no zip. A file whose digest does not match is never parsed, and a file is never
 expanded beyond the sizes that its header declares.
 """
 
@@ -28,7 +28,7 @@ MAGIC = b"EVENSTEP PLAN 2\n"
 _DIGEST = 32
 _LEVEL = 3
 _MOST_HEADER = 2**26
-# At our level zlib makes nothing but zeros 229 times smaller; what claims more is no plan of ours.
+# At this level zlib compresses zeros by a factor of 229; a file that claims more is not a plan.
 _LARGE, _MOST_RATIO = 2**30, 256
 
 
@@ -47,7 +47,7 @@ def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, IntArray]]:
     arrays: dict[str, IntArray] = {}
     at = 8 + size
     if at + 8 * sum(counts.values()) != len(payload):
-        raise ValueError(f"its {len(payload)} bytes are not those that its header declares")
+        raise ValueError(f"its {len(payload)} bytes do not match its header")
     for name in sorted(counts):
         arrays[name] = np.frombuffer(payload, "<i8", counts[name], at).astype(np.int64)
         at += 8 * counts[name]
@@ -61,15 +61,15 @@ def pack(payload: bytes) -> bytes:
 
 
 def unpack(data: bytes, name: PathLike) -> bytes:
-    """The payload in the bytes of a file, after its digest was checked; `name` is for errors."""
+    """The payload of a file's bytes, after a check of the digest; `name` is for errors."""
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data[: len(MAGIC)]):
-            raise FileError(f"{name} is cut short, so its plan is lost. Save the plan again.")
+            raise FileError(f"{name} is truncated. Save the plan again.")
         if data.startswith(MAGIC[:-2]):
             version = data[len(MAGIC) - 2 :].split(b"\n")[0][:8].decode("ascii", "replace")
             raise FileError(
-                f"{name} is an Evenstep plan of version {version}, and this release reads version "
-                f"2. Make it again with `evenstep plan ... --out FILE`."
+                f"{name} is an Evenstep plan of version {version}; this release reads version 2. "
+                f"Make it again with `evenstep plan ... --out FILE`."
             )
         raise FileError(
             f"{name} is not an Evenstep plan. Make one with `evenstep plan ... --out FILE`."
@@ -78,19 +78,16 @@ def unpack(data: bytes, name: PathLike) -> bytes:
     digest, body = data[len(MAGIC) : start], data[start:]
     if hashlib.sha256(body).digest() != digest:
         raise FileError(
-            f"{name} is damaged or cut short (its digest does not match), so nothing in it can "
-            f"be trusted. Save the plan again."
+            f"{name} is damaged or truncated (its digest does not match). Save the plan again."
         )
     try:
         return _expand(body)
     except (zlib.error, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FileError(
-            f"{name} holds no plan ({error}), so there is nothing to read. Save the plan again."
-        ) from None
+        raise FileError(f"{name} holds no valid plan ({error}). Save the plan again.") from None
 
 
 def write(path: PathLike, payload: bytes) -> None:
-    """Write the file whole or not at all."""
+    """Write the file atomically."""
     replace_file(path, pack(payload))
 
 
@@ -100,22 +97,21 @@ def read(path: PathLike) -> bytes:
         data = Path(path).read_bytes()
     except OSError as error:
         raise FileError(
-            f"{path} cannot be read ({error.strerror or error}), so there is no plan. "
-            f"Check the path."
+            f"{path} cannot be read ({error.strerror or error}). Check the path."
         ) from None
     return unpack(data, path)
 
 
 def replace_file(path: PathLike, data: bytes) -> None:
-    """Put `data` at `path` in one move, so that nobody ever sees half of it."""
+    """Write `data` to `path` atomically."""
     replace_files({Path(path): data})
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Put each file in place in one move, and none before all of them are written.
+    """Write each file atomically, and replace none before all of them are written.
 
-    Each is written beside its target, under a short name: the target's own may be as long as
-    names can be. A link stays, and what it points to is replaced.
+    Each is written next to its target under a short name, because the target's own name may have
+    the maximum length. A symbolic link stays, and its target is replaced.
     """
     prepared: dict[Path, Path] = {}
     placed: list[str] = []
@@ -136,8 +132,8 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     except OSError as error:
         saved = f"only {' and '.join(placed)} was saved" if placed else "nothing was saved"
         raise FileError(
-            f"{at} cannot be written ({error.strerror or error}), so {saved}. "
-            f"Choose a folder that exists and is writable."
+            f"{at} cannot be written ({error.strerror or error}); {saved}. Choose a folder that "
+            f"exists and is writable."
         ) from None
     finally:
         for temporary_path in prepared.values():
@@ -145,13 +141,10 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def _target(path: Path) -> Path:
-    """Where `path` leads; a pipe, a device or a folder would be lost by putting a file there."""
+    """The file that `path` links to. Raises if it is a pipe, a device or a folder."""
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
-        raise FileError(
-            f"{path} cannot be written because it is no regular file, so nothing was "
-            f"saved. Name a file."
-        )
+        raise FileError(f"{path} cannot be written: it is not a regular file. Choose another path.")
     return target
 
 
@@ -185,26 +178,26 @@ def _expand(body: bytes) -> bytes:
         raise ValueError(f"{len(body)} bytes would expand to {rest}")
     arrays = stream.take(rest)
     if stream.take(1):
-        raise ValueError("more follows than its header declares")
+        raise ValueError("it is longer than its header declares")
     return b"".join((start, text, arrays))
 
 
 class _Stream:
-    """Compressed bytes, taken by counts of expanded ones."""
+    """Compressed bytes, read by number of expanded bytes."""
 
     def __init__(self, body: bytes) -> None:
         self._left = body
         self._zlib = zlib.decompressobj()
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes, fewer where the stream ends."""
+        """The next `count` bytes; fewer at the end of the stream."""
         parts: list[bytes] = []
         while count > 0 and not self._zlib.eof:
             part = self._zlib.decompress(self._left, count)
             stuck = not part and len(self._left) == len(self._zlib.unconsumed_tail)
             self._left = self._zlib.unconsumed_tail
             if stuck:
-                raise ValueError("its compressed bytes end too early")
+                raise ValueError("its compressed bytes end early")
             parts.append(part)
             count -= len(part)
         return b"".join(parts)

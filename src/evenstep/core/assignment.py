@@ -1,4 +1,4 @@
-"""Dealing: which step each sample belongs to, by order alone, as a plan has to keep it."""
+"""The step that each sample of a plan belongs to, derived from the order of samples alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, by_first_appearance, sum_by
 
 
-def dealt(plan: Plan) -> IntArray:
-    """The step that each sample belongs to by order alone; groups stand where they begin."""
+def assigned_steps(plan: Plan) -> IntArray:
+    """The step of each sample by order alone; a group counts where its first member is."""
     asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
     expected = np.full(len(plan.lengths), -1, np.int64)
     expected[kept] = 0
@@ -29,9 +29,10 @@ def dealt(plan: Plan) -> IntArray:
 
 
 def out_of_order(plan: Plan) -> IntArray:
-    """Samples in an earlier step than one before them; groups stand where they begin.
+    """Samples in an earlier step than a sample before them.
 
-    steps [0, 1, 0] of samples in groups [7, 8, 7] are in order: both of group 7 come first
+    A group counts where its first member is: steps [0, 1, 0] of samples in groups [7, 8, 7] are in
+    order, because both members of group 7 come first.
     """
     kept = np.flatnonzero(plan.step_of >= 0)
     by = np.argsort(_owners(plan, kept), kind="stable")
@@ -41,7 +42,7 @@ def out_of_order(plan: Plan) -> IntArray:
 
 
 def _owners(plan: Plan, samples: IntArray) -> IntArray:
-    """What moves as a whole, numbered by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
+    """The unit of each sample, by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
     if plan.groups is None:
         return np.arange(len(samples))
     return by_first_appearance(plan.groups[samples])[0]

@@ -1,4 +1,4 @@
-"""What no plan can beat: bounds on the number of packs and on the slowest rank."""
+"""Lower bounds on the number of packs and on the load of the slowest rank."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.rounding import divided_up
 
-_PARTS = 2**30  # of a limit that is not a whole number
-_SLACK = 2e-9  # what a sum of floats may exceed such a limit by, and some more
+_PARTS = 2**30  # integer resolution of a limit that is not an integer
+_SLACK = 2e-9  # rounding errors of a sum of floats, with a margin
 
 
 def pack_bound(sizes: NDArray[np.integer], capacity: int) -> int:
-    """At least so many packs of `capacity` are needed.
+    """A lower bound on the packs of `capacity` that hold items of these sizes.
 
-    Items that can share with one other item at best are paired with the largest that fits, which
-    no packing improves on, and set aside; for the rest the L2 bound of Martello and Toth holds.
+    An item that can share a pack with at most one other is paired with the largest that fits, which
+    is optimal, and set aside. For the rest, the L2 bound of Martello and Toth is used.
 
     >>> pack_bound(np.array([6, 6, 6]), 10), pack_bound(np.array([5, 5, 4]), 10)
     (3, 2)
@@ -33,9 +33,9 @@ def pack_bound(sizes: NDArray[np.integer], capacity: int) -> int:
 
 
 def _set_aside(ordered: IntArray, capacity: int) -> tuple[int, IntArray]:
-    """(packs that are settled, the other sizes): each large item with its best single partner.
+    """(packs of large items with their best single partner, the other sizes).
 
-    capacity 10, sizes [3, 4, 6, 9] -> 9 stays alone, 6 takes 4; 2 packs, and [3] is left.
+    capacity 10, sizes [3, 4, 6, 9] -> 9 alone, 6 with 4: 2 packs, and [3] remains
     """
     smallest = int(ordered[0])
     # Over half, and with no room for two of the smallest.
@@ -53,9 +53,10 @@ def _set_aside(ordered: IntArray, capacity: int) -> tuple[int, IntArray]:
 
 
 def _l2(ordered: IntArray, capacity: int) -> int:
-    """The L2 bound: for a threshold t, items over capacity - t share with nothing of t or more,
-    and items over half share with no other large one; whatever of the middle does not fit beside
-    them needs packs of its own. The best threshold counts.
+    """The L2 bound, over all thresholds t.
+
+    Items over capacity - t share no pack with items of t or more, and two items over half share no
+    pack. Items between t and half that do not fit beside these need further packs.
     """
     if len(ordered) == 0:
         return 0
@@ -76,10 +77,10 @@ def _l2(ordered: IntArray, capacity: int) -> int:
 
 
 def bins_bound(taken: FloatArray, caps: FloatArray) -> int:
-    """At least so many bins are needed, by every limit: `taken[i, d]` of `caps[d]` for item i.
+    """A lower bound on bins under several limits: item i takes `taken[i, d]` of `caps[d]`.
 
-    An item over a limit by itself has a bin to itself; the others need as many as the limit that
-    asks for the most.
+    An item that exceeds a limit by itself has its own bin. For the others, the largest bound of any
+    limit holds.
 
     >>> two = np.array([[5.0, 50.0]] * 16)  # tokens, patches
     >>> bins_bound(two, np.array([100.0, 1000.0])), bins_bound(two, np.array([100.0, 100.0]))
@@ -92,9 +93,10 @@ def bins_bound(taken: FloatArray, caps: FloatArray) -> int:
 
 
 def _column_bound(column: FloatArray, cap: float) -> int:
-    """At least so many bins that hold `cap` of this column each; none of it is over the cap.
+    """A lower bound on bins that hold `cap` of this column each; no entry exceeds the cap.
 
-    What is not whole is rounded down to a share of the cap, so that whatever fits still does.
+    Numbers that are not integers are rounded down to shares of the cap, so that what fits still
+    fits.
     """
     column = column[column > 0]
     if len(column) == 0:
@@ -108,10 +110,10 @@ def _column_bound(column: FloatArray, cap: float) -> int:
 
 
 def row_bound(most: NDArray[np.integer]) -> int:
-    """At least so many padded micro-batches are needed for these rows.
+    """A lower bound on the padded micro-batches that hold these rows.
 
-    `most[i]` rows fit where row i is the widest, and no fewer where a narrower one is. From the
-    widest down, a micro-batch takes rows while they fit; no grouping does better.
+    `most[i]` rows fit where row i is the widest. Narrower rows allow at least as many. From the
+    widest down, each micro-batch takes rows while they fit, which is optimal.
 
     >>> row_bound(16 // np.array([8, 8, 3, 3]))
     2
@@ -125,10 +127,10 @@ def row_bound(most: NDArray[np.integer]) -> int:
 
 
 def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
-    """The slowest rank carries at least the mean load, and what must share a rank.
+    """A lower bound on the load of the slowest rank: the mean, and items that must share a rank.
 
-    Of the ranks * j + 1 largest items, some rank has j + 1: the smallest of them at least. With
-    j = 0, that is the largest item. Of [3, 3, 2], two share one of two ranks: 5 at least.
+    Of the ranks * j + 1 largest items, some rank has j + 1, at least the smallest of them. For
+    j = 0 that is the largest item. Two of [3, 3, 2] share one of two ranks: at least 5.
 
     >>> makespan_bound(np.array([3.0, 3.0, 2.0]), 2), makespan_bound(np.array([9.0, 1.0]), 2)
     (5.0, 9.0)
@@ -144,11 +146,11 @@ def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
 def lock_step_bound(
     sizes: NDArray[np.integer], costs: NDArray[np.floating], capacity: int, ranks: int
 ) -> float:
-    """Where ranks meet at every pack, the sum over positions of the heaviest pack is at least this.
+    """A lower bound on the sum over waves of the heaviest pack.
 
-    Items over half the capacity lie in different packs, so the j-th heaviest position costs at
-    least as much as the ((j - 1) * ranks + 1)-th heaviest of them. The j heaviest positions hold
-    no more than their capacity of the items that cost most per slot; the others cost their mean.
+    Items over half the capacity are in different packs, so the j-th heaviest wave costs at least as
+    much as the ((j - 1) * ranks + 1)-th heaviest of them. The j heaviest waves hold at most their
+    capacity of the items that cost most per slot; the other waves cost at least their mean.
 
     >>> lock_step_bound(np.array([10, 1, 1, 1]), np.array([100.0, 1, 1, 1]), 10, 2)
     100.0

@@ -1,6 +1,7 @@
-"""The promises of a plan, one function each, over the `Plan` alone.
+"""Checks of a plan, one function for each guarantee. They use the `Plan` alone.
 
-Every check returns what is wrong as sentences; an empty list is a proof. `CHECKS` names them all.
+Each check returns a list of faults as sentences; an empty list means that the guarantee holds.
+`CHECKS` holds all of them by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.assignment import dealt, out_of_order
+from evenstep.core.assignment import assigned_steps, out_of_order
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
 from evenstep.core.validate import MOST
@@ -19,12 +20,12 @@ from evenstep.errors import PlanError
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 
-_SHOWN = 3  # violations named per check; the rest is counted
+_SHOWN = 3  # violations shown per check
 _COUNTABLE = 2.0**62
 
 
 def offsets_nest(plan: Plan) -> list[str]:
-    """Rows, micro-batches and cells tile the segments without gap or overlap."""
+    """Rows, micro-batches and cells cover the segments without gap or overlap."""
     wrong = []
     levels = (
         ("row_offsets", plan.row_offsets, len(plan.segments)),
@@ -38,7 +39,7 @@ def offsets_nest(plan: Plan) -> list[str]:
             or offsets[-1] != end
             or (offsets[1:] < offsets[:-1]).any()
         ):
-            wrong.append(f"{name} does not run from 0 to {end} without going back")
+            wrong.append(f"{name} does not ascend from 0 to {end}")
     if len(plan.widths) != len(plan.micro_offsets) - 1:
         wrong.append(f"{len(plan.widths)} widths for {len(plan.micro_offsets) - 1} micro-batches")
     if (len(plan.cell_offsets) - 1) % plan.num_ranks:
@@ -57,13 +58,13 @@ def offsets_nest(plan: Plan) -> list[str]:
         if len(column) != count
     ]
     if ((plan.segments.sample < 0) | (plan.segments.sample >= count)).any():
-        wrong.append("a segment names a sample that does not exist")
+        wrong.append("a segment has a sample that does not exist")
     return wrong
 
 
 def numbers_in_range(plan: Plan) -> list[str]:
-    """Lengths, columns and slots are numbers that can be planned and added up."""
-    # 4 rows of 2**62 slots would count as 0 in 64 bits; a column of -150 would make room for more.
+    """Lengths, columns and slots are in a range that can be added up."""
+    # 4 rows of 2**62 slots would overflow to 0, and a column of -150 would raise its limit.
     wrong = []
     for name, column, least in (
         ("length", plan.lengths, 1),
@@ -77,13 +78,13 @@ def numbers_in_range(plan: Plan) -> list[str]:
     if slots.sum() >= _COUNTABLE:
         widest = int(slots.argmax())
         wrong.append(
-            f"micro-batch {widest} is {plan.widths[widest]} wide, more than can be counted"
+            f"micro-batch {widest} is {plan.widths[widest]} wide, which overflows 64-bit sums"
         )
     return wrong
 
 
 def segments_once(plan: Plan) -> list[str]:
-    """Every token of every sample runs exactly once, unless it was dropped or cut off."""
+    """Every token of every sample runs exactly once, unless it was dropped or truncated."""
     recipe, segments = plan.recipe, plan.segments
     by = np.lexsort((segments.start, segments.sample))
     sample, start, length = segments.sample[by], segments.start[by], segments.length[by]
@@ -93,59 +94,63 @@ def segments_once(plan: Plan) -> list[str]:
     expected[1:] = np.where(first[1:], 0, start[:-1] + length[:-1])
     ends = np.zeros(len(plan.lengths), np.int64)
     np.maximum.at(ends, sample, start + length)
-    pieces = np.bincount(sample, minlength=len(plan.lengths))
+    num_segments = np.bincount(sample, minlength=len(plan.lengths))
     kept = plan.step_of >= 0
     wrong = _named(sample[(start != expected) | (length < 1)], "repeats or skips tokens")
-    wrong += _named(np.flatnonzero(~kept & (pieces > 0)), "was dropped but runs")
-    wrong += _named(np.flatnonzero(kept & (pieces == 0)), "never runs")
+    wrong += _named(np.flatnonzero(~kept & (num_segments > 0)), "was dropped but runs")
+    wrong += _named(np.flatnonzero(kept & (num_segments == 0)), "never runs")
     if recipe.overflow == "truncate":
         wrong += _named(np.flatnonzero(ends > plan.lengths), "runs past its end")
     else:
         whole = np.where(kept, plan.lengths, 0)
-        wrong += _named(np.flatnonzero((ends != whole) & (pieces > 0)), "does not run to its end")
+        wrong += _named(
+            np.flatnonzero((ends != whole) & (num_segments > 0)), "does not run to its end"
+        )
     return wrong
 
 
 def overflow_as_asked(plan: Plan) -> list[str]:
-    """Only samples that are too long are dropped, cut, split or given more than the budget."""
+    """Only samples that are too long are dropped, truncated, split or run over the budget."""
     recipe, limit = plan.recipe, plan.recipe.longest_segment
     count = len(plan.lengths)
     sample, length = plan.segments.sample, plan.segments.length
     kept = sum_by(sample, length, count).astype(np.int64)
-    pieces = np.bincount(sample, minlength=count)
+    num_segments = np.bincount(sample, minlength=count)
     over = np.zeros(count, bool) if limit is None else plan.lengths > limit
     beyond = length > (limit or int(length.max(initial=0)))
     faults = {
         "drop": (plan.step_of < 0, "was dropped"),
-        "truncate": ((kept > 0) & (kept < plan.lengths), "was cut"),
-        "split": (pieces > 1, "was split"),
+        "truncate": ((kept > 0) & (kept < plan.lengths), "was truncated"),
+        "split": (num_segments > 1, "was split"),
     }
     wrong = []
     for policy, (happened, fault) in faults.items():
         if recipe.overflow != policy:
-            wrong += _named(np.flatnonzero(happened), f"{fault} without leave")
+            wrong += _named(
+                np.flatnonzero(happened), f"{fault}, but overflow is {recipe.overflow!r}"
+            )
         else:
-            wrong += _named(np.flatnonzero(happened & ~over), f"{fault} though it fits")
+            wrong += _named(np.flatnonzero(happened & ~over), f"{fault}, but it fits")
     if recipe.overflow == "truncate":
-        wrong += _named(np.flatnonzero(over & (kept != limit)), "was not cut to what fits")
+        wrong += _named(np.flatnonzero(over & (kept != limit)), "was not truncated to what fits")
     if recipe.overflow != "alone":
         wrong += _named(sample[beyond], "is longer than any micro-batch can hold")
     return wrong
 
 
 def slots_within_budget(plan: Plan) -> list[str]:
-    """No micro-batch has more slots than the budget, save an over-long sample by itself."""
+    """No micro-batch has more slots than the budget, except an over-long sample alone."""
     budget = plan.recipe.layout.budget
-    if budget is None:  # then no wider than its step needs
+    if budget is None:  # a micro-batch is no wider than its step needs
         most = _needed_by_step(plan)
         return [
-            f"micro-batch {m} is {plan.widths[m]} wide where its step needs {most[m]}"
+            f"micro-batch {m} is {plan.widths[m]} wide, but its step needs {most[m]}"
             for m in _some(plan.widths > most)
         ]
     over = plan.slots > budget
     if plan.recipe.overflow == "alone":
         over &= ~_runs_alone(plan)
-    return [f"micro-batch {m} has {plan.slots[m]} slots of {budget}" for m in _some(over)]
+    return [f"micro-batch {m} has {plan.slots[m]} slots, more than {budget}" for m in _some(over)]
 
 
 def _needed_by_step(plan: Plan) -> IntArray:
@@ -157,12 +162,12 @@ def _needed_by_step(plan: Plan) -> IntArray:
 
 
 def _used_by_row(plan: Plan) -> IntArray:
-    """The slots that each row's aligned segments take."""
+    """The slots of each row's aligned segments."""
     return np.diff(offsets_of(plan.aligned_lengths)[plan.row_offsets])
 
 
 def _runs_alone(plan: Plan) -> BoolArray:
-    """Which micro-batches hold one over-long segment, and are no wider than it needs."""
+    """Which micro-batches hold one over-long segment and are just as wide as it needs."""
     limit, offsets = plan.recipe.longest_segment, plan.segment_offsets
     if limit is None or len(plan.segments) == 0:
         return np.zeros(plan.num_micro_batches, bool)
@@ -176,11 +181,11 @@ def rows_hold_segments(plan: Plan) -> list[str]:
     """Each row is wide enough for its aligned segments."""
     used = _used_by_row(plan)
     width = np.repeat(plan.widths, plan.rows)
-    return [f"row {r} needs {used[r]} slots of {width[r]}" for r in _some(used > width)]
+    return [f"row {r} needs {used[r]} slots but has {width[r]}" for r in _some(used > width)]
 
 
 def widths_aligned(plan: Plan) -> list[str]:
-    """Widths are multiples of the rounding and the alignment, and fixed where they were fixed."""
+    """Widths are multiples of the rounding and the alignment, and equal `pad_to` if given."""
     fixed, unit = plan.recipe.layout.pad_to, plan.recipe.width_unit
     wrong = [
         f"micro-batch {m} is {plan.widths[m]} wide, not a multiple of {unit}"
@@ -193,27 +198,29 @@ def widths_aligned(plan: Plan) -> list[str]:
 
 
 def rows_fit_layout(plan: Plan) -> list[str]:
-    """Rows hold what the layout says: one segment each, or all in one row, or in R rows."""
+    """Micro-batches have the rows and the segments per row that the layout asks for."""
     layout, rows = plan.recipe.layout, plan.rows
     wrong = []
     if layout.segments_per_row is not None:
         crowded = np.diff(plan.row_offsets) > layout.segments_per_row
-        wrong += [f"row {r} of a padded micro-batch holds several segments" for r in _some(crowded)]
+        wrong += [
+            f"row {r} of a padded micro-batch holds more than one segment" for r in _some(crowded)
+        ]
     held = np.diff(plan.segment_offsets)
     wanted = layout.row_counts(held)
     if not layout.static and plan.recipe.topology.equal_widths:
-        wanted = np.maximum(wanted, rows)  # rows that other micro-batches of the step need
+        wanted = np.maximum(wanted, rows)  # other micro-batches of the step may need more
     wrong += [f"micro-batch {m} has {rows[m]} rows, not {wanted[m]}" for m in _some(rows != wanted)]
     if layout.samples is not None:
         wrong += [
-            f"micro-batch {m} holds {held[m]} samples of {layout.samples}"
+            f"micro-batch {m} holds {held[m]} samples, more than {layout.samples}"
             for m in _some(held > layout.samples)
         ]
     return wrong
 
 
 def counts_agree(plan: Plan) -> list[str]:
-    """All ranks of a step run the same number of micro-batches, in the pipeline's multiple."""
+    """All ranks of a step run equally many micro-batches, a multiple of the pipeline's."""
     multiple = plan.recipe.topology.multiple
     counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
     wrong = [
@@ -221,30 +228,35 @@ def counts_agree(plan: Plan) -> list[str]:
         for s in _some((counts != counts[:, :1]).any(axis=1))
     ]
     return wrong + [
-        f"step {s} runs {counts[s, 0]} micro-batches a rank, not a multiple of {multiple}"
+        f"step {s} runs {counts[s, 0]} micro-batches per rank, not a multiple of {multiple}"
         for s in _some((counts[:, 0] % multiple != 0) | (counts[:, 0] == 0))
     ]
 
 
 def samples_stay_in_step(plan: Plan) -> list[str]:
-    """Each sample runs in the step it was dealt to; steps are as large as asked, none is empty."""
+    """Each sample runs in its assigned step. Steps have the size asked for; none is empty."""
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
     sample = plan.segments.sample
-    wrong = _named(sample[cell // plan.num_ranks != plan.step_of[sample]], "left its step")
+    wrong = _named(
+        sample[cell // plan.num_ranks != plan.step_of[sample]],
+        "does not run in its step",
+    )
     here = plan.step_of[(plan.step_of >= 0) & (plan.step_of < plan.num_steps)]
     empty = np.bincount(here, minlength=plan.num_steps) == 0
     wrong += [f"step {s} runs no sample" for s in _some(empty)]
     asked = plan.recipe.steps.micro_batches
     if asked is None:
-        return wrong + _named(np.flatnonzero(plan.step_of != dealt(plan)), "is in a wrong step")
-    # All but the last have just as many as asked, in the order of the samples. Whether a step took
-    # as many samples as fit is best fit's to say, which planning knows.
+        return wrong + _named(
+            np.flatnonzero(plan.step_of != assigned_steps(plan)), "is in a wrong step"
+        )
+    # All steps but the last have exactly as many micro-batches as asked, and samples are in order.
+    # Whether a step could take more samples is not checked: that depends on the packer.
     wrong += _named(out_of_order(plan), "is in a wrong step")
     count = np.diff(plan.cell_offsets)[:: plan.num_ranks]
     off = count != asked
     off[-1:] = count[-1:] > asked
     return wrong + [
-        f"step {s} has {count[s]} micro-batches a rank, not {asked}" for s in _some(off)
+        f"step {s} has {count[s]} micro-batches per rank, not {asked}" for s in _some(off)
     ]
 
 
@@ -254,18 +266,18 @@ def groups_together(plan: Plan) -> list[str]:
         return []
     group = plan.groups[plan.segments.sample]
     micro = plan.micro_batch_of_segment
-    place = micro
+    owner = micro
     if plan.recipe.groups == "step":
-        place = plan.cell_of_micro_batch[micro] // plan.num_ranks
-    by = np.lexsort((place, group))
-    same = (group[by][1:] == group[by][:-1]) & (place[by][1:] != place[by][:-1])
-    parted = np.unique(group[by][1:][same])
-    places = {"micro_batch": "micro-batches", "step": "steps"}[plan.recipe.groups]
-    return [f"group {g} is spread over several {places}" for g in parted[:_SHOWN]]
+        owner = plan.cell_of_micro_batch[micro] // plan.num_ranks
+    by = np.lexsort((owner, group))
+    same = (group[by][1:] == group[by][:-1]) & (owner[by][1:] != owner[by][:-1])
+    divided = np.unique(group[by][1:][same])
+    where = {"micro_batch": "micro-batches", "step": "steps"}[plan.recipe.groups]
+    return [f"group {g} is spread over several {where}" for g in divided[:_SHOWN]]
 
 
 def shapes_equal(plan: Plan) -> list[str]:
-    """All micro-batches of a step have one shape where pipeline buffers need it."""
+    """All micro-batches of a step have one shape if the pipeline needs it."""
     if not plan.recipe.topology.equal_widths:
         return []
     wrong = []
@@ -280,34 +292,32 @@ def shapes_equal(plan: Plan) -> list[str]:
 
 
 def limits_hold(plan: Plan) -> list[str]:
-    """No micro-batch holds more cost or of any column than its limit."""
-    limits, wrong = plan.recipe.limits, []
+    """No micro-batch exceeds the limits on cost and columns."""
+    recipe, layout, limits, wrong = plan.recipe, plan.recipe.layout, plan.recipe.limits, []
     held: list[tuple[str, IntArray | FloatArray, float]] = []
     count = np.diff(plan.segment_offsets)
+    # With overflow='alone', a segment that exceeds a limit by itself runs alone.
+    alone = (count == 1) if recipe.overflow == "alone" else np.zeros(len(count), bool)
     if limits.cost is not None:
-        costs = plan.recipe.layout.limited_costs(
-            plan.recipe.cost,
-            plan.rows,
-            plan.widths,
-            plan.micro_batch_of_segment,
-            plan.aligned_lengths,
-        )
-        held.append(("cost", costs, limits.cost * (1 + 1e-9)))
+        owner, aligned = plan.micro_batch_of_segment, plan.aligned_lengths
+        costs = layout.limited_costs(recipe.cost, plan.rows, plan.widths, owner, aligned)
+        own = sum_by(owner, layout.segment_costs(recipe, aligned), len(count))
+        exempt = alone & (own + recipe.cost.per_micro_batch > limits.cost)
+        held.append(("cost", np.where(exempt, 0.0, costs), limits.cost * (1 + 1e-9)))
     for name, limit in limits.columns.items():
         if name not in plan.columns:
-            wrong.append(f"the column {name} is limited but not in the plan")
+            wrong.append(f"column {name} has a limit but is not in the plan")
             continue
         column = plan.columns[name][plan.segments.sample]
-        held.append((name, plan.sum_by_micro_batch(column), limit))
-    alone = (count == 1) if plan.recipe.overflow == "alone" else np.zeros(len(count), bool)
+        held.append((name, np.where(alone, 0, plan.sum_by_micro_batch(column)), limit))
     for name, value, most in held:
-        over = (value > most) & ~alone & (count > 0)
-        wrong += [f"micro-batch {m} holds {value[m]} {name} of {most}" for m in _some(over)]
+        over = (value > most) & (count > 0)
+        wrong += [f"micro-batch {m} holds {value[m]} {name}, more than {most}" for m in _some(over)]
     return wrong
 
 
 def sizes_equal(plan: Plan) -> list[str]:
-    """Where equal sizes were asked for, ranks of a step differ by one segment at most."""
+    """With `equal_sizes`, ranks of a step differ by one segment at most."""
     if not plan.recipe.equal_sizes:
         return []
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
@@ -341,14 +351,14 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
 def violations(plan: Plan) -> list[str]:
     """What is wrong with a plan, one sentence for each fault; empty if it is valid.
 
-    Each names its check: "slots_within_budget: micro-batch 3 has 120 slots of 100".
+    Each starts with its check: "slots_within_budget: micro-batch 3 has 120 slots, more than 100".
     """
     found = violations_by_check(plan)
     return [f"{name}: {fault}" for name, faults in found.items() for fault in faults]
 
 
 def violations_by_check(plan: Plan) -> dict[str, list[str]]:
-    """What each check finds wrong. If offsets do not nest, no other check runs."""
+    """The faults that each check finds. If offsets do not nest, no other check runs."""
     broken = offsets_nest(plan)
     if broken:
         return {"offsets_nest": broken}
@@ -356,12 +366,10 @@ def violations_by_check(plan: Plan) -> dict[str, list[str]]:
 
 
 def assert_valid(plan: Plan) -> None:
-    """Raise a `PlanError` that names every broken promise."""
+    """Raise a `PlanError` that lists all faults."""
     found = violations(plan)
     if found:
-        raise PlanError(
-            f"the plan breaks its promises and must not run ({'; '.join(found)}). Plan again."
-        )
+        raise PlanError(f"the plan is invalid: {'; '.join(found)}. Make the plan again.")
 
 
 def _some(mask: BoolArray) -> list[int]:

@@ -18,11 +18,10 @@ _MOST = 1e100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """`per_token * L + per_pair * L**2 + per_segment` a segment, `per_micro_batch` once more.
+    """`per_token * L + per_pair * L**2 + per_segment` per segment, plus `per_micro_batch`.
 
-    The unit is the user's: tokens, FLOPs, seconds. Plans only compare costs. All of it is
-    arithmetic of plain floats, whatever numbers were given: a square of integers may not fit 64
-    bits, and equal costs are to be equal data.
+    The unit is up to the user: tokens, FLOPs, seconds. Plans only compare costs. Numbers become
+    plain floats: squares of integers may overflow 64 bits, and equal costs must be equal data.
 
     >>> Cost(per_token=3).per_token
     3.0
@@ -39,19 +38,16 @@ class Cost:
         for name in ("per_token", "per_pair", "per_segment", "per_micro_batch"):
             value = real_field(self, f"cost.{name}")
             if not 0 <= value <= _MOST:
-                raise ConfigError(
-                    f"cost.{name} is {value:g}; work cannot be negative, and beyond {_MOST:g} sums "
-                    f"would overflow. Set it between 0 and {_MOST:g}."
-                )
+                raise ConfigError(f"cost.{name} must be in [0, {_MOST:g}], got {value:g}.")
         if self.per_token == self.per_pair == self.per_segment == 0:
             raise ConfigError(
-                "cost gives every sequence no work at all, so there is nothing to balance. "
-                "Set cost.per_token, cost.per_pair or cost.per_segment above 0."
+                "cost is 0 for every segment. Set cost.per_token, cost.per_pair or "
+                "cost.per_segment above 0."
             )
 
     @classmethod
     def tokens(cls) -> Cost:
-        """One per token: the linear model that most systems balance by."""
+        """One per token: the linear model that most systems use."""
         return cls()
 
     @classmethod
@@ -68,13 +64,13 @@ class Cost:
         gated: bool = True,
         causal: bool = True,
     ) -> Cost:
-        """Training FLOPs of a decoder (forward once, backward twice), from its shape.
+        """Training FLOPs of a decoder from its shape; backward counts as two forwards.
 
         `gated` counts three feed-forward matrices (SwiGLU) instead of two; `causal` counts half
-        of the attention matrix. Without `head_dim` the heads share `hidden`.
+        of the attention matrix. `head_dim` defaults to `hidden // heads`.
 
         >>> cost = Cost.of_model(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8)
-        >>> round(cost.per_token / cost.per_pair)  # tokens until attention doubles the work
+        >>> round(cost.per_token / cost.per_pair)  # the length at which attention doubles the cost
         53248
         """
         layers = whole_number("layers", layers)
@@ -86,13 +82,13 @@ class Cost:
         gated, causal = truth_value("gated", gated), truth_value("causal", causal)
         if head_dim is None and hidden < heads:
             raise ConfigError(
-                f"hidden is {hidden} but there are {heads} heads, so a head would have no width "
-                f"and attention no cost. Raise hidden, lower heads, or set head_dim."
+                f"hidden must be at least heads, {heads}, got {hidden}. Raise hidden, lower "
+                f"heads, or set head_dim."
             )
         dim = hidden // heads if head_dim is None else whole_number("head_dim", head_dim)
         queries, keys = heads * dim, groups * dim
         weights = hidden * (2 * queries + 2 * keys) + (3 if gated else 2) * hidden * ffn
-        attention = 4 * queries / (2 if causal else 1)  # q·k and p·v, 2 FLOPs a multiply-add
+        attention = 4 * queries / (2 if causal else 1)  # q·k and p·v, 2 FLOPs per multiply-add
         return cls(
             per_token=3.0 * (2 * layers * weights + 2 * hidden * vocab),
             per_pair=3.0 * layers * attention,
@@ -100,11 +96,11 @@ class Cost:
 
     @classmethod
     def fit(cls, measurements: Iterable[tuple[Sequence[int], float]]) -> Cost:
-        """The non-negative cost closest to measured times of micro-batches.
+        """The non-negative cost that fits measured times of micro-batches best.
 
-        Each measurement is (lengths of the segments in one micro-batch, time it took). All four
-        terms are fitted by least squares over relative error; terms that measure as negative
-        are zero. Times that do not grow with the lengths at all give no cost, and are refused.
+        Each measurement is (lengths of the segments in one micro-batch, its time). All four terms
+        are fitted by least squares of the relative error, with no negative term. Raises if the
+        times do not grow with the lengths.
 
         >>> seen = [([n] * m, 2.0 * n * m + 0.5 * n * n * m) for n in (1, 4, 9) for m in (1, 3)]
         >>> fitted = Cost.fit(seen)
@@ -116,23 +112,18 @@ class Cost:
         for lengths, time in measurements:
             row = np.asarray(lengths, np.float64)
             if len(row) == 0:
-                raise InputError(
-                    f"measurement {len(rows)} has no lengths, so its time says nothing about "
-                    f"tokens. Leave it out."
-                )
+                raise InputError(f"measurement {len(rows)} has no lengths. Leave it out.")
             wrong = row[~((row >= 1) & (row <= MOST))]
             if len(wrong):
                 raise InputError(
-                    f"measurement {len(rows)} has a segment of {wrong[0]:g} tokens, which no "
-                    f"micro-batch could have run, so its time says nothing. Give every segment "
-                    f"a length between 1 and {MOST}."
+                    f"measurement {len(rows)} has a segment of {wrong[0]:g} tokens; expected a "
+                    f"length in [1, {MOST}]."
                 )
             rows.append([row.sum(), (row**2).sum(), float(len(row)), 1.0])
             times.append(float(time))
         if not rows or not all(0 < time < float("inf") for time in times):
             raise InputError(
-                "fitting a cost needs at least one measurement and times above 0; "
-                "there is nothing to fit to. Measure some micro-batches first."
+                "expected at least one measurement, and times that are finite and above 0."
             )
         # Dividing each row by its time makes the error relative: target 1 for every row.
         features = np.array(rows) / np.array(times)[:, None]
@@ -147,14 +138,15 @@ class Cost:
                     best, best_error = np.zeros(4), error
                     best[list(terms)] = solution / scale[list(terms)]
         token, pair, segment, micro_batch = (float(value) for value in best)
-        if float((features[:, :3] @ best[:3]).max()) < 1e-9:  # of any time, the sequences' share
+        by_length = features[:, :3] @ best[:3]  # the share of each time that depends on lengths
+        if float(by_length.max()) < 1e-9:
             raise InputError(
-                f"the {len(rows)} measured times do not grow with the lengths, so there is no cost "
-                f"of a sequence to fit. Measure micro-batches of more and longer segments."
+                f"the {len(rows)} measured times do not grow with the lengths. Measure "
+                f"micro-batches with more and longer segments."
             )
         return cls(per_token=token, per_pair=pair, per_segment=segment, per_micro_batch=micro_batch)
 
     def of_lengths(self, lengths: NDArray[np.integer]) -> FloatArray:
-        """The cost of each segment of these lengths, without what a micro-batch adds."""
+        """The cost of each segment of these lengths, without `per_micro_batch`."""
         length = lengths.astype(np.float64)
         return self.per_token * length + self.per_pair * length * length + self.per_segment

@@ -1,4 +1,4 @@
-"""Cursor: where a stream is. Small, plain data; it travels with every step."""
+"""Cursor: the position of a stream, as small plain data. Every step has one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
-    """The place behind `step` steps of a stream, and what that stream was.
+    """The position of a stream after `step` steps, and a description of that stream.
 
-    `belongs` says in words what the place is a place in: data, order, steps. `place` is what the
-    stream needs to go on, as plain JSON. Neither names a rank or a worker unless the stream's
-    order depends on them.
+    `belongs` describes the stream: data, order, steps. `place` is the position: what the stream
+    needs to continue, as plain JSON. Neither depends on rank or worker unless the stream's order
+    does.
 
     >>> cursor = Cursor(belongs={"seed": "0"}, step=3, place={"epoch": 0, "position": 24})
     >>> Cursor.from_dict(json.loads(json.dumps(cursor.to_dict()))) == cursor
@@ -31,23 +31,22 @@ class Cursor:
     place: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """A `state_dict`: plain data that JSON and any checkpoint can hold."""
+        """A `state_dict` of plain data, for JSON and checkpoints."""
         body = {"step": self.step, "belongs": dict(self.belongs), "place": dict(self.place)}
         return {"evenstep_cursor": _VERSION, **body, "digest": _digest(body)}
 
     @classmethod
     def from_dict(cls, state: object) -> Cursor:
-        """The cursor of a `state_dict`; a damaged or foreign one is a `CursorError`."""
+        """The cursor of a `state_dict`. Raises `CursorError` if it is damaged or not a cursor."""
         if not isinstance(state, Mapping) or "evenstep_cursor" not in state:
             raise CursorError(
-                f"this state ({_glimpse(state)}) is not an Evenstep cursor, so it marks no place. "
-                f"Pass what state_dict() or step.cursor.to_dict() gave."
+                f"this state ({_glimpse(state)}) is not an Evenstep cursor. Pass the result of "
+                f"state_dict() or step.cursor.to_dict()."
             )
         if state["evenstep_cursor"] != _VERSION:
             raise CursorError(
-                f"the cursor has version {state['evenstep_cursor']} but this release reads version "
-                f"{_VERSION}, so its place has no sure meaning. Resume with the release that "
-                f"wrote it."
+                f"the cursor has version {state['evenstep_cursor']}; this release reads version "
+                f"{_VERSION}. Resume with the release that wrote it."
             )
         body = {name: state.get(name) for name in ("step", "belongs", "place")}
         try:
@@ -58,8 +57,7 @@ class Cursor:
         shaped = isinstance(belongs, Mapping) and isinstance(place, Mapping)
         if not (intact and shaped and isinstance(step, int)):
             raise CursorError(
-                "the cursor is damaged (its digest does not match), so resuming from it would "
-                "repeat or lose samples. Use an earlier checkpoint."
+                "the cursor is damaged (its digest does not match). Use an earlier checkpoint."
             )
         assert isinstance(belongs, Mapping)
         assert isinstance(place, Mapping)
@@ -67,7 +65,7 @@ class Cursor:
         return cls(belongs=dict(belongs), step=step, place=dict(place))
 
     def check(self, belongs: Mapping[str, str]) -> None:
-        """Refuse to resume a stream that is not the one the cursor was taken from."""
+        """Raise if the cursor belongs to another stream."""
         differing = [
             f"{name} was {self.belongs.get(name, 'not given')!s} and is "
             f"{belongs.get(name, 'not given')!s}"
@@ -77,7 +75,7 @@ class Cursor:
         if differing:
             raise CursorError(
                 f"the cursor belongs to another stream: {'; '.join(differing)}. Resuming would "
-                f"repeat or lose samples. Restore the stream as it was, or begin anew without the "
+                f"repeat or lose samples. Restore the stream as it was, or start without the "
                 f"cursor."
             )
 

@@ -1,9 +1,9 @@
-"""Floor: what every plan of a recipe takes at least, derived from the lengths and the recipe alone.
+"""Floor: a lower bound for all plans of a step, from the lengths and the recipe alone.
 
-Nothing here looks at how a plan packed, cut or dealt its segments, so a plan that reaches the floor
-cannot be beaten by any other of the same layout, budget, limits, topology and steps. What the
-recipe forces counts: alignment and rounding of each segment, a fixed width, fixed rows, one shape
-for a pipeline, as many micro-batches on every rank. Padding that another cut might avoid does not.
+The floor does not depend on how a plan packs, cuts or deals its segments, so a plan that reaches it
+is optimal for its layout, budget, limits, topology and steps. It includes what the recipe forces:
+alignment and rounding of each segment, a fixed width, fixed rows, one shape for a pipeline, equally
+many micro-batches on every rank. It excludes padding that another cut might avoid.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Of one step: `packs` micro-batches hold its segments, a rank runs `per_rank` of them or of
-    dummies, and the step takes `time`; no plan has less of any of the three."""
+    """Lower bounds of one step: non-empty micro-batches, micro-batches per rank, modelled time."""
 
     packs: int
     per_rank: int
@@ -35,9 +34,9 @@ class Floor:
 
 
 class Floors:
-    """The floor of each step of a plan, with the columns that they share.
+    """The floors of the steps of a plan.
 
-    segments of 5 and 3 on one rank, budget 8, cost 1 a token and 10 a micro-batch:
+    segments of 5 and 3 on one rank, budget 8, cost 1 per token and 10 per micro-batch:
     Floor(packs=1, per_rank=1, time=18.0)
     """
 
@@ -60,27 +59,28 @@ class Floors:
 
     @property
     def over(self) -> BoolArray:
-        """Which segments break the budget or a limit by themselves: they can only run alone."""
+        """Which segments exceed the budget or a limit by themselves, so that they run alone."""
         over = (self.taken > self.caps).any(axis=1)
         if self.recipe.capacity is not None:
             over |= self.aligned > self.recipe.capacity
         return np.asarray(over, np.bool_)
 
     def of_step(self, step: int, segments: slice) -> Floor:
-        """The floor of a step that runs these segments."""
+        """The floor of a step with these segments."""
         recipe, layout, aligned = self.recipe, self.recipe.layout, self.aligned[segments]
         bins = bins_bound(self._by_unit(segments, self.taken[segments]), self.caps)
         packs = layout.fewest_micro_batches(recipe, aligned, bins)
         ranks, multiple = recipe.topology.dp, recipe.topology.multiple
         per_rank = rounded_up(max(1, divided_up(packs, ranks)), multiple)
         if recipe.steps.micro_batches is not None and step < self.steps - 1:
-            per_rank = max(per_rank, recipe.steps.micro_batches)  # all but the last have as many
+            # All steps but the last have exactly that many.
+            per_rank = max(per_rank, recipe.steps.micro_batches)
         units = self._by_unit(segments, aligned.astype(np.float64)[:, None])[:, 0]
         time = layout.least_time(recipe, aligned, units.astype(np.int64), per_rank)
         return Floor(packs, per_rank, time)
 
     def _by_unit(self, segments: slice, values: FloatArray) -> FloatArray:
-        """Columns of segments -> of what must share a micro-batch: each segment, or each group."""
+        """Columns of segments -> columns of units: segments, or groups that share a micro-batch."""
         if self.groups is None:
             return values
         names, owner = np.unique(self.groups[segments], return_inverse=True)

@@ -1,4 +1,4 @@
-"""A value as a message shows it."""
+"""Short text of values for error messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import reprlib
 
 
 def glimpse(value: object, most: int = 80) -> str:
-    """The `repr` of a value, cut where it is long; never made whole first.
+    """The `repr` of a value, shortened. The whole `repr` is never built.
 
-    A YAML file of some lines can describe a value whose `repr` fills the memory.
+    A few lines of YAML can describe a value whose `repr` fills the memory.
 
     >>> glimpse("x" * 999, 12)
     "'xxxxxxx..."
@@ -18,18 +18,18 @@ def glimpse(value: object, most: int = 80) -> str:
     limited.maxstring = limited.maxother = limited.maxlong = 2 * most
     try:
         text = limited.repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python refuses to convert integers of more than 4,300 digits
         text = f"{type(value).__name__} of very many digits"
     return cut(text, most)
 
 
 def cut(text: str, most: int = 80) -> str:
-    """The text, at most so many characters of it."""
+    """The text, shortened to at most `most` characters."""
     return text if len(text) <= most else f"{text[: most - 4]}..."
 
 
 def printable(text: str) -> str:
-    r"""The text without what would steer a terminal.
+    r"""The text with control characters escaped, which would affect a terminal.
 
     >>> printable("a\x1b[31m.txt")
     'a\\x1b[31m.txt'

@@ -1,7 +1,8 @@
-"""Sample numbers: which stored item a sample comes from, and which part of it it is.
+"""Sample ids: the stored item that a sample comes from, and which sample of that item it is.
 
-Most items are one sample, and then the sample's number is the item's. Further parts of the same
-item stand far above, so that one integer names any sample, in plans, batches and cursors.
+Most items are one sample, whose id is the item's number. Further samples of an item (its parts)
+have ids above `MOST_ITEMS`, so that one integer identifies any sample in plans, batches and
+cursors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ MOST_ITEMS = 1 << 40
 
 
 def sample_number(item: int, part: int = 0) -> int:
-    """The number of a part of an item.
+    """The id of a part of an item.
 
     >>> sample_number(7), sample_number(7, 1) == 7 + MOST_ITEMS
     (7, True)

@@ -1,4 +1,4 @@
-"""MicroBatch: what one forward and backward sees."""
+"""MicroBatch: the rows of one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from evenstep.core.segments import Segments
 class MicroBatch:
     """Rows times width. Row i holds `segments[row_offsets[i]:row_offsets[i + 1]]`, end to end.
 
-    A dummy holds no segment at all: it keeps ranks in step and weighs nothing.
+    An empty micro-batch has no segments. It has weight zero and is for ranks without work.
     """
 
     segments: Segments
     row_offsets: IntArray
     width: int
     sample_lengths: IntArray
-    """The whole length of each segment's sample, to notice samples that are not the plan's."""
+    """The full length of each segment's sample, to detect samples that do not match the plan."""
     alignment: int = 1
     truncated_to: IntArray | None = None
-    """What truncation leaves of each segment's sample; None where all run to their end."""
+    """The length of each segment's sample after truncation; None if no sample is truncated."""
 
     @property
     def rows(self) -> int:
-        """How many rows there are, empty ones included."""
+        """The number of rows, including empty ones."""
         return len(self.row_offsets) - 1
 
     @property
@@ -46,23 +46,24 @@ class MicroBatch:
 
     @property
     def sample_ends(self) -> IntArray:
-        """Where each segment's sample ends in this plan: its length, or what truncation leaves of
-        it. A segment that ends earlier was split off, and its sample goes on elsewhere in the
-        step."""
+        """Where each segment's sample ends in this plan: its length, also after truncation.
+
+        A segment that ends earlier is one of several; its sample continues elsewhere in the step.
+        """
         return self.sample_lengths if self.truncated_to is None else self.truncated_to
 
     @property
     def placement(self) -> Placement:
-        """Where each segment lies in the flattened rows."""
+        """Where each segment is in the flattened rows."""
         return place(self.segments.length, self.row_offsets, self.width, self.alignment)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no segment is in it."""
+        """Whether it has no segments."""
         return len(self.segments) == 0
 
     def without(self, samples: Sequence[int]) -> MicroBatch:
-        """The same rows and width without these samples: what they took is padding."""
+        """The same rows and width without these samples; their slots become padding."""
         keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
         kept_before = np.concatenate(([0], np.cumsum(keep)))
         return replace(
@@ -74,23 +75,26 @@ class MicroBatch:
         )
 
     def renumbered(self, numbers: IntArray) -> MicroBatch:
-        """The same with sample i called `numbers[i]`: from a window's count to the source's."""
+        """The same with sample i numbered `numbers[i]`, for example with its id in a source."""
         segments = self.segments
         named = Segments(numbers[segments.sample], segments.start, segments.length)
         return replace(self, segments=named)
 
     def halves(self) -> tuple[MicroBatch, MicroBatch]:
-        """Two micro-batches of about half the tokens each; the second is a dummy where there is
-        one segment or none. Padded rows keep their width, packed rows are as wide as they need."""
+        """Two micro-batches of about half the tokens each.
+
+        The second is empty if there are fewer than two segments. Padded rows keep their width;
+        packed rows are as wide as needed.
+        """
         count = len(self.segments)
         if count < 2:
-            return self, self._part(slice(count, count))
+            return self, self._some(slice(count, count))
         done = np.cumsum(self.segments.length)
         half = int(np.searchsorted(done, done[-1] / 2)) + 1
         half = min(max(half, 1), count - 1)
-        return self._part(slice(0, half)), self._part(slice(half, count))
+        return self._some(slice(0, half)), self._some(slice(half, count))
 
-    def _part(self, chosen: slice) -> MicroBatch:
+    def _some(self, chosen: slice) -> MicroBatch:
         """Some of the segments, in the same kind of rows."""
         per_row = np.diff(self.row_offsets)
         count = chosen.stop - chosen.start
@@ -110,6 +114,6 @@ class MicroBatch:
 
 
 def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
-    """The ids of the samples in these micro-batches, ascending, each once."""
+    """The ids of the samples in these micro-batches, ascending and unique."""
     none = np.empty(0, np.int64)
     return np.unique(np.concatenate([none, *(micro.segments.sample for micro in micro_batches)]))

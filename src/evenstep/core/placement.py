@@ -1,4 +1,4 @@
-"""Placement: where segments and padding lie in the flattened rows of one micro-batch."""
+"""Placement: where segments and padding are in the flattened rows of one micro-batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from evenstep.core.rounding import rounded_up
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Pieces that tile rows * width slots: each segment with its alignment, and the tail of each
-    row as one piece of its own.
+    """Intervals that cover all rows * width slots: one per segment with its alignment, and one for
+    the padding at the end of each row.
 
-    `offsets[i]` is where piece i starts, `real[i]` how many of its slots hold tokens (0 for a
-    tail), and `segment[i]` which segment it is (-1 for a tail).
+    Interval i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
+    is segment `segment[i]` (-1 for padding).
     """
 
     offsets: IntArray
@@ -25,12 +25,12 @@ class Placement:
 
     @property
     def slots(self) -> IntArray:
-        """The slots of each piece, padding included."""
+        """The slots of each interval, padding included."""
         return np.diff(self.offsets)
 
 
 def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) -> Placement:
-    """Lay segments end to end in their rows, each rounded up to the alignment.
+    """Put segments end to end into their rows, each rounded up to the alignment.
 
     lengths [3, 2] in one row of 8 -> offsets [0, 3, 5, 8], real [3, 2, 0], segment [0, 1, -1]
     """

@@ -1,4 +1,4 @@
-"""Plan: which tokens of which samples run where and when. Data, and nothing else."""
+"""Plan: which tokens of which samples run in which step, rank and micro-batch. Pure data."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ _OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Segments in the order in which they run, cut into rows, micro-batches and cells.
+    """Segments in execution order, divided into rows, micro-batches and cells.
 
     Three nested offsets: row r holds segments `row_offsets[r]` up to `row_offsets[r + 1]`,
     micro-batch m holds rows `micro_offsets[m]` onwards, and the cell of (step, rank), number
     `step * ranks + rank`, holds micro-batches `cell_offsets[cell]` onwards. `widths` gives each
-    micro-batch's width. `step_of` says which step each sample was dealt to before anything else
-    was decided, -1 for a dropped one.
+    micro-batch's width. `step_of` is the step that each sample is assigned to, -1 if it is dropped.
     """
 
     recipe: Recipe
@@ -70,7 +69,7 @@ class Plan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of all steps and ranks, dummies included."""
+        """Micro-batches of all steps and ranks, including empty ones."""
         return len(self.widths)
 
     def __len__(self) -> int:
@@ -83,8 +82,12 @@ class Plan:
     def __getitem__(
         self, at: SupportsIndex | tuple[SupportsIndex, SupportsIndex]
     ) -> list[list[MicroBatch]] | list[MicroBatch]:
-        """`plan[step, rank]`: that rank's micro-batches, in the order in which they run.
-        `plan[step]`: a list of those of each rank. `plan[-1]` is the last step."""
+        """`plan[step, rank]`: the micro-batches of one rank, in execution order.
+
+        `plan[step]` is the list of these for all ranks. `plan[-1]` is the last step.
+        """
+        if isinstance(at, tuple) and len(at) != 2:
+            raise IndexError(f"expected plan[step] or plan[step, rank], got {len(at)} indices")
         if not isinstance(at, tuple):
             step = self._step(at)
             return [self._cell(step, rank) for rank in range(self.num_ranks)]
@@ -103,7 +106,8 @@ class Plan:
         step = operator.index(index)
         if not -self.num_steps <= step < self.num_steps:
             raise IndexError(
-                f"step {step} is out of range: the plan has {summary.counted(self.num_steps, 'step')}"
+                f"step {step} is out of range: "
+                f"the plan has {summary.counted(self.num_steps, 'step')}"
             )
         return step % self.num_steps
 
@@ -124,9 +128,9 @@ class Plan:
         )
 
     def ends(self, samples: IntArray) -> IntArray:
-        """Where each of `samples` ends in this plan: its length, or what truncation leaves of it.
+        """Where each of `samples` ends in this plan: its length, also after truncation.
 
-        A segment that ends earlier than its sample was split off.
+        A segment that ends earlier is one of several segments of its sample.
         """
         lengths = self.lengths[samples]
         limit = self.recipe.longest_segment if self.recipe.overflow == "truncate" else None
@@ -156,7 +160,7 @@ class Plan:
 
     @property
     def costs(self) -> FloatArray:
-        """Modelled work of each micro-batch, padding included; a dummy's is what it really runs.
+        """Modelled work of each micro-batch, including padding; an empty one costs what it runs.
 
         See `micro_batch_costs` of the layouts.
         """
@@ -170,11 +174,11 @@ class Plan:
 
     @property
     def aligned_lengths(self) -> IntArray:
-        """The slots each segment takes in its row, before the row's own padding."""
+        """The slots of each segment in its row, without the padding at the end of the row."""
         return rounded_up(self.segments.length, self.recipe.topology.alignment)
 
     def sum_by_micro_batch(self, per_segment: IntArray) -> IntArray:
-        """Sum a per-segment column over each micro-batch; a dummy gives 0."""
+        """Sum a per-segment column over each micro-batch; an empty one gives 0."""
         total = np.zeros(len(per_segment) + 1, np.int64)
         np.cumsum(per_segment, out=total[1:])
         return np.diff(total[self.segment_offsets])
@@ -189,14 +193,14 @@ class Plan:
         """The micro-batch of each segment."""
         return np.repeat(np.arange(self.num_micro_batches), np.diff(self.segment_offsets))
 
-    # There and back ----------------------------------------------------------------------------
+    # Order of samples --------------------------------------------------------------------------
 
     @property
     def order(self) -> IntArray:
         """Forward permutation: the i-th segment to run is number `order[i]` in sample order.
 
         Sample order is by sample, then by start. Without splitting or dropping, `order[i]` is
-        simply the sample that runs i-th.
+        the sample that runs i-th.
         """
         by_sample = np.lexsort((self.segments.start, self.segments.sample))
         order = np.empty(len(by_sample), np.int64)
@@ -211,17 +215,23 @@ class Plan:
         array = np.asarray(values)
         if len(array) != len(self.segments):
             raise InputError(
-                f"restore got {len(array)} values but the plan runs {len(self.segments)} segments, "
-                f"so they cannot be matched. Pass one value per segment, in execution order."
+                f"restore got {len(array)} values but the plan has {len(self.segments)} segments. "
+                f"Pass one value per segment, in execution order."
             )
         restored = np.empty_like(array)
         restored[self.order] = array
         return restored
 
     def __reduce__(self) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
-        """To another process, a plan goes as the bytes it would be saved as: pickled or copied,
-        it is equal and just as read-only."""
+        """Pickle the bytes that `save` writes, so that a copy is equal and read-only too."""
         return Plan._decode, (self._encode(),)
+
+    def __copy__(self) -> Plan:
+        """A plan never changes, so it is its own copy."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self
 
     # Measures, identity, files -----------------------------------------------------------------
 
@@ -244,7 +254,7 @@ class Plan:
         )
 
     def __hash__(self) -> int:
-        """Cheap for any size: from the recipe, the sizes and the first segments."""
+        """A cheap hash of the recipe, the sizes and the first segments."""
         segments = self.segments.take(slice(_HASHED))
         return hash(
             (
@@ -258,7 +268,7 @@ class Plan:
         )
 
     def stats(self, width: int | None = None) -> dict[str, measures.Value]:
-        """How full, even and far from its bounds the plan is. See `core.stats`."""
+        """Padding, imbalance and distance from the bounds. See `core.stats`."""
         return measures.of_plan(self, width)
 
     def step_stats(self) -> list[dict[str, measures.Value]]:
@@ -267,16 +277,16 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Equal plans have equal fingerprints, and no others do (SHA-256)."""
+        """SHA-256 of the plan: equal plans, and only these, have equal fingerprints."""
         return hashlib.sha256(self._encode()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all."""
+        """Write the plan to a file, atomically."""
         archive.write(path, self._encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan; a damaged, truncated or foreign file is a `FileError`."""
+        """Read a plan. Raises `FileError` if the file is damaged, truncated or not a plan."""
         return cls._read(archive.read(path), path)
 
     def to_bytes(self) -> bytes:
@@ -294,12 +304,12 @@ class Plan:
             return cls._decode(payload)
         except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
             raise FileError(
-                f"{os.fspath(name)} holds a plan that this version cannot read ({error}), so it "
-                f"is of no use here. Save it again with this version."
+                f"{os.fspath(name)} holds a plan that this version cannot read ({error}). Make the "
+                f"plan again with this version."
             ) from None
 
     def _arrays(self) -> dict[str, IntArray]:
-        """All that a plan holds beside its recipe, by name."""
+        """All arrays of the plan, by name."""
         arrays = {
             "lengths": self.lengths,
             "step_of": self.step_of,

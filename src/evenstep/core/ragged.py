@@ -1,4 +1,4 @@
-"""Rows of unequal length in two flat arrays."""
+"""Ragged: rows of unequal length in two flat arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 
 
 def frozen(values: Iterable[int] | NDArray[np.integer]) -> IntArray:
-    """A read-only int64 array of `values`; the caller's own array stays writable."""
+    """A read-only int64 copy of `values`."""
     array = np.array(values, dtype=np.int64)
     array.flags.writeable = False
     return array
@@ -33,7 +33,7 @@ def sum_by(owner: IntArray, values: NDArray[Any], count: int) -> FloatArray:
 
 
 def by_first_appearance(ids: NDArray[np.integer]) -> tuple[IntArray, IntArray]:
-    """(the number of each id, where each number first stands), numbered as they appear.
+    """(the number of each id, the first index of each number), numbered by first appearance.
 
     >>> [part.tolist() for part in by_first_appearance(np.array([7, 3, 7, 5]))]
     [[0, 1, 0, 2], [0, 1, 3]]
@@ -62,18 +62,18 @@ class Ragged:
             array.flags.writeable = False
             object.__setattr__(self, name, array)
         offsets = self.offsets
-        assert len(offsets) >= 1, "offsets have at least one entry"
-        assert (offsets[0], offsets[-1]) == (0, len(self.values)), "offsets span the values"
+        assert len(offsets) >= 1, "offsets must not be empty"
+        assert (offsets[0], offsets[-1]) == (0, len(self.values)), "offsets must span the values"
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """Pack a list of lists."""
+        """From a list of lists."""
         values = [value for row in rows for value in row]
         return cls(frozen(values), offsets_of(np.array([len(row) for row in rows], np.int64)))
 
     @classmethod
     def group(cls, owner: IntArray, count: int) -> Ragged:
-        """Indices of `owner` by the row that owns them, in order.
+        """The indices of `owner` by row, in order.
 
         >>> Ragged.group(np.array([1, 0, 1]), 3).tolist()
         [[1], [0, 2], []]
@@ -95,7 +95,7 @@ class Ragged:
 
     @property
     def lengths(self) -> IntArray:
-        """How many values each row holds."""
+        """The number of values in each row."""
         return np.diff(self.offsets)
 
     @property

@@ -1,4 +1,4 @@
-"""Recipe: everything that decides a plan except the lengths themselves."""
+"""Recipe: everything that determines a plan, except the lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from evenstep.core.cost import Cost
+from evenstep.core.glimpse import glimpse
 from evenstep.core.layout import LAYOUTS, Layout
+from evenstep.core.layout.frame import Frame
 from evenstep.core.rounding import rounded_up
 from evenstep.core.summary import constructor
 from evenstep.core.topology import Topology
@@ -30,14 +32,14 @@ Scope: TypeAlias = Literal["micro_batch", "step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What stays fixed per optimizer step: so many samples, or tokens, or micro-batches a rank.
+    """The size of an optimizer step in samples, tokens, or micro-batches per rank.
 
-    A step takes the next samples in order, whatever the layout, packer or balance. With none of
-    the three, all samples form one step. Two things do depend on the budget: steps counted in
-    micro-batches, by their nature (and on the number of ranks), and which samples
-    `overflow="drop"` leaves out, since a dropped sample counts for no step.
+    A step takes the next samples in order, independent of layout, packer and balance. With none of
+    the three, all samples form one step. Steps counted in micro-batches depend on the budget and
+    the number of ranks. `overflow="drop"` depends on the budget too, because a dropped sample
+    belongs to no step:
 
-    lengths [5, 600, 5, 5], 2 samples a step, drop: steps [0, -1, 0, 1] at a budget of 512 and
+    lengths [5, 600, 5, 5], 2 samples per step, drop -> steps [0, -1, 0, 1] at a budget of 512 and
     [0, 0, 1, 1] at 1024
     """
 
@@ -50,7 +52,7 @@ class Steps:
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
-                f"steps fixes {' and '.join(given)} at once, and both cannot hold. Keep one."
+                f"steps takes one of samples, tokens and micro_batches, got {' and '.join(given)}."
             )
         for name in given:
             whole_field(self, f"steps.{name}")
@@ -58,12 +60,12 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Hard limits per micro-batch beside the bounds of the layout.
+    """Hard limits per micro-batch in addition to the bounds of the layout.
 
-    `columns` names further per-sample numbers that the caller brings (image patches, loss tokens)
-    and the most of each that one micro-batch may hold. Cost counts segments at their aligned
-    lengths; in padded rows, at the full width. Several packed rows share the limits evenly, and a
-    group stays in one row.
+    `columns` maps the names of per-sample columns that the caller gives (image patches, loss
+    tokens) to the most that one micro-batch may hold. `cost` counts segments at their aligned
+    lengths; in padded rows, at the full width. Several packed rows share the limits evenly,
+    and a group stays in one row.
     """
 
     cost: float | None = None
@@ -76,7 +78,7 @@ class Limits:
         }
         object.__setattr__(self, "columns", columns)
         if self.cost is not None and not 0 < real_field(self, "limits.cost") < math.inf:
-            raise ConfigError(f"limits.cost must be a number above 0, got {self.cost:g}.")
+            raise ConfigError(f"limits.cost must be finite and above 0, got {self.cost:g}.")
 
     def __hash__(self) -> int:
         return hash((self.cost, frozenset(self.columns.items())))
@@ -84,7 +86,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What a plan is asked to be. The same recipe and lengths give the same plan on every rank.
+    """All settings of a plan. The same recipe and lengths give the same plan on every rank.
 
     balance      how work is divided between ranks; `none` keeps the step's order: each micro-batch
                  takes the next samples while the bounds hold, and micro-batch k runs on rank
@@ -92,9 +94,9 @@ class Recipe:
     sync_every   how often ranks synchronise, which is what balance minimises: `micro_batch` (FSDP,
                  ZeRO-3) or `step` (DDP)
     groups       where samples that share a group id stay together
-    equal_sizes  gives every rank the same number of segments of a step, or one fewer
-    overflow     what becomes of a sample that is longer than a micro-batch can hold
-    seed         of the packer, where it draws
+    equal_sizes  whether ranks of a step differ by at most one segment
+    overflow     what happens to a sample that is longer than a micro-batch can hold
+    seed         of packers that use random numbers
     """
 
     layout: Layout
@@ -110,6 +112,10 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind in {"layout": Frame, **_PARTS}.items():
+            if not isinstance(getattr(self, name), kind):
+                wanted = "Padded or Packed" if name == "layout" else kind.__name__
+                raise ConfigError(f"{name} must be {wanted}, got {glimpse(getattr(self, name))}.")
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
         truth_field(self, "equal_sizes")
@@ -122,22 +128,22 @@ class Recipe:
         layout, unit = self.layout, self.width_unit
         if layout.pad_to is not None and layout.pad_to % unit:
             raise ConfigError(
-                f"layout.pad_to is {layout.pad_to}, not a multiple of {unit} as rounding and the "
-                f"topology need it. Use {rounded_up(layout.pad_to, unit)}."
+                f"layout.pad_to must be a multiple of {unit} (rounding and alignment), got "
+                f"{layout.pad_to}. Use {rounded_up(layout.pad_to, unit)}."
             )
         if self.capacity is not None and self.capacity < unit:
             raise ConfigError(
-                f"layout.max_tokens is {layout.max_tokens}, but widths come in multiples of "
-                f"{unit}. Raise layout.max_tokens or lower the rounding."
+                f"layout.max_tokens is {layout.max_tokens}, but widths are multiples of {unit} "
+                f"(rounding and alignment). Raise layout.max_tokens to {unit} or more."
             )
         if self.overflow == "alone" and layout.pad_to is not None:
             raise ConfigError(
-                f"overflow='alone' needs wider rows, but layout.pad_to={layout.pad_to} fixes the "
-                f"width. Use 'split', 'truncate', 'drop' or 'error'."
+                f"overflow='alone' needs rows of any width, but layout.pad_to={layout.pad_to} "
+                f"fixes it. Use 'split', 'truncate', 'drop' or 'error'."
             )
         if self.overflow == "alone" and self.topology.equal_widths:
             raise ConfigError(
-                "overflow='alone' needs a wider micro-batch, but this pipeline needs equal widths. "
+                "overflow='alone' needs rows of any width, but this pipeline needs equal widths. "
                 "Use another overflow, or set topology.variable_seq_lengths."
             )
 
@@ -146,13 +152,12 @@ class Recipe:
         for name, most in self.limits.columns.items():
             if most < shared:
                 raise ConfigError(
-                    f"limits.columns.{name} is {most}, shared by {shared} rows. Raise it to "
-                    f"{shared} or more."
+                    f"limits.columns.{name} must be at least layout.rows, {shared}, got {most}."
                 )
         if self.limits.cost is not None and self.limits.cost <= self.cost.per_micro_batch:
             raise ConfigError(
                 f"limits.cost is {self.limits.cost:g}, but an empty micro-batch costs "
-                f"{self.cost.per_micro_batch:g} already. Raise limits.cost."
+                f"{self.cost.per_micro_batch:g}. Raise limits.cost."
             )
 
     def _check_options(self) -> None:
@@ -166,27 +171,27 @@ class Recipe:
         asked, multiple = self.steps.micro_batches, self.topology.multiple
         if asked is not None and asked % multiple:
             raise ConfigError(
-                f"steps.micro_batches is {asked}, but this pipeline runs multiples of {multiple}. "
-                f"Use {rounded_up(asked, multiple)}."
+                f"steps.micro_batches must be a multiple of {multiple} for this pipeline, got "
+                f"{asked}. Use {rounded_up(asked, multiple)}."
             )
 
     def __repr__(self) -> str:
-        """The call that makes it, with what differs from the defaults."""
+        """The constructor call, with the fields that differ from their defaults."""
         return constructor(self)
 
     @property
     def width_unit(self) -> int:
-        """Every width is a multiple of this: the layout's rounding and the topology's alignment."""
+        """Widths are multiples of this: the layout's rounding and the topology's alignment."""
         return math.lcm(self.layout.round_to, self.topology.alignment)
 
     @property
     def capacity(self) -> int | None:
-        """The slots that one row offers its segments; None where nothing limits it."""
+        """The slots of one row; None if unbounded."""
         return self.layout.capacity(self)
 
     @property
     def longest_segment(self) -> int | None:
-        """The longest segment that any micro-batch can hold, or None if nothing limits it."""
+        """The longest segment that a micro-batch can hold; None if unbounded."""
         return self.layout.longest_segment(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,7 +204,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
-        """The recipe that `to_dict` described."""
+        """The recipe that `to_dict` wrote."""
         kind = data["layout"]["kind"]
         return cls(
             layout=LAYOUTS[kind](**data["layout"]),

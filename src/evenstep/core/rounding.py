@@ -1,4 +1,4 @@
-"""Rounding up: whole numbers, or arrays of them, to multiples."""
+"""Round integers, or arrays of them, up to multiples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Whole = TypeVar("Whole", int, NDArray[np.int64])
 
 
 def rounded_up(number: Whole, multiple: int) -> Whole:
-    """`number` rounded up to a multiple: 5 in fours is 8.
+    """`number` rounded up to a multiple.
 
     >>> rounded_up(5, 4), rounded_up(np.array([4, 5]), 4).tolist()
     (8, [4, 8])
@@ -20,7 +20,7 @@ def rounded_up(number: Whole, multiple: int) -> Whole:
 
 
 def divided_up(number: Whole, by: int) -> Whole:
-    """How many times `by` covers `number`: 5 in fours takes 2.
+    """`number` divided by `by`, rounded up.
 
     >>> divided_up(5, 4), divided_up(np.array([4, 5]), 4).tolist()
     (2, [1, 2])

@@ -1,10 +1,9 @@
-"""Measures of a plan, as plain numbers that any logger takes.
+"""Measures of a plan as plain numbers.
 
-Full: slots, padding, bin utilisation. Even: imbalance per micro-batch and per step, over the
-mean of what this plan runs. Near the best possible: packs and time over what any plan of the same
-lengths and recipe needs (`core.floor`), whatever its packer, balance or cut, and what stands in
-the way.
-`packs_optimal` and `balance_optimal` are proofs; without them a plan may still be the best.
+Fill: slots, padding and bin utilisation. Balance: imbalance per micro-batch and per step, relative
+to the mean of this plan. Distance from the optimum: packs and time relative to a lower bound for
+any plan of the same lengths and recipe (`core.floor`), and the sample that limits them.
+`packs_optimal` and `balance_optimal` are proofs. If they are false, the plan may still be optimal.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from evenstep.core.rounding import divided_up
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
 
-Value: TypeAlias = Any  # a number, a truth or a word
+Value: TypeAlias = Any  # a number, a bool or a string
 
 
 def of_plan(plan: Plan, width: int | None = None) -> dict[str, Value]:
-    """All steps together. `width` is that of the padded input, the longest sample by default."""
+    """The measures over all steps. `width` is the padded input's; default: the longest sample."""
     columns = _Columns(plan)
     steps = [_Step(columns, step) for step in range(plan.num_steps)]
     dropped = plan.step_of < 0
@@ -38,7 +37,7 @@ def of_plan(plan: Plan, width: int | None = None) -> dict[str, Value]:
 
 
 def of_steps(plan: Plan) -> list[dict[str, Value]]:
-    """Each step by itself. A dropped sample belongs to none."""
+    """The measures of each step. A dropped sample belongs to no step."""
     columns = _Columns(plan)
     return [
         {"step": step, **_measure(columns, [_Step(columns, step)], None)}
@@ -58,11 +57,11 @@ class _Columns:
         self.alone = self.floors.over & (np.repeat(held, held) == 1)
         sample, count = plan.segments.sample, len(plan.lengths)
         self.kept = sum_by(sample, plan.segments.length, count).astype(np.int64)
-        self.pieces = np.bincount(sample, minlength=count)
+        self.num_segments = np.bincount(sample, minlength=count)
 
 
 class _Step:
-    """The numbers of one step that the measures are made of."""
+    """The numbers of one step that the measures use."""
 
     def __init__(self, columns: _Columns, step: int) -> None:
         plan = columns.plan
@@ -123,6 +122,7 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
         "num_packs": real,
         "num_packs_bound": needed,
         "packs_optimal": at_bound,
+        "balance": recipe.balance,
         "sync_every": recipe.sync_every,
         "time_over_floor": time / floor if floor else 1.0,
         "balance_optimal": all(s.time <= s.floor.time * (1 + 1e-9) for s in steps),
@@ -132,7 +132,7 @@ def _measure(columns: _Columns, steps: list[_Step], width: int | None) -> dict[s
 
 
 def _bins(columns: _Columns, micro: IntArray, steps: list[_Step]) -> dict[str, Value]:
-    """NeMo-RL's packing metrics over the micro-batches that hold anything."""
+    """NeMo-RL's packing metrics over the micro-batches that are not empty."""
     tokens = columns.tokens[micro]
     tokens = tokens[tokens > 0]
     capacity = columns.plan.recipe.layout.budget or int(columns.slots[micro].max(initial=1))
@@ -148,7 +148,7 @@ def _bins(columns: _Columns, micro: IntArray, steps: list[_Step]) -> dict[str, V
 
 
 def _bottleneck(plan: Plan, steps: list[_Step]) -> str:
-    """Say when one sequence outweighs a rank's mean load, and what would help."""
+    """A sample that costs more than the mean load of a rank, and what would help; else empty."""
     for step in steps:
         if len(step.segment_costs) == 0 or plan.num_ranks == 1:
             continue
@@ -159,19 +159,19 @@ def _bottleneck(plan: Plan, steps: list[_Step]) -> str:
             sample, length = int(plan.segments.sample[at]), int(plan.segments.length[at])
             return (
                 f"sample {sample} with {length} tokens costs {ratio:.2f} times the mean load of a "
-                f"rank, so no assignment is even. Context parallelism, splitting it, or more "
-                f"samples per step would help."
+                f"rank, so ranks cannot be even. Use context parallelism, split the sample, or "
+                f"take more samples per step."
             )
     return ""
 
 
 def _overflow(columns: _Columns, samples: IntArray, segments: IntArray) -> dict[str, Value]:
-    """How many samples were over the budget or a limit by themselves, and what became of them."""
+    """How many samples exceeded the budget or a limit by themselves, by how they were handled."""
     missing = columns.plan.lengths[samples] - columns.kept[samples]
     return {
         "num_truncated": int((missing > 0).sum()),
         "tokens_truncated": int(missing.sum()),
-        "num_split": int((columns.pieces[samples] > 1).sum()),
+        "num_split": int((columns.num_segments[samples] > 1).sum()),
         "num_alone": int(columns.alone[segments].sum()),
     }
 

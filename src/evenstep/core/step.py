@@ -1,4 +1,4 @@
-"""Step: one optimizer update's work on one rank, and the place behind it."""
+"""Step: the work of one rank in one optimizer update, and the cursor after it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from evenstep.core.ragged import IntArray
 
 
 class Samples(Protocol):
-    """Samples by number: a dict, or a look-up that reads from a source."""
+    """Samples by id: a dict, or a look-up that reads from a source."""
 
-    def __getitem__(self, number: int, /) -> Any: ...
+    def __getitem__(self, sample_id: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
     """The micro-batches of one rank in one step, and the cursor that holds **after** it.
 
-    Nothing is read until it is asked for: `read(k)` gets the samples of micro-batch k alone, so
-    the first forward waits for one micro-batch. Because the cursor travels with the step,
-    saving it is right however far a loader has run ahead.
+    Samples are read lazily: `read(k)` reads the samples of micro-batch k only. The cursor belongs
+    to the step, so saving it is correct however far a loader has prefetched.
     """
 
     number: int
@@ -33,35 +32,34 @@ class Step:
     epoch: int
     micro_batches: tuple[MicroBatch, ...]
     samples: Samples
-    """Sample number -> sample; a look-up may read it from its source."""
+    """Sample id -> sample; a look-up may read it from its source."""
     cursor: Cursor
     totals: Mapping[str, float] = field(default_factory=dict)
-    """What is known of the whole step on all ranks before anything is read: `samples`, `tokens`,
+    """Totals of the step over all ranks, known before samples are read: `samples`, `tokens`,
     `empty` micro-batches, the imbalance of planned costs (`imbalance_step`,
-    `imbalance_micro_batch`), and where the stream knows them `loss_tokens`, `sequences` (with a
-    label) and `groups`."""
+    `imbalance_micro_batch`) and, if the stream knows them, `loss_tokens`, `sequences` (those with
+    a label) and `groups`."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """Samples that went missing on the way here, by reason: skipped, dropped, truncated."""
+    """Samples lost before or in this step, by reason: skipped, dropped, truncated."""
     batches: tuple[Any, ...] | None = None
-    """The micro-batches as tensors, where a loader has collated them already."""
+    """The micro-batches as tensors, if a loader has collated them."""
     budget: int | None = None
     """The most slots of a micro-batch, the same on all ranks."""
     ranks: int = 1
     """Data-parallel ranks that share the step."""
     loss_tokens: Mapping[int, int] = field(default_factory=dict)
-    """How many labels each sample of this rank trains, where `totals` counts on it: whoever
-    collates a sample can tell whether that is so."""
+    """The loss tokens that `totals` assumes for each sample of this rank, by id; collating checks
+    them."""
     plan: Plan | None = None
-    """The plan of this one step on all ranks, which numbers its samples from 0. Planned streams
-    give it with every whole step; None for pooled steps and steps that were resumed inside."""
+    """The plan of this step on all ranks; it numbers samples from 0. Planned streams set it for
+    every whole step. None for pooled steps and for steps that were resumed midway."""
     sample_ids: IntArray | None = None
-    """The id of each sample that `plan` numbers: sample i of the plan is `sample_ids[i]` of the
-    source. None where `plan` is."""
+    """Sample i of `plan` has the id `sample_ids[i]` in the source. None if `plan` is None."""
     _read: dict[MicroBatch, MicroBatch] = field(default_factory=dict)
-    """Each micro-batch in which reading skipped a sample, and what was read of it."""
+    """Micro-batches of which reading skipped a sample -> what remains of them."""
 
     def __repr__(self) -> str:
-        """What this rank runs of it, in one line."""
+        """This rank's share of the step, in one line."""
         micros = self.read_micro_batches
         tokens, slots = (sum(getattr(m, name) for m in micros) for name in ("tokens", "slots"))
         when = None
@@ -83,11 +81,13 @@ class Step:
         return len(self.micro_batches)
 
     def read(self, k: int) -> tuple[MicroBatch, dict[int, Any]]:
-        """Micro-batch k and its samples. One without those that could not be read and may be
-        skipped: a source that skips gives None for them."""
+        """(micro-batch k, its samples by id).
+
+        The micro-batch does not contain samples that the source skipped, for which it gives None.
+        """
         micro = self.micro_batches[k]
-        found = {number: self.samples[number] for number in micro.segments.sample.tolist()}
-        missing = [number for number, sample in found.items() if sample is None]
+        found = {id_: self.samples[id_] for id_ in micro.segments.sample.tolist()}
+        missing = [id_ for id_, sample in found.items() if sample is None]
         if not missing:
             return micro, found
         self._read[micro] = micro.without(missing)
@@ -95,13 +95,12 @@ class Step:
 
     @property
     def read_micro_batches(self) -> tuple[MicroBatch, ...]:
-        """The micro-batches as they were read so far: without the samples that were skipped."""
+        """The micro-batches as read so far, without skipped samples."""
         return tuple(self._read.get(micro, micro) for micro in self.micro_batches)
 
     @property
     def own_sample_ids(self) -> IntArray:
-        """The ids of the samples that this rank runs, ascending, each once. Those that reading
-        skipped are not among them."""
+        """The ids of the samples that this rank runs, ascending, without skipped ones."""
         return samples_of(self.read_micro_batches)
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, dict[int, Any]]]:
@@ -113,16 +112,16 @@ class Step:
         return self if self.batches is None else replace(self, batches=tuple(pinned))
 
     def loaded(self) -> Step:
-        """The same step with every sample read, to be handed to another process."""
+        """The same step with every sample read, for another process."""
         read = [self.read(k) for k in range(len(self))]
-        samples = {number: sample for _, found in read for number, sample in found.items()}
+        samples = {id_: sample for _, found in read for id_, sample in found.items()}
         skipped = sum(sample is None for sample in samples.values())
         lost = {**self.lost, "skipped": self.lost.get("skipped", 0) + skipped}
         micro_batches = tuple(micro for micro, _ in read)
         return replace(self, micro_batches=micro_batches, samples=samples, lost=lost, _read={})
 
     def collated(self, collate: Callable[[MicroBatch, Mapping[int, Any]], Any]) -> Step:
-        """The same step with its micro-batches made into tensors and its samples let go."""
+        """The same step with its micro-batches as tensors and without its samples."""
         step = self.loaded()
         batches = tuple(collate(micro, found) for micro, found in step)
         return replace(step, batches=batches, samples={})

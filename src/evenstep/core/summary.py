@@ -1,4 +1,4 @@
-"""One line about a value, for its repr. A summary is cheap and never raises."""
+"""One-line summaries of values for `repr`. They are cheap and never raise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def fill(tokens: float, slots: float) -> str:
-    """How much of the slots holds tokens; only what is full reads as 100%. Empty without slots.
+    """The share of slots that hold tokens; 100% only if all do. Empty without slots.
 
     >>> fill(992, 1000), fill(99999, 100000), fill(8, 8), fill(0, 0)
     ('fill 99.2%', 'fill 99.9%', 'fill 100%', '')
@@ -39,7 +39,7 @@ def fill(tokens: float, slots: float) -> str:
 
 
 def attempt(measure: Callable[[], str]) -> str:
-    """What `measure` says; nothing where it fails, as on a damaged value or a lost device."""
+    """The result of `measure`; empty if it raises, for example on a damaged value."""
     try:
         with np.errstate(all="ignore"):
             return measure()
@@ -48,7 +48,7 @@ def attempt(measure: Callable[[], str]) -> str:
 
 
 def line(name: str, parts: Iterable[str]) -> str:
-    """The parts that say something, in one line.
+    """The parts that are not empty, in one line.
 
     >>> line("Plan", ["2 steps", "", "1 rank"])
     'Plan(2 steps, 1 rank)'
@@ -57,7 +57,7 @@ def line(name: str, parts: Iterable[str]) -> str:
 
 
 def constructor(value: object) -> str:
-    """A dataclass as the call that makes it, with the fields that differ from their defaults.
+    """The constructor call of a dataclass, with the fields that differ from their defaults.
 
     >>> from evenstep.core.topology import Topology
     >>> constructor(Topology(dp=8))
@@ -79,9 +79,9 @@ def _default(field: Any) -> Any:
 
 
 def of_plan(plan: Plan) -> str:
-    """Sizes, fill and imbalance; sizes alone of a plan whose offsets do not nest.
+    """Sizes, fill and imbalance; only sizes if the offsets of the plan do not nest.
 
-    No floors: those take time.
+    Floors are left out, because they take time to compute.
     """
     from evenstep.core.checks import offsets_nest  # which imports Plan
 
@@ -101,7 +101,7 @@ def of_plan(plan: Plan) -> str:
 
 
 def _imbalance(plan: Plan) -> str:
-    """The modelled time over the ideal, as often as the recipe says that ranks synchronise."""
+    """The modelled time divided by the ideal, for the recipe's `sync_every`."""
     costs, ranks = plan.costs, plan.num_ranks
     ideal = float(costs.sum()) / ranks
     if not ideal > 0:

@@ -1,4 +1,4 @@
-"""Topology: how many ranks there are, and what the other parallel axes ask of a plan."""
+"""Topology: the data-parallel ranks, and what the other parallel axes need from a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Data-parallel ranks and what context, tensor and pipeline parallelism demand of a plan.
+    """The sizes of the data-, context-, tensor- and pipeline-parallel groups.
 
     >>> Topology(dp=8, cp=2, tp=2).alignment, Topology(dp=8, pp=4, vpp=2).multiple
     (8, 4)
@@ -23,7 +23,7 @@ class Topology:
     vpp: int = 1
     sequence_parallel: bool = False
     variable_seq_lengths: bool = False
-    """Pipeline stages agree on each micro-batch's shape as they go, so widths may differ."""
+    """Pipeline stages exchange the shape of each micro-batch, so widths may differ."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp", "vpp"):
@@ -32,16 +32,16 @@ class Topology:
             truth_field(self, f"topology.{name}")
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
-                f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages only exist "
-                f"inside a pipeline. Set pp above 1 or vpp to 1."
+                f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages need a pipeline. "
+                f"Set pp above 1 or vpp to 1."
             )
 
     @property
     def alignment(self) -> int:
-        """What every segment's place in a row is rounded up to.
+        """The multiple that each segment's slots are rounded up to.
 
-        Two chunks per context-parallel rank, each divisible by tp; tp alone where activations
-        are sharded along the sequence.
+        Two chunks per context-parallel rank, each divisible by tp; tp alone with sequence
+        parallelism.
         """
         if self.cp > 1:
             return 2 * self.cp * self.tp
@@ -49,10 +49,10 @@ class Topology:
 
     @property
     def multiple(self) -> int:
-        """What the number of micro-batches per rank must be divisible by (interleaved stages)."""
+        """The divisor of the number of micro-batches per rank (interleaved stages)."""
         return self.pp if self.vpp > 1 else 1
 
     @property
     def equal_widths(self) -> bool:
-        """Whether all micro-batches of a step must have one shape (fixed pipeline buffers)."""
+        """Whether all micro-batches of a step have one shape (fixed pipeline buffers)."""
         return self.pp > 1 and not self.variable_seq_lengths

@@ -1,4 +1,4 @@
-"""What a field may hold, said in one way: what it must be, and what it was."""
+"""Checks of single fields. Messages say what a field must be and what it is."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from evenstep.core.glimpse import glimpse
 from evenstep.errors import ConfigError
 
-MOST = 2**40  # beyond any budget; sums of as many still fit 64 bits
+MOST = 2**40  # above any budget; sums still fit 64 bits
 MOST_RANKS = 2**20
-_SEEDS = 2**63  # as many as generators of numpy and torch take
+_SEEDS = 2**63  # numpy and torch accept smaller seeds
 
 
 def whole_number(path: str, value: object, *, least: int = 1, most: int = MOST) -> int:
-    """A whole number between `least` and `most`, numpy's among them, as a plain int.
+    """An integer in [least, most], also of numpy, as a plain int.
 
     >>> import numpy as np
     >>> whole_number("samples", np.int64(3))
@@ -31,9 +31,9 @@ def whole_number(path: str, value: object, *, least: int = 1, most: int = MOST) 
 
 
 def whole_field(owner: object, path: str, *, least: int = 1, most: int = MOST) -> None:
-    """Let a field of a frozen dataclass hold a plain int, or refuse what it holds.
+    """Convert a field of a frozen dataclass to a plain int, or raise.
 
-    "pool.samples" is the field `samples` of a `Pool`, as a message calls it.
+    The path "pool.samples" is the field `samples`, as messages call it.
     """
     name = path.rpartition(".")[2]
     value = whole_number(path, getattr(owner, name), least=least, most=most)
@@ -41,7 +41,7 @@ def whole_field(owner: object, path: str, *, least: int = 1, most: int = MOST) -
 
 
 def seed_number(value: object) -> int:
-    """A seed that every generator takes, as a plain int."""
+    """A valid seed as a plain int."""
     number = _plain(value)
     if number is None:
         raise ConfigError(f"seed must be an integer in [0, 2**63), got {glimpse(value)}.")
@@ -51,7 +51,7 @@ def seed_number(value: object) -> int:
 
 
 def truth_value(path: str, value: object) -> bool:
-    """True or false, numpy's among them, as a plain bool. Text such as "no" is neither.
+    """A bool, also of numpy, as a plain bool. Text such as "no" is refused.
 
     >>> truth_value("shuffle", np.False_)
     False
@@ -62,15 +62,15 @@ def truth_value(path: str, value: object) -> bool:
 
 
 def truth_field(owner: object, path: str) -> None:
-    """Let a field of a frozen dataclass hold a plain bool, or refuse what it holds."""
+    """Convert a field of a frozen dataclass to a plain bool, or raise."""
     name = path.rpartition(".")[2]
     object.__setattr__(owner, name, truth_value(path, getattr(owner, name)))
 
 
 def real_field(owner: object, path: str) -> float:
-    """Let a field of a frozen dataclass hold a plain float, numpy's numbers among them.
+    """Convert a field of a frozen dataclass to a plain float, or raise; return it.
 
-    "cost.per_token" is the field `per_token` of a `Cost`; 3 becomes 3.0, so that equal numbers are
+    The path "cost.per_token" is the field `per_token`. 3 becomes 3.0, so that equal numbers are
     equal data.
     """
     name = path.rpartition(".")[2]
@@ -79,14 +79,14 @@ def real_field(owner: object, path: str) -> float:
         raise ConfigError(f"{path} must be a number, got {glimpse(value)}.")
     try:
         number = float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     object.__setattr__(owner, name, number)
     return number
 
 
 def one_of(path: str, value: object, words: Any) -> None:
-    """Refuse a word that is not among those of a `Literal`."""
+    """Raise if `value` is not one of the words of a `Literal`."""
     if value not in get_args(words):
         raise ConfigError(
             f"unknown {path} {glimpse(value)}; expected one of: {', '.join(get_args(words))}."
@@ -94,5 +94,5 @@ def one_of(path: str, value: object, words: Any) -> None:
 
 
 def _plain(value: object) -> int | None:
-    """A whole number as a plain int; True is none."""
+    """An integer as a plain int; None for anything else, also for bools."""
     return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)

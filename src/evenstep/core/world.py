@@ -1,4 +1,4 @@
-"""World: which data-parallel rank this is, of how many."""
+"""World: the data-parallel rank of this process and the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenstep.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One data-parallel rank of `size`. Passed, never looked up: eight ranks need no processes.
+    """One data-parallel rank of `size`. Passed explicitly: eight ranks need no processes.
 
     >>> [World(rank, 2).rank for rank in range(2)]
     [0, 1]
@@ -26,8 +26,7 @@ class World:
         whole_field(self, "world.size", most=MOST_RANKS)
         if not 0 <= self.rank < self.size:
             raise ConfigError(
-                f"world.rank is {self.rank} of {self.size} ranks, so it has no share of the work. "
-                f"Ranks count from 0 to {self.size - 1}."
+                f"world.rank must be in [0, {self.size}) for {self.size} ranks, got {self.rank}."
             )
         whole_field(self, "world.rank", least=0, most=MOST_RANKS)
 
@@ -35,10 +34,10 @@ class World:
     def detect(
         cls, topology: Topology | None = None, environment: Mapping[str, str] | None = None
     ) -> World:
-        """The world that a launcher (`torchrun`, Ray, `accelerate`) put into the environment.
+        """The world from the environment that a launcher sets (`torchrun`, Ray, `accelerate`).
 
-        With a topology, the data-parallel rank within it, in the order in which Megatron lays
-        ranks out: tensor-parallel neighbours first, then context, data, and pipeline stages.
+        With a topology, the data-parallel rank within it, in Megatron's order of ranks:
+        tensor-parallel ranks are adjacent, then context, data, and pipeline stages.
 
         >>> World.detect(Topology(dp=2, tp=2), {"RANK": "3", "WORLD_SIZE": "4"})
         World(rank=1, size=2)
@@ -48,17 +47,16 @@ class World:
             rank, size = int(found.get("RANK", "0")), int(found.get("WORLD_SIZE", "1"))
         except ValueError:
             raise ConfigError(
-                f"RANK is {found.get('RANK')!r} and WORLD_SIZE {found.get('WORLD_SIZE')!r}, which "
-                f"are no numbers, so this rank's share is unknown. Start with torchrun, or pass a "
-                f"World."
+                f"RANK and WORLD_SIZE must be integers, got {found.get('RANK')!r} and "
+                f"{found.get('WORLD_SIZE')!r}. Start with torchrun, or pass a World."
             ) from None
         if topology is None:
             return cls(rank, size)
         processes = topology.dp * topology.cp * topology.tp * topology.pp
         if size != processes:
             raise ConfigError(
-                f"{size} processes run but the topology describes {processes} "
-                f"(dp {topology.dp} x cp {topology.cp} x tp {topology.tp} x pp {topology.pp}), so "
-                f"ranks cannot be matched. Start {processes} processes or correct the topology."
+                f"WORLD_SIZE is {size} but the topology has {processes} processes "
+                f"(dp {topology.dp} x cp {topology.cp} x tp {topology.tp} x pp {topology.pp}). "
+                f"Start {processes} processes or correct the topology."
             )
         return cls(rank // (topology.tp * topology.cp) % topology.dp, topology.dp)

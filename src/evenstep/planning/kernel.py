@@ -1,7 +1,7 @@
-"""The one decorator of our compiled functions.
+"""`kernel`: the decorator of compiled functions.
 
 A kernel is a function over numpy arrays and numbers that numba compiles once and caches on disk.
-It is also correct as plain Python: set `NUMBA_DISABLE_JIT=1` to step through it or to see coverage.
+It also works as plain Python: set `NUMBA_DISABLE_JIT=1` to debug it or to measure coverage.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function`, cache it on disk, and let other threads run while it works.
+    """Compile `function` without the GIL and cache it on disk.
 
-    A read-only install without a home has no place for a cache; then every process compiles anew.
+    If no folder for the cache is writable, every process compiles again.
     """
     compiled = njit(nogil=True)(function)
     if not config.DISABLE_JIT:
@@ -42,11 +42,10 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 class _KernelCache(FunctionCache):  # type: ignore[misc]
     """numba's cache of one function, valid only while no file with kernels changes.
 
-    Compiled code has the kernels that it calls inside, from whichever file, but numba looks at the
-    function's own file alone: after an upgrade it would run the old ones.
+    Compiled code contains the kernels it calls, also those of other files. numba checks only the
+    function's own file, so after an upgrade it would run old code.
 
-    A cache that cannot be read is compiled anew and written over; one that cannot be written is
-    not used.
+    An unreadable cache is compiled again and overwritten. An unwritable cache is not used.
     """
 
     _cache_file: Any
@@ -60,19 +59,19 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(signature, target_context)
-        except Exception:  # unpickling damaged bytes can raise anything
+        except Exception:  # unpickling damaged bytes can raise any error
             return None
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        with suppress(OSError):  # a full disk, a folder that is read-only by now
+        with suppress(OSError):  # for example a full disk or a read-only folder
             super().save_overload(signature, data)
 
 
 class _CheckedFile:
-    """The index and data files of one function. Each entry has a digest of what it is and holds.
+    """The index and data files of one function. Each entry has a digest of its key and content.
 
-    Bytes that changed within compiled code would crash the process. And numba writes an index
-    before the data: whoever reads between the two would get an entry of other sources.
+    Damaged compiled code would crash the process. And numba writes the index before the data, so a
+    read between the two would load code of other sources.
     """
 
     def __init__(self, file: Any, owner: tuple[Any, ...]) -> None:
@@ -88,13 +87,13 @@ class _CheckedFile:
     def save(self, key: Any, data: Any) -> None:
         content = dumps(data)
         entry = (self._digest(key, content), content)
-        for _ in range(2):  # the index, then the data, may be in the way
+        for _ in range(2):  # a folder may stand where the index or the data belongs
             try:
                 self._file.save(key, entry)
                 return
             except Exception as error:
                 _remove_folders(error)
-            self._file.flush()  # begin a new index
+            self._file.flush()  # start a new index
         self._file.save(key, entry)
 
     def flush(self) -> None:
@@ -107,7 +106,7 @@ class _CheckedFile:
 
 
 def _remove_folders(error: Exception) -> None:
-    """Remove empty folders that stand where a cache file belongs."""
+    """Remove empty folders at the path of a cache file."""
     for path in (getattr(error, "filename", None), getattr(error, "filename2", None)):
         if path is not None and Path(path).is_dir():
             Path(path).rmdir()
@@ -115,7 +114,7 @@ def _remove_folders(error: Exception) -> None:
 
 @cache
 def _digest_of_kernels(package: Path) -> str:
-    """A digest of all files of a package that have kernels, also in folders below it."""
+    """A digest of all files of a package that contain kernels, including subfolders."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()
@@ -125,12 +124,12 @@ def _digest_of_kernels(package: Path) -> str:
 
 
 def _trailing_zeros(word: int) -> int:
-    """The number of the lowest set bit: 0b1000 -> 3."""
+    """The index of the lowest set bit: 0b1000 -> 3."""
     return (int(word) & -int(word)).bit_length() - 1
 
 
 def _prefetch(array: NDArray[Any], index: int) -> None:
-    """Ask for the cache line of `array[index]`, which is about to be written; wait for nothing."""
+    """Prefetch the cache line of `array[index]` for writing. Does not wait."""
 
 
 trailing_zeros: Callable[[int], int] = _trailing_zeros
@@ -141,15 +140,15 @@ if not config.DISABLE_JIT:
     from numba.cpython.unsafe import numbers
     from numba.extending import intrinsic
 
-    # One machine instruction each.
+    # Each is one machine instruction.
     def _trailing_zeros_of(word: int) -> np.int64:
         return np.int64(numbers.trailing_zeros(word))  # signed, also of an unsigned word
 
     def _prefetch_line(_typing: Any, array: Any, index: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-            place = context.cast(builder, arguments[1], signature.args[1], types.intp)
-            address = builder.gep(data, [place])
+            offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
+            address = builder.gep(data, [offset])
             word = ir.IntType(32)
             kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
             call = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)

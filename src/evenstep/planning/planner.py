@@ -95,11 +95,57 @@ def step_size(
     >>> step_size([5, 3, 4, 2], Recipe(layout=Packed(max_tokens=8), steps=Steps(tokens=8)))
     2
     """
-    work = _Work.of(lengths, recipe, groups, columns, names)
-    steps, n = recipe.steps, len(work.lengths)
-    starts = np.arange(n)
-    if work.groups is not None:
-        starts = np.flatnonzero(np.diff(work.groups, prepend=work.groups[:1] - 1))
+    try:
+        return _size_of(_Work.of(lengths, recipe, groups, columns, names), complete)
+    except PlanError:
+        # The sample at fault may lie after the step: look at those before it.
+        size = _size_of(_before_the_fault(lengths, recipe, groups, columns, names), False)
+        if not size:
+            raise
+        return size
+
+
+def _before_the_fault(
+    lengths: ArrayLike,
+    recipe: Recipe,
+    groups: ArrayLike | None,
+    columns: Mapping[str, ArrayLike] | None,
+    names: IntArray | None,
+) -> _Work:
+    """The samples before the first one that cannot be planned, found by bisection."""
+    counts, ids = np.asarray(lengths), None if groups is None else np.asarray(groups)
+    held = {name: np.asarray(column) for name, column in (columns or {}).items()}
+    ends = np.arange(len(counts)) if ids is None else _group_starts(ids)
+
+    def first(count: int) -> _Work:
+        return _Work.of(
+            counts[:count],
+            recipe,
+            None if ids is None else ids[:count],
+            {name: column[:count] for name, column in held.items()},
+            None if names is None else names[:count],
+        )
+
+    low, high = 0, len(ends)  # the first ends[low] samples can be planned
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            first(int(ends[middle]))
+            low = middle
+        except PlanError:
+            high = middle
+    return first(int(ends[low]))
+
+
+def _group_starts(groups: IntArray) -> IntArray:
+    """Where each run of equal group ids starts: [7, 7, 5] -> [0, 2]."""
+    return np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
+
+
+def _size_of(work: _Work, complete: bool) -> int | None:
+    """`step_size` of samples that can all be planned."""
+    steps, n = work.recipe.steps, len(work.lengths)
+    starts = np.arange(n) if work.groups is None else _group_starts(work.groups)
     ends = np.concatenate((starts, [n]))
     if steps.micro_batches is not None:
         offsets = np.unique(np.searchsorted(work.kept, ends))  # units that are not all dropped

@@ -49,7 +49,8 @@ def most_that_fit(
     """
     total = len(filled) - 1
     beyond = int(np.searchsorted(filled, packs * (1 + _SLACK), "right"))
-    if beyond > total and not complete:
+    full = filled[total] > packs * (1 - _SLACK)  # no further unit fits
+    if beyond > total and not complete and not full:
         return None
     low, high, guess, needed = 0, beyond, beyond - 1, 0
     runs = 0

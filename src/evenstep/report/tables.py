@@ -102,6 +102,7 @@ def _balance(stats: Mapping[str, Value]) -> Section:
     for key, what, most in (("cost", "cost", "slowest"), ("tokens", "token", "most")):
         for often in ("micro_batch", "step"):
             minimised = key == "cost" and stats["sync_every"] == often
+            minimised = minimised and stats["balance"] != "none"
             rows.append(
                 Row(
                     f"{what} imbalance per {often.replace('_', '-')}",

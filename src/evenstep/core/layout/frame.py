@@ -26,7 +26,7 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame(ABC):
-    """Bounds of a micro-batch; all that are given hold.
+    """Base of the layouts: the bounds of a micro-batch. All given bounds hold.
 
     max_tokens  the most slots: rows times width, after rounding and alignment
     samples     the most segments
@@ -40,8 +40,9 @@ class Frame(ABC):
     pad_to: int | None = None
 
     def check_bounds(self, kind: str) -> None:
-        """Refuse bounds that are no numbers or contradict each other."""
-        for name in ("max_tokens", "samples", "round_to", "pad_to"):
+        """Raise if a bound is not an integer or bounds contradict each other."""
+        whole_field(self, "layout.round_to")
+        for name in ("max_tokens", "samples", "pad_to"):
             if getattr(self, name) is not None:
                 whole_field(self, f"layout.{name}")
         if self.pad_to is not None and self.pad_to % self.round_to:
@@ -52,18 +53,18 @@ class Frame(ABC):
         least = self.least_slots
         if self.max_tokens is not None and least > self.max_tokens:
             raise ConfigError(
-                f"layout.max_tokens is {self.max_tokens}, but every {kind} micro-batch has {least} "
-                f"slots. Raise max_tokens or lower pad_to."
+                f"layout.max_tokens is {self.max_tokens}, but every {kind} micro-batch has at "
+                f"least {least} slots. Raise max_tokens, or lower pad_to, rows or samples."
             )
 
     @property
     @abstractmethod
     def options(self) -> dict[str, object]:
-        """What was given beside the bounds, by path; only plans can use it."""
+        """The options given in addition to the bounds, by path. Only planning uses them."""
 
     @abstractmethod
     def check_options(self, recipe: Recipe) -> None:
-        """Refuse options that have no effect in this recipe."""
+        """Raise if an option has no effect in this recipe."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -79,38 +80,41 @@ class Frame(ABC):
     @property
     @abstractmethod
     def least_slots(self) -> int:
-        """The slots of an empty micro-batch as far as the layout fixes them, else 1."""
+        """The slots of an empty micro-batch if the layout fixes them, else 1."""
 
     @property
     @abstractmethod
     def budget(self) -> int | None:
-        """The most slots of a micro-batch, given or implied; None if nothing bounds them."""
+        """The most slots of a micro-batch, given or implied; None if unbounded."""
 
     @property
     @abstractmethod
     def packs_per_micro_batch(self) -> int:
-        """How many packs, each filled by itself, make a micro-batch and share its limits."""
+        """How many separately filled packs form a micro-batch and share its limits."""
 
     @property
     @abstractmethod
     def segments_per_row(self) -> int | None:
-        """The most segments in a row; None for any number."""
+        """The most segments in a row; None if unbounded."""
 
     @abstractmethod
     def row_counts(self, held: Whole) -> Whole:
-        """Rows of micro-batches that hold so many segments."""
+        """The rows of micro-batches that hold this many segments."""
 
     @abstractmethod
     def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
-        """What was chosen for each pack -> what lies in each row."""
+        """The entries of each pack -> the entries of each row."""
 
     @abstractmethod
     def row_numbers(self, key: IntArray, held: IntArray) -> IntArray:
-        """The row of each segment in its micro-batch. Segments are sorted by micro-batch, then by
-        `key`; `held` counts those of each micro-batch."""
+        """The row of each segment in its micro-batch.
+
+        Segments are sorted by micro-batch, then by `key`; `held` is their number in each
+        micro-batch.
+        """
 
     def widths(self, used: Whole, unit: int) -> Whole:
-        """The widths of micro-batches whose fullest row uses so many slots.
+        """The widths of micro-batches whose fullest row uses `used` slots.
 
         `used` may be an int or an array; an empty row is one unit wide.
         """
@@ -119,9 +123,9 @@ class Frame(ABC):
         return rounded_up(used + (used == 0), unit)
 
     def capacity(self, recipe: Recipe) -> int | None:
-        """The slots that one row offers its segments; None where nothing bounds them.
+        """The slots of one row; None if unbounded.
 
-        max_tokens 100 with widths in multiples of 16 offers 96.
+        max_tokens 100 with widths in multiples of 16 gives 96.
         """
         most = self.max_tokens if self.pad_to is None else self.pad_to
         return None if most is None else most // recipe.width_unit * recipe.width_unit
@@ -136,8 +140,10 @@ class Frame(ABC):
     def micro_batch_costs(
         self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
     ) -> FloatArray:
-        """The modelled work of micro-batches, padding included. `owner` is the micro-batch of each
-        segment, `aligned` its aligned length."""
+        """The modelled work of micro-batches, including padding.
+
+        `owner` is the micro-batch of each segment, `aligned` its aligned length.
+        """
 
     @abstractmethod
     def limited_costs(
@@ -155,18 +161,19 @@ class Frame(ABC):
 
     @abstractmethod
     def shares(self, recipe: Recipe) -> dict[str, float]:
-        """What one pack may hold of everything that adds up over its segments, by name: `slots`,
-        `samples`, `cost`, `columns.NAME`."""
+        """What one pack may hold of each quantity that adds up over segments.
+
+        The keys are `slots`, `samples`, `cost` and `columns.NAME`.
+        """
 
     @abstractmethod
     def measured(self, recipe: Recipe) -> frozenset[str]:
-        """Which of the shares planning keeps by measuring packs or rows; the others it keeps as
-        further limits."""
+        """The shares that planning uses as the size of a pack; the others are further limits."""
 
     def taken(
         self, recipe: Recipe, aligned: IntArray, columns: Mapping[str, IntArray]
     ) -> dict[str, NDArray[Any]]:
-        """What each segment takes of the shares, by name; `columns` are per segment."""
+        """What each segment takes of each share, by name; `columns` are per segment."""
         found: dict[str, NDArray[Any]] = {
             "slots": aligned,
             "samples": np.ones(len(aligned), np.int64),
@@ -182,7 +189,7 @@ class Frame(ABC):
         return {f"columns.{name}": most // packs for name, most in recipe.limits.columns.items()}
 
     def longest_segment(self, recipe: Recipe) -> int | None:
-        """The longest segment that any micro-batch can hold, or None if nothing limits it.
+        """The longest segment that a micro-batch can hold; None if unbounded.
 
         max_tokens 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
         """
@@ -191,7 +198,7 @@ class Frame(ABC):
             return None if capacity is None else capacity // unit * unit
         most = (MOST if capacity is None else capacity) // unit
         share = self.cost_share(recipe)
-        # The cost of one segment grows with its length: bisect for the longest within the limit.
+        # Cost grows with length: bisect for the longest segment within the limit.
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -203,30 +210,36 @@ class Frame(ABC):
 
     @abstractmethod
     def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
-        """(the slots of a pack, None where they are not added up; the most segments of a pack that
-        holds each unit). `widest` is the longest aligned segment of each unit."""
+        """(slots of a pack, or None if they do not add up; most segments of a pack with each unit).
+
+        `widest` is the longest aligned segment of each unit.
+        """
 
     # Pools ---------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def pool_strategies(self) -> tuple[str, ...]:
-        """The ways to choose a micro-batch from a pool; the first is the default."""
+        """The strategies that select a micro-batch from a pool; the first is the default."""
 
     @abstractmethod
     def room(self, recipe: Recipe) -> tuple[int | None, int]:
-        """(the most slots of one pack, the unit that selecting rounds widths to)."""
+        """(the most slots of one pack, the multiple that selection rounds widths to)."""
 
     # Floors --------------------------------------------------------------------------------------
 
     @abstractmethod
     def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """At least so many micro-batches hold these segments, of which `bins` packs are needed by
-        everything that adds up."""
+        """A lower bound on the micro-batches that hold these segments.
+
+        `bins` is the bound on packs by everything that adds up.
+        """
 
     @abstractmethod
     def least_time(
         self, recipe: Recipe, aligned: IntArray, units: IntArray, per_rank: int
     ) -> float:
-        """No plan takes less modelled time for a step of these segments when each rank runs at
-        least `per_rank` micro-batches. `units` are the slots of what stays together."""
+        """A lower bound on the modelled time of a step of these segments.
+
+        Each rank runs at least `per_rank` micro-batches; `units` are the slots of each unit.
+        """

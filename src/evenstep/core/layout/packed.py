@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ from evenstep.core.layout.frame import Entry, Frame, Whole
 from evenstep.core.layout.padded import Padded
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
 from evenstep.core.rounding import divided_up, rounded_up
-from evenstep.core.validate import MOST, whole_field
+from evenstep.core.validate import MOST, one_of, whole_field
 from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ class Packed(Frame):
     micro-batch, `Packed(rows=4, pad_to=4096)` has one shape: limits and `samples` are shared evenly
     between its rows, and no segment crosses a row.
 
-    `packer=None` lets the planner form packs for fill and balance together; with a balance other
-    than `refined` or `none` it means best fit. A name, or a function (lengths, capacity, seed) ->
-    `Ragged` of a module, makes the planner keep those bins: the largest are divided where ranks,
-    the pipeline or `steps.micro_batches` need more. A packer sees aligned lengths and a group as
-    one item, but no limit beside the slots.
+    With `packer=None` the planner forms packs for fill and balance together; with a balance other
+    than `refined` or `none` it uses best fit. With a packer's name, or a function (lengths,
+    capacity, seed) -> `Ragged`, the planner keeps the packer's bins and divides the largest where
+    ranks, the pipeline or `steps.micro_batches` need more. A packer gets aligned lengths, with a
+    group as one item, and no limit but the slots.
     """
 
     kind: Literal["packed"] = "packed"
@@ -53,47 +54,46 @@ class Packed(Frame):
     packer: str | Packer | None = None
 
     def __post_init__(self) -> None:
+        one_of("layout.kind", self.kind, Literal["packed"])
         if self.packer is not None:
             _check_packer(self.packer)
         whole_field(self, "layout.rows")
         self.check_bounds("packed")
         if self.max_tokens is None and self.samples is None and self.pad_to is None:
             raise ConfigError(
-                "layout.max_tokens is missing: a packed layout needs max_tokens, samples or pad_to."
+                "layout.max_tokens is missing: a packed layout needs layout.max_tokens, "
+                "layout.samples or layout.pad_to."
             )
         if self.rows > 1 and self.pad_to is None:
-            raise ConfigError(
-                f"layout.rows is {self.rows}, and several rows need one width. Set layout.pad_to."
-            )
+            raise ConfigError(f"layout.rows={self.rows} needs a fixed width. Set layout.pad_to.")
         if self.samples is not None and self.samples < self.rows:
             raise ConfigError(
-                f"layout.samples is {self.samples}, shared by {self.rows} rows. Raise it to "
-                f"{self.rows} or more."
+                f"layout.samples must be at least layout.rows, {self.rows}, got {self.samples}."
             )
         if self.packer is not None and self.samples is not None:
             raise ConfigError(
-                "layout.packer cannot keep layout.samples, because a packer sees lengths only. "
+                "layout.packer and layout.samples cannot be combined: a packer gets only lengths. "
                 "Leave one of them out."
             )
 
     @property
     def options(self) -> dict[str, object]:
-        """The packer, where one was chosen."""
+        """The packer, if one is given."""
         return {} if self.packer is None else {"layout.packer": self.packer_name}
 
     def check_options(self, recipe: Recipe) -> None:
-        """Refuse a packer beside limits that it cannot see."""
+        """Raise if there is a packer and a limit that it cannot keep."""
         if self.packer is None:
             return
         limits = [*(["cost"] if recipe.limits.cost is not None else []), *recipe.limits.columns]
         if limits:
             raise ConfigError(
-                f"layout.packer cannot keep the limit on {limits[0]}, because a packer sees "
-                f"lengths only. Leave one of them out."
+                f"layout.packer and the limit on {limits[0]} cannot be combined: a packer gets "
+                f"only lengths. Leave one of them out."
             )
 
     def __eq__(self, other: object) -> bool:
-        """A packer is the same if files call it the same, read from one or not."""
+        """Whether all fields are equal; packers are compared by `packer_name`."""
         return isinstance(other, Packed) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
@@ -105,7 +105,7 @@ class Packed(Frame):
 
     @property
     def packer_name(self) -> str | None:
-        """What files call the packer: its name, or `module:function`."""
+        """The packer in files: its name, or `module:function`."""
         return self.packer if isinstance(self.packer, str | None) else _path_of(self.packer)
 
     @property
@@ -130,7 +130,7 @@ class Packed(Frame):
 
     @property
     def segments_per_row(self) -> None:
-        """Any number."""
+        """Unbounded."""
         return None
 
     def row_counts(self, held: Whole) -> Whole:
@@ -147,12 +147,9 @@ class Packed(Frame):
 
     def padded(self) -> Padded:
         """The padded layout that keeps the same bounds."""
-        return Padded(
-            max_tokens=self.budget,
-            samples=self.samples,
-            round_to=self.round_to,
-            pad_to=self.pad_to if self.rows > 1 else None,
-        )
+        if self.rows > 1:  # as many rows fit; `samples` is never less
+            return Padded(max_tokens=self.budget, round_to=self.round_to, pad_to=self.pad_to)
+        return Padded(max_tokens=self.budget, samples=self.samples, round_to=self.round_to)
 
     # Costs ---------------------------------------------------------------------------------------
 
@@ -163,8 +160,7 @@ class Packed(Frame):
     def micro_batch_costs(
         self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
     ) -> FloatArray:
-        """Each segment attends within its aligned length; every slot passes through the rest of
-        the model."""
+        """Attention costs each segment's aligned length; everything else costs every slot."""
         length = aligned.astype(np.float64)  # a square may not fit 64 bits
         pairs = sum_by(owner, length * length, len(rows))
         count = np.bincount(owner, minlength=len(rows))
@@ -197,7 +193,7 @@ class Packed(Frame):
         return found
 
     def measured(self, recipe: Recipe) -> frozenset[str]:
-        """Packs are measured in slots where these are bounded, else in samples."""
+        """Slots if they are bounded, else samples."""
         return frozenset({"samples" if self.capacity(recipe) is None else "slots"})
 
     def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
@@ -213,7 +209,7 @@ class Packed(Frame):
         return ("subset_sum", "greedy")
 
     def room(self, recipe: Recipe) -> tuple[int | None, int]:
-        """The slots of a row. Aligned sizes add up, so nothing is rounded."""
+        """The slots of a row. Aligned sizes add up, so widths are not rounded."""
         return self.capacity(recipe), 1
 
     # Floors --------------------------------------------------------------------------------------
@@ -230,7 +226,7 @@ class Packed(Frame):
         least = self._least(recipe, units)
         costs = cost.of_lengths(aligned)
         length = aligned.astype(np.float64)
-        attended = cost.per_pair * length * length + cost.per_segment  # whatever the padding
+        attended = cost.per_pair * length * length + cost.per_segment  # independent of padding
         slots = self._fewest_slots(recipe, aligned, ranks * per_rank, least)
         mean = (cost.per_token * slots + float(attended.sum())) / ranks
         widths = np.maximum(self.widths(aligned, unit), least)
@@ -239,19 +235,19 @@ class Packed(Frame):
         slowest = max(mean, float(alone.max(initial=empty)) + (per_rank - 1) * empty)
         held = [(costs, 0.0)]
         if least > unit:
-            # Every micro-batch runs its least slots, so that attention alone is dealt beside them.
+            # Every micro-batch runs its least slots; only attention depends on the deal.
             held.append((attended, per_rank * empty))
         capacity = self.capacity(recipe)
         lock_step = recipe.sync_every == "micro_batch" and self.rows == 1
         for dealt, fixed in held:
             slowest = max(slowest, fixed + makespan_bound(dealt, ranks))
             if lock_step and capacity is not None and int(aligned.max(initial=0)) <= capacity:
-                bound = lock_step_bound(aligned, dealt, capacity, ranks)  # none runs alone
+                bound = lock_step_bound(aligned, dealt, capacity, ranks)  # no segment runs alone
                 slowest = max(slowest, fixed + bound)
         return slowest + per_rank * cost.per_micro_batch
 
     def _least(self, recipe: Recipe, units: IntArray) -> int:
-        """The least slots of a micro-batch: an empty one's, or those of a step's one shape."""
+        """The least slots of a micro-batch: those of an empty one, or of the step's one shape."""
         if self.pad_to is not None:
             return self.least_slots
         if not recipe.topology.equal_widths:
@@ -261,7 +257,7 @@ class Packed(Frame):
     def _fewest_slots(
         self, recipe: Recipe, aligned: IntArray, micro_batches: int, least: int
     ) -> int:
-        """The fewest slots of so many micro-batches, or more, that hold these segments."""
+        """The fewest slots of at least `micro_batches` that hold these segments."""
         if self.pad_to is not None:
             return micro_batches * least
         unit, capacity = recipe.width_unit, self.capacity(recipe)
@@ -273,12 +269,14 @@ class Packed(Frame):
         if recipe.topology.equal_widths:
             ranks = recipe.topology.dp
             share = rounded_up(divided_up(int(aligned.sum()), ranks), unit)
-            slots = max(slots, ranks * share, micro_batches * least)  # all ranks run as many slots
+            slots = max(
+                slots, ranks * share, micro_batches * least
+            )  # all ranks run equally many slots
         return slots
 
 
 def _check_packer(packer: Any) -> None:
-    """Refuse what is neither a packer's name nor a function that a file could name."""
+    """Raise unless `packer` is a known name or a function that a file can name."""
     if isinstance(packer, str):
         if packer not in PACKER_NAMES and ":" not in packer:
             raise ConfigError(
@@ -289,7 +287,7 @@ def _check_packer(packer: Any) -> None:
             f"layout.packer must be a name or a function (lengths, capacity, seed) -> Ragged, got "
             f"{packer!r}."
         )
-    elif "<" in _path_of(packer):
+    elif "<" in _path_of(packer) or not isfunction(packer):
         raise ConfigError(
             f"layout.packer must be a function that a module defines, so that files can name it, "
             f"got {_path_of(packer)}."

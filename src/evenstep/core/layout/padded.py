@@ -29,33 +29,35 @@ class Padded(Frame):
     `Padded(samples=8)` bounds rows instead of slots; with `balance="none"` it is what most training
     scripts do. `Padded(samples=8, pad_to=2048)` is static: eight rows, missing ones empty.
 
-    `cut` is where the sorted samples are divided: `optimal` (the default: the fewest micro-batches,
-    then the fewest slots) or `greedy` (the same cuts on every rank, as NeMo-RL and ROLL make them).
+    `cut` says where sorted samples are divided: `optimal` (the default: the fewest micro-batches,
+    then the fewest slots) or `greedy` (the same cuts on every rank, as in NeMo-RL and ROLL).
     """
 
     kind: Literal["padded"] = "padded"
     cut: Cut | None = None
 
     def __post_init__(self) -> None:
+        one_of("layout.kind", self.kind, Literal["padded"])
         self.check_bounds("padded")
         if self.max_tokens is None and self.samples is None:
             raise ConfigError(
-                "layout.max_tokens is missing: a padded layout needs max_tokens or samples."
+                "layout.max_tokens is missing: a padded layout needs layout.max_tokens or "
+                "layout.samples."
             )
         if self.cut is not None:
             one_of("layout.cut", self.cut, Cut)
 
     @property
     def options(self) -> dict[str, object]:
-        """The cut, where one was chosen."""
+        """The cut, if one is given."""
         return {} if self.cut is None else {"layout.cut": self.cut}
 
     def check_options(self, recipe: Recipe) -> None:
-        """Refuse a cut where widths or the dealing are fixed otherwise."""
+        """Raise if `cut` has no effect, or if it leaves the balance without effect."""
         if self.cut is not None and recipe.topology.equal_widths:
             raise ConfigError(
-                f"layout.cut={self.cut!r} has no effect in this pipeline, whose micro-batches "
-                f"share one width. Leave it out, or set topology.variable_seq_lengths."
+                f"layout.cut={self.cut!r} has no effect, because this pipeline needs equal widths. "
+                f"Leave it out, or set topology.variable_seq_lengths."
             )
         if self.cut == "greedy" and recipe.balance not in ("refined", "stride", "none"):
             raise ConfigError(
@@ -65,7 +67,7 @@ class Padded(Frame):
 
     @property
     def packer(self) -> None:
-        """Sorted rows are cut, not packed."""
+        """None: sorted rows are cut, not packed."""
         return None
 
     @property
@@ -88,7 +90,7 @@ class Padded(Frame):
 
     @property
     def packs_per_micro_batch(self) -> int:
-        """All rows are chosen together."""
+        """One: all rows are chosen together."""
         return 1
 
     @property
@@ -97,7 +99,7 @@ class Padded(Frame):
         return 1
 
     def row_counts(self, held: Whole) -> Whole:
-        """A row for each segment; one row if there is none."""
+        """One row per segment; one row if there is no segment."""
         if self.static and self.samples is not None:
             return held * 0 + self.samples
         empty: Whole = held == 0
@@ -131,7 +133,7 @@ class Padded(Frame):
     def limited_costs(
         self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
     ) -> FloatArray:
-        """What the rows cost that hold a segment."""
+        """The cost of the rows that hold a segment."""
         held = np.bincount(owner, minlength=len(rows))
         return self.micro_batch_costs(cost, held, widths, owner, aligned)
 
@@ -147,17 +149,17 @@ class Padded(Frame):
         return found
 
     def measured(self, recipe: Recipe) -> frozenset[str]:
-        """`rows_that_fit` counts samples and cost."""
+        """Samples and cost, which `rows_that_fit` covers."""
         return frozenset({"samples", "cost"})
 
     def rows_that_fit(self, recipe: Recipe, widths: IntArray) -> IntArray:
-        """How many rows of each width a micro-batch holds; one by itself always counts."""
+        """How many rows of each width a micro-batch holds, at least one."""
         most = np.full(len(widths), self.samples or MOST, np.int64)
         if self.max_tokens is not None:
             most = np.minimum(most, self.max_tokens // widths)
         if recipe.limits.cost is not None:
             dear = self.cost_share(recipe) / recipe.cost.of_lengths(widths) + 1e-9
-            most = np.minimum(most, dear).astype(np.int64)  # a limit may be beyond any integer
+            most = np.minimum(most, dear).astype(np.int64)  # a limit may exceed 64 bits
         return np.maximum(most, 1)
 
     def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
@@ -169,11 +171,14 @@ class Padded(Frame):
     @property
     def pool_strategies(self) -> tuple[str, ...]:
         """The ways to choose rows from a pool."""
+        # `fullest` needs a budget of slots to fill.
+        if self.budget is None:
+            return ("prefer_closest", "prefer_first", "fullest")
         return ("fullest", "prefer_closest", "prefer_first")
 
     def room(self, recipe: Recipe) -> tuple[int | None, int]:
         """All slots of a micro-batch, in rows of rounded or fixed width."""
-        return self.max_tokens, self.pad_to or recipe.width_unit
+        return self.budget, self.pad_to or recipe.width_unit
 
     # Floors --------------------------------------------------------------------------------------
 
@@ -193,17 +198,17 @@ class Padded(Frame):
         if recipe.topology.equal_widths:
             least = max(least, int(widths.max(initial=0)))
         empty = float(cost.of_lengths(np.array([least]))[0])
-        fixed = self.row_counts(0)  # of every micro-batch
+        fixed = self.row_counts(0)  # rows of every micro-batch
         count = max(len(rows), ranks * per_rank * fixed)
         if recipe.topology.equal_widths:
-            count = rounded_up(count, ranks)  # all ranks run as many rows
+            count = rounded_up(count, ranks)  # all ranks run equally many rows
         mean = (float(rows.sum()) + (count - len(rows)) * empty) / ranks
         with_empty = float(rows.max(initial=empty)) + (per_rank * fixed - 1) * empty
         slowest = max(mean, with_empty, makespan_bound(rows, ranks))
         return slowest + per_rank * cost.per_micro_batch
 
     def _step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
-        """The least width of each segment's row; the widest for all where a step has one width."""
+        """The least width of each segment's row; the widest for all if a step has one width."""
         widths = self.widths(aligned, recipe.width_unit)
         if recipe.topology.equal_widths:
             return np.full_like(widths, widths.max(initial=0))

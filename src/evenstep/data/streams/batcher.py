@@ -44,6 +44,11 @@ class PoolBatcher:
                 f"steps.micro_batches must be a multiple of {recipe.topology.multiple} for this "
                 f"pipeline, got {self.micro_batches}."
             )
+        if self.pool.warmup_tokens is not None and layout.budget is None:
+            raise ConfigError(
+                "pool.warmup_steps grows a budget of slots, and this layout has none. Set "
+                "layout.max_tokens, or leave the warm-up out."
+            )
         limit = self.pool.loss_tokens
         if limit is not None and limit < layout.packs_per_micro_batch:
             raise ConfigError(
@@ -79,6 +84,11 @@ class PoolBatcher:
     def strategy(self) -> str:
         """The strategy of the pool, or the layout's default."""
         return self.pool.strategy or self.recipe.layout.pool_strategies[0]
+
+    @cached_property
+    def samples(self) -> int:
+        """Least number of samples in the pool before a micro-batch is taken."""
+        return max(self.pool.samples, self.recipe.layout.samples or 0)
 
     @cached_property
     def enough(self) -> int:

@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe
+from evenstep.core.validate import MOST
 from evenstep.data.sources.source import Sample, length_of
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.pool import Entry, Measure, Pool, entries_of
-from evenstep.errors import InputError, SampleError
+from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.overflow import refusal
 
 _WAKE_UP = 0.5  # seconds
@@ -47,7 +50,11 @@ class Feed:
         self, recipe: Recipe, *, pool: Pool | None = None, length_of: Measure = length_of
     ) -> None:
         # Without a pool from the caller, layout.samples samples also fill a micro-batch.
-        self._samples = recipe.layout.samples if pool is None else None
+        if pool is not None and pool.warmup_tokens is not None:
+            raise ConfigError(
+                "pool.warmup_steps has no effect in a feed, which is one step. Leave it out."
+            )
+        self._samples = _most_samples(recipe) if pool is None else MOST
         pool = _just_enough(recipe) if pool is None else pool
         self._batcher, self._length_of = PoolBatcher(recipe, pool), length_of
         self._waiting: list[Entry] = []
@@ -128,10 +135,17 @@ class Feed:
 
     def _ready(self) -> bool:
         count, pool = len(self._waiting), self._batcher.pool
-        full = self._samples is not None and count >= self._samples
+        full = count >= self._samples
         if count >= pool.samples and not full:
             full = sum(entry.length for entry in self._waiting) >= self._batcher.enough
         return full or self._closed or self._abandoned or self._failure is not None
+
+
+def _most_samples(recipe: Recipe) -> int:
+    """The most segments that a micro-batch can hold, however short."""
+    layout = recipe.layout
+    _, most = layout.pack_bounds(recipe, np.array([recipe.topology.alignment]))
+    return int(most[0]) * layout.packs_per_micro_batch
 
 
 def _just_enough(recipe: Recipe) -> Pool:

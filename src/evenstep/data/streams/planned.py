@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, frozen
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import divided_up
+from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.core.step import Step
 from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
@@ -166,7 +167,9 @@ class PlannedStream:
         while True:
             sample_ids, ends = self._sample_ids(at, window)
             lengths, complete = self.source.lengths_of(sample_ids), window == rest
-            size = step_size(lengths, self.recipe, complete=complete, **self._about(sample_ids))
+            size = step_size(
+                lengths, self._recipe_at(at), complete=complete, **self._about(sample_ids)
+            )
             if size == 0:
                 return None
             if size is not None:
@@ -176,6 +179,12 @@ class PlannedStream:
                     units = rest  # the last step reports all that were dropped
                 return units, units == rest
             window = min(rest, 2 * window)
+
+    def _recipe_at(self, at: StreamPosition) -> Recipe:
+        """The recipe for the number of ranks that began the step at this position."""
+        if not at.inside:
+            return self.recipe
+        return replace(self.recipe, topology=replace(self.recipe.topology, dp=at.inside[0][0]))
 
     def _all_dropped(self, at: StreamPosition, units: int) -> bool:
         """Whether everything after the next `units` units of the epoch is dropped."""
@@ -235,10 +244,7 @@ class PlannedStream:
         """The plan of a step, and the micro-batches that a rank has not done yet."""
         lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
         ranks = self.world.size
-        first = at.inside[0][0] if at.inside else ranks
-        topology = replace(self.recipe.topology, dp=first)
-        recipe = replace(self.recipe, topology=topology)
-        plan = plan_step(lengths, recipe, last=last, **about)
+        plan = plan_step(lengths, self._recipe_at(at), last=last, **about)
         if not at.inside:
             return plan, [micro.renumbered(sample_ids) for micro in plan[0, rank]]
         rest = StepRemainder.of(plan, sample_ids, about)
@@ -364,11 +370,17 @@ class PlannedStream:
         if steps.micro_batches is None:
             return Estimate(int(n > 0), True)
         per_step = steps.micro_batches * self.world.size
-        layout = self.recipe.layout
-        if layout.budget is None:
-            assert layout.samples is not None
-            return Estimate(divided_up(n, layout.samples * per_step), False)
-        return Estimate(divided_up(int(tokens), layout.budget * per_step), False)
+        return Estimate(
+            math.ceil(n / (self._per_micro_batch(tokens / max(n, 1)) * per_step)), False
+        )
+
+    def _per_micro_batch(self, length: float) -> float:
+        """About how many samples of this length a micro-batch holds."""
+        layout, unit = self.recipe.layout, self.recipe.topology.alignment
+        aligned = rounded_up(math.ceil(length), unit)
+        slots, most = layout.pack_bounds(self.recipe, np.array([aligned]))
+        each = min(float(most[0]), math.inf if slots is None else slots / max(aligned, 1))
+        return max(1.0, each * layout.packs_per_micro_batch)
 
     @property
     def micro_batches_per_step(self) -> int:

@@ -97,7 +97,7 @@ class PoolReader:
         return micro_batches, samples
 
     def _fill(self) -> None:
-        waiting, samples, enough = self._waiting, self._batcher.pool.samples, self._batcher.enough
+        waiting, samples, enough = self._waiting, self._batcher.samples, self._batcher.enough
         while len(waiting) < samples or self._tokens < enough:
             found = self._next()
             if found is None:

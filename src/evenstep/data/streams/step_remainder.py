@@ -69,6 +69,8 @@ class StepRemainder:
     def on(self, ranks: int) -> StepRemainder:
         """The same segments, planned for this number of ranks."""
         micros = [micro for each in self.by_rank for micro in each]
+        if all(micro.is_empty for micro in micros):
+            return replace(self, by_rank=[self.by_rank[0]] * ranks)
         segments = Segments(
             *(
                 np.concatenate([getattr(micro.segments, column) for micro in micros])

@@ -1,4 +1,4 @@
-"""The largest differencing method of Karmarkar and Karp for any number of parts."""
+"""The largest differencing method of Karmarkar and Karp, for any number of parts."""
 
 import numpy as np
 
@@ -9,11 +9,11 @@ from evenstep.planning.kernel import kernel
 
 @kernel
 def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: int) -> IntArray:
-    """The part of each item. `layer` items, one to a part, make each first deal.
+    """The part of each item. Each initial partition deals `layer` items, one to a part.
 
     With layer = 1 parts may hold any number of items; with layer = parts they hold equally many.
-    A deal has a load per part, heaviest first, and a linked list of items per part; combining
-    two adds the heaviest part of one to the lightest of the other.
+    A partition has a load per part, heaviest first, and a linked list of items per part. Combining
+    two of them adds the heaviest part of one to the lightest of the other.
     """
     n = costs.shape[0]
     deals = n // layer
@@ -21,15 +21,15 @@ def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: i
     head = np.full((deals, parts), -1, np.int64)
     tail = np.full((deals, parts), -1, np.int64)
     following = np.full(n, -1, np.int64)
-    evenness = np.empty(deals)  # less is more uneven: the lightest part minus the heaviest
+    evenness = np.empty(deals)  # the lightest part minus the heaviest; lower is less even
     for d in range(deals):
-        for slot in range(layer):
-            item = order[d * layer + slot]
-            load[d, slot] = costs[item]
-            head[d, slot] = item
-            tail[d, slot] = item
+        for part in range(layer):
+            item = order[d * layer + part]
+            load[d, part] = costs[item]
+            head[d, part] = item
+            tail[d, part] = item
         evenness[d] = load[d, parts - 1] - load[d, 0]
-    heap = np.arange(deals)  # the most uneven deal at the root
+    heap = np.arange(deals)  # the least even partition at the root
     alive = deals
     for node in range(alive // 2 - 1, -1, -1):
         sink(heap, alive, evenness, node, False)
@@ -39,15 +39,15 @@ def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: i
         heap[0] = heap[alive]
         sink(heap, alive, evenness, 0, False)
         b = heap[0]
-        for slot in range(parts):
-            other = parts - 1 - slot
-            load[a, slot] += load[b, other]
+        for part in range(parts):
+            other = parts - 1 - part
+            load[a, part] += load[b, other]
             if head[b, other] >= 0:
-                if head[a, slot] < 0:
-                    head[a, slot] = head[b, other]
+                if head[a, part] < 0:
+                    head[a, part] = head[b, other]
                 else:
-                    following[tail[a, slot]] = head[b, other]
-                tail[a, slot] = tail[b, other]
+                    following[tail[a, part]] = head[b, other]
+                tail[a, part] = tail[b, other]
         ranking = np.argsort(-load[a], kind="mergesort")
         load[b] = load[a][ranking]
         head[b] = head[a][ranking]
@@ -55,9 +55,9 @@ def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: i
         evenness[b] = load[b, parts - 1] - load[b, 0]
         sink(heap, alive, evenness, 0, False)
     part_of = np.empty(n, np.int64)
-    for slot in range(parts):
-        item = head[heap[0], slot]
+    for part in range(parts):
+        item = head[heap[0], part]
         while item >= 0:
-            part_of[item] = slot
+            part_of[item] = part
             item = following[item]
     return part_of

@@ -1,10 +1,10 @@
-"""Balance: dealing items of known cost to parts (ranks) so that the heaviest part is light.
+"""Divide items of known cost between parts (ranks) such that the heaviest part is light.
 
-stride          sorted, then dealt round-robin, as NeMo-RL and ROLL do
-lpt             longest first, each to the lightest part
-karmarkar_karp  largest differencing: combine the two most uneven partial deals, opposed
-refined         lpt, then swaps that relieve the heaviest part (the default); where these are stuck
-                with few items, parts filled to the brim are tried as well
+stride          sorted, then dealt round-robin, as in NeMo-RL and ROLL
+lpt             heaviest first, each to the lightest part
+karmarkar_karp  largest differencing: combine the two least even partial partitions
+refined         lpt, then swaps that lower the heaviest part (the default); if few items stay
+                uneven, exactly filled parts are tried too
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 
 _PARTNERS = 16  # parts tried for one swap
 _PAIRS_UP_TO = 32  # items a part may have for two-against-two swaps
-_CLOSE = 1e-4  # a heaviest part this near the mean is left alone
-_STUCK, _FEW = 1e-3, 2048  # one farther from its bound, of so few items, is worth another way
-_UNITS = 2**18  # a bound in the units that bins are filled by; rounding up costs 4e-6 an item
+_CLOSE = 1e-4  # a heaviest part this close to the mean is accepted
+_STUCK, _FEW = 1e-3, 2048  # farther from the bound than this, with so few items: try other ways
+_UNITS = 2**18  # the bound in integer sizes; rounding up costs 4e-6 per item
 
 
 @kernel
 def lpt_kernel(costs: FloatArray, order: IntArray, room: IntArray) -> IntArray:
-    """The part of each item; `order` is heaviest first; part p takes at most `room[p]` items."""
+    """The part of each item. `order` is heaviest first; part p takes at most `room[p]` items."""
     parts = room.shape[0]
     part_of = np.empty(costs.shape[0], np.int64)
     load = np.zeros(parts)
@@ -56,7 +56,7 @@ def lpt_kernel(costs: FloatArray, order: IntArray, room: IntArray) -> IntArray:
 def swap_gain(heavy: FloatArray, light: FloatArray, gap: float) -> tuple[float, int, int]:
     """The swap that best halves `gap`: (distance from half, index in heavy, index in light).
 
-    Both are costs, heaviest first, so two pointers see every promising pair.
+    Both are costs, heaviest first, so two pointers find the best pair.
     """
     best, at, to = gap / 2, -1, -1
     j = 0
@@ -75,7 +75,7 @@ def swap_gain(heavy: FloatArray, light: FloatArray, gap: float) -> tuple[float, 
 
 @kernel
 def pair_sums(costs: FloatArray, row: IntArray) -> tuple[FloatArray, IntArray]:
-    """The cost of every two items of a part, heaviest first, and which they are: i * n + j."""
+    """(the cost of every pair of items of a part, heaviest first, and its name i * n + j)."""
     n = row.shape[0]
     sums = np.empty(n * (n - 1) // 2)
     names = np.empty(sums.shape[0], np.int64)
@@ -128,7 +128,7 @@ def swap_items(
 def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
     """Swap items between the heaviest part and lighter ones while that lowers the heaviest.
 
-    Parts keep their number of items. To let an item move alone, give parts items of no cost.
+    Parts keep their number of items. Items of no cost let another item move without a swap.
     """
     n = costs.shape[0]
     order = np.argsort(-costs, kind="mergesort")
@@ -156,7 +156,7 @@ def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
         tried = 0
         for step in range(parts):
             other = int((lightest + step) % parts)
-            # The best that a swap can do is to meet in the middle.
+            # At best, a swap makes both parts cost their mean.
             if other == heavy or (load[heavy] + load[other]) / 2 >= best:
                 continue
             theirs = member[start[other] : start[other + 1]]
@@ -172,7 +172,7 @@ def refine_kernel(costs: FloatArray, part_of: IntArray, parts: int) -> None:
             theirs = member[start[with_part] : start[with_part + 1]]
             swap_items(costs, part_of, load, heavy, with_part, mine, theirs, at, to)
             continue
-        # No single swap helps any more: two against two.
+        # No single swap helps: swap two for two.
         if mine.shape[0] > _PAIRS_UP_TO:
             break
         my_sums, my_names = pair_sums(costs, mine)
@@ -210,7 +210,7 @@ def stride(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray
 
 
 def lpt(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
-    """Heaviest first, each to the lightest part that may still take one.
+    """Heaviest first, each to the lightest part that may take another item.
 
     >>> lpt(np.array([5.0, 4, 3, 3, 3]), 2).tolist()
     [0, 1, 1, 0, 1]
@@ -223,7 +223,7 @@ def lpt(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
 
 
 def karmarkar_karp(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
-    """Largest differencing: sets of partial deals are combined, heaviest with lightest.
+    """Largest differencing: partial partitions are combined, heaviest part with lightest.
 
     >>> karmarkar_karp(np.array([8.0, 7, 6, 5, 4]), 2).tolist()
     [1, 0, 1, 0, 0]
@@ -236,7 +236,7 @@ def karmarkar_karp(costs: FloatArray, parts: int, equal_sizes: bool = False) -> 
 
 
 def refined(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArray:
-    """LPT, then swaps and moves that relieve the heaviest part; never worse than LPT.
+    """LPT, then swaps and moves that lower the heaviest part; never worse than LPT.
 
     >>> refined(np.array([5.0, 4, 3, 3, 3]), 2).tolist()
     [0, 0, 1, 1, 1]
@@ -245,7 +245,7 @@ def refined(costs: FloatArray, parts: int, equal_sizes: bool = False) -> IntArra
     if equal_sizes:
         refine_kernel(costs, part_of, parts)
     else:
-        part_of = _to_the_brim(costs, _swapped(costs, part_of, parts), parts)
+        part_of = _filled_exactly(costs, _swapped(costs, part_of, parts), parts)
     if not _is_stuck(costs, part_of, parts):
         return part_of
     other = karmarkar_karp(costs, parts, equal_sizes)
@@ -257,23 +257,23 @@ def _heaviest(costs: FloatArray, part_of: IntArray, parts: int) -> float:
 
 
 def _is_stuck(costs: FloatArray, part_of: IntArray, parts: int) -> bool:
-    """Whether few items are farther from their bound than they should be."""
+    """Whether there are few items and the heaviest part is far from its bound."""
     least = max(float(costs.sum()) / parts, float(costs.max()))
     return len(costs) <= _FEW and _heaviest(costs, part_of, parts) > least * (1 + _STUCK)
 
 
 def _swapped(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
-    # Two items of no cost in each part let one or two others move alone.
+    # Two items of no cost in each part let one or two others move without a swap.
     whole = np.concatenate((part_of, np.arange(parts), np.arange(parts)))
     refine_kernel(_padded(costs, len(whole)), whole, parts)
     return whole[: len(costs)]
 
 
-def _to_the_brim(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
-    """A lighter heaviest part, if few items are stuck and fit bins that are hardly too large.
+def _filled_exactly(costs: FloatArray, part_of: IntArray, parts: int) -> IntArray:
+    """The parts as bins slightly larger than the bound, if that gives a lighter heaviest part.
 
-    Swaps between two parts cannot find it where one part is short of the mean for good and all
-    others must share what it leaves.
+    Swaps between two parts miss this where one part cannot reach the mean and all others must
+    share what it leaves.
     """
     if not _is_stuck(costs, part_of, parts):
         return part_of
@@ -306,17 +306,14 @@ def partition(
     try:
         items = np.ascontiguousarray(costs, np.float64)
     except (TypeError, ValueError):
-        items = np.full(1, np.nan)  # no numbers, so refused as such
+        items = np.full(1, np.nan)  # refused below
     if items.ndim != 1 or not np.isfinite(items).all() or (items < 0).any():
-        raise InputError(
-            "costs must be one finite number of 0 or more each; otherwise no part is heaviest. "
-            "Pass a flat sequence of such numbers."
-        )
+        raise InputError("costs must be a flat sequence of finite numbers of 0 or more.")
     if len(items) == 0:
         return np.empty(0, np.int64)
     return DEALS[algorithm](items, parts, equal_sizes)
 
 
 def _padded(costs: FloatArray, count: int) -> FloatArray:
-    """The costs and enough items of no cost to make `count`."""
+    """The costs, padded with zeros to `count` items."""
     return np.concatenate((costs, np.zeros(count - len(costs))))

@@ -1,4 +1,4 @@
-"""Dynamic batching of one step: sorted rows are cut into padded micro-batches, dealt to ranks."""
+"""Dynamic batching of one step: cut sorted rows into padded micro-batches, deal them to ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from evenstep.planning.units import Units
 
 
 def count_cuts(units: Units, layout: Padded, recipe: Recipe) -> int:
-    """How many micro-batches the sorted units need at least."""
+    """The fewest micro-batches that hold the sorted units."""
     return fewest_cuts(_sorted(units, layout, recipe)[2]) if len(units) else 0
 
 
@@ -33,8 +33,8 @@ def cut_optimal(
     if len(units) == 0:
         return np.empty(0, np.int64), wanted or recipe.topology.multiple
     order, width, starts = _sorted(units, layout, recipe)
-    per_rank = divided_up(fewest_cuts(starts), ranks)
-    count = wanted or rounded_up(per_rank, recipe.topology.multiple)
+    needed = rounded_up(divided_up(fewest_cuts(starts), ranks), recipe.topology.multiple)
+    count = max(wanted or 0, needed)
     cuts = min(count * ranks, len(units))
     ends = optimal_cuts(width, units.count[order], starts, cuts)
     block = np.empty(len(units), np.int64)
@@ -47,8 +47,7 @@ def cut_optimal(
 
 
 def _sorted(units: Units, layout: Padded, recipe: Recipe) -> tuple[IntArray, IntArray, IntArray]:
-    """(units from narrow to wide, their widths, for each end the first unit that may share its
-    micro-batch)."""
+    """(units from narrow to wide, their widths, `feasible_starts` of each end)."""
     width = layout.widths(units.widest, recipe.width_unit)
     order = np.lexsort((units.count, width))
     most = layout.rows_that_fit(recipe, width[order])
@@ -81,8 +80,8 @@ def cut_greedy(
     # 0: the ranks do not share this width. An over-long sample runs alone and must not widen other
     # ranks' micro-batches. Nor may a sample widen a group beyond the budget: two rows of 1 fit 20
     # slots, two rows of 17 do not.
-    if recipe.capacity is not None:
-        widths[widths > recipe.capacity] = 0
+    if recipe.longest_segment is not None:
+        widths[widths > layout.widths(recipe.longest_segment, recipe.width_unit)] = 0
     for at, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if rows[start:end].sum(axis=0).max() > most[end - 1]:
             widths[at] = 0

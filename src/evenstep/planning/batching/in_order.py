@@ -1,4 +1,4 @@
-"""balance="none": micro-batches take the next samples in order, and ranks take turns."""
+"""balance="none": micro-batches take the next samples in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.planning.kernel import kernel
 from evenstep.planning.units import Units
 
-_ANY = 2**62  # slots that nothing reaches
+_ANY = 2**62  # more slots than any pack has
 
 
 @kernel
@@ -21,10 +21,10 @@ def fill_in_order(
     extra: FloatArray,
     caps: FloatArray,
 ) -> IntArray:
-    """The pack of each unit: the next one whenever a bound would break.
+    """The pack of each unit. A new pack starts when the next unit would exceed a bound.
 
     A pack holds `capacity` slots, `caps[d]` of each further limit, and at most `most[u]` segments
-    if it holds unit u. A unit that breaks a bound by itself has a pack to itself.
+    if it holds unit u. A unit that exceeds a bound by itself gets its own pack.
 
     >>> none = np.zeros((4, 0))
     >>> fill_in_order(np.array([3, 2, 4, 1]), 5, np.ones(4, int), np.full(4, 9), none, none[0])

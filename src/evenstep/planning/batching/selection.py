@@ -1,8 +1,8 @@
-"""Which samples of a pool form the next micro-batch.
+"""Select the samples of a pool that form the next micro-batch.
 
-A pool holds samples in the order of their arrival; place 0 is the oldest. Every strategy takes
-the oldest, so a sample waits for no more micro-batches than there were samples before it. Taking
-the oldest alone is always allowed, however long it is.
+A pool holds samples in order of arrival; index 0 is the oldest. Every strategy takes the oldest, so
+a sample waits for at most as many micro-batches as there were samples before it. The oldest sample
+alone is always allowed, however long it is.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError
 from evenstep.planning.kernel import kernel
 from evenstep.planning.packing.knapsack import fill_under_weight, search
-from evenstep.planning.packing.subset_sum import fill_to_the_brim
+from evenstep.planning.packing.subset_sum import fill_space
 
-_ANY = 2**62  # a limit that nothing reaches
+_ANY = 2**62  # more than any limit
 _UNCOUNTED = np.empty(0, np.int64)
 _OLDEST = np.zeros(1, np.int64)
 
-# sizes, counted (empty if nothing is), capacity, unit, most counted, most samples -> places
+# sizes, counted (empty if nothing is), capacity, unit, most counted, most samples -> indices
 Strategy: TypeAlias = Callable[[IntArray, IntArray, int, int, int, int], IntArray]
 
 
@@ -36,7 +36,7 @@ class Room:
     """Padded: widths are rounded up to a multiple of this."""
 
     counted: int | None = None
-    """The most of a second column, for example trained tokens; None: not counted."""
+    """The most of a second column, for example loss tokens; None: not counted."""
 
     most: int | None = None
     """The most samples; None: any number."""
@@ -45,16 +45,14 @@ class Room:
         for name in ("capacity", "unit", "counted", "most"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(
-                    f"{name} of a micro-batch is {value}, so it could hold nothing. Use 1 or more."
-                )
+                raise ConfigError(f"{name} of a micro-batch must be 1 or more, got {value}.")
 
 
 @kernel
 def greedy(
     sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
 ) -> IntArray:
-    """In order, whatever still fits.
+    """In order, each sample that still fits.
 
     >>> greedy(np.array([7, 6, 3]), np.array([0, 0, 0]), 10, 1, 9, 9).tolist()
     [0, 2]
@@ -81,25 +79,24 @@ def subset_sum(
 ) -> IntArray:
     """As much as possible beside the oldest: of the counted column if there is one, else of size.
 
-    Exact where size alone is limited, or, up to some size, where a counted column is as well. What
-    `most` forbids, and anything larger, is left to a search that is bounded and no worse than
-    greedy. Of equally full choices the older samples are taken.
+    Exact if only size is limited and, up to some size, if a counted column is limited too. A
+    bounded search that is no worse than greedy handles larger cases and those where `most` binds.
+    Of equally full choices, the older samples are taken.
 
     >>> subset_sum(np.array([7, 2, 3]), np.empty(0, np.int64), 10, 1, 9, 9).tolist()
     [0, 2]
     """
-    # Kernels of other files are called from here: numba's cache does not see them change.
     rest, space = sizes[1:], capacity - int(sizes[0])
-    values, brim = (counted[1:], limit - int(counted[0])) if len(counted) else (rest, space)
-    if space <= 0 or brim < 0 or most <= 1:
+    values, goal = (counted[1:], limit - int(counted[0])) if len(counted) else (rest, space)
+    if space <= 0 or goal < 0 or most <= 1:
         return np.zeros(1, np.int64)
-    filled = fill_to_the_brim(values, brim)
+    filled = fill_space(values, goal)
     fits = values is rest or int(rest[filled].sum()) <= space
     if not fits:
-        filled = fill_under_weight(values, rest, brim, space)
+        filled = fill_under_weight(values, rest, goal, space)
         fits = len(filled) > 0
     if not fits or len(filled) >= most:
-        filled = search(values, rest, brim, space, most - 1)
+        filled = search(values, rest, goal, space, most - 1)
     return np.concatenate((_OLDEST, filled + 1))
 
 
@@ -113,7 +110,8 @@ def closest(
     most: int,
     near: bool,
 ) -> IntArray:
-    """Add, while it fits, what makes the fewest slots; of equals the `near` one, or the first."""
+    """Add, while it fits, the sample that gives the fewest slots; of equals, the one closest in
+    length if `near`, else the first."""
     n = sizes.shape[0]
     chosen = np.zeros(n, np.int64)
     counts = counted.shape[0] > 0
@@ -150,7 +148,7 @@ def closest(
 def prefer_closest(
     sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
 ) -> IntArray:
-    """Grow by the fewest slots; of equals, by the length closest to the longest so far."""
+    """Add the sample that gives the fewest slots; of equals, the closest to the longest."""
     return closest(sizes, counted, capacity, unit, limit, most, True)
 
 
@@ -158,7 +156,7 @@ def prefer_closest(
 def prefer_first(
     sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
 ) -> IntArray:
-    """Grow by the fewest slots; of equals, by the first in the pool."""
+    """Add the sample that gives the fewest slots; of equals, the first in the pool."""
     return closest(sizes, counted, capacity, unit, limit, most, False)
 
 
@@ -168,14 +166,16 @@ def fullest(
 ) -> IntArray:
     """The rows that hold the most tokens, over all widths; of equals, those with fewer slots.
 
-    Whatever the width, the longest rows below it are the fullest. Where a counted column stops
-    one of them, the next shorter that it lets pass is taken, which need not be the best.
+    At any width, the longest rows up to it are the fullest. Where a counted column excludes one of
+    them, the next shorter row that fits is taken, which need not be the best.
     """
     n = sizes.shape[0]
     counts = counted.shape[0] > 0
     best = np.zeros(1, np.int64)
     best_tokens, best_slots, youngest = sizes[0], -(-sizes[0] // unit) * unit, 0
-    order = np.argsort(-sizes[1:], kind="mergesort") + 1  # longest first, of equals the oldest
+    order = (
+        np.argsort(-sizes[1:], kind="mergesort") + 1
+    )  # longest first; of equals, the oldest first
     rows = np.zeros(n, np.int64)
     for start in range(n - 1):
         longest = max(sizes[0], sizes[order[start]])
@@ -201,7 +201,7 @@ def fullest(
             tokens += sizes[i]
         if count < 2 or tokens < best_tokens:
             continue
-        longest = max(sizes[0], sizes[rows[1]])  # less than the width if its rows did not pass
+        longest = max(sizes[0], sizes[rows[1]])  # less than the width if its rows were excluded
         slots = (longest + unit - 1) // unit * unit * count
         last = rows[:count].max()
         if tokens > best_tokens or (slots, last) < (best_slots, youngest):
@@ -220,7 +220,7 @@ STRATEGIES: dict[str, Strategy] = {**PACKED, **PADDED}
 
 
 def select(strategy: str, sizes: IntArray, room: Room, counted: IntArray | None = None) -> IntArray:
-    """Places in the pool of the next micro-batch: the oldest, then the others as they were chosen.
+    """Indices in the pool of the next micro-batch: the oldest first, then in order of choice.
 
     >>> select("greedy", np.array([5, 6, 3, 5]), Room(capacity=10)).tolist()
     [0, 2]
@@ -229,15 +229,14 @@ def select(strategy: str, sizes: IntArray, room: Room, counted: IntArray | None 
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
-            f"strategy {strategy!r} is unknown, so no micro-batch was formed. Choose one of "
-            f"{', '.join(STRATEGIES)}."
+            f"unknown strategy {strategy!r}; expected one of: {', '.join(STRATEGIES)}."
         )
     assert len(sizes), "a pool holds at least one sample"
     if room.counted is None:
         column, limit = _UNCOUNTED, _ANY
     else:
-        assert counted is not None, "what is limited is counted"
-        assert len(counted) == len(sizes), "every sample is counted"
+        assert counted is not None, "a limited column must be given"
+        assert len(counted) == len(sizes), "one count per sample"
         column, limit = np.ascontiguousarray(counted, np.int64), room.counted
     return STRATEGIES[strategy](
         np.ascontiguousarray(sizes, np.int64),

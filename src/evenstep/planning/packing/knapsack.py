@@ -1,8 +1,8 @@
-"""The most value under limits of weight and number.
+"""Choose the set with the most value under limits of weight and number.
 
-`fill_under_weight` is the classical table: for every value the least weight that reaches it. As
-in `subset_sum`, items join in the given order, every stage is kept, and a narrow window below the
-running total is looked at first. `search` takes all limits at once and stops after a while.
+`fill_under_weight` uses the classical table: for every value the least weight that reaches it. As
+in `subset_sum`, items are added in the given order, every stage is kept, and a narrow window below
+the running total is tried first. `search` handles all limits at once, with a bound on its steps.
 """
 
 from typing import TypeAlias
@@ -15,33 +15,33 @@ from evenstep.planning.kernel import kernel
 
 Int32Array: TypeAlias = NDArray[np.int32]
 
-_KEPT = 2**20  # weights in all stages: about half a millisecond
-_STEPS = 100_000  # items looked at by a search: some tenths of a millisecond
-_NEVER = 2**30  # the weight of values that nothing reaches
+_KEPT = 2**20  # table entries over all stages: about half a millisecond
+_STEPS = 100_000  # items a search tries: some tenths of a millisecond
+_NEVER = 2**30  # the weight of values that no set reaches
 
 
 @kernel
 def fill_under_weight(
     values: IntArray, weights: IntArray, most_value: int, most_weight: int
 ) -> IntArray:
-    """Ascending places of the set with the most value within both limits.
+    """Ascending indices of the set with the most value within both limits.
 
-    Of equal sets that one whose last item comes first. None: the table would be too large, or
-    nothing fits.
+    Of equal sets, the one whose last item comes first. Empty if the table would be too large, or
+    if nothing fits.
     """
     taken = np.empty(0, np.int64)
     if most_weight >= _NEVER:
         return taken
-    places = np.empty(values.shape[0], np.int64)
+    indices = np.empty(values.shape[0], np.int64)
     n, total, largest = 0, 0, 0
     for i in range(values.shape[0]):
         if values[i] <= most_value and weights[i] <= most_weight:
-            places[n] = i
+            indices[n] = i
             n += 1
             total += values[i]
             largest = max(largest, values[i])
-    places = places[:n].copy()
-    values, weights = values[places], weights[places]
+    indices = indices[:n].copy()
+    values, weights = values[indices], weights[indices]
     window = 2 * largest
     while 2 * window < min(total, most_value) and taken.shape[0] == 0:
         taken = lightest(values, weights, most_value, most_weight, window)
@@ -49,7 +49,7 @@ def fill_under_weight(
     if taken.shape[0] == 0:
         taken = lightest(values, weights, most_value, most_weight, total)
     for i in range(taken.shape[0]):
-        taken[i] = places[taken[i]]
+        taken[i] = indices[taken[i]]
     return taken
 
 
@@ -57,7 +57,7 @@ def fill_under_weight(
 def lightest(
     values: IntArray, weights: IntArray, most_value: int, most_weight: int, window: int
 ) -> IntArray:
-    """Places of the best set; none if all of `most_value` leave out too much, or come too late.
+    """Indices of the best set; empty if the window or the table is too small to find one.
 
     Stage k holds the least weight of every value of the first k items, from their total less
     `window` up to `most_value`.
@@ -110,15 +110,14 @@ def lightest(
 def search(
     values: IntArray, sizes: IntArray, most_value: int, most_size: int, most: int
 ) -> IntArray:
-    """Ascending places of the set with the most value within all three limits.
+    """Ascending indices of the set with the most value within all three limits.
 
-    Depth first, taking before leaving, so that of equal values the first in order wins. A search
-    that is not over after `_STEPS` gives the best set so far, which holds no less than taking
-    whatever fits, in order.
+    Depth first, taking an item before leaving it out, so of equal sets the first in order wins.
+    After `_STEPS` the best set so far is returned. It is at least as good as the greedy one.
     """
     n = values.shape[0]
     most = min(most, n)
-    left = np.zeros(n + 1, np.int64)  # value, and the largest value, from each place on
+    left = np.zeros(n + 1, np.int64)  # the total and the largest value from each index on
     largest = np.zeros(n + 1, np.int64)
     for i in range(n - 1, -1, -1):
         left[i] = left[i + 1] + values[i]

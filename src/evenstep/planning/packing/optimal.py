@@ -73,9 +73,9 @@ def fill_exactly(
             link[length] = length - 1
     filled = np.empty(n, np.int64)
     bin_of = np.empty(n, np.int64)
-    placed = 0
+    packed = 0
     bins = 0
-    while placed < n:
+    while packed < n:
         gap = capacity
         allowed = enough
         if enough < 0:
@@ -108,9 +108,9 @@ def fill_exactly(
             for length in (one, two, three):
                 if length > 0:
                     take(count, link, length)
-                    filled[placed] = length
-                    bin_of[placed] = bins
-                    placed += 1
+                    filled[packed] = length
+                    bin_of[packed] = bins
+                    packed += 1
                     gap -= length
                     left -= length
         spare -= gap

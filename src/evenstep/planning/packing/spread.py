@@ -1,8 +1,8 @@
-"""Spreading: units over a given number of packs, so that none is fuller than it must be.
+"""Spread units evenly over a given number of packs, under several limits.
 
-Filling packs one after the other uses up one limit while there is room under another: with at most
-seven segments, the last packs hold seven short ones and are nearly empty. Spread over all packs,
-every limit is used up evenly.
+Packs that are filled one after the other reach one limit while there is room under another. With
+at most seven segments per pack, for example, the last packs hold seven short segments and few
+tokens. Spread over all packs, every limit is used evenly.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from evenstep.planning.kernel import kernel
 from evenstep.planning.units import Units
 
 _CHOICE = 4  # packs with room that a unit chooses from
-_LOOK = 64  # packs looked at for these, from the emptiest on
+_LOOK = 64  # packs tried to find them, from the emptiest on
 
 
 def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
-    """Units by pack, spread over so many packs within all limits; None if one fits nowhere.
+    """The units of each of `packs` packs, within all limits; None if a unit fits nowhere.
 
-    Heaviest first, by the sum of its shares of all limits; what breaks one by itself before all.
+    Units are taken by the sum of their shares of all limits, largest first. Units that exceed a
+    limit by themselves come before all others.
     """
     shares = np.column_stack((units.size / capacity, units.extra / np.maximum(units.caps, 1e-9)))
     alone = (units.size > capacity) | (units.extra > units.caps).any(axis=1)
@@ -34,10 +35,11 @@ def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
 def spread_kernel(
     sizes: IntArray, extra: FloatArray, order: IntArray, capacity: int, caps: FloatArray, packs: int
 ) -> IntArray:
-    """The pack of each unit, taken in `order`: of the emptiest packs with room, the one that it
-    leaves emptiest. A pack is as full as its largest share of any limit.
+    """The pack of each unit, taken in `order`; empty if a unit fits nowhere.
 
-    A unit that breaks a limit by itself takes an empty pack. Empty if a unit fits nowhere.
+    A unit goes to one of the emptiest packs with room: the one that it leaves emptiest. A pack is
+    as full as its largest share of any limit. A unit that exceeds a limit by itself takes an empty
+    pack.
     """
     n = sizes.shape[0]
     pack_of = np.empty(n, np.int64)

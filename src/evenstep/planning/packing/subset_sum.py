@@ -1,14 +1,14 @@
-"""Fill a space to the brim from a list of sizes, exactly.
+"""Choose the sizes that fill a space best, exactly.
 
-Sums are bits of a bitset, and an item shifts all of them at once. Items join in the given order
-and every stage is kept, so the first stage that has a sum tells which item completed it. That
-makes the choice unique: of all sets with the largest sum, the one whose last item comes first,
-then the one whose last but one does, and so on.
+The reachable sums are a bitset, and adding an item shifts all of them at once. Items are added in
+the given order and every stage is kept, so the first stage that has a sum shows which item
+completed it. That makes the choice unique: of all sets with the largest sum, the one whose last
+item comes first, then the one whose last but one does, and so on.
 
     sizes 3, 5, 2, space 7    {0} -> {0, 3} -> {0, 3, 5} -> {0, 2, 3, 5, 7}    7 = 2 + 5
 
-A set that leaves out little has a sum close to that of everything so far. So a narrow window
-below the running total is looked at first: many items need only a few words each.
+A set that leaves out little has a sum close to the running total. So a narrow window below that
+total is tried first, where an item needs only a few words.
 """
 
 from typing import TypeAlias
@@ -21,18 +21,18 @@ from evenstep.planning.kernel import kernel
 
 WordArray: TypeAlias = NDArray[np.uint64]
 
-_KEPT = 2**21  # words of all stages (16 MiB); beyond it, one stage and the item of each sum
+_KEPT = 2**21  # words over all stages (16 MiB); beyond it, one stage and the item of each sum
 
 
 @kernel
-def fill_to_the_brim(sizes: IntArray, space: int) -> IntArray:
-    """Ascending places in `sizes` of the set with the largest sum within `space`."""
-    places = np.empty(sizes.shape[0], np.int64)
+def fill_space(sizes: IntArray, space: int) -> IntArray:
+    """Ascending indices of the set with the largest sum within `space`."""
+    indices = np.empty(sizes.shape[0], np.int64)
     units = np.empty(sizes.shape[0], np.int64)
     n, total, divisor = 0, 0, 0
     for i in range(sizes.shape[0]):
         if sizes[i] <= space:
-            places[n] = i
+            indices[n] = i
             units[n] = sizes[i]
             total += sizes[i]
             n += 1
@@ -41,9 +41,9 @@ def fill_to_the_brim(sizes: IntArray, space: int) -> IntArray:
                 while b > 0:
                     a, b = b, a % b
                 divisor = a
-    places, units = places[:n], units[:n]
+    indices, units = indices[:n], units[:n]
     if total <= space:
-        return places
+        return indices
     space //= divisor
     largest = 0
     for i in range(n):
@@ -60,16 +60,16 @@ def fill_to_the_brim(sizes: IntArray, space: int) -> IntArray:
         else:
             taken = from_records(units, space)
     for i in range(taken.shape[0]):
-        taken[i] = places[taken[i]]
+        taken[i] = indices[taken[i]]
     return taken
 
 
 @kernel
 def from_stages(units: IntArray, space: int, window: int) -> IntArray:
-    """Places of the fullest set; none if every set that meets the brim leaves out too much.
+    """Indices of the set with the largest sum; empty if the window is too narrow to fill `space`.
 
     Stage k holds the sums of the first k items from their total less `window` up to `space`. What
-    a set leaves out only grows, so no set that ends inside the window was ever outside.
+    a set leaves out only grows, so a set that ends inside the window was never outside.
     """
     n = units.shape[0]
     words = min(space >> 6, (window >> 6) + 1) + 3
@@ -111,7 +111,7 @@ def from_stages(units: IntArray, space: int, window: int) -> IntArray:
 
 @kernel
 def holds(stage: WordArray, total: int, window: int, wanted: int) -> bool:
-    """Whether a stage has a sum, not below its window. Nothing above the total was written."""
+    """Whether a stage has the sum `wanted`, which is not below its window."""
     if wanted > total:
         return False
     bit = wanted - (max(0, total - window) >> 6 << 6)
@@ -122,9 +122,9 @@ def holds(stage: WordArray, total: int, window: int, wanted: int) -> bool:
 def shift_in(
     old: WordArray, new: WordArray, old_base: int, base: int, old_top: int, top: int, unit: int
 ) -> None:
-    """new = old | old << unit, both by words from a base of their own up to their top.
+    """new = old | old << unit, each in words from its own base up to its top.
 
-    One more word, of zeros, follows the top: the next shift reads it.
+    One word of zeros follows the top, because the next shift reads it.
     """
     skipped = base - old_base
     kept = max(0, old_top - base + 1)
@@ -135,7 +135,7 @@ def shift_in(
         new[i] = np.uint64(0)
     whole, part = unit >> 6, np.uint64(unit & 63)
     rest = np.uint64(63) - part
-    # Word i of `new` gets word i + ahead of `old`, shifted up, and what spills from the one below.
+    # Word i of `new` gets word i + ahead of `old`, shifted up, and the carry from the one below.
     ahead = skipped - whole
     first = max(0, -ahead)
     if first + ahead == 0 and first <= top - base:
@@ -150,7 +150,7 @@ def shift_in(
 
 @kernel
 def from_records(units: IntArray, space: int) -> IntArray:
-    """As `from_stages` with all sums, in little memory: the item that first made each sum."""
+    """`from_stages` with all sums in less memory: it records the item that first made each sum."""
     words = np.zeros((space >> 6) + 1, np.uint64)
     words[0] = np.uint64(1)
     made_by = np.empty(space + 1, np.int32)
