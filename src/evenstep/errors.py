@@ -1,37 +1,37 @@
-"""What Evenstep raises. Every message says the fault, its consequence and the remedy."""
+"""The exceptions of Evenstep. Messages say what was wrong, what was expected and how to fix it."""
 
 
 class EvenstepError(Exception):
-    """The base of every error that Evenstep raises on purpose."""
+    """Base class of all Evenstep exceptions."""
 
 
 class ConfigError(EvenstepError, ValueError):
-    """A recipe, layout or topology that contradicts itself or names something unknown."""
+    """Invalid configuration: a wrong value, an unknown name or options that contradict."""
 
 
 class InputError(EvenstepError, ValueError):
-    """Lengths, groups or columns that cannot be planned as they are given."""
+    """Invalid data from the caller, for example lengths, groups or columns."""
 
 
 class PlanError(EvenstepError):
-    """No plan exists under these limits, or a plan breaks one of its invariants."""
+    """No plan exists within the limits, or a plan is invalid."""
 
 
 class FileError(EvenstepError):
-    """A file that is missing, damaged, truncated or not ours."""
+    """A file is missing, damaged, truncated or of another format."""
 
 
 class SampleError(EvenstepError):
-    """A sample that could not be read; never taken for the end of the data."""
+    """A sample could not be read. Never treated as the end of the data."""
 
 
 class CursorError(EvenstepError, ValueError):
-    """A cursor that is damaged, or that belongs to other data, another seed or another recipe."""
+    """A cursor is damaged, or belongs to other data, another seed or another recipe."""
 
 
 class MicroBatchError(EvenstepError):
-    """A micro-batch that could not be run, with its shape and its place in the plan."""
+    """A micro-batch failed. The message has its shape, step, rank and index."""
 
 
 class RankError(EvenstepError):
-    """Another rank has failed or is gone, so this one cannot go on."""
+    """Another rank failed or does not respond."""

@@ -183,7 +183,7 @@ def test_a_violation_gives_exit_code_1(
     handmade([5, 5, 5], [[[[[0, 1]]], [[[2]]]]], recipe).save(path)
     run("check", path, *json_option, code=1)
     out = capsys.readouterr().out
-    assert "micro-batch 0 has 10 slots of 8" in out
+    assert "micro-batch 0 has 10 slots, more than 8" in out
     if json_option:
         assert json.loads(out)["valid"] is False
     else:

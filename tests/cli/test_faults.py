@@ -259,10 +259,10 @@ def test_bad_input_gives_one_line_and_no_file(
     ("content", "says"),
     [
         (None, "No such file"),
-        (b"", "cut short"),
+        (b"", "truncated"),
         (b"3 4 5\n", "not an Evenstep plan"),
-        (b"EVENSTEP PLAN 2\n", "damaged or cut short"),
-        (b"EVENSTEP PLAN 2\n" + bytes(500), "damaged or cut short"),
+        (b"EVENSTEP PLAN 2\n", "damaged or truncated"),
+        (b"EVENSTEP PLAN 2\n" + bytes(500), "damaged or truncated"),
         (b"EVENSTEP PLAN 1\n" + bytes(500), "of version 1, and this release reads version 2"),
     ],
 )

@@ -363,8 +363,8 @@ def test_violations_are_a_flat_list_of_sentences_that_name_their_check() -> None
     recipe = Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2))
     wide = handmade([5, 5, 5, 4, 4, 5], [[[[[0, 1]], [[3]]], [[[2]], [[4, 5]]]]], recipe)
     assert violations(wide) == [
-        "slots_within_budget: micro-batch 0 has 10 slots of 8",
-        "slots_within_budget: micro-batch 3 has 9 slots of 8",
+        "slots_within_budget: micro-batch 0 has 10 slots, more than 8",
+        "slots_within_budget: micro-batch 3 has 9 slots, more than 8",
     ]
 
 

@@ -76,7 +76,7 @@ def test_a_joined_plan_keeps_its_promises() -> None:
 
 def test_what_cannot_be_joined_is_refused() -> None:
     plan = make_plan([3, 4], Recipe(layout=Packed(max_tokens=8)))
-    with pytest.raises(InputError, match="no plans were given"):
+    with pytest.raises(InputError, match="expected at least one plan"):
         join_plans([], [])
     other = replace(plan, recipe=replace(plan.recipe, seed=1))
     with pytest.raises(InputError, match="different recipes"):

@@ -101,7 +101,7 @@ def test_planning_does_not_keep_or_change_the_callers_array() -> None:
 
 
 def test_restoring_the_wrong_number_of_values_is_refused(plan: Plan) -> None:
-    with pytest.raises(InputError, match="8 values but the plan runs 9 segments"):
+    with pytest.raises(InputError, match="8 values but the plan has 9 segments"):
         plan.restore(range(8))
 
 
@@ -134,7 +134,7 @@ def test_any_truncation_is_noticed(plan: Plan, tmp_path: Path) -> None:
     data = path.read_bytes()
     for size in range(0, len(data), 5):
         path.write_bytes(data[:size])
-        with pytest.raises(FileError, match="cut short"):
+        with pytest.raises(FileError, match="truncated"):
             Plan.load(path)
 
 
@@ -173,7 +173,7 @@ def test_stats_name_the_sequence_that_no_assignment_can_balance() -> None:
     recipe = Recipe(layout=Packed(max_tokens=100), topology=Topology(dp=4), cost=Cost(per_pair=1.0))
     stats = make_plan([5, 100, 7, 9], recipe).stats()
     assert "sample 1 with 100 tokens" in stats["bottleneck"]
-    assert "Context parallelism" in stats["bottleneck"]
+    assert "context parallelism" in stats["bottleneck"]
     # The heaviest rank carries that sequence and nothing else: no plan is better.
     assert stats["balance_optimal"]
     even = make_plan([5] * 16, recipe).stats()
@@ -329,7 +329,7 @@ def test_lengths_that_cannot_be_planned_are_refused_by_name(
 
 def test_groups_and_columns_must_match_the_samples() -> None:
     recipe = Recipe(layout=Packed(max_tokens=8))
-    with pytest.raises(InputError, match="1 entries of group for 2 samples"):
+    with pytest.raises(InputError, match="group has 1 entries for 2 samples"):
         make_plan([1, 2], recipe, groups=[0])
     limited = Recipe.from_dict(
         recipe.to_dict() | {"limits": {"cost": None, "columns": {"patches": 3}}}

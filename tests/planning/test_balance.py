@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenstep import partition
 from evenstep.core.bounds import makespan_bound
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning import partition
 from evenstep.planning.balance.deal import deal_packs
 from evenstep.planning.balance.partition import DEALS
 
@@ -89,13 +89,11 @@ def test_unknown_algorithms_and_impossible_costs_are_refused() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 99), st.sampled_from(sorted(DEALS)))
-def test_packs_are_dealt_one_to_each_place(
-    ranks: int, positions: int, seed: int, balance: str
-) -> None:
-    costs = np.random.default_rng(seed).uniform(0, 9, ranks * positions)
+def test_each_address_gets_one_pack(ranks: int, waves: int, seed: int, balance: str) -> None:
+    costs = np.random.default_rng(seed).uniform(0, 9, ranks * waves)
     for often in ("micro_batch", "step"):
-        place = deal_packs(costs, ranks, balance, often)
-        assert sorted(place) == list(range(ranks * positions))
+        address = deal_packs(costs, ranks, balance, often)
+        assert sorted(address) == list(range(ranks * waves))
 
 
 def test_each_way_to_synchronise_minimises_what_it_measures() -> None:

@@ -58,7 +58,10 @@ def test_policies_are_counted(layout: Layout, overflow: str, kept: int | None) -
     lost = stats["tokens_truncated"] + stats["tokens_dropped"]
     assert stats["tokens"] + lost == 142
     assert kept is None or stats["tokens"] == kept
-    assert stats[{"split": "num_split", "truncate": "num_truncated", "drop": "num_dropped"}[overflow]] > 0
+    assert (
+        stats[{"split": "num_split", "truncate": "num_truncated", "drop": "num_dropped"}[overflow]]
+        > 0
+    )
 
 
 @pytest.mark.parametrize(

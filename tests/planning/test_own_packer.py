@@ -128,7 +128,7 @@ def test_files_name_the_packer_and_loading_never_imports_it(tmp_path: Path) -> N
     assert loaded.fingerprint == plan.fingerprint
     assert loaded.recipe == recipe
     assert pickle.loads(pickle.dumps(plan)) == plan
-    with pytest.raises(ConfigError, match="Pass the function itself"):
+    with pytest.raises(ConfigError, match="Pass the function"):
         make_plan(LENGTHS, loaded.recipe)
 
 

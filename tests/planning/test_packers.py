@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenstep import pack
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import PACKER_NAMES
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning import pack
 from evenstep.planning.packing import best_fit
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -84,11 +84,11 @@ def modified_first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
-    """Exact, by trying every way to place the items, longest first."""
+    """Exact, by trying every way to pack the items, longest first."""
     ordered = sorted(lengths, reverse=True)
     best = len(ordered)
 
-    def place(at: int, spaces: list[int]) -> None:
+    def put(at: int, spaces: list[int]) -> None:
         nonlocal best
         if len(spaces) >= best:
             return
@@ -98,11 +98,11 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
         for number in range(len(spaces)):
             if spaces[number] >= ordered[at] and spaces[number] not in spaces[:number]:
                 spaces[number] -= ordered[at]
-                place(at + 1, spaces)
+                put(at + 1, spaces)
                 spaces[number] += ordered[at]
-        place(at + 1, [*spaces, capacity - ordered[at]])
+        put(at + 1, [*spaces, capacity - ordered[at]])
 
-    place(0, [])
+    put(0, [])
     return best
 
 

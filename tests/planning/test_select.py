@@ -15,7 +15,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError
 from evenstep.planning.batching.selection import PADDED, STRATEGIES, Room, select
 from evenstep.planning.packing.knapsack import fill_under_weight, search
-from evenstep.planning.packing.subset_sum import fill_to_the_brim, from_records, from_stages
+from evenstep.planning.packing.subset_sum import fill_space, from_records, from_stages
 
 LENGTHS = np.array([7, 6, 8, 5, 1, 3, 8, 6])
 DRAWN = [4, 1, 5, 2, 0, 3, 7, 6]
@@ -71,9 +71,9 @@ def replay(
     while waiting or coming:
         while coming and len(waiting) < pool:
             waiting.append(coming.pop(0))
-        places = select(strategy, lengths[waiting], room).tolist()
-        batches.append([waiting[place] for place in places])
-        waiting = [sample for place, sample in enumerate(waiting) if place not in places]
+        indices = select(strategy, lengths[waiting], room).tolist()
+        batches.append([waiting[index] for index in indices])
+        waiting = [sample for index, sample in enumerate(waiting) if index not in indices]
     return batches
 
 
@@ -133,9 +133,9 @@ def test_greedy_takes_in_order_whatever_still_fits(
 ) -> None:
     sizes, room, counted = case
     taken = [0]
-    for place in range(1, len(sizes)):
-        if fits("greedy", sizes, counted, room, [*taken, place]):
-            taken.append(place)
+    for index in range(1, len(sizes)):
+        if fits("greedy", sizes, counted, room, [*taken, index]):
+            taken.append(index)
     assert select("greedy", sizes, room, counted).tolist() == taken
 
 
@@ -164,22 +164,22 @@ def test_of_equal_sums_subset_sum_takes_the_one_whose_youngest_is_oldest(
 
 @settings(max_examples=200)
 @given(st.data(), st.integers(1, 200), st.integers(1, 3000), st.sampled_from([1, 6]))
-def test_a_brim_is_met_as_by_a_table_of_first_makers(
+def test_a_space_is_filled_as_by_a_table_of_first_makers(
     data: st.DataObject, longest: int, space: int, unit: int
 ) -> None:
     units = st.integers(1, longest).map(lambda length: length * unit)
     sizes = np.array(data.draw(st.lists(units, min_size=1, max_size=90)))
-    places = np.flatnonzero(sizes <= space)
-    expected = places.tolist()
-    if sizes[places].sum() > space:
-        expected = places[first_made(sizes[places].tolist(), space)].tolist()
+    indices = np.flatnonzero(sizes <= space)
+    expected = indices.tolist()
+    if sizes[indices].sum() > space:
+        expected = indices[first_made(sizes[indices].tolist(), space)].tolist()
         everything = int(sizes.sum())
         for made in (
-            from_stages(sizes[places], space, everything),
-            from_records(sizes[places], space),
+            from_stages(sizes[indices], space, everything),
+            from_records(sizes[indices], space),
         ):
-            assert places[made].tolist() == expected
-    assert fill_to_the_brim(sizes, space).tolist() == expected
+            assert indices[made].tolist() == expected
+    assert fill_space(sizes, space).tolist() == expected
 
 
 def first_made(sizes: list[int], space: int) -> list[int]:
@@ -225,7 +225,7 @@ def test_a_search_that_ends_early_holds_no_less_than_taking_in_order() -> None:
         ours = select("subset_sum", sizes, room, counted)
         assert fits("subset_sum", sizes, counted, room, ours.tolist())
         assert counted[ours].sum() >= counted[select("greedy", sizes, room, counted)].sum()
-        # Even sizes never meet an odd brim, so that the search runs into its bound.
+        # Even sizes never fill an odd space, so the search runs into its bound.
         taken = search(sizes, sizes, 40_001, 40_001, 60)
         assert 39_000 <= sizes[taken].sum() <= 40_000
 
@@ -245,7 +245,7 @@ def test_subset_sum_never_holds_less_than_greedy(
 
 @pytest.mark.parametrize("unit", [1, 16, 48])
 @pytest.mark.parametrize("capacity", [8192, 131_072, 1_048_576])
-def test_large_pools_are_filled_to_the_brim(capacity: int, unit: int) -> None:
+def test_large_pools_fill_micro_batches_completely(capacity: int, unit: int) -> None:
     sizes = np.random.default_rng(unit).integers(1, capacity // (8 * unit), 64) * unit
     chosen = select("subset_sum", sizes, Room(capacity=capacity))
     assert sizes[chosen].sum() == capacity - capacity % unit
@@ -260,18 +260,18 @@ def test_growing_by_the_fewest_slots_is_that_of_cosmos_rl(
     chosen, waiting = [0], list(range(1, len(sizes)))
     while True:
         fitting = [
-            place for place in waiting if fits(strategy, sizes, counted, room, [*chosen, place])
+            index for index in waiting if fits(strategy, sizes, counted, room, [*chosen, index])
         ]
         if not fitting:
             break
-        longest = max(int(sizes[place]) for place in chosen)
+        longest = max(int(sizes[index]) for index in chosen)
 
         def score(
-            place: int, chosen: list[int] = chosen, longest: int = longest
+            index: int, chosen: list[int] = chosen, longest: int = longest
         ) -> tuple[int, int, int]:
-            slots = slots_of(strategy, sizes, [*chosen, place], room.unit)
-            away = abs(int(sizes[place]) - longest)
-            return slots, away if strategy == "prefer_closest" else 0, place
+            slots = slots_of(strategy, sizes, [*chosen, index], room.unit)
+            away = abs(int(sizes[index]) - longest)
+            return slots, away if strategy == "prefer_closest" else 0, index
 
         chosen = [*chosen, min(fitting, key=score)]
         waiting.remove(chosen[-1])
@@ -295,13 +295,15 @@ def test_fullest_holds_the_most_tokens_then_the_fewest_slots_then_the_oldest(
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'best' is unknown.*subset_sum, greedy, fullest"):
+    with pytest.raises(
+        ConfigError, match=r"unknown strategy 'best'; .*: subset_sum, greedy, fullest"
+    ):
         select("best", np.array([1]), Room(capacity=4))
 
 
 @pytest.mark.parametrize("limit", ["capacity", "unit", "counted", "most"])
 def test_a_micro_batch_that_could_hold_nothing_is_refused(limit: str) -> None:
-    with pytest.raises(ConfigError, match=f"{limit} of a micro-batch is 0"):
+    with pytest.raises(ConfigError, match=f"{limit} of a micro-batch must be 1 or more, got 0"):
         Room(**{"capacity": 4, limit: 0})
 
 

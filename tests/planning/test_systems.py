@@ -56,7 +56,7 @@ class TestNeMoPackers:
         assert bins([1, 2], 3, "FIRST_FIT_DECREASING") == [[1, 0]]
 
     def test_too_many_bins_for_the_sequences_are_refused(self) -> None:
-        with pytest.raises(InputError, match="3 bins were asked for but there are 2 items"):
+        with pytest.raises(InputError, match="2 items cannot fill 3 bins"):
             pack([1, 1], 10, min_bin_count=3)
         with pytest.raises(ConfigError):
             pack([1, 1], 10, min_bin_count=-1)
@@ -112,7 +112,7 @@ class TestNeMoSharding:
         assert widths_by_rank(plan) == [[8, 28, 32]] * 2
         assert [micro.rows for micro in plan[0, 0]] == [2, 1, 1]
 
-    def test_two_rows_on_four_ranks_leave_two_ranks_with_a_dummy(self) -> None:
+    def test_two_rows_on_four_ranks_leave_two_ranks_with_an_empty_micro_batch(self) -> None:
         plan = make_plan([3, 4], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=4)))
         assert [plan[0, rank][0].is_empty for rank in range(4)] == [False, False, True, True]
 
