@@ -1,4 +1,4 @@
-"""Streams in torch's loaders: every sample once, exact places, and faults that are not silence."""
+"""Streams in torch loaders: every sample once, exact resume, and errors that are raised."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from evenstep.tensors.collate import Collator
 from tests.train.processes import results_of
 
 pytestmark = [
-    # More workers than this machine has cores, on purpose.
+    # More workers than cores, on purpose.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
 ]
@@ -63,7 +63,7 @@ def stream_of(kind: str, source: Any = SOURCE, rank: int = 0, ranks: int = 1, **
 
 
 def content(step: Step) -> Any:
-    """Everything a trainer would see of a step."""
+    """Everything that a trainer sees of a step."""
     return [
         (
             *(part.tolist() for part in (micro.segments.sample, micro.segments.start)),
@@ -101,7 +101,7 @@ LOADERS = {"plain": plain, "ours": ours, "stateful": stateful}
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loader", sorted(LOADERS))
-def test_every_sample_comes_once_an_epoch(loader: str, kind: str, workers: int) -> None:
+def test_every_sample_is_yielded_once_per_epoch(loader: str, kind: str, workers: int) -> None:
     steps = list(LOADERS[loader](stream_of(kind), workers))
     assert sorted(numbers(steps)) == list(range(COUNT))
     for step in steps:
@@ -114,7 +114,7 @@ def test_every_sample_comes_once_an_epoch(loader: str, kind: str, workers: int) 
 
 @pytest.mark.parametrize("loader", sorted(LOADERS))
 @pytest.mark.parametrize(("workers", "ahead"), [(1, 4), (2, 1), (3, 2), (4, 3)])
-def test_a_planned_stream_gives_the_same_steps_whatever_the_workers(
+def test_a_planned_stream_gives_the_same_steps_for_any_number_of_workers(
     loader: str, workers: int, ahead: int
 ) -> None:
     expected = [(step.number, content(step)) for step in stream_of("planned")]
@@ -123,7 +123,7 @@ def test_a_planned_stream_gives_the_same_steps_whatever_the_workers(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_how_far_workers_run_ahead_changes_nothing(kind: str) -> None:
+def test_prefetching_does_not_change_steps(kind: str) -> None:
     found = [
         [(step.number, content(step), step.cursor) for step in ours(stream_of(kind), 3, **ahead)]
         for ahead in ({"prefetch_factor": 1}, {"prefetch_factor": 4})
@@ -142,11 +142,11 @@ def test_a_source_without_random_access_is_shared_by_workers() -> None:
     assert sorted(numbers(list(ours(stream_of("pooled", source), 4)))) == list(range(COUNT))
 
 
-# Places -------------------------------------------------------------------------------------
+# Positions ----------------------------------------------------------------------------------
 
 
 def resumed_everywhere(make: Any, of: Any = None) -> list[Any]:
-    """Run `make()`, restore it behind every step and before the first, compare; its contents."""
+    """Run `make()`, restore it at every state, compare; return its contents."""
     of = content if of is None else of
     loader = make()
     states, expected = [json.dumps(loader.state_dict())], []
@@ -213,7 +213,7 @@ def test_torchdatas_loader_resumes_exactly_when_it_was_resumed_before(kind: str)
 
 
 class Uneven:
-    """Every second sample fills a micro-batch, the others are tiny; so workers end unevenly."""
+    """Every second sample fills a micro-batch, the others are short, so workers end unevenly."""
 
     fingerprint = "uneven"
 
@@ -237,7 +237,7 @@ def test_resuming_is_exact_when_some_workers_have_ended(limit: int | None) -> No
 
 @pytest.mark.parametrize("loader", sorted(LOADERS))
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_more_than_the_most_steps_are_taken(kind: str, loader: str) -> None:
+def test_max_num_steps_is_not_exceeded(kind: str, loader: str) -> None:
     most = {"max_num_steps": 4}
     assert len(list(LOADERS[loader](stream_of(kind, **most), 3))) == 4
     assert len(list(LOADERS[loader](stream_of(kind, infinite_loop=True, **most), 3))) == 4
@@ -245,17 +245,17 @@ def test_no_more_than_the_most_steps_are_taken(kind: str, loader: str) -> None:
 
 @pytest.mark.parametrize("after", [(1, 1), (3, 1), (1, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_number_of_ranks_and_workers_gets_just_what_is_left(
+def test_another_number_of_ranks_and_workers_gets_exactly_what_is_left(
     kind: str, after: tuple[int, int]
 ) -> None:
-    # 2 ranks x 2 workers stop after any step, merge their cursors, and go on as `after`.
+    # 2 ranks x 2 workers stop after any step, merge their cursors, and continue as `after`.
     loaders = [agreeing(kind, rank, 2, 2) for rank in range(2)]
     runs = [list(loader) for loader in loaders]
-    places = [loader.stream.start(2) for loader in loaders]
+    starts = [loader.stream.start(2) for loader in loaders]
     for done in (0, 1, 3):
-        cursors = [run[done - 1].cursor for run in runs] if done else places
-        place = cursors[0] if kind == "planned" else merge_cursors(cursors)
-        state = json.loads(json.dumps(place.to_dict()))
+        cursors = [run[done - 1].cursor for run in runs] if done else starts
+        cursor = cursors[0] if kind == "planned" else merge_cursors(cursors)
+        state = json.loads(json.dumps(cursor.to_dict()))
         ranks, workers = after
         seen = [step for run in runs for step in run[:done]]
         first: list[Step] = []
@@ -268,7 +268,7 @@ def test_another_number_of_ranks_and_workers_gets_just_what_is_left(
 
 
 def agreeing(kind: str, rank: int, ranks: int, workers: int) -> StreamLoader:
-    """A loader of one of several ranks that end where each one ends: nobody is asked."""
+    """A loader of one of several ranks, which ends with its own stream."""
     return ours(stream_of(kind, rank=rank, ranks=ranks), workers, anyone=lambda mine: mine)
 
 
@@ -277,7 +277,7 @@ def test_a_workers_state_is_refused_by_another_number_of_workers() -> None:
     next(iter(loader))
     dataset = StreamDataset(stream_of("pooled"))
     workers = loader.state_dict()["_snapshot"]["_worker_snapshots"]
-    with pytest.raises(CursorError, match="one of 2 workers and now there are 1"):
+    with pytest.raises(CursorError, match="with 2 workers, but now there are 1"):
         dataset.load_state_dict(workers["worker_0"]["dataset_state"])
 
 
@@ -313,7 +313,7 @@ def test_our_loader_counts_steps_over_epochs() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loader", ["ours", "stateful"])
-def test_a_run_that_resumes_sets_its_epochs_like_any(
+def test_a_resumed_run_sets_its_epochs_like_any_other(
     loader: str, kind: str, persistent: bool
 ) -> None:
     def make() -> tuple[Any, Any]:
@@ -341,7 +341,7 @@ def test_a_run_that_resumes_sets_its_epochs_like_any(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_later_epoch_of_persisting_workers_resumes_exactly(kind: str) -> None:
+def test_a_later_epoch_of_persistent_workers_resumes_exactly(kind: str) -> None:
     def make() -> Any:
         return stateful(stream_of(kind), 2, persistent_workers=True)
 
@@ -369,7 +369,7 @@ def test_the_length_is_that_of_the_stream() -> None:
 
 @pytest.mark.parametrize("loader", sorted(LOADERS))
 @pytest.mark.parametrize("kind", KINDS)
-def test_skipping_steps_skips_just_them(kind: str, loader: str) -> None:
+def test_skip_batches_skips_exactly_those_steps(kind: str, loader: str) -> None:
     expected = [content(step) for step in LOADERS[loader](stream_of(kind), 3)]
     for skipped in (1, 3, 5):
         made = LOADERS[loader](stream_of(kind), 3)
@@ -420,7 +420,7 @@ def test_collating_in_workers_gives_batches() -> None:
 
 
 class Broken:
-    """Sample 31 fails in the way that is asked for."""
+    """Sample 31 fails in a given way."""
 
     fingerprint = "broken"
 
@@ -455,20 +455,20 @@ def test_a_worker_that_dies_is_not_the_end_of_the_data(kind: str, way: str) -> N
 
 @pytest.mark.parametrize("way", ["stop", "raise"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_of_a_sample_in_a_worker_names_the_sample(kind: str, way: str) -> None:
+def test_an_error_in_a_worker_names_the_sample(kind: str, way: str) -> None:
     loader = ours(stream_of(kind, Broken(way)), 2)
     with pytest.raises(SampleError, match="sample 31 cannot be read"):
         list(loader)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_that_may_be_skipped_is_counted_and_the_rest_comes(kind: str) -> None:
+def test_a_skipped_sample_is_counted_and_the_rest_is_yielded(kind: str) -> None:
     steps = list(ours(stream_of(kind, Broken("raise"), on_error="skip"), 2))
     assert sorted(numbers(steps)) == [n for n in range(COUNT) if n != 31]
     assert sum(step.lost.get("skipped", 0) for step in steps) == 1
 
 
-def test_an_interrupted_loop_leaves_no_workers_behind() -> None:
+def test_an_interrupted_loop_stops_its_workers() -> None:
     before = set(multiprocessing.active_children())
 
     def interrupted() -> None:
@@ -482,7 +482,7 @@ def test_an_interrupted_loop_leaves_no_workers_behind() -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_an_interrupted_process_takes_its_workers_with_it() -> None:
+def test_an_interrupted_process_stops_its_workers() -> None:
     code = """
         import multiprocessing, time
         from tests.integrations.test_dataloader import ours, stream_of
@@ -518,7 +518,7 @@ def wait_for_end_of(processes: list[int]) -> None:
 # Ends ---------------------------------------------------------------------------------------
 
 
-def test_ranks_that_end_apart_need_somebody_to_ask() -> None:
+def test_ranks_that_end_at_different_steps_need_a_process_group() -> None:
     with pytest.raises(ConfigError, match="no process group"):
         next(iter(ours(stream_of("pooled", ranks=2))))
 
@@ -550,7 +550,7 @@ def _no_worker_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_iterations_at_once_keep_their_own_places(kind: str) -> None:
+def test_two_concurrent_iterations_keep_their_own_positions(kind: str) -> None:
     expected = [step.cursor.to_dict() for step in ours(stream_of(kind), workers=2)]
     loader = ours(stream_of(kind), workers=2)
     ahead, behind = iter(loader), iter(loader)
@@ -563,20 +563,20 @@ def test_two_iterations_at_once_keep_their_own_places(kind: str) -> None:
 
 
 @pytest.mark.parametrize("state", [None, 5, [], {}])
-def test_what_is_no_state_at_all_is_refused(state: Any) -> None:
+def test_anything_but_a_state_is_refused(state: Any) -> None:
     for loader in (StreamDataset(stream_of("pooled")), ours(stream_of("planned"))):
         with pytest.raises(CursorError, match="not an Evenstep cursor"):
             loader.load_state_dict(state)
 
 
-def test_the_cursors_of_ranks_that_wait_for_others_count_on() -> None:
+def test_cursors_of_ended_ranks_continue_to_count_steps() -> None:
     steps = iter(stream_of("pooled", source=InMemory([{"input_ids": [1]}])))
     agreed = iter([True, True, True, False])
     found = list(until_all_end(steps, lambda mine: next(agreed), RECIPES["pooled"]))
     assert [step.cursor.step for step in found] == [1, 2, 3]
 
 
-def test_the_empty_steps_of_a_rank_that_has_ended_are_collated_too() -> None:
+def test_empty_steps_of_an_ended_rank_are_collated() -> None:
     source = InMemory([{"input_ids": np.arange(3)}] * 3)
     recipe = replace(RECIPES["pooled"], topology=Topology(dp=2), steps=Steps(micro_batches=1))
     stream = PooledStream(source, recipe, world=World(1, 2))
@@ -593,7 +593,7 @@ def test_the_empty_steps_of_a_rank_that_has_ended_are_collated_too() -> None:
 @pytest.mark.parametrize(
     ("option", "match"),
     [
-        ({"in_order": False}, "in_order=False"),
+        ({"in_order": False}, "in_order must be True"),
         ({"collate_fn": list}, "collate_fn"),
         ({"batch_size": 4}, "batch_size"),
         ({"shuffle": True}, "shuffle"),
@@ -602,13 +602,13 @@ def test_the_empty_steps_of_a_rank_that_has_ended_are_collated_too() -> None:
         ({"num_workers": -1}, "num_workers must be an integer"),
     ],
 )
-def test_options_that_would_undo_the_stream_are_refused(option: Any, match: str) -> None:
+def test_options_that_conflict_with_the_stream_are_refused(option: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         StreamLoader(stream_of("planned"), **option)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_draws_nothing_from_the_generator_of_the_model(workers: int) -> None:
+def test_a_loader_does_not_use_the_global_generator(workers: int) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     for _ in StreamLoader(stream_of("planned"), num_workers=workers):
@@ -616,7 +616,7 @@ def test_a_loader_draws_nothing_from_the_generator_of_the_model(workers: int) ->
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_loader_that_pins_pins_the_batches_of_a_step() -> None:
+def test_pin_memory_pins_the_batches_of_a_step() -> None:
     class Pinnable:
         pinned = False
 

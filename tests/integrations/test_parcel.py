@@ -1,10 +1,12 @@
-"""A step goes to another process in one piece, whatever it holds, and arrives as it was."""
+"""A step is sent to another process in one block of memory, and arrives unchanged."""
 
 from __future__ import annotations
 
 import io
 import pickle
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -14,20 +16,21 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from evenstep import MicroBatch, Packed, Recipe, Steps
 from evenstep.core.step import Step
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.integrations.dataloader import StreamLoader
-from evenstep.integrations.parcel import _is_plain
+from evenstep.integrations.dataloader import StreamDataset, StreamLoader
+from evenstep.integrations.parcel import Parcel, _is_plain
 from evenstep.tensors.collate import Collator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
 def stream_of(samples: int) -> PlannedStream:
-    """One step of as many micro-batches as samples."""
+    """One step with a micro-batch per sample."""
     source = InMemory([{"input_ids": np.arange(3) + i} for i in range(samples)])
     return PlannedStream(source, Recipe(layout=Packed(max_tokens=3)), shuffle=False)
 
@@ -45,8 +48,8 @@ def step_with(*batches: Any) -> Step:
 
 
 def sent(step: Step) -> Step:
-    """As a queue of torch's would carry it, here to the same process."""
-    arrived = ForkingPickler.loads(ForkingPickler.dumps(step))
+    """Send a step as a queue of torch does, but to the same process."""
+    arrived = ForkingPickler.loads(ForkingPickler.dumps(Parcel(step)))
     assert isinstance(arrived, Step)
     return arrived
 
@@ -77,12 +80,41 @@ def test_a_step_of_many_micro_batches_needs_few_files(context: str) -> None:
             assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
 
-def test_samples_that_hold_tensors_need_few_files_too() -> None:
+def test_samples_that_hold_tensors_need_few_files() -> None:
     source = InMemory([{"input_ids": torch.arange(3) + i} for i in range(300)])
     stream = PlannedStream(source, Recipe(layout=Packed(max_tokens=3)), shuffle=False)
     with few_files(256):
         (step,) = list(StreamLoader(stream, num_workers=1))
     assert [int(step.samples[i]["input_ids"][2]) for i in range(300)] == list(range(2, 302))
+
+
+def test_a_plain_data_loader_sends_steps_as_parcels() -> None:
+    dataset = StreamDataset(stream_of(300), Collator())
+    with few_files(256):
+        (step,) = list(DataLoader(dataset, batch_size=None, num_workers=1))
+    assert len(step.batches) == 300
+
+
+def test_pickling_of_steps_is_not_changed_in_the_main_process() -> None:
+    code = """
+from multiprocessing.reduction import ForkingPickler
+
+from evenstep import Packed, Recipe
+from evenstep.core.step import Step
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.integrations import parcel
+from evenstep.integrations.dataloader import StreamDataset, StreamLoader
+
+source = InMemory([{"input_ids": [1, 2, 3]}])
+stream = PlannedStream(source, Recipe(layout=Packed(max_tokens=3)))
+assert len(list(StreamDataset(stream))) == 1
+assert len(list(StreamLoader(stream, num_workers=1))) == 1
+assert Step not in ForkingPickler._extra_reducers
+parcel.register()
+assert Step in ForkingPickler._extra_reducers
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +133,7 @@ def test_samples_that_hold_tensors_need_few_files_too() -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}",
 )
-def test_any_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
+def test_any_tensor_arrives_unchanged(tensor: torch.Tensor) -> None:
     (got,) = sent(step_with({"x": tensor})).batches or ()
     assert got["x"].dtype == tensor.dtype
     assert got["x"].shape == tensor.shape
@@ -109,7 +141,7 @@ def test_any_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-def test_what_is_no_plain_tensor_keeps_its_kind() -> None:
+def test_other_objects_keep_their_type() -> None:
     leaf, sparse = torch.ones(2, requires_grad=True), torch.eye(3).to_sparse()
     parameter, array = nn.Parameter(torch.ones(2)), np.arange(3)
     (got,) = sent(step_with((leaf, sparse, parameter, array, "text", None))).batches or ()
@@ -120,7 +152,7 @@ def test_what_is_no_plain_tensor_keeps_its_kind() -> None:
     assert got[4:] == ("text", None)
 
 
-def test_one_tensor_at_two_places_stays_one() -> None:
+def test_a_shared_tensor_stays_shared() -> None:
     tensor = torch.arange(4)
     (first, second) = sent(step_with({"a": tensor, "b": tensor}, [tensor])).batches or ()
     assert first["a"] is first["b"] is second[0]
@@ -128,7 +160,7 @@ def test_one_tensor_at_two_places_stays_one() -> None:
     assert int(second[0][0]) == 9
 
 
-def test_tensors_do_not_reach_into_each_other() -> None:
+def test_tensors_do_not_overlap() -> None:
     given = [torch.full((n,), n, dtype=torch.int16) for n in range(1, 40)]
     (got,) = sent(step_with(given)).batches or ()
     for tensor in got:
@@ -148,30 +180,30 @@ def test_everything_else_of_a_step_arrives() -> None:
 
 
 class Unsendable:
-    """Collates each sample to its number, and one of them to what cannot be pickled."""
+    """Collates each sample to its id, and one of them to a lambda, which cannot be pickled."""
 
     def __init__(self, bad: int) -> None:
         self.bad = bad
 
     def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> Any:
-        (number,) = samples
-        return (lambda: number) if number == self.bad else number
+        (sample_id,) = samples
+        return (lambda: sample_id) if sample_id == self.bad else sample_id
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bad", [0, 3, 7])
-def test_a_step_that_cannot_be_sent_is_an_error_and_never_lost(bad: int, workers: int) -> None:
+def test_a_step_that_cannot_be_sent_raises(bad: int, workers: int) -> None:
     source = InMemory([{"input_ids": np.arange(3)} for _ in range(8)])
     recipe = Recipe(layout=Packed(max_tokens=3), steps=Steps(samples=1))
     stream = PlannedStream(source, recipe, shuffle=False)
     seen: list[int] = []
     steps = iter(StreamLoader(stream, collate=Unsendable(bad), num_workers=workers))
     with pytest.raises(Exception, match="pickle"):
-        seen.extend(number for step in steps for number in step.batches or ())
+        seen.extend(sample_id for step in steps for sample_id in step.batches or ())
     assert seen == list(range(bad))
 
 
-def test_a_received_step_is_pickled_by_its_own_size() -> None:
+def test_pickling_a_received_tensor_does_not_pickle_the_whole_parcel() -> None:
     (step,) = list(StreamLoader(stream_of(100), collate=Collator(), num_workers=1))
     (alone,) = [step.collated(Collator()) for step in stream_of(100)]
     assert len(pickle.dumps(step)) < 1.5 * len(pickle.dumps(alone))
@@ -182,15 +214,15 @@ def test_a_received_step_is_pickled_by_its_own_size() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_tensors_that_only_torch_can_copy_are_left_to_it() -> None:
+def test_special_tensors_are_left_to_torch() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert not _is_plain(nested)
     assert not _is_plain(torch.empty(4, dtype=torch.uint8).view(torch.uint4))
     (got,) = sent(step_with(nested)).batches or ()
-    assert [part.tolist() for part in got.unbind()] == [[1, 1], [1, 1, 1]]
+    assert [row.tolist() for row in got.unbind()] == [[1, 1], [1, 1, 1]]
 
 
-def test_slices_travel_in_the_parcel_and_others_keep_their_strides() -> None:
+def test_slices_are_copied_and_other_tensors_keep_their_strides() -> None:
     wide = torch.arange(12).view(3, 4)
     assert _is_plain(wide[:, 1:])
     assert not _is_plain(wide.t())
@@ -200,7 +232,7 @@ def test_slices_travel_in_the_parcel_and_others_keep_their_strides() -> None:
     assert got[1].stride() == wide.t().stride()
 
 
-def test_where_tensors_are_made_by_default_does_not_matter() -> None:
+def test_the_default_device_has_no_effect() -> None:
     step = step_with(torch.arange(3))
     with torch.device("meta"):
         (got,) = sent(step).batches or ()

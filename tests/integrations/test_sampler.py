@@ -1,4 +1,4 @@
-"""Batch samplers: a planned stream in loaders that are not ours."""
+"""Batch samplers: a planned stream in existing loaders."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_a_plain_loader_gets_the_micro_batches_of_its_rank(workers: int) -> None
     assert sorted(seen) == list(range(96))
 
 
-def test_dealing_the_batches_of_one_rank_again_is_prevented() -> None:
+def test_distributing_the_batches_of_one_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="for_accelerate"):
         _ = PlannedBatchSampler(stream_of(1, 2)).batch_size
     assert PlannedBatchSampler(stream_of()).batch_size is None
 
 
 def run_accelerate(rank: int, folder: str, port: int) -> None:
-    """One of two real processes that train with accelerate."""
+    """One of two processes that train with accelerate."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -90,7 +90,7 @@ def run_accelerate(rank: int, folder: str, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_real_accelerate_deals_every_sample_once_to_the_rank_it_was_planned_for(
+def test_accelerate_gives_every_sample_once_to_its_planned_rank(
     tmp_path: Path,
 ) -> None:
     import socket
@@ -134,7 +134,7 @@ def test_resuming_within_a_step_is_exact_and_elastic(
     for resumed, expected in zip(samplers(size), whole_run, strict=True):
         resumed.load_state_dict(state)
         assert list(resumed) == expected[stop:]
-    # Another number of ranks, twice: the second stop may be within the same step again.
+    # Another number of ranks, twice: the second stop may be within the same step.
     again = data.draw(st.integers(0, 2))
     for sampler in (second := samplers(later)):
         sampler.load_state_dict(state)
@@ -176,13 +176,13 @@ def test_a_step_with_less_work_than_ranks_is_refused_or_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["drop_last", "all_ranks"])
-def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
+def test_options_that_are_not_booleans_are_refused(name: str) -> None:
     options: Any = {name: "no"}
     with pytest.raises(ConfigError, match=f"{name} must be true or false, got 'no'"):
         PlannedBatchSampler(stream_of(), **options)
 
 
-def test_a_step_that_was_left_out_is_behind_the_state() -> None:
+def test_the_state_is_after_a_step_that_was_left_out() -> None:
     lengths = np.full(26, 5)
     sampler = PlannedBatchSampler(stream_of(0, 4, lengths=lengths), drop_last=True)
     list(sampler)
@@ -191,9 +191,9 @@ def test_a_step_that_was_left_out_is_behind_the_state() -> None:
     assert list(alone) == []
 
 
-def test_leaving_out_every_step_is_refused_instead_of_going_on_for_ever() -> None:
+def test_an_epoch_in_which_every_step_is_left_out_raises() -> None:
     few = stream_of(0, 4, lengths=np.full(3, 5), infinite_loop=True)
-    with pytest.raises(PlanError, match=r"all steps of epoch 1 .* never go on"):
+    with pytest.raises(PlanError, match=r"all steps of epoch 1 .* left out"):
         next(iter(PlannedBatchSampler(few, drop_last=True)))
 
 
@@ -212,7 +212,7 @@ def test_resuming_within_the_first_step_of_a_later_epoch_is_exact() -> None:
         assert next(iter(resumed)) == batches[done]
 
 
-def test_the_rest_of_a_step_that_is_too_little_for_more_ranks_says_so() -> None:
+def test_too_small_a_rest_of_a_step_for_more_ranks_raises() -> None:
     lengths, recipe = np.full(8, 2), Recipe(layout=Packed(max_tokens=4), steps=Steps(samples=8))
     sampler = PlannedBatchSampler(stream_of(0, 2, lengths=lengths, recipe=recipe))
     next(iter(sampler))
@@ -222,12 +222,12 @@ def test_the_rest_of_a_step_that_is_too_little_for_more_ranks_says_so() -> None:
     ]
     for one in more:
         one.load_state_dict(sampler.state_dict())
-    with pytest.raises(PlanError, match="Go on with fewer ranks"):
+    with pytest.raises(PlanError, match="Resume on fewer ranks"):
         [list(one) for one in more]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_loader_keeps_the_place_behind_what_it_handed_on(workers: int) -> None:
+def test_the_state_of_a_stateful_loader_is_after_the_batch_yielded_last(workers: int) -> None:
     def loader() -> Any:
         sampler = PlannedBatchSampler(stream_of())
         return StatefulDataLoader(
@@ -244,7 +244,7 @@ def test_a_stateful_loader_keeps_the_place_behind_what_it_handed_on(workers: int
     assert [[sample["id"] for sample in batch] for batch in second] == expected[5:]
 
 
-def test_what_a_sampler_cannot_name_is_refused() -> None:
+def test_overflow_that_divides_samples_is_refused() -> None:
     recipe = Recipe(layout=Packed(max_tokens=8), overflow="split")
     with pytest.raises(ConfigError, match="only name whole samples"):
         PlannedBatchSampler(stream_of(recipe=recipe))
@@ -260,7 +260,7 @@ def test_epochs_and_lengths() -> None:
     assert sorted(i for b in second for i in b) == list(range(96))
 
 
-def test_a_sampler_that_resumes_sets_its_epochs_like_any() -> None:
+def test_a_resumed_sampler_sets_its_epochs_like_any_other() -> None:
     sampler, expected, states = PlannedBatchSampler(stream_of()), [], []
     for epoch in range(2):
         sampler.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Streams in torch's `DataLoader`: as a dataset, and as a loader that knows where it is."""
+"""Streams with torch's `DataLoader`: a dataset, and a loader that can be resumed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.parcel import Parcel, register
 
-register()
+__all__ = ["StreamDataset", "StreamLoader"]
+
 
 Collate = Callable[[Any, Mapping[int, Any]], Any]
 
-_OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
+_RESERVED = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
 
 
 class StreamDataset(IterableDataset):  # type: ignore[misc]
     """A stream as a torch dataset: `DataLoader(StreamDataset(stream), batch_size=None, ...)`.
 
-    Each item is a `Step` with its samples read, or with `collate` its micro-batches made into
-    tensors, in the worker. Workers share the work of their rank. Each step carries a cursor: of a
-    planned stream it is the whole place; of a pooled one it is the worker's part of it, and
-    `StreamLoader` puts the parts together.
+    Each item is a `Step` with its samples, or with `collate` its batches, read in the worker.
+    Workers take turns with the steps of their rank. The cursor of a step from a planned stream is
+    the whole position. From a pooled stream it is the position of the worker only; `StreamLoader`
+    merges those of all workers.
 
     `state_dict` and `load_state_dict` are for torchdata's `StatefulDataLoader`, which keeps one
-    state for each worker. `set_epoch` reaches workers that persist.
+    state per worker. `set_epoch` also reaches persistent workers.
 
-    capped  whether each worker keeps `max_num_steps` by its own count, which is too low where
-            others have ended before it; False where the caller counts
+    capped  whether each worker stops at `max_num_steps` by its own count. It stops too early if
+            other workers have ended before; pass False if the caller counts steps
     """
 
     def __init__(
@@ -45,15 +46,17 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         super().__init__()
         self.stream, self.collate = stream, collate
         self._capped = truth_value("capped", capped)
-        # Shared with the workers: the epoch that was set last, and steps done before it.
+        # Shared with the workers: the epoch that was set last, and the steps done before it.
         self._epoch = torch.tensor([-1, 0], device="cpu").share_memory_()
         self._applied: list[int] = [-1, 0]
         self._now: Cursor | None = None
         self._turn: int | None = None  # of the state that was loaded into this worker
 
     def __iter__(self) -> Iterator[Step]:
-        # All this at once, not with the first step: a state may be asked for before it.
+        # Not in a generator: the state may be read before the first step.
         worker, workers = _worker()
+        if get_worker_info() is not None:
+            register()
         epoch = self._epoch.tolist()
         if epoch != self._applied:
             self._applied, self._turn = epoch, None
@@ -75,7 +78,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         return len(self.stream)
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Begin the next iteration at the beginning of `epoch`, in all workers; or at the place
+        """Start the next iteration at the beginning of `epoch` in all workers, or at a position
         within it that was loaded and not iterated yet."""
         self.stream.set_epoch(epoch, done)
         self._applied = [epoch, self.stream.done]
@@ -83,23 +86,23 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         self._epoch.copy_(torch.tensor(self._applied))
 
     def skip_batches(self, steps: int) -> None:
-        """Begin so many steps later."""
+        """Start `steps` steps later."""
         self.stream.skip_batches(steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's place, behind the step that it gave out last."""
+        """The position of this worker after the step that it yielded last."""
         _, workers = _worker()
         if self._now is not None:
             return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
-        if self._turn is not None:  # the worker's own state was loaded, and that is where it is
+        if self._turn is not None:  # the worker's own state was loaded
             cursor = self.stream.state_dict()
         else:
             cursor = self.stream.start(workers).to_dict()
         return {"cursor": cursor, "turn": self._turn, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin behind the step that the state was taken after: a cursor, or in a worker what
-        its own `state_dict` gave."""
+        """Start after the step that the state was taken at. The state is a cursor, or in a worker
+        the result of its own `state_dict`."""
         given: object = state
         if not isinstance(given, Mapping) or "cursor" not in state:
             self.stream.load_state_dict(state)
@@ -108,16 +111,16 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         _, workers = _worker()
         if state.get("workers") != workers:
             raise CursorError(
-                f"the state was taken by one of {state.get('workers')} workers and now there are "
-                f"{workers}, so its turns do not match. Keep the number of workers, or load a "
-                f"step's cursor, which fits any number."
+                f"the state was taken with {state.get('workers')} workers, but now there are "
+                f"{workers}. Keep the number of workers, or load the cursor of a step, which fits "
+                f"any number."
             )
         self.stream.load_state_dict(state["cursor"])
         self._turn = state["turn"]
 
 
 class _SentDataset(StreamDataset):
-    """Steps that are wrapped by the worker itself, so that one that cannot be sent is an error."""
+    """Pickles steps in the worker's main thread, so that one that cannot be sent is an error."""
 
     def _prepared(self, steps: Iterator[Step]) -> Iterator[Any]:
         alone = get_worker_info() is None
@@ -125,14 +128,14 @@ class _SentDataset(StreamDataset):
 
 
 class StreamLoader:
-    """Steps of this rank from workers that run ahead, with the cursor that holds after each.
+    """The steps of this rank, prepared ahead by workers, each with the cursor after it.
 
-    Wraps torch's `DataLoader`; `options` go to it (`prefetch_factor`, `persistent_workers`,
-    `multiprocessing_context`, ...). `state_dict` is the place behind the step that the caller got
-    last, whatever the workers have prepared since.
+    Wraps torch's `DataLoader`; `options` are passed to it (`prefetch_factor`,
+    `persistent_workers`, `multiprocessing_context`, ...). `state_dict` is the position after the
+    step that was yielded last, regardless of what the workers have prefetched.
 
-    anyone  for a finite stream on several ranks, `anyone(mine)` says whether any rank has another
-            step (see `until_all_end`); by default asked through torch.distributed
+    anyone  for finite pooled streams on several ranks: `anyone(mine)` returns whether any rank has
+            another step (see `until_all_end`). By default an all-reduce of torch.distributed
 
     >>> from evenstep import Packed, Recipe, Steps
     >>> from evenstep.data.sources.memory import InMemory
@@ -164,13 +167,13 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Step]:
         if self._loader is None:
-            # Its own generator: a draw from torch's would change the dropout of a resumed run.
+            # A separate generator: drawing from torch's would change the dropout of a resumed run.
             seeds = torch.Generator().manual_seed(torch.initial_seed())
             options = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
             self._loader = DataLoader(self._dataset, **{**options, **self._options})
-        # The start of every worker: one that has not given out anything yet has a place too.
+        # Includes the start of every worker, also of those that have not yielded a step yet.
         self._now = now = start = self.stream.start(max(1, self.num_workers))
-        with torch.device("cpu"):  # where torch draws the workers' seeds, whatever the default is
+        with torch.device("cpu"):  # torch draws the seeds of workers on the default device
             ready = iter(self._loader)
         steps: Iterator[Step] = _received(ready)
         if not (self.stream.infinite_loop or self.stream.ends_together):
@@ -179,13 +182,13 @@ class StreamLoader:
         left = None if most is None else max(most - start.step, 0)
         try:
             for number, step in enumerate(islice(steps, left), start.step):
-                if self._dataset.collate and step.batches is None:  # one for who has ended
+                if self._dataset.collate and step.batches is None:  # an empty step after the end
                     step = step.collated(self._dataset.collate)
                 joined = self.stream.join([now, step.cursor]) if step.cursor.place else now
                 self._now = now = replace(joined, step=number + 1)
                 yield replace(step, number=number, cursor=now)
         finally:
-            # An error that torch raises anew holds its workers in a cycle, until someone collects.
+            # An error that torch re-raises keeps its workers alive in a reference cycle.
             if self.num_workers and not self._options.get("persistent_workers"):
                 ready._shutdown_workers()
 
@@ -194,55 +197,55 @@ class StreamLoader:
         return len(self.stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor behind the step that was given out last."""
+        """The cursor after the step that was yielded last."""
         now = self.stream.start(max(1, self.num_workers)) if self._now is None else self._now
         return now.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin behind the step that the state was taken after."""
+        """Start after the step that the state was taken at."""
         self.stream.load_state_dict(state)
-        self._loader, self._now = None, None  # workers that persist would not hear of it
+        self._loader, self._now = None, None  # persistent workers have a copy of the old stream
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration at the beginning of `epoch`, or at the place within it that was
-        loaded and not iterated yet."""
+        """Start the next iteration at the beginning of `epoch`, or at a position within it that
+        was loaded and not iterated yet."""
         done = None if self._now is None else self._now.step
         self._dataset.set_epoch(epoch, done)
         self._now = None
 
     def skip_batches(self, steps: int) -> None:
-        """Begin so many steps later."""
+        """Start `steps` steps later."""
         self.stream.skip_batches(steps)
         self.load_state_dict(self.stream.start(max(1, self.num_workers)).to_dict())
 
 
 def _received(steps: Iterator[Step]) -> Iterator[Step]:
-    """What workers send. One that dies after it has announced a step, and before it has handed
-    over its memory, shows as a broken connection."""
+    """The steps from workers. A worker that dies after it has announced a step, but before its
+    memory has been handed over, appears as a broken connection."""
     try:
         yield from steps
     except (EOFError, ConnectionError) as error:
         if str(error).startswith("Caught "):  # an error of the worker's own, as torch raises it
             raise
         raise RuntimeError(
-            "a DataLoader worker exited unexpectedly while it sent a step, which is lost with it. "
-            "What the worker said stands above, if anything; resume from the last cursor."
+            "a DataLoader worker exited unexpectedly while it sent a step. Look for its error "
+            "message above, and resume from the last cursor."
         ) from error
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    taken = [name for name in _OURS if name in options]
-    if taken:
+    reserved = [name for name in _RESERVED if name in options]
+    if reserved:
         raise ConfigError(
-            f"{taken[0]} is not the caller's to set: the stream says what a step holds, and in "
-            f"which order. Leave it out; tensors are made by `collate`."
+            f"{reserved[0]} cannot be set, because the stream determines the samples of a step and "
+            f"their order. Remove it; to make tensors, pass `collate`."
         )
     for name in ("in_order", "persistent_workers", "pin_memory"):
         truth_value(name, options.get(name, False))
     if not options.get("in_order", True):
         raise ConfigError(
-            "in_order=False hands out steps in another order than the stream's, so no cursor could "
-            "say which of them are done. Leave it out."
+            "in_order must be True: a cursor cannot express steps that are done out of order. "
+            "Remove the option."
         )
 
 
@@ -252,12 +255,12 @@ def _worker() -> tuple[int, int]:
 
 
 def _anyone(mine: bool) -> bool:
-    """Whether any rank of the default process group says yes."""
+    """Whether `mine` is true on any rank of the default process group."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ConfigError(
-            "ranks of a finite pooled stream end at different times and must agree on the end, but "
-            "there is no process group to ask. Initialise torch.distributed, pass `anyone`, or set "
-            "infinite_loop=True with max_num_steps."
+            "ranks of a finite pooled stream must agree on its end, but there is no process group. "
+            "Initialise torch.distributed, pass `anyone`, or set infinite_loop=True with "
+            "max_num_steps."
         )
     flag = torch.tensor([int(mine)])
     if torch.distributed.get_backend() == "nccl":

@@ -1,9 +1,8 @@
-"""Parcel: a step on its way from one process to another, with all its tensors in one piece.
+"""Parcel: sends a step to another process with all its tensors in one block of shared memory.
 
-torch sends every tensor as shared memory of its own, which takes an open file and a handshake each:
-half a millisecond, and a step of a few hundred micro-batches runs out of files. So a step has its
-tensors laid into one, one after the other; on the other side each is a tensor of its own over the
-same memory.
+torch sends every tensor in shared memory of its own. Each needs an open file and a handshake (half
+a millisecond), and a step of a few hundred micro-batches exceeds the limit on open files. A parcel
+copies all tensors into one block. The receiver gets separate tensors over the same memory.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from evenstep.core.step import Step
 
-_ALIGN = 64  # bytes: where a tensor of any type may begin, and a line of the cache does
-_KINDS = {
+_ALIGN = 64  # bytes: suits any dtype, and the size of a cache line
+_DTYPES = {
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
     torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -32,77 +31,81 @@ _KINDS = {
 
 
 def register() -> None:
-    """Let steps go through queues of `torch.multiprocessing` in one piece."""
+    """Let queues of `torch.multiprocessing` send steps as parcels, in this process.
+
+    Loaders call it in their workers, so that importing this module has no effect on pickling.
+    """
     ForkingPickler.register(Step, lambda step: Parcel(step).__reduce__())
 
 
 class Parcel:
-    """A step, wrapped. Sent, it arrives as the step.
+    """A pickled step. Unpickling it gives the step.
 
-    Wrapping is what can fail, for want of memory or because something cannot be pickled. A queue
-    would do it in a thread of its own, which prints the error and drops the step.
+    The constructor pickles, so that its errors (out of memory, something that cannot be pickled)
+    are raised to the caller. A queue pickles in a thread, which prints errors and drops the step.
     """
 
     def __init__(self, step: Step) -> None:
         file = io.BytesIO()
-        wrapper = _Wrapper(file)
-        wrapper.dump({field.name: getattr(step, field.name) for field in fields(step)})
-        contents = torch.empty(wrapper.size, dtype=torch.uint8, device="cpu")
-        if wrapper.size:
-            contents.share_memory_()
-        for slip, tensor in zip(wrapper.slips, wrapper.tensors, strict=True):
-            slip.of(contents).copy_(tensor)
-        self._parts = (file.getvalue(), wrapper.slips, contents)
+        pickler = _TensorPickler(file)
+        pickler.dump({field.name: getattr(step, field.name) for field in fields(step)})
+        memory = torch.empty(pickler.size, dtype=torch.uint8, device="cpu")
+        if pickler.size:
+            memory.share_memory_()
+        for span, tensor in zip(pickler.spans, pickler.tensors, strict=True):
+            span.of(memory).copy_(tensor)
+        self._arguments = (file.getvalue(), pickler.spans, memory)
 
-    def __reduce__(self) -> tuple[Callable[..., Step], tuple[bytes, list[Slip], Tensor]]:
-        return opened, self._parts
+    def __reduce__(self) -> tuple[Callable[..., Step], tuple[bytes, list[TensorSpan], Tensor]]:
+        return unpacked, self._arguments
 
 
-def opened(wrapped: bytes, slips: list[Slip], contents: Tensor) -> Step:
-    """The step of a parcel."""
-    return Step(**_Opener(wrapped, [slip.of(contents) for slip in slips]).load())
+def unpacked(pickled: bytes, spans: list[TensorSpan], memory: Tensor) -> Step:
+    """The step in a parcel."""
+    return Step(**_TensorUnpickler(pickled, [span.of(memory) for span in spans]).load())
 
 
 @dataclass(frozen=True, slots=True)
-class Slip:
-    """Where a tensor lies in the parcel."""
+class TensorSpan:
+    """Where a tensor is in the memory of a parcel."""
 
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def of(self, contents: Tensor) -> Tensor:
-        """The tensor itself. No view: whoever pickles one would pickle the whole parcel."""
+    def of(self, memory: Tensor) -> Tensor:
+        """The tensor over this memory. Not a view: pickling a view would pickle all of it."""
         count = math.prod(self.shape)
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        memory = contents.numpy()
-        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.start)
+        flat = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start)
         return flat.view(self.shape)
 
 
-class _Wrapper(ForkingPickler):
-    """Pickles as torch's queues do, but takes plain tensors out."""
+class _TensorPickler(ForkingPickler):
+    """Pickles as torch's queues do, but collects plain tensors instead of pickling them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self.slips: list[Slip] = []
+        self.spans: list[TensorSpan] = []
         self.size = 0
 
     def reducer_override(self, value: Any) -> Any:
-        """Asked once for each object that is not of a built-in type."""
+        """Called by pickle once for each object that is not of a built-in type."""
         if not _is_plain(value):
             return NotImplemented
-        self.slips.append(Slip(self.size, value.dtype, tuple(value.shape)))
+        self.spans.append(TensorSpan(self.size, value.dtype, tuple(value.shape)))
         self.tensors.append(value)
         self.size += math.ceil(value.nbytes / _ALIGN) * _ALIGN
         return _tensor, (len(self.tensors) - 1,)
 
 
-class _Opener(pickle.Unpickler):
-    def __init__(self, wrapped: bytes, tensors: list[Tensor]) -> None:
-        super().__init__(io.BytesIO(wrapped))
+class _TensorUnpickler(pickle.Unpickler):
+    """Puts the collected tensors back."""
+
+    def __init__(self, pickled: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
         self._tensors = tensors
 
     def find_class(self, module: str, name: str) -> Any:
@@ -111,23 +114,23 @@ class _Opener(pickle.Unpickler):
 
 
 def _tensor(number: int) -> Tensor:
-    raise AssertionError(f"tensor {number} is outside its parcel")
+    raise AssertionError(f"tensor {number} was unpickled without its parcel")
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the numbers say it all: an expanded tensor would grow, and a transposed one, a
-    subclass or a leaf would come as something else."""
+    """Whether copying the values preserves the tensor. Not so for expanded tensors, which would
+    grow, nor for transposed ones, subclasses and leaves, which would change."""
     return (
         type(value) is Tensor
         and value.device.type == "cpu"
         and value.layout == torch.strided
-        and value.dtype in _KINDS
+        and value.dtype in _DTYPES
         and not (value.requires_grad or value.is_nested)
         and (value.is_contiguous() or _is_slice(value))
     )
 
 
 def _is_slice(value: Tensor) -> bool:
-    """Whether it is in order of memory, with gaps at most, as x[:, 1:] is."""
+    """Whether its elements are in memory order, possibly with gaps, as in x[:, 1:]."""
     strides = value.stride()
     return strides[-1] == 1 and all(outer >= inner for outer, inner in pairwise(strides))
