@@ -1,4 +1,4 @@
-"""cosmos-rl's datasets: the batches that it documents, and ours where those are wrong."""
+"""The datasets of cosmos-rl: batches as documented, with its known faults corrected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evenstep.errors import ConfigError, SampleError
 
 
 class Rows(Dataset):  # type: ignore[misc]
-    """Sample i has a length of its own and says who it is."""
+    """Sample i has its own length and holds its index."""
 
     def __init__(self, count: int, fault: int = -1) -> None:
         self.count, self.fault = count, fault
@@ -44,7 +44,7 @@ def ids(items: Any) -> list[int]:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("base", [Rows(40), Flow(40)])
-def test_shards_of_ranks_and_workers_are_disjoint_and_complete(base: Any, workers: int) -> None:
+def test_shares_of_ranks_and_workers_are_disjoint_and_complete(base: Any, workers: int) -> None:
     seen = [
         sample["id"]
         for rank in range(2)
@@ -55,7 +55,7 @@ def test_shards_of_ranks_and_workers_are_disjoint_and_complete(base: Any, worker
     assert sorted(seen) == list(range(40))
 
 
-def test_no_two_shards_or_epochs_share_an_order() -> None:
+def test_readers_and_epochs_have_different_orders() -> None:
     def order(rank: int, epoch: int) -> tuple[int, ...]:
         dataset = ShardedIterableDataset(Rows(64), rank, 8)
         dataset.set_epoch(epoch)
@@ -91,7 +91,7 @@ def test_the_defaults_are_those_of_cosmos_rl() -> None:
     assert dataset.stream.infinite_loop
 
 
-def test_options_are_refused_where_they_are_given() -> None:
+def test_invalid_options_are_refused_in_the_constructor() -> None:
     word: Any = "no"
     with pytest.raises(ConfigError, match="shuffle must be true or false, got 'no'"):
         ShardedIterableDataset(Rows(4), shuffle=word)
@@ -103,14 +103,14 @@ def test_options_are_refused_where_they_are_given() -> None:
             LoadBalancedDataset(Rows(4), **options)
 
 
-def test_a_loop_restarts_with_another_order_until_the_steps_are_done() -> None:
+def test_a_loop_reshuffles_every_epoch_until_the_steps_are_done() -> None:
     dataset = LoadBalancedDataset(Rows(10), max_tokens_for_batch=40, max_num_steps=12, pool_size=2)
     items = list(dataset)
     assert len(items) == len(dataset) == 12
     assert len(ids(items)) > 10
 
 
-def test_a_sample_at_the_limit_is_a_batch_by_itself() -> None:
+def test_a_sample_at_the_limit_is_a_batch_of_its_own() -> None:
     dataset = LoadBalancedDataset(
         Rows(30), max_tokens_for_batch=64, max_tokens_len=15, infinite_loop=False
     )
@@ -119,13 +119,13 @@ def test_a_sample_at_the_limit_is_a_batch_by_itself() -> None:
             assert len(batch) == 1 or all(len(sample["input_ids"]) < 15 for sample in batch)
 
 
-def test_a_fault_inside_a_sample_is_not_the_end_of_the_data() -> None:
+def test_an_error_in_a_sample_is_not_the_end_of_the_data() -> None:
     dataset = LoadBalancedDataset(Rows(20, fault=7), infinite_loop=False)
     with pytest.raises(SampleError, match="sample 7 cannot be read"):
         list(dataset)
 
 
-def test_skipped_items_are_those_of_a_run_before() -> None:
+def test_skipped_items_are_the_first_of_a_full_run() -> None:
     def make() -> LoadBalancedDataset:
         return LoadBalancedDataset(Rows(40), max_tokens_for_batch=40, max_num_steps=9)
 

@@ -1,4 +1,4 @@
-"""The leak detector finds what leaks, names it, and finds nothing where nothing does."""
+"""The leak detector finds and names leaks, and reports none in a correct model."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_an_impossible_seed_is_refused() -> None:
 
 
 class Plain(nn.Module):  # type: ignore[misc]
-    """Attention that was never told of boundaries."""
+    """Attention that ignores segment boundaries."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x[:, None]
@@ -40,14 +40,14 @@ class Plain(nn.Module):  # type: ignore[misc]
 
 
 class Average(nn.Module):  # type: ignore[misc]
-    """Takes something of everything, padding included."""
+    """Mixes all slots, padding included."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x.mean(1, keepdim=True)
 
 
 class Shift(nn.Module):  # type: ignore[misc]
-    """A convolution over two tokens, in channels-first order as convolutions want it."""
+    """A convolution over two tokens, in channels-first order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_the_layer_that_leaks_is_named(layer: type[nn.Module]) -> None:
     assert {leak.what for leak in leaks} == {"outputs"}
 
 
-def test_what_moved_is_named() -> None:
+def test_affected_segments_are_named() -> None:
     # Pieces lie in the order in which they were packed; a causal leak reaches only later ones.
     batch = batch_of(LENGTHS, "packed")
     leaks = find_leaks(Stack(Plain()), batch)
@@ -89,7 +89,7 @@ def test_what_moved_is_named() -> None:
     assert str(leaks[1]).endswith("first in layers.1 (Plain)")
 
 
-def test_padding_that_is_seen_is_a_leak() -> None:
+def test_an_effect_of_padding_is_a_leak() -> None:
     batch = batch_of([4], "packed with a tail")
     leaks = find_leaks(Stack(Average()), batch)
     assert [leak.changed for leak in leaks] == [-1]
@@ -98,7 +98,7 @@ def test_padding_that_is_seen_is_a_leak() -> None:
 
 
 class Backwards(torch.autograd.Function):  # type: ignore[misc]
-    """Right on the way there; on the way back it hands everybody's gradient to everybody."""
+    """Correct in the forward pass; mixes all gradients in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,35 +115,35 @@ class Mixed(nn.Module):  # type: ignore[misc]
         return Backwards.apply(x)
 
 
-def test_a_leak_on_the_way_back_alone_is_found_by_the_gradients() -> None:
+def test_a_leak_in_the_backward_pass_is_found_by_gradients() -> None:
     batch, model = batch_of(LENGTHS, "packed"), Stack(Mixed())
     assert find_leaks(model, batch, gradients=False) == []
     leaks = find_leaks(model, batch)
     assert {leak.what for leak in leaks} == {"gradients"}
 
 
-def test_any_callable_will_do_without_names() -> None:
+def test_a_plain_callable_is_checked_without_layer_names() -> None:
     batch = batch_of(LENGTHS, "packed")
     leaks = find_leaks(lambda b: b.tokens.cumsum(1).double()[..., None], batch, vocab=VOCAB)
     assert leaks[0].layer is None
     assert find_leaks(lambda b: b.tokens.double()[..., None], batch, vocab=VOCAB) == []
 
 
-def test_an_assertion_says_what_to_do() -> None:
+def test_the_error_names_the_layer_and_a_remedy() -> None:
     with pytest.raises(LeakError, match=r"\(Plain\).*or the padded layout") as caught:
         assert_no_leaks(Stack(Plain()), batch_of(LENGTHS, "packed"))
     assert isinstance(caught.value, AssertionError)
 
 
-def test_what_proves_nothing_is_refused() -> None:
+def test_models_that_cannot_be_checked_are_refused() -> None:
     batch = batch_of(LENGTHS, "packed")
-    with pytest.raises(InputError, match="other outputs for the same batch"):
+    with pytest.raises(InputError, match="different outputs for the same batch"):
         find_leaks(lambda b: torch.rand(*b.tokens.shape, 3), batch)
-    with pytest.raises(InputError, match="undefined outputs"):
+    with pytest.raises(InputError, match="NaN outputs"):
         find_leaks(lambda b: b.tokens.double()[..., None] * torch.nan, batch, vocab=3)
-    with pytest.raises(InputError, match="Return one per slot"):
+    with pytest.raises(InputError, match="one output per slot"):
         find_leaks(lambda b: b.tokens.double()[0], batch)
-    with pytest.raises(InputError, match="no token to change to"):
+    with pytest.raises(InputError, match="vocab must be at least 2"):
         find_leaks(lambda b: b.tokens.double()[..., None], batch)
 
 

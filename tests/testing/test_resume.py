@@ -1,4 +1,4 @@
-"""The checkers of resuming accept what is exact, and say what is wrong with what is not."""
+"""The resume checkers accept exact streams and explain what is wrong with others."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_our_loader_resumes_on_other_ranks_and_workers(stream: Callable[..., Any
 
 @dataclass
 class Shuffled:
-    """Samples through a small buffer, one by one: right, unless told how to be wrong."""
+    """Samples through a small buffer, one by one; correct unless given a fault."""
 
     fault: str = ""
     count: int = 12
@@ -127,30 +127,30 @@ class Shuffled:
         return {**state, "buffer": buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        keep = self.fault == "changes what it is given"
+        keep = self.fault == "changes the loaded state"
         self.state = state if keep else {**state, "buffer": list(state["buffer"])}
 
 
 FAULTS = {
-    "shared": "changed after it was handed out.*Let state_dict return a copy",
-    "forgets its pool": r"from the state behind item 0, item 1 .*got \{'sample': 3\}.*data is lost",
-    "repeats": r"item \d+ comes again: data is repeated|goes on with",
+    "shared": "changed after state_dict returned it.*Let state_dict return a copy",
+    "forgets its pool": r"from the state after item 0, item 1 .*got \{'sample': 3\}.*data is lost",
+    "repeats": r"item \d+ comes again: data is repeated|continues with",
     "ahead": "comes too early: data is lost|the stream ends after",
-    "starts over": "goes on with .* where it ended before: data is repeated",
-    "changes what it is given": "changed the state that it was given.*load_state_dict copy",
+    "starts over": "continues with .* after its end: data is repeated",
+    "changes the loaded state": "changed the state that was loaded.*load_state_dict copy",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_stream_is_found_out_with_its_fault(fault: str) -> None:
+def test_a_broken_stream_is_detected_with_its_fault(fault: str) -> None:
     assert_exact_resume(Shuffled)
     with pytest.raises(ResumeError, match=f"(?s){FAULTS[fault]}"):
         assert_exact_resume(lambda: Shuffled(fault))
 
 
-def test_a_fault_that_only_a_second_resume_shows_is_found_out() -> None:
+def test_a_fault_that_only_a_second_resume_shows_is_detected() -> None:
     class Late(Shuffled):
-        """Once it was resumed, its states say so by one sample too many."""
+        """After a resume, its states are off by one sample."""
 
         resumed = False
 
@@ -166,19 +166,19 @@ def test_a_fault_that_only_a_second_resume_shows_is_found_out() -> None:
         assert_exact_resume(Late)
 
 
-def test_a_stream_that_forgets_its_random_state_is_found_out() -> None:
+def test_a_missing_random_state_is_detected() -> None:
     class Careless(Shuffled):
         def __iter__(self) -> Iterator[Any]:
             rng = random.Random(0)
             for item in super().__iter__():
                 yield item["sample"], rng.random()
 
-    with pytest.raises(ResumeError, match="no such item comes at all"):
+    with pytest.raises(ResumeError, match="has no such item"):
         assert_exact_resume(Careless)
     assert_exact_resume(Careless, key=lambda item: item[0])
 
 
-def test_a_cursor_that_disagrees_with_the_state_is_found_out() -> None:
+def test_a_cursor_that_disagrees_with_the_state_is_detected() -> None:
     class Behind(PooledStream):
         def __iter__(self) -> Iterator[Any]:
             before = self.start()
@@ -191,17 +191,17 @@ def test_a_cursor_that_disagrees_with_the_state_is_found_out() -> None:
         assert_exact_resume(lambda: Behind(SOURCE, recipe, pool=Pool(samples=3)))
 
 
-def test_a_pool_that_is_not_in_the_cursor_is_found_out() -> None:
+def test_a_pool_that_is_missing_in_the_cursor_is_detected() -> None:
     class Forgetful(PooledStream):
         def load_state_dict(self, state: Any) -> None:
             super().load_state_dict(state)
             assert self._begin is not None
-            shards = {n: {**s, "waiting": []} for n, s in self._begin.place["shards"].items()}
-            place = {**self._begin.place, "shards": shards}
-            self._begin = self._now = replace(self._begin, place=place)
+            readers = {n: {**r, "waiting": []} for n, r in self._begin.place["readers"].items()}
+            position = {**self._begin.place, "readers": readers}
+            self._begin = self._now = replace(self._begin, place=position)
 
     recipe = Recipe(layout=PACKED)
-    with pytest.raises(ResumeError, match="behind item 0, item 1 is not the one"):
+    with pytest.raises(ResumeError, match="after item 0, item 1 differs from"):
         assert_exact_resume(lambda: Forgetful(SOURCE, recipe, pool=Pool(samples=3)))
 
     def make(world: World, workers: int) -> Forgetful:
@@ -213,7 +213,7 @@ def test_a_pool_that_is_not_in_the_cursor_is_found_out() -> None:
 
 
 class Dealt:
-    """Sample r, r + R, ... for rank r of R, from a position on that all ranks share."""
+    """Samples r, r + R, ... for rank r of R, from a position that all ranks share."""
 
     def __init__(self, world: World, fault: str = "", rng: random.Random | None = None) -> None:
         self.world, self.fault, self.rng = world, fault, rng
@@ -240,7 +240,7 @@ def least(states: Any) -> Any:
     return min(states, key=lambda state: int(state["position"]))
 
 
-def test_elastic_faults_are_found_out() -> None:
+def test_elastic_faults_are_detected() -> None:
     def samples(item: int) -> list[int]:
         return [item]
 
@@ -251,7 +251,7 @@ def test_elastic_faults_are_found_out() -> None:
     with pytest.raises(ResumeError, match=r"after 3 steps of 2 ranks x 1 worker, .* repeat 5 of"):
         check(lambda world, _: Dealt(world, "repeats"), merge=least)
     rng = random.Random(0)
-    with pytest.raises(ResumeError, match="resumed twice from one state, give two orders"):
+    with pytest.raises(ResumeError, match="different orders when resumed twice from one state"):
         check(lambda world, _: Dealt(world, rng=rng), merge=least)
     with pytest.raises(ResumeError, match=r"without any stop.*lose 10"):
         check(lambda world, _: Dealt(world), merge=least, epoch=range(11))
@@ -259,14 +259,14 @@ def test_elastic_faults_are_found_out() -> None:
         check(lambda world, _: Dealt(world, "marked"))
     with pytest.raises(InputError, match="samples of a int are unknown"):
         assert_elastic_resume(lambda world, _: Dealt(world), SHAPES)
-    with pytest.raises(InputError, match="nothing changes"):
+    with pytest.raises(InputError, match="expected two or more shapes"):
         assert_elastic_resume(lambda world, _: Dealt(world), [(1, 1)])
 
 
 # Content ----------------------------------------------------------------------------------------
 
 
-def test_contents_tell_apart_what_differs_in_a_bit() -> None:
+def test_contents_differ_if_one_bit_differs() -> None:
     same = [
         lambda: torch.tensor([1.0, float("nan")], dtype=torch.bfloat16),
         lambda: torch.tensor(True),
@@ -291,7 +291,7 @@ def test_contents_tell_apart_what_differs_in_a_bit() -> None:
         content_of(object())
 
 
-def test_a_dataset_of_anyone_is_checked_through_torchdata() -> None:
+def test_any_dataset_can_be_checked_through_torchdata() -> None:
     class Numbers(IterableDataset):  # type: ignore[misc]
         def __init__(self, forgets: bool) -> None:
             self.at, self.forgets = 0, forgets

@@ -1,8 +1,8 @@
-"""cosmos-rl's load-balanced datasets, over a `PooledStream`.
+"""The load-balanced datasets of cosmos-rl, implemented with a `PooledStream`.
 
-Parameters, defaults and batches are those that it documents. What it gets wrong is right here:
-resume is exact and costs the pool alone, seeds of shards and epochs never collide, and a fault
-inside a sample is raised with its name instead of ending the data.
+Parameters, defaults and batches are as documented there. Unlike there, resuming is exact and reads
+only the pool, seeds of readers and epochs never collide, and an error in a sample is raised with
+the id of the sample instead of ending the data.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from evenstep.data.streams.pooled import PooledStream
 from evenstep.integrations.dataloader import StreamDataset
 from evenstep.integrations.huggingface import choose_layout
 
+__all__ = ["LoadBalancedDataset", "ShardedIterableDataset"]
+
 
 class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
-    """One rank's share of a dataset, in an order of its own for every epoch.
+    """One rank's share of a dataset, in a different order in every epoch.
 
-    Rank and DataLoader worker make a shard, `dp_rank * num_workers + worker_id`; shards are
-    disjoint and together hold every sample once.
+    Each DataLoader worker of each rank is a reader, number `dp_rank * num_workers + worker_id`.
+    Their shares are disjoint and together hold every sample once.
+
+    >>> sorted(ShardedIterableDataset([5, 6, 7], dp_rank=0, dp_world_size=1))
+    [5, 6, 7]
     """
 
     def __init__(
@@ -53,11 +58,11 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """This rank's samples, rounded up: an approximation where workers share them."""
+        """The number of samples of this rank, rounded up; approximate with several workers."""
         return divided_up(len(self.base_dataset), self.world.size)
 
     def __iter__(self) -> Iterator[Any]:
-        # A pool of one sample, all of length 1: what is left is the order and the sharding.
+        # A pool of one sample of length 1 leaves only the order and the sharing between readers.
         stream = PooledStream(
             source_of(self.base_dataset),
             Recipe(layout=Packed(max_tokens=1), topology=Topology(dp=self.world.size)),
@@ -74,15 +79,15 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
 
 
 class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
-    """Batches of unequal size and equal work, from a pool of samples on every rank and worker.
+    """Batches of similar work and different size, from a pool on every rank and worker.
 
-    Each item is a list of `accumulate_steps` batches, the work of one optimizer step; a batch is
-    a list of samples whose number times the longest length, or with `seq_packing_enabled` whose
-    summed length, stays within `max_tokens_for_batch`. A sample that reaches `max_tokens_len` (the
-    budget by default) is a batch by itself. Use it as `DataLoader(dataset, batch_size=None)`.
+    Each item is a list of `accumulate_steps` batches, the work of one optimizer step. A batch is a
+    list of samples. Their number times the longest length, or with `seq_packing_enabled` the sum
+    of their lengths, is at most `max_tokens_for_batch`. A sample of at least `max_tokens_len`
+    tokens (default: the budget) is a batch of its own. Use `DataLoader(dataset, batch_size=None)`.
 
-    `model`, if given, decides before any batch is formed whether it can take packed sequences;
-    if it cannot, batches are formed for padding, with a warning.
+    If `model` is given and does not support packed sequences, batches are formed for padding, with
+    a warning.
 
     >>> data = [{"input_ids": [0] * n} for n in (7, 6, 8, 5, 1, 3, 8, 6)]
     >>> dataset = LoadBalancedDataset(data, max_tokens_for_batch=16, infinite_loop=False)
@@ -138,35 +143,34 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
     def __iter__(self) -> Iterator[list[list[Any]]]:
         for step in self._steps:
             yield [
-                [samples[number] for number in micro.segments.sample.tolist()]
+                [samples[sample_id] for sample_id in micro.segments.sample.tolist()]
                 for micro, samples in step
                 if not micro.is_empty
             ]
 
     def __len__(self) -> int:
-        """Approximate: `max_num_steps`, or the samples of this rank by the batches of an item."""
+        """`max_num_steps`, or an upper bound: the samples of this rank / `accumulate_steps`."""
         return len(self.stream)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin at the beginning of `epoch`. Later epochs follow by themselves in a loop."""
+        """Start at the beginning of `epoch`. With `infinite_loop`, later epochs follow."""
         self._steps.set_epoch(epoch)
 
     def skip_batches(self, steps: int) -> None:
-        """Leave out the items of so many steps that a run has done before. Their samples are
-        read; `load_state_dict` resumes without that."""
+        """Start `steps` items later. This reads their samples; `load_state_dict` does not."""
         self._steps.skip_batches(steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's place, as torchdata's `StatefulDataLoader` asks for it."""
+        """The position of this worker, for torchdata's `StatefulDataLoader`."""
         return self._steps.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin behind the item that the state was taken after."""
+        """Start after the item that the state was taken at."""
         self._steps.load_state_dict(state)
 
 
 class _Length:
-    """The length of a sample: the number under its key, or of what lies there."""
+    """The length of a sample: the number under `key`, or the length of the value there."""
 
     def __init__(self, key: str, alone: int | None, budget: int) -> None:
         self.key, self.alone, self.budget = key, alone, budget
@@ -174,14 +178,14 @@ class _Length:
     def __call__(self, sample: Any) -> int:
         found = sample[self.key] if isinstance(sample, Mapping) else sample
         length = len(found) if isinstance(found, Sized) else int(found)
-        # What must stay alone is given no room for company.
+        # A sample that must be a batch of its own fills the budget.
         return max(length, self.budget) if self.alone and length >= self.alone else length
 
 
 def source_of(dataset: Any) -> Source:
-    """Any torch dataset as a source. Its every item is one sample, even if it is a list."""
-    by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not by_number:
+    """Any torch dataset as a source. Every item is one sample, even if it is a list."""
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not by_index:
         return Iterated(dataset, transform=_single)
     return Mapped(dataset, transform=_single)
 

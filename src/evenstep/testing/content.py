@@ -1,4 +1,4 @@
-"""Content: anything a stream gives out, as plain tuples and bytes that can be compared."""
+"""Content: turns any item of a stream into plain tuples and bytes that can be compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from evenstep.errors import InputError
 
 
 def content_of(value: Any) -> Any:
-    """What `value` holds, to the bit: the same for equal values, whatever they are made of.
+    """The contents of `value`, equal for values that are equal bit by bit.
 
-    Steps (without their cursor), dataclasses, tensors, arrays, containers and plain values are
-    known; anything else must have an equality of its own.
+    Supports steps (without their cursor), dataclasses, tensors, arrays, containers, plain values,
+    and any object that defines `__eq__`.
 
     >>> content_of({"b": np.array([1, 2]), "a": float("nan")}) == content_of(
     ...     {"a": float("nan"), "b": np.array([1, 2])}
@@ -54,13 +54,13 @@ def content_of(value: Any) -> Any:
     if "__eq__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}:
         return (type(value).__name__, value)
     raise InputError(
-        f"items of type {type(value).__name__} cannot be compared, so nothing can be said about "
-        f"the order they come in. Pass `key`, a function from an item to what tells it apart."
+        f"items of type {type(value).__name__} cannot be compared. Pass `key`, a function from an "
+        f"item to a value that can."
     )
 
 
 def glimpse(value: Any) -> str:
-    """An item in a few words.
+    """A short description of an item.
 
     >>> glimpse(list(range(100)))
     '[0, 1, 2, 3, 4, 5, ...]'

@@ -1,6 +1,6 @@
-"""Elastic resume: does a stream go on with other ranks and workers, each sample exactly once?
+"""Elastic resume: checks that a stream continues on other ranks and workers, each sample once.
 
-For any stream that `resume` can check, and that has a share for each rank and worker.
+For any stream that `resume` can check and that shares samples between ranks and workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenstep.core.world import World
 from evenstep.data.streams.pooled import merge_cursors
 from evenstep.errors import InputError
 from evenstep.testing.content import content_of
-from evenstep.testing.resume import Key, Resumable, ResumeError, copied, is_cursor, told_apart
+from evenstep.testing.resume import Key, Resumable, ResumeError, compared, copied, is_cursor
 
 
 def assert_elastic_resume(
@@ -31,18 +31,19 @@ def assert_elastic_resume(
     merge: Callable[[Sequence[Any]], Any] | None = None,
     key: Key | None = None,
 ) -> None:
-    """Run on the first of `shapes`, stop after every step, go on with each of the others. Every
-    sample of the epoch must run exactly once before and after together, and a repetition must
-    give the same order. Last, one run goes through all shapes, a step on each.
+    """Run on the first of `shapes`, stop after every step, and continue on each of the others.
 
-    make        gives the stream of one rank with so many workers: finite, and waiting for nobody
+    Every sample of the epoch must run exactly once in total, and repeating a resume must give the
+    same order. Finally, one run goes through all shapes with a step on each.
+
+    make        from (world, workers) to the finite stream of one rank, without communication
     shapes      (ranks, workers), two or more
-    after       after how many steps to stop; every number of them by default
-    samples_of  the samples of an item; by default those of a `Step`
-    epoch       all samples that there are; by default those that an uninterrupted run gives
-    merge       the ranks' states as one; by default `merge_cursors` where streams are pooled, and
-                any of them where all are equal
-    key         what tells items apart, as in `assert_exact_resume`
+    after       numbers of steps after which to stop (default: all)
+    samples_of  from an item to its sample ids (default: those of a `Step`)
+    epoch       all sample ids (default: those of an uninterrupted run)
+    merge       from the states of all ranks to one (default: `merge_cursors` for pooled streams;
+                the common state if all are equal)
+    key         from an item to the value that is compared, as in `assert_exact_resume`
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps, Topology
@@ -55,10 +56,7 @@ def assert_elastic_resume(
     >>> assert_elastic_resume(make, [(2, 1), (1, 1), (3, 1)])
     """
     if len(shapes) < 2:
-        raise InputError(
-            f"{len(shapes)} shapes were given, so nothing changes. Give two or more, as "
-            f"(ranks, workers)."
-        )
+        raise InputError(f"expected two or more shapes, as (ranks, workers), got {len(shapes)}.")
     job = _Elastic(make, samples_of or _samples_of_step, merge or _merged, key)
     whole = job.run(shapes[0])
     seen = [sample for rank in whole for samples in rank.samples for sample in samples]
@@ -80,7 +78,7 @@ def assert_elastic_resume(
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What one rank gave out, and its state before the first step and behind each."""
+    """What one rank yielded, and its states before the first step and after each."""
 
     samples: list[list[Hashable]]
     contents: list[Any]
@@ -97,7 +95,7 @@ class _Elastic:
     def run(
         self, shape: tuple[int, int], state: Any = None, steps: int | None = None
     ) -> list[_Rank]:
-        """Every rank of a shape, from a state on."""
+        """Run every rank of a shape, from a state."""
         ranks, workers = shape
         return [self._rank(World(rank, ranks), workers, state, steps) for rank in range(ranks)]
 
@@ -108,7 +106,7 @@ class _Elastic:
         rank = _Rank([], [], [copied(stream.state_dict())])
         for item in islice(stream, steps):
             rank.samples.append(list(self.samples_of(item)))
-            rank.contents.append(told_apart(item, self.key))
+            rank.contents.append(compared(item, self.key))
             rank.states.append(copied(stream.state_dict()))
         return rank
 
@@ -127,7 +125,7 @@ def _through_all(
 
 
 def _first(run: list[_Rank], steps: int | None) -> Counter[Hashable]:
-    """How often each sample ran in the first steps."""
+    """How often each sample ran in the first `steps` steps."""
     return Counter(sample for rank in run for samples in rank.samples[:steps] for sample in samples)
 
 
@@ -141,9 +139,9 @@ def _each_once(seen: Counter[Hashable], expected: Counter[Hashable], where: str)
         if samples
     ]
     raise ResumeError(
-        f"{where}, {' and '.join(faults)} of {expected.total()} samples. What a step holds must "
-        f"follow from the merged state alone, for any number of ranks and workers: let it say "
-        f"what every rank and worker has yet to give out, pools and buffers included."
+        f"{where}, {' and '.join(faults)} of {expected.total()} samples. The merged state must "
+        f"determine what remains for any number of ranks and workers, including the contents of "
+        f"pools and buffers."
     )
 
 
@@ -160,28 +158,28 @@ def _same_order(rest: list[_Rank], again: list[_Rank], where: str) -> None:
             min(len(one.contents), len(other.contents)),
         )
         first, second = (
-            _some(Counter(rank.samples[at])) if at < len(rank.samples) else "its end"
+            _some(Counter(rank.samples[at])) if at < len(rank.samples) else "the end"
             for rank in (one, other)
         )
         raise ResumeError(
-            f"{where}, resumed twice from one state, give two orders: step {at} of rank {number} "
-            f"is {first}, and then {second}. A run that cannot be repeated cannot be debugged, "
-            f"and ranks may disagree. Let the order follow from a seed and the state."
+            f"{where}, give different orders when resumed twice from one state: step {at} of rank "
+            f"{number} is {first} and then {second}. The seed and the state must determine the "
+            f"order."
         )
 
 
 def _samples_of_step(item: Any) -> list[Hashable]:
-    """The sample number of every segment of a step; (number, start) for what was split off."""
+    """The sample id of every segment of a step; (id, start) for the later segments of a sample."""
     if not isinstance(item, Step):
         raise InputError(
-            f"the samples of a {type(item).__name__} are unknown, so they cannot be counted. Pass "
-            f"`samples_of`, a function from an item to the ids of its samples."
+            f"the samples of a {type(item).__name__} are unknown. Pass `samples_of`, a function "
+            f"from an item to its sample ids."
         )
     segments = [micro.segments for micro in item.micro_batches]
     return [
-        (number, start) if start else number
+        (sample_id, start) if start else sample_id
         for each in segments
-        for number, start in zip(each.sample.tolist(), each.start.tolist(), strict=True)
+        for sample_id, start in zip(each.sample.tolist(), each.start.tolist(), strict=True)
     ]
 
 
@@ -189,12 +187,12 @@ def _merged(states: Sequence[Any]) -> Any:
     first = states[0]
     if is_cursor(first) and first["belongs"].get("stream") == "pooled":
         cursors = [Cursor.from_dict(state) for state in states]
-        done = max(cursor.step for cursor in cursors)  # who ended earlier has waited since
+        done = max(cursor.step for cursor in cursors)  # ranks that ended earlier have waited
         return merge_cursors([replace(cursor, step=done) for cursor in cursors]).to_dict()
     if any(content_of(state) != content_of(first) for state in states):
         raise InputError(
-            "the states of the ranks differ, and how they make one is unknown. Pass `merge`, a "
-            "function from the states of all ranks to one that any of them can load."
+            "the states of the ranks differ. Pass `merge`, a function from the states of all ranks "
+            "to one that every rank can load."
         )
     return first
 
@@ -211,8 +209,8 @@ def _some(samples: Counter[Hashable]) -> str:
 
 def _name(sample: Hashable) -> str:
     match sample:
-        case int(number):
-            return sample_name(number)
-        case (int(number), int(start)):
-            return f"{sample_name(number)} from token {start} on"
+        case int(sample_id):
+            return sample_name(sample_id)
+        case (int(sample_id), int(start)):
+            return f"{sample_name(sample_id)} from token {start} on"
     return str(sample)

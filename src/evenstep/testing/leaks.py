@@ -1,8 +1,7 @@
-"""Leaks: does what stands in one segment reach another one, or padding reach any?
+"""Leaks: checks that neither other segments nor padding affect a segment.
 
-Shown by perturbation, so any model will do. Every token of one segment is changed; nothing may
-move at the slots of the others, and neither may the gradient of their outputs. The same with all
-padding changed.
+Works by perturbation, for any model. All tokens of one segment are changed. Outputs at the slots
+of other segments, and the gradients of these outputs, must not change. The same for padding.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ PADDING = -1
 
 
 class LeakError(EvenstepError, AssertionError):
-    """Packed segments see each other, or padding."""
+    """A segment or padding affects other segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """What moved although it should not have: pieces are numbered as in `Batch.segment_ids`."""
+    """An effect of one segment on others. Segments are numbered as in `Batch.segment_ids`."""
 
     changed: int
-    """The piece whose tokens were changed, or `PADDING` for all padding at once."""
+    """The segment whose tokens were changed, or `PADDING` for all padding."""
     moved: tuple[int, ...]
-    """The pieces that moved; all others than the changed one for a gradient."""
+    """The segments whose outputs changed; for gradients, all other segments."""
     what: Literal["outputs", "gradients"]
     by: float
-    """The largest move, relative to the largest value."""
+    """The largest change, relative to the largest value."""
     layer: str | None = None
-    """The first layer that moved while what went into it did not: its name in the model."""
+    """Name of the first layer whose outputs changed while its inputs did not."""
     layer_type: str | None = None
 
     def __str__(self) -> str:
         changed = "padding" if self.changed == PADDING else f"segment {self.changed}"
         where = f", first in {self.layer} ({self.layer_type})" if self.layer_type else ""
-        pieces = ", ".join(map(str, self.moved))
-        return f"changing {changed} moved the {self.what} of {pieces} by {self.by:.1e}{where}"
+        segments = ", ".join(map(str, self.moved))
+        return f"changing {changed} moved the {self.what} of {segments} by {self.by:.1e}{where}"
 
 
 def find_leaks(
@@ -60,12 +59,14 @@ def find_leaks(
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> list[Leak]:
-    """Change one segment at a time and see what else moves; an empty list is proof of isolation.
+    """Change one segment at a time and list the effects on others; empty if there are none.
 
-    `model` is any callable from a batch to one output per slot, (rows, width, ...). If it is not
-    an `nn.Module` itself, pass the `module` inside it to have gradients of its parameters checked
-    and the layer that leaks named. `vocab` is the number of token ids, the size of the last axis
-    by default. Moves up to `tolerance`, relative to the largest value, are rounding.
+    model      any callable from a batch to one output per slot, (rows, width, ...)
+    module     the `nn.Module` inside `model`, if that is not one itself; needed to check gradients
+               and to name the layer that leaks
+    vocab      number of token ids (default: the size of the last axis of the outputs)
+    gradients  whether to check gradients of parameters
+    tolerance  changes up to this, relative to the largest value, count as rounding
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -79,27 +80,27 @@ def find_leaks(
         module = model
     probe = _Probe(model, batch, module, vocab, tolerance, seed)
     leaks = []
-    for piece in probe.pieces():
-        leak = probe.outputs(piece)
+    for segment in probe.segments():
+        leak = probe.outputs(segment)
         if leak is None and gradients and module is not None:
-            leak = probe.gradients(piece)
+            leak = probe.gradients(segment)
         if leak is not None:
             leaks.append(leak)
     return leaks
 
 
 def assert_no_leaks(model: Model, batch: Batch, **options: Any) -> None:
-    """Raise a `LeakError` that says what leaks and where; options as for `find_leaks`."""
+    """Raise a `LeakError` that lists all leaks; options as for `find_leaks`."""
     leaks = find_leaks(model, batch, **options)
     if leaks:
         raise LeakError(
-            f"{'; '.join(map(str, leaks))}. Training on such batches mixes samples up. Use an "
-            f"attention that takes the boundaries, or the padded layout."
+            f"{'; '.join(map(str, leaks))}. Use an attention that respects segment boundaries, or "
+            f"the padded layout."
         )
 
 
 class _Probe:
-    """One model on one batch, and on that batch with a part of its tokens changed."""
+    """Runs a model on a batch, and on that batch with some tokens changed."""
 
     def __init__(
         self,
@@ -125,34 +126,35 @@ class _Probe:
         base, batch = self.base, self.batch
         if tuple(base.shape[:2]) != (batch.rows, batch.width):
             raise InputError(
-                f"the model gives the shape {tuple(base.shape)} for {batch.rows} rows of "
-                f"{batch.width} slots, so outputs cannot be told apart. Return one per slot."
+                f"the model must return one output per slot, ({batch.rows}, {batch.width}, ...), "
+                f"got shape {tuple(base.shape)}."
             )
         if self.vocab < 2:
             raise InputError(
-                f"a vocabulary of {self.vocab} leaves no token to change to. Pass vocab=."
+                f"vocab must be at least 2, got {self.vocab}. Pass the number of token ids as "
+                f"vocab."
             )
         if not base[self.real].isfinite().all():
             raise InputError(
-                "the model gives infinite or undefined outputs for real tokens, so nothing can be "
-                "told from them. Look for rows of a mask that see nothing."
+                "the model returns infinite or NaN outputs for real tokens. Look for fully masked "
+                "rows in an attention mask."
             )
         if self._moved(again - base, self.real):
             raise InputError(
-                "the model gives other outputs for the same batch, so a move proves nothing. "
-                "Switch randomness off, for example with model.eval()."
+                "the model returns different outputs for the same batch. Turn off randomness, for "
+                "example with model.eval()."
             )
 
-    def pieces(self) -> Iterator[int]:
-        """What to change in turn."""
+    def segments(self) -> Iterator[int]:
+        """All segments to change in turn, and padding if there is any."""
         yield from self.batch.segment_ids[self.real].unique().tolist()
         if not self.real.all():
             yield PADDING
 
-    def outputs(self, piece: int) -> Leak | None:
-        """Change the piece, compare outputs elsewhere."""
-        others = self._others(piece)
-        changed = self._change(piece)
+    def outputs(self, segment: int) -> Leak | None:
+        """Change the segment and compare the outputs of others."""
+        others = self._others(segment)
+        changed = self._change(segment)
         with torch.no_grad():
             difference = self.model(changed) - self.base
         if not self._moved(difference, others):
@@ -161,18 +163,18 @@ class _Probe:
         scale = self.base[self.real].abs().max()
         moved = self.batch.segment_ids[others & (size > self.tolerance * scale)].unique()
         by = float(size[others].max() / scale)
-        return Leak(piece, tuple(moved.tolist()), "outputs", by, *self._locate(changed, others))
+        return Leak(segment, tuple(moved.tolist()), "outputs", by, *self._locate(changed, others))
 
-    def gradients(self, piece: int) -> Leak | None:
-        """Change the piece, compare the parameters' gradients of the outputs elsewhere."""
-        others = self._others(piece)
-        base, changed = (self._gradient(b, others) for b in (self.batch, self._change(piece)))
+    def gradients(self, segment: int) -> Leak | None:
+        """Change the segment and compare the parameters' gradients of the outputs of others."""
+        others = self._others(segment)
+        base, changed = (self._gradient(b, others) for b in (self.batch, self._change(segment)))
         scale = max((g.abs().max() for g in base), default=torch.tensor(0.0))
         move = max(((a - b).abs().max() for a, b in zip(base, changed, strict=True)), default=scale)
         if not scale or move <= self.tolerance * scale:
             return None
         moved = tuple(self.batch.segment_ids[others].unique().tolist())
-        return Leak(piece, moved, "gradients", float(move / scale))
+        return Leak(segment, moved, "gradients", float(move / scale))
 
     def _gradient(self, batch: Batch, slots: Tensor) -> list[Tensor]:
         assert self.module is not None
@@ -184,17 +186,19 @@ class _Probe:
         found = torch.autograd.grad(total, parameters, allow_unused=True)
         return [g.detach() for g in found if g is not None and g.numel()]
 
-    def _slots(self, piece: int) -> Tensor:
-        return ~self.real if piece == PADDING else self.real & (self.batch.segment_ids == piece)
+    def _slots(self, segment: int) -> Tensor:
+        return ~self.real if segment == PADDING else self.real & (self.batch.segment_ids == segment)
 
-    def _others(self, piece: int) -> Tensor:
-        return self.real & ~self._slots(piece)
+    def _others(self, segment: int) -> Tensor:
+        return self.real & ~self._slots(segment)
 
-    def _change(self, piece: int) -> Batch:
-        """Every token of the piece becomes another one."""
+    def _change(self, segment: int) -> Batch:
+        """The batch with every token of the segment replaced by another one."""
         shift = torch.randint(1, self.vocab, self.batch.tokens.shape, generator=self.random)
         other = (self.batch.tokens + shift.to(self.batch.device)) % self.vocab
-        return replace(self.batch, tokens=torch.where(self._slots(piece), other, self.batch.tokens))
+        return replace(
+            self.batch, tokens=torch.where(self._slots(segment), other, self.batch.tokens)
+        )
 
     def _moved(self, difference: Tensor, slots: Tensor) -> bool:
         if not slots.any():
@@ -202,11 +206,11 @@ class _Probe:
         scale = self.base[self.real].abs().max()
         return not bool((difference[slots].abs() <= self.tolerance * scale).all())
 
-    # Where ---------------------------------------------------------------------------------------
+    # Locating the layer --------------------------------------------------------------------------
 
     def _locate(self, changed: Batch, others: Tensor) -> tuple[str, str] | tuple[None, None]:
-        """The first layer, in the order in which they finish, whose outputs moved at `others`
-        while nothing that it was given did."""
+        """Name and type of the first layer, in order of completion, whose outputs changed at
+        `others` while its inputs did not."""
         if self.module is None:
             return None, None
         runs = []
@@ -230,7 +234,7 @@ class _Probe:
 
     @contextmanager
     def _recorded(self, slots: Tensor) -> Iterator[list[_Layer]]:
-        """Every layer's inputs and outputs at some slots, in the order in which layers finish."""
+        """Record every layer's inputs and outputs at some slots, in order of completion."""
         layers: list[_Layer] = []
 
         def hook(name: str) -> Callable[..., None]:
@@ -244,8 +248,8 @@ class _Probe:
 
         assert self.module is not None
         hooks = [
-            part.register_forward_hook(hook(name), with_kwargs=True)
-            for name, part in self.module.named_modules()
+            layer.register_forward_hook(hook(name), with_kwargs=True)
+            for name, layer in self.module.named_modules()
         ]
         try:
             yield layers
@@ -272,7 +276,7 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """What went into a layer and what came out, at the watched slots."""
+    """Inputs and outputs of a layer at the recorded slots."""
 
     name: str
     kind: str

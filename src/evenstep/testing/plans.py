@@ -1,4 +1,4 @@
-"""Tests of plans: every promise checked, and random cases to check it on (Hypothesis)."""
+"""Checks of plans, and random cases to plan (Hypothesis)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def assert_valid_plan(plan: Plan) -> None:
-    """Raise a `PlanError` that names every promise the plan breaks; see `core.checks`."""
+    """Raise a `PlanError` that lists every invariant the plan violates; see `core.checks`."""
     assert_valid(plan)
 
 
@@ -35,16 +35,16 @@ class Case:
 
     def plan(self) -> Plan:
         """Plan it."""
-        from evenstep.planning import make_plan
+        from evenstep.planning.planner import make_plan
 
         return make_plan(self.lengths, self.recipe, groups=self.groups, columns=self.columns)
 
 
 def cases(max_samples: int = 40) -> SearchStrategy[Case]:
-    """Random lengths with random recipes: all layouts, topologies, limits, groups, step kinds.
+    """Random lengths and recipes: all layouts, topologies, limits, groups and kinds of steps.
 
     Budgets are small, so that over-long samples, single tokens, empty ranks and indivisible
-    counts all occur often. Some cases cannot be planned; planning must then say so.
+    counts are frequent. Some cases cannot be planned; `make_plan` must raise then.
     """
     from hypothesis import strategies as st
 
@@ -128,7 +128,7 @@ def _recipes() -> SearchStrategy[Recipe]:
 
 
 def _layouts() -> SearchStrategy[Layout]:
-    """Every bound alone and with the others; what contradicts itself is set right."""
+    """Every bound alone and with others; contradictory bounds are adjusted."""
     from hypothesis import strategies as st
 
     budgets = st.sampled_from([None, 8, 24, 32, 64, 100, 128, 200])
@@ -165,7 +165,7 @@ def _layouts() -> SearchStrategy[Layout]:
 
 
 def shortest_first(lengths: IntArray, capacity: int, seed: int) -> Ragged:
-    """A packer that is not one of ours: shortest first, a new bin whenever the next does not fit.
+    """A user-defined packer: shortest first, a new bin whenever the next item does not fit.
 
     >>> shortest_first(np.array([3, 1, 2]), 3, 0).tolist()
     [[1, 2], [0]]

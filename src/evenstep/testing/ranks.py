@@ -1,4 +1,4 @@
-"""Ranks without processes: one thread each, meeting in memory."""
+"""Ranks in threads: run distributed code without processes."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ _DONE = "is done"
 
 
 @dataclass(slots=True)
-class _Room:
-    """Where ranks meet: each brings something, and all see what was brought."""
+class _Exchange:
+    """An all-gather between threads: every rank passes a value and gets those of all ranks."""
 
     size: int
-    door: threading.Barrier = field(init=False)
-    brought: list[Any] = field(init=False)
+    barrier: threading.Barrier = field(init=False)
+    values: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.door = threading.Barrier(self.size)
-        self.brought = [None] * self.size
+        self.barrier = threading.Barrier(self.size)
+        self.values = [None] * self.size
 
-    def meet(self, rank: int, thing: Any) -> list[Any]:
-        self.brought[rank] = thing
-        self.door.wait()
-        seen = list(self.brought)
-        self.door.wait()  # nobody brings the next thing before all have seen this one
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait()
+        seen = list(self.values)
+        self.barrier.wait()  # all ranks have read the values before the next are written
         return seen
 
 
 @dataclass(frozen=True, slots=True)
 class FakeRank:
-    """A `Collective` of threads. Sums are taken in the order of the ranks, so they repeat."""
+    """A `Collective` of threads. Sums are in order of ranks, so they are reproducible."""
 
     rank: int
     size: int
-    room: _Room = field(repr=False)
+    exchange: _Exchange = field(repr=False)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors."""
-        seen = self.room.meet(self.rank, tensor.detach().clone())
-        shapes = [thing if thing is _DONE else tuple(thing.shape) for thing in seen]
+        seen = self.exchange.gather(self.rank, tensor.detach().clone())
+        shapes = [value if value is _DONE else tuple(value.shape) for value in seen]
         if len(set(shapes)) > 1:
             raise RuntimeError(
-                f"ranks do not make the same calls; real ones would hang. Reduced were {shapes}."
+                f"ranks reduce different shapes: {shapes}. Real ranks would hang; let all of them "
+                f"make the same calls."
             )
         total = seen[0].clone()
         for other in seen[1:]:
@@ -60,28 +61,29 @@ class FakeRank:
 
 
 def run_ranks(size: int, function: Callable[[Collective], T]) -> list[T]:
-    """Run `function(collective)` as each of `size` ranks; what they returned, in order.
+    """Run `function(collective)` on `size` ranks in threads; return the results in order of ranks.
 
-    An error on one rank releases the others and is raised here, with a note that names the rank.
-    So is a rank that reduces what another does not: processes would wait for ever.
+    An error on one rank stops the others and is raised with a note that names the rank. Ranks
+    that do not make the same reductions are an error, too; processes would hang.
 
     >>> import torch
     >>> run_ranks(3, lambda ranks: float(ranks.all_reduce_sum(torch.tensor(float(ranks.rank)))))
     [3.0, 3.0, 3.0]
     """
-    room = _Room(size)
+    exchange = _Exchange(size)
 
     def run(rank: int) -> T:
         try:
-            result = function(FakeRank(rank, size, room))
-            seen = room.meet(rank, _DONE)
-            if any(thing is not _DONE for thing in seen):
+            result = function(FakeRank(rank, size, exchange))
+            seen = exchange.gather(rank, _DONE)
+            if any(value is not _DONE for value in seen):
                 raise RuntimeError(
-                    f"rank {rank} is done while others still reduce; real ones would hang."
+                    f"rank {rank} has returned while others still reduce. Real ranks would hang; "
+                    f"let all of them make the same calls."
                 )
             return result
         except BaseException:
-            room.door.abort()
+            exchange.barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

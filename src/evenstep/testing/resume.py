@@ -1,4 +1,4 @@
-"""Resume: does a stream go on from any of its states as if it had never stopped?
+"""Resume: checks that a stream continues from each of its states as without interruption.
 
 For any iterable with `state_dict` and `load_state_dict`: ours, torchdata's, or your own.
 """
@@ -18,43 +18,42 @@ from evenstep.testing.content import content_of, glimpse
 
 
 class ResumeError(EvenstepError, AssertionError):
-    """A stream that does not go on as if it had never stopped."""
+    """A resumed stream differs from an uninterrupted one."""
 
 
 class Resumable(Protocol):
-    """A stream that knows where it is."""
+    """An iterable whose position can be saved and restored."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> Any:
-        """The place behind the item that was given out last."""
+        """The position after the item that was yielded last."""
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Begin behind the item that the state was taken after."""
+        """Start after the item that the state was taken at."""
 
 
 Make: TypeAlias = Callable[[], Resumable]
 Key: TypeAlias = Callable[[Any], Any]
 
-_HOLD = (
-    "Let state_dict hold all that decides what comes next: the position, what waits in a pool or "
-    "buffer, the state of random generators; and let it stand behind the item that was given out "
-    "last, not behind what was read ahead."
+_REMEDY = (
+    "state_dict must hold everything that determines the next items: the position, the contents of "
+    "pools and buffers, the state of random generators; as of the item that was yielded last, not "
+    "of items read ahead."
 )
 
 
 def assert_exact_resume(make: Make, *, steps: int | None = None, key: Key | None = None) -> None:
-    """Restore a stream at every state, from before its first item to behind its last, and compare
-    what follows with a run that was never interrupted. Raises a `ResumeError` that says which
-    state, which item, and what that means.
+    """Restore a stream from every state, and compare what follows with an uninterrupted run.
 
-    Checked are also a run that stops after every single item, that states do not change once
-    they were handed out, and that the `cursor` of an item, if it has one, is as good as the state.
-    States pass through JSON where they can, else they are copied.
+    Raises a `ResumeError` that names the state and the item. Also checks a run that restarts after
+    every item, that states do not change after `state_dict` has returned them, and that resuming
+    from the `cursor` of an item, if it has one, gives the same. States go through JSON if that
+    preserves them; otherwise they are copied.
 
-    make   gives a fresh stream, each time the same
-    steps  how many items to look at; needed for an endless stream
-    key    what tells items apart; by default everything they hold, to the bit (`content_of`)
+    make   returns a new stream, the same each time
+    steps  number of items to check; needed for an endless stream
+    key    from an item to the value that is compared (default: its whole contents)
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps
@@ -67,11 +66,11 @@ def assert_exact_resume(make: Make, *, steps: int | None = None, key: Key | None
     for done, (given, copied) in enumerate(zip(whole.given, whole.states, strict=True)):
         if content_of(given) != content_of(copied):
             raise ResumeError(
-                f"the state {_behind(done)} changed after it was handed out, so a checkpoint that "
-                f"is written a moment later holds another place. Let state_dict return a copy."
+                f"the state {_after(done)} changed after state_dict returned it. Let state_dict "
+                f"return a copy."
             )
     for done, state in enumerate(whole.states):
-        _compare(make, key, whole, state, done, f"from the state {_behind(done)}")
+        _compare(make, key, whole, state, done, f"from the state {_after(done)}")
         cursor = whole.cursors[done]
         if cursor is not None and is_cursor(state) and cursor != state:
             _compare(make, key, whole, cursor, done, f"from the cursor of item {done - 1}")
@@ -80,18 +79,18 @@ def assert_exact_resume(make: Make, *, steps: int | None = None, key: Key | None
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """An uninterrupted run: its items, and the state before the first and behind each."""
+    """An uninterrupted run: its items, and the states before the first and after each."""
 
     contents: list[Any]
     glimpses: list[str]
     given: list[Any]
-    """States as they were handed out."""
+    """States as `state_dict` returned them."""
     states: list[Any]
-    """The same, copied at once."""
+    """Copies of them, made immediately."""
     cursors: list[Any]
-    """What the item before a state carries of its place, as plain data; None where nothing."""
+    """The cursor of the item before each state, as plain data; None if it has none."""
     ended: bool
-    """Whether the stream came to its end, rather than to the last item that was asked for."""
+    """Whether the stream ended before `steps` items."""
 
 
 def _record(make: Make, steps: int | None, key: Key | None) -> _Run:
@@ -99,7 +98,7 @@ def _record(make: Make, steps: int | None, key: Key | None) -> _Run:
     given, contents, glimpses = [stream.state_dict()], list[Any](), list[str]()
     states, cursors = [copied(given[0])], list[Any]([None])
     for item in islice(stream, steps):
-        contents.append(told_apart(item, key))
+        contents.append(compared(item, key))
         glimpses.append(glimpse(item))
         given.append(stream.state_dict())
         states.append(copied(given[-1]))
@@ -115,38 +114,37 @@ def _compare(make: Make, key: Key | None, whole: _Run, state: Any, done: int, wh
     stream.load_state_dict(handed)
     expected = whole.contents[done:]
     found = 0
-    for item in islice(stream, len(expected) + whole.ended):  # one more, to see it end
+    for item in islice(stream, len(expected) + whole.ended):  # one more, to check the end
         if found == len(expected):
             raise ResumeError(
-                f"resumed {where}, the stream goes on with {glimpse(item)} where it ended before: "
-                f"data is repeated. {_HOLD}"
+                f"resumed {where}, the stream continues with {glimpse(item)} after its end: data "
+                f"is repeated. {_REMEDY}"
             )
-        content = told_apart(item, key)
+        content = compared(item, key)
         if content != expected[found]:
             raise ResumeError(_difference(whole, done + found, content, glimpse(item), where))
         found += 1
     if found < len(expected):
         raise ResumeError(
-            f"resumed {where}, the stream ends after {found} items although {len(expected)} "
-            f"should follow; the first that is missing is {whole.glimpses[done + found]}: data is "
-            f"lost. {_HOLD}"
+            f"resumed {where}, the stream ends after {found} items; expected {len(expected)}. The "
+            f"first missing item is {whole.glimpses[done + found]}: data is lost. {_REMEDY}"
         )
     if content_of(handed) != content_of(state):
         raise ResumeError(
-            f"resumed {where}, the stream changed the state that it was given, so a second resume "
-            f"from it would begin elsewhere. Let load_state_dict copy what it keeps."
+            f"resumed {where}, the stream changed the state that was loaded. Let load_state_dict "
+            f"copy what it keeps."
         )
 
 
 def _restart_after_each(make: Make, key: Key | None, whole: _Run) -> None:
-    """Run as many processes as there are items, each from the state that the one before left."""
+    """Restart after every item, each time from the state that the previous run left."""
     state = whole.states[0]
     for at, expected in enumerate(whole.contents):
         stream = make()
         stream.load_state_dict(copied(state))
         where = f"{at} times, each time after one item,"
         for item in islice(stream, 1):
-            content = told_apart(item, key)
+            content = compared(item, key)
             if content != expected:
                 raise ResumeError(_difference(whole, at, content, glimpse(item), where))
             state = copied(stream.state_dict())
@@ -154,37 +152,37 @@ def _restart_after_each(make: Make, key: Key | None, whole: _Run) -> None:
         else:
             raise ResumeError(
                 f"resumed {where} the stream ends before item {at}, {whole.glimpses[at]}: data is "
-                f"lost. {_HOLD}"
+                f"lost. {_REMEDY}"
             )
 
 
 def _difference(whole: _Run, at: int, content: Any, seen: str, where: str) -> str:
     expected = whole.glimpses[at]
     if seen == expected:
-        seen += ", which looks the same but holds something else"
+        seen += ", which has other contents"
     if content in whole.contents[:at]:
         meaning = f"item {whole.contents.index(content)} comes again: data is repeated"
     elif content in whole.contents[at:]:
         meaning = f"item {whole.contents.index(content)} comes too early: data is lost"
     else:
-        meaning = "no such item comes at all when the run is not interrupted"
+        meaning = "an uninterrupted run has no such item"
     return (
-        f"resumed {where}, item {at} is not the one that an uninterrupted run gives; expected "
-        f"{expected}, got {seen}; {meaning}. {_HOLD}"
+        f"resumed {where}, item {at} differs from that of an uninterrupted run: expected "
+        f"{expected}, got {seen}; {meaning}. {_REMEDY}"
     )
 
 
-def _behind(done: int) -> str:
-    return "before the first item" if done == 0 else f"behind item {done - 1}"
+def _after(done: int) -> str:
+    return "before the first item" if done == 0 else f"after item {done - 1}"
 
 
-def told_apart(item: Any, key: Key | None) -> Any:
-    """What tells an item apart from others: all that it holds, unless a key says it."""
+def compared(item: Any, key: Key | None) -> Any:
+    """The value by which an item is compared: its contents, or the result of `key`."""
     return content_of(item) if key is None else key(item)
 
 
 def copied(state: Any) -> Any:
-    """A state after a round trip through JSON, if that leaves it as it is; else a copy."""
+    """A copy of a state: through JSON if that preserves it, else a deep copy."""
     try:
         again = json.loads(json.dumps(state))
         if content_of(again) == content_of(state):
@@ -195,5 +193,5 @@ def copied(state: Any) -> Any:
 
 
 def is_cursor(state: Any) -> bool:
-    """Whether a state is one of our cursors, as plain data."""
+    """Whether a state is an Evenstep cursor as plain data."""
     return isinstance(state, Mapping) and "evenstep_cursor" in state
