@@ -18,7 +18,11 @@ from evenstep.train.context_exchange import context_attention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """The sizes of a `Decoder`. `window` limits attention to that many tokens."""
+    """The sizes of a `Decoder`. `window` limits attention to that many tokens.
+
+    >>> DecoderShape(vocab=256, hidden=64, heads=4).dim
+    16
+    """
 
     vocab: int
     hidden: int = 64

@@ -28,6 +28,13 @@ def hf_kwargs(batch: Batch, *, labels: bool = False) -> dict[str, Any]:
 
     With `labels=True`, the model computes its own loss. It shifts the labels; the first label of
     each segment is ignored.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> hf_kwargs(batch)["cu_seq_lens_q"].tolist()
+    [0, 2, 3]
     """
     kwargs = {
         "input_ids": batch.tokens,
@@ -47,7 +54,10 @@ def hf_kwargs(batch: Batch, *, labels: bool = False) -> dict[str, Any]:
 
 
 class Support(NamedTuple):
-    """Whether a model supports packed batches, and why."""
+    """Whether a model supports packed batches, and why.
+
+    >>> safe, why = Support(True, "flash_attention_2 reads the boundaries from cu_seq_lens")
+    """
 
     safe: bool
     why: str
@@ -58,6 +68,8 @@ def supports_packing(model: Any) -> Support:
 
     Decided from the layers and the attention implementation, without running the model. Unknown
     ones are reported as unsafe. `evenstep.testing.find_leaks` tests it by running the model.
+
+        safe, why = supports_packing(AutoModelForCausalLM.from_pretrained(name))
     """
     modules = [module for module in model.modules() if hasattr(module, "config")]
     if not modules:
@@ -78,6 +90,8 @@ def choose_layout(model: Any, layout: Layout) -> Layout:
 
     Falling back emits a warning. Call this before planning: a packed plan cannot be padded within
     its budget.
+
+        recipe = Recipe(layout=choose_layout(model, Packed(max_tokens=8192)))
     """
     padded = layout.padded()
     if padded == layout:

@@ -20,8 +20,9 @@ def packed_seq_params(batch: Batch) -> dict[str, Any]:
     padding counts as real, because kernels need at least one token. Flatten several rows of a
     static layout into one.
 
-    Lengths 3 and 2 aligned to 4 in a row of 12 -> cu_seqlens_q [0, 3, 5, 5] and
-    cu_seqlens_q_padded [0, 4, 8, 12].
+        lengths 3 and 2, aligned to 4, in a row of 12
+        cu_seqlens_q         [0, 3, 5, 5]
+        cu_seqlens_q_padded  [0, 4, 8, 12]
     """
     padded = batch.cu_seqlens
     real = padded if batch.is_empty else _offsets(batch.seqlens)

@@ -27,6 +27,13 @@ class Batch(Slots):
     there is none or it is masked; `loss_weights` is 0 there. Where a sample was split, the last
     slot of a segment predicts the first token of the next segment, which may be in another
     micro-batch. `continuation` holds these tokens; it is None if the batch needs none.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> batch.labels.tolist(), batch.cu_seqlens.tolist()
+    ([[2, -100, -100]], [0, 2, 3])
     """
 
     def __repr__(self) -> str:

@@ -23,6 +23,9 @@ class BatchShard(Slots):
     describe the whole batch, as attention over gathered keys needs them; `local_cu_seqlens` and
     `local_seqlens` describe this shard. A shard is not a `Batch`: the token after a slot may be on
     another rank.
+
+        shard = shard_context(batch, rank, size)
+        logits = model(shard)  # (rows, width / size, vocabulary)
     """
 
     slot_ids: Tensor  # (rows, width / size) int64: slot numbers in the whole batch

@@ -45,6 +45,10 @@ def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
 
     `shards[r]` is rank r's (rows, width / size, ...) tensor; `cu_seqlens` is that of the whole
     batch, which every `BatchShard` has. Differentiable.
+
+    >>> shards = [torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])]
+    >>> join_context(shards, torch.tensor([0, 8])).tolist()
+    [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     shapes = {tuple(shard.shape) for shard in shards}
     slots, size = int(cu_seqlens[-1]), len(shards)

@@ -20,6 +20,9 @@ class Extra:
     token     one entry per token (advantages, old log-probs), laid out like the tokens
     sequence  one entry per sample (rewards, class labels), one per segment of the batch
     ragged    any number of entries (image patches), concatenated, with offsets
+
+    >>> from evenstep.tensors import Collator
+    >>> collate = Collator(extras={"reward": Extra(aligned="sequence")})
     """
 
     aligned: Alignment
@@ -37,7 +40,12 @@ class Extra:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedTensor:
-    """Concatenated entries of all segments; segment i has `values[offsets[i]:offsets[i + 1]]`."""
+    """Concatenated entries of all segments; segment i has `values[offsets[i]:offsets[i + 1]]`.
+
+    >>> ragged = RaggedTensor(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 3]))
+    >>> ragged.values[ragged.offsets[0] : ragged.offsets[1]].tolist()
+    [7, 8]
+    """
 
     values: Tensor
     offsets: Tensor

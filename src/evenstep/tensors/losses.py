@@ -20,6 +20,9 @@ def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
     It is 0 where the label is ignored. Slot i holds the log-prob of token i + 1;
     `restore_tokens(..., shifted=True)` moves it to slot i + 1.
+
+    >>> label_log_probs(torch.zeros(2, 4), torch.tensor([3, -100])).exp().tolist()
+    [0.25, 1.0]
     """
     return -functional.cross_entropy(
         logits.to(torch.promote_types(logits.dtype, torch.float32)),
@@ -40,7 +43,15 @@ def _cross_entropy(logits: Tensor, view: View) -> Outcome:
 
 
 def cross_entropy() -> PerSequence:
-    """The weighted sum of the negative log-likelihood of the labels."""
+    """The weighted sum of the negative log-likelihood of the labels.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> cross_entropy()(torch.zeros(1, 3, 4), batch).by_sequence.exp().tolist()
+    [4.0, 1.0]
+    """
     return PerSequence(_cross_entropy, vectorised=True)
 
 
@@ -60,6 +71,8 @@ def policy_gradient(
 
     Extras: `old_log_probs` per token, `advantages` per token or per sequence, and
     `reference_log_probs` per token if `kl_weight` is not 0. Entry i of these belongs to token i.
+
+        result = run_step(step, model, policy_gradient(clip_high=0.28, kl_weight=0.01))
     """
     if ratio not in ("token", "sequence"):
         raise ConfigError(f"unknown ratio {ratio!r}; expected one of: token, sequence.")

@@ -61,6 +61,8 @@ def block_mask(batch: Batch, *, causal: bool = True, window: int | None = None) 
     The keys of a query block are one contiguous range, from the first key of its first query to
     the last key of its last query. A key block is computed if it overlaps the range, and needs no
     mask if both the first and the last query of the block attend to all of it.
+
+        flex_attention(q, k, v, block_mask=block_mask(batch))
     """
     first, last = visible(batch, causal, window)
     count = divided_up(batch.width, BLOCK)

@@ -26,6 +26,9 @@ class Sums:
     """The summed loss and the metrics of a batch; the loss is not normalized.
 
     For a `BatchShard`, only `loss` and `metrics` are available.
+
+        sums = cross_entropy()(logits, batch)
+        sums.loss.backward()
     """
 
     loss: Tensor

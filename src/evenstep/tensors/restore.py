@@ -87,7 +87,14 @@ def restore_tokens(
 def restore_ragged(
     work: Work, results: Results, *, pad: float = 0.0, shifted: bool = False
 ) -> RaggedTensor:
-    """Like `restore_tokens` without padding: sample i is `values[offsets[i]:offsets[i + 1]]`."""
+    """Like `restore_tokens` without padding: sample i is `values[offsets[i]:offsets[i + 1]]`.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))
+    >>> results = [torch.tensor([[10, 20, 21, 22]]), torch.tensor([[30, 31]])]
+    >>> restore_ragged(plan, results).values.tolist()
+    [10, 20, 21, 22, 30, 31]
+    """
     origin = Origin.of(work)
     offsets = offsets_of(origin.lengths)
     values = _scatter(_Found.of(origin, results), offsets[:-1], int(offsets[-1]), pad, shifted)
@@ -105,6 +112,11 @@ def restore_sequences(
 
     `combine` reduces the entries of a split sample; a mean weights each by its tokens. Without it,
     a split sample is an error.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))
+    >>> restore_sequences(plan, [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]).tolist()
+    [1.0, 2.0, 3.0]
     """
     origin = Origin.of(work)
     chosen, given = origin.choose(results)

@@ -46,6 +46,9 @@ def join_sequence(shards: Sequence[Tensor]) -> Tensor:
     """Per-slot results of all sequence-parallel ranks -> results of the whole batch.
 
     One (rows, width / size, ...) tensor per rank, in rank order -> (rows, width, ...).
+
+    >>> join_sequence([torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]).tolist()
+    [[0, 1, 2, 3]]
     """
     shapes = {tuple(shard.shape) for shard in shards}
     if len(shapes) != 1:

@@ -21,6 +21,13 @@ class View:
     A view of one segment holds its real tokens only. A view of all slots includes padding, where
     labels are -100 and weights 0. `segment_ids` starts at 0 in both: sum per sequence with
     `sum_by_segment`, and expand values per sequence to slots with `values[segment_ids]`.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> [view.tokens.tolist() for view in View.of_segments(batch)]
+    [[1, 2], [3]]
     """
 
     source: Batch | BatchShard

@@ -57,7 +57,11 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """The ranks of a `torch.distributed` process group, by default the default group."""
+    """The ranks of a `torch.distributed` process group, by default the default group.
+
+    torch.distributed.init_process_group("nccl")
+    runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
+    """
 
     group: Any = None
 

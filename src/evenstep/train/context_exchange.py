@@ -20,6 +20,9 @@ def context_attention(
     q, k and v are (rows, heads, width / size, dim), the slots of this rank. Keys and values are
     gathered, so their memory does not shrink with more ranks; queries, scores and other
     activations do.
+
+        shard = shard_context(batch, rank, size)
+        out = context_attention(q, k, v, shard, group)
     """
     # (rows, heads, width / size, dim) -> (rows, width / size, 2, heads, dim), and the whole width
     own = torch.stack((k, v)).permute(1, 3, 0, 2, 4)

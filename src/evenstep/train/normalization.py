@@ -79,7 +79,11 @@ def weighted(batch: Batch, normalization: Normalization) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenMean:
-    """The mean over all loss tokens of the step."""
+    """The mean over all loss tokens of the step.
+
+    >>> TokenMean().known({"loss_tokens": 12})
+    12
+    """
 
     name: ClassVar[str] = "loss_tokens"
 
@@ -103,6 +107,9 @@ class SequenceMean:
     A sequence is a sample. All segments of a split sample are divided by the loss tokens of the
     whole sample, and it is counted once, with its first segment. Samples without loss tokens are
     not counted.
+
+    >>> SequenceMean().known({"sequences": 4})
+    4
     """
 
     name: ClassVar[str] = "sequences"
@@ -128,6 +135,9 @@ class GroupMean:
     `Batch.loss_tokens` over its samples. Without it, they are counted in the batch by the
     sequence-aligned extra `group`, which requires that each group is in one micro-batch: plan with
     `groups=` and Recipe(groups="micro_batch").
+
+    >>> GroupMean().known({"groups": 2})
+    2
     """
 
     name: ClassVar[str] = "groups"
@@ -158,7 +168,11 @@ class GroupMean:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The sum over loss tokens, divided by a constant."""
+    """The sum over loss tokens, divided by a constant.
+
+    >>> Constant(8192.0).known({})
+    8192.0
+    """
 
     value: float
 
@@ -187,6 +201,9 @@ class FixedLength:
     """The sum over loss tokens, divided by `length` times the number of samples (Dr. GRPO).
 
     Long samples weigh more than short ones, and samples without loss tokens are counted.
+
+    >>> FixedLength(1024).known({"samples": 4})
+    4096
     """
 
     length: float
@@ -217,6 +234,9 @@ class SampleWeights:
     """The mean over loss tokens, weighted by sample.
 
     `extra` names a sequence-aligned extra with the weight of each sample, 0 or more.
+
+    >>> SampleWeights("weight").name
+    'sample_weights(weight)'
     """
 
     extra: str = "weight"

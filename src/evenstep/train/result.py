@@ -41,6 +41,9 @@ class StepResult:
 
     If denominators were known before the step, ranks have exchanged gradients only and `reduced`
     is False. Call `reduce` on every rank (one all-reduce) before reading values of all ranks.
+
+        result = runner.run(step).reduce(runner.collective)
+        log(result.to_dict())
     """
 
     timings: Timings

@@ -35,7 +35,11 @@ OnMemory: TypeAlias = Literal["raise", "split"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """A loss of a step: a function that returns a sum, its normalization and its weight."""
+    """A loss of a step: a function that returns a sum, its normalization and its weight.
+
+    >>> from evenstep.tensors import cross_entropy
+    >>> losses = {"nll": Loss(function=cross_entropy(), weight=0.5)}
+    """
 
     function: LossFunction
     normalization: Normalization = field(default_factory=TokenMean)
