@@ -78,7 +78,7 @@ def test_a_public_name_has_a_docstring_with_an_example(package: str, name: str) 
     text = inspect.getdoc(value)
     assert text, f"{package}.{name} has no docstring"
     if inspect.isclass(value) and (
-        issubclass(value, Exception) or getattr(value, "_is_protocol", 0)
+        issubclass(value, Exception) or getattr(value, "_is_protocol", False)
     ):
         return  # raised or implemented rather than called
     assert ">>>" in text or "\n    " in text, f"{package}.{name} shows no example"

@@ -41,7 +41,11 @@ def exports(
 
 def need(module: str, *, extra: str, package: str) -> None:
     """Raise an error that says how to install `module` if `package` cannot be used without it."""
-    if find_spec(module) is None:
+    try:
+        found = find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
         raise _missing(package, module, extra)
 
 

@@ -352,6 +352,10 @@ def violations(plan: Plan) -> list[str]:
     """What is wrong with a plan, one sentence for each fault; empty if it is valid.
 
     Each starts with its check: "slots_within_budget: micro-batch 3 has 120 slots, more than 100".
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> violations(make_plan([5, 3], Recipe(layout=Packed(max_tokens=8))))
+    []
     """
     found = violations_by_check(plan)
     return [f"{name}: {fault}" for name, faults in found.items() for fault in faults]

@@ -18,6 +18,12 @@ class MicroBatch:
     """Rows times width. Row i holds `segments[row_offsets[i]:row_offsets[i + 1]]`, end to end.
 
     An empty micro-batch has no segments. It has weight zero and is for ranks without work.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> (micro,) = plan[0, 0]
+    >>> micro.segments.sample.tolist(), micro.rows, micro.width
+    ([0, 1], 1, 8)
     """
 
     segments: Segments

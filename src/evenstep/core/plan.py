@@ -34,6 +34,13 @@ class Plan:
     micro-batch m holds rows `micro_offsets[m]` onwards, and the cell of (step, rank), number
     `step * ranks + rank`, holds micro-batches `cell_offsets[cell]` onwards. `widths` gives each
     micro-batch's width. `step_of` is the step that each sample is assigned to, -1 if it is dropped.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> plan
+    Plan(1 step, 1 rank, 2 samples, 1 micro-batch, fill 100%, imbalance 1.000)
+    >>> plan.segments.length.tolist(), plan.widths.tolist()
+    ([5, 3], [8])
     """
 
     recipe: Recipe

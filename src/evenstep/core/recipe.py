@@ -41,6 +41,9 @@ class Steps:
 
     lengths [5, 600, 5, 5], 2 samples per step, drop -> steps [0, -1, 0, 1] at a budget of 512 and
     [0, 0, 1, 1] at 1024
+
+    >>> Steps(samples=512).samples, Steps(micro_batches=4).micro_batches
+    (512, 4)
     """
 
     samples: int | None = None
@@ -66,6 +69,9 @@ class Limits:
     tokens) to the most that one micro-batch may hold. `cost` counts segments at their aligned
     lengths; in padded rows, at the full width. Several packed rows share the limits evenly,
     and a group stays in one row.
+
+    >>> Limits(columns={"patches": 4096}).columns["patches"]
+    4096
     """
 
     cost: float | None = None

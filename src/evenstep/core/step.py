@@ -25,6 +25,13 @@ class Step:
 
     Samples are read lazily: `read(k)` reads the samples of micro-batch k only. The cursor belongs
     to the step, so saving it is correct however far a loader has prefetched.
+
+    >>> from evenstep import Packed, PlannedStream, Recipe
+    >>> from evenstep.data import InMemory
+    >>> source = InMemory([{"input_ids": [1, 2, 3]}])
+    >>> (step,) = PlannedStream(source, Recipe(layout=Packed(max_tokens=8)))
+    >>> [samples for micro, samples in step]
+    [{0: {'input_ids': [1, 2, 3]}}]
     """
 
     number: int

@@ -12,7 +12,13 @@ from evenstep.report.numbers import count, factor, percent, seconds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One strategy: its plan and the planning time, or the reason why it has no plan."""
+    """One strategy: its plan and the planning time, or the reason why it has no plan.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> Entry("packed", plan, seconds=0.001).stats["num_micro_batches"]
+    1
+    """
 
     name: str
     plan: Plan | None = None

@@ -18,7 +18,13 @@ _MOST_STEPS = 500
 
 
 def plan_page(plan: Plan, title: str = "Plan") -> str:
-    """A page about one plan: picture, stats, steps and recipe."""
+    """A page about one plan: picture, stats, steps and recipe.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> plan_page(plan)[:15]
+    '<!doctype html>'
+    """
     stats = plan.stats()
     parts = [_bottleneck(stats), _scroll(plan_picture(plan, title)), _sections(stats)]
     parts += ["<h2>Steps</h2>", _steps(plan.step_stats()[:_MOST_STEPS])]
@@ -30,7 +36,13 @@ def plan_page(plan: Plan, title: str = "Plan") -> str:
 
 
 def comparison_page(entries: Sequence[Entry], title: str = "Comparison") -> str:
-    """A page that compares strategies on the same lengths."""
+    """A page that compares strategies on the same lengths.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> comparison_page([Entry("packed", plan, seconds=0.001)])[:15]
+    '<!doctype html>'
+    """
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}
     parts = [f"<h1>{escape(title)}</h1>", _comparison(entries)]
     parts.append(f"<p>{escape(comparison.LEGEND)}</p>")

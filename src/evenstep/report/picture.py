@@ -21,7 +21,13 @@ MANY_RANKS = 16  # with more ranks than this, two steps fill a screen
 
 
 def plan_picture(plan: Plan, title: str = "Plan") -> str:
-    """An SVG of a plan: its first steps and the most uneven of the rest."""
+    """An SVG of a plan: its first steps and the most uneven of the rest.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> plan_picture(plan)[:4]
+    '<svg'
+    """
     steps = timelines(plan)
     shown, left_out = _choose(steps)
     panels = [Panel(plan, step, *_describe(plan, step)) for step in shown]
@@ -29,7 +35,13 @@ def plan_picture(plan: Plan, title: str = "Plan") -> str:
 
 
 def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", step: int = 0) -> str:
-    """An SVG of the same step under several strategies, on one time scale."""
+    """An SVG of the same step under several strategies, on one time scale.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> comparison_picture({"packed": plan})[:4]
+    '<svg'
+    """
     lines = {name: timelines(plan)[step] for name, plan in plans.items() if step < plan.num_steps}
     shortest = min((line.end for line in lines.values()), default=1.0)
     panels = []

@@ -11,7 +11,11 @@ from evenstep.report.numbers import agreeing, count, factor, percent, times
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: its label, its value, and a note that explains it."""
+    """One figure: its label, its value, and a note that explains it.
+
+    >>> Row("padding", "12 %", "of all slots").value
+    '12 %'
+    """
 
     label: str
     value: str
@@ -20,7 +24,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Rows under one heading."""
+    """Rows under one heading.
+
+    >>> Section("Padding", [Row("padding", "12 %")]).title
+    'Padding'
+    """
 
     title: str
     rows: list[Row]
@@ -29,7 +37,10 @@ class Section:
 def sections(stats: Mapping[str, Value]) -> list[Section]:
     """The stats of a plan in five sections: contents, padding, balance, bounds, over-long samples.
 
-    `for section in sections(plan.stats()): print(section.title, section.rows)`
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> len(sections(plan.stats()))
+    5
     """
     return [_contents(stats), _padding(stats), _balance(stats), _bounds(stats), _over_long(stats)]
 

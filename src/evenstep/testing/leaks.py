@@ -29,7 +29,10 @@ class LeakError(EvenstepError, AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """An effect of one segment on others. Segments are numbered as in `Batch.segment_ids`."""
+    """An effect of one segment on others. Segments are numbered as in `Batch.segment_ids`.
+
+    >>> from evenstep.testing import find_leaks  # find_leaks(model, batch) returns a list of these
+    """
 
     changed: int
     """The segment whose tokens were changed, or `PADDING` for all padding."""
@@ -90,7 +93,10 @@ def find_leaks(
 
 
 def assert_no_leaks(model: Model, batch: Batch, **options: Any) -> None:
-    """Raise a `LeakError` that lists all leaks; options as for `find_leaks`."""
+    """Raise a `LeakError` that lists all leaks; options as for `find_leaks`.
+
+    >>> from evenstep.testing import assert_no_leaks  # assert_no_leaks(model, batch)
+    """
     leaks = find_leaks(model, batch, **options)
     if leaks:
         raise LeakError(

@@ -20,13 +20,22 @@ if TYPE_CHECKING:
 
 
 def assert_valid_plan(plan: Plan) -> None:
-    """Raise a `PlanError` that lists every invariant the plan violates; see `core.checks`."""
+    """Raise a `PlanError` that lists every invariant the plan violates; see `core.checks`.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> assert_valid_plan(make_plan([5, 3], Recipe(layout=Packed(max_tokens=8))))
+    """
     assert_valid(plan)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The arguments of one call of `make_plan`."""
+    """The arguments of one call of `make_plan`.
+
+    >>> from evenstep import Packed
+    >>> Case(np.array([5, 3]), Recipe(layout=Packed(max_tokens=8)), None, {}).plan().num_steps
+    1
+    """
 
     lengths: IntArray
     recipe: Recipe
@@ -45,6 +54,10 @@ def cases(max_samples: int = 40) -> SearchStrategy[Case]:
 
     Budgets are small, so that over-long samples, single tokens, empty ranks and indivisible
     counts are frequent. Some cases cannot be planned; `make_plan` must raise then.
+
+    >>> from hypothesis import given
+    >>> @given(cases())
+    ... def test_my_planner(case): ...
     """
     from hypothesis import strategies as st
 

@@ -47,6 +47,10 @@ class Packed(Frame):
     capacity, seed) -> `Ragged`, the planner keeps the packer's bins and divides the largest where
     ranks, the pipeline or `steps.micro_batches` need more. A packer gets aligned lengths, with a
     group as one item, and no limit but the slots.
+
+    >>> from evenstep import Recipe, make_plan
+    >>> make_plan([5, 3, 2], Recipe(layout=Packed(max_tokens=8))).widths.tolist()
+    [5, 5]
     """
 
     kind: Literal["packed"] = "packed"

@@ -31,6 +31,10 @@ class Padded(Frame):
 
     `cut` says where sorted samples are divided: `optimal` (the default: the fewest micro-batches,
     then the fewest slots) or `greedy` (the same cuts on every rank, as in NeMo-RL and ROLL).
+
+    >>> from evenstep import Recipe, make_plan
+    >>> make_plan([5, 3, 2], Recipe(layout=Padded(samples=2), balance="none")).widths.tolist()
+    [5, 2]
     """
 
     kind: Literal["padded"] = "padded"

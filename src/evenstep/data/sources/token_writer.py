@@ -200,6 +200,11 @@ def write_token_file(
     """Write samples, or all samples of a source, and return the file.
 
     write_token_file("train.tokens", Jsonl("train.jsonl", tokenizer=tok), dtype=np.uint32)
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     len(write_token_file(f"{folder}/tokens", [{"input_ids": [1, 2]}, {"input_ids": [3]}]))
+    2
     """
     with TokenFileWriter(path, dtype=dtype, columns=columns) as writer:
         if isinstance(samples, SampleSource):

@@ -23,7 +23,15 @@ _WAKE_UP = 0.5  # seconds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FedMicroBatch:
-    """A micro-batch, its samples by id, and when each was produced (`time.time()`)."""
+    """A micro-batch, its samples by id, and when each was produced (`time.time()`).
+
+    >>> from evenstep import Packed
+    >>> feed = Feed(Recipe(layout=Packed(max_tokens=4)))
+    >>> feed.put({"input_ids": [1, 2]}, born=0.0)
+    >>> feed.close()
+    >>> [(fed.micro.tokens, fed.born) for fed in feed]
+    [(2, {0: 0.0})]
+    """
 
     micro: MicroBatch
     samples: dict[int, Sample]
