@@ -45,7 +45,7 @@ class RemainingEpoch:
     segments: tuple[SegmentKey, ...] = ()
     spans: tuple[Span, ...] = ()
     _ends: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Index behind the last element of every span that has an end."""
+    """For every span that has an end, the index after its last element."""
 
     def __post_init__(self) -> None:
         ends, end = [], len(self.segments)
