@@ -50,7 +50,7 @@ constraints: ## Resolve all extras anew and rewrite constraints.txt
 	@echo "Resolving all extras (some minutes)"
 	@$(PYTHON) -m venv --clear build/constraints
 	@build/constraints/bin/python -m pip --disable-pip-version-check -qq install \
-		"$(TORCH)" -e ".[cli,torch,hf,ray,parquet,datasets,plot,dev,bench]"
+		"$(TORCH)" -e ".[cli,torch,hf,parquet,datasets,dev,bench]"
 	@{ echo "# The pinned set for Python 3.11, all extras. Regenerate with: make constraints"; \
 		build/constraints/bin/python -m pip freeze --all --exclude pip --exclude-editable \
 		| sed -E 's/^([^=]+==[^+]+)\+.*/\1/'; } > build/constraints.txt

@@ -1,1 +1,1 @@
-"""Benchmarks: what Evenstep promises, measured in one run beside what others offer."""
+"""Benchmarks: Evenstep and its peers, measured in one run."""

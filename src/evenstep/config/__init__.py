@@ -1,7 +1,7 @@
-"""Words into values: YAML file, `key=value` overrides -> **`Recipe`**.
+"""Configuration: YAML file, `key=value` overrides -> **`Recipe`**.
 
-A recipe is its own configuration, so there is no schema beside it: keys are the fields of
-`Recipe` and its parts, and what they refuse is refused here, all faults at once.
+Keys are the fields of `Recipe` and its parts; there is no separate schema. All errors are reported
+at once.
 """
 
 from evenstep.config.decode import recipe_from
