@@ -19,7 +19,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
-    "quick",  # no shrinking: says at once that a test fails
+    "quick",  # no shrinking, so a failure is reported at once
     settings.get_profile("ci"),
     phases=[Phase.explicit, Phase.generate],
 )

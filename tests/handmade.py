@@ -1,4 +1,4 @@
-"""Plans laid out by hand, for tests of what is done with a plan."""
+"""Plans written by hand, for tests of code that uses plans."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ Steps = Sequence[Sequence[Sequence[Rows]]]  # [step][rank][micro-batch]
 
 
 def handmade(lengths: Sequence[int], steps: Steps, recipe: Recipe) -> Plan:
-    """The plan that runs whole samples exactly so; a micro-batch `[[]]` is a dummy."""
+    """The plan that runs whole samples as given; a micro-batch `[[]]` is empty."""
     unit = recipe.width_unit
     samples: list[int] = []
     rows: list[int] = []
@@ -48,7 +48,7 @@ def handmade(lengths: Sequence[int], steps: Steps, recipe: Recipe) -> Plan:
 
 
 def first_fit(lengths: Sequence[int], recipe: Recipe, per_step: int) -> Plan:
-    """A plausible packed or padded plan: first fit decreasing, dealt round robin."""
+    """A simple packed or padded plan: first fit decreasing, dealt round robin."""
     ranks, capacity = recipe.topology.dp, recipe.capacity
     assert capacity is not None
     steps = []

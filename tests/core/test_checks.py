@@ -58,7 +58,7 @@ def at(values: np.ndarray[Any, Any], i: int, value: int) -> np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """A way to break one promise."""
+    """A way to make a plan fail one check."""
 
     check: str
     recipe: Recipe
@@ -67,7 +67,7 @@ class Fault:
 
 
 def swap_samples(plan: Plan) -> Plan:
-    """Swap whole samples of different steps or places, lengths and all."""
+    """Swap whole samples, with their lengths, between steps or micro-batches."""
     last = len(plan.segments) - 1
     s = plan.segments
     return with_segments(plan, sample=swapped(s.sample, 0, last), length=swapped(s.length, 0, last))
@@ -81,7 +81,7 @@ def one_rank_short(plan: Plan) -> Plan:
 
 
 def steps_reversed(plan: Plan) -> Plan:
-    """The last step first, all of it in its right place."""
+    """The last step first; its samples stay in that step."""
     last = plan.num_steps - 1
     nested = [
         [
@@ -99,7 +99,7 @@ def steps_reversed(plan: Plan) -> Plan:
     return handmade(plan.lengths.tolist(), nested, plan.recipe)
 
 
-def a_step_of_dummies(plan: Plan) -> Plan:
+def an_empty_step(plan: Plan) -> Plan:
     """One more step at the end in which every rank runs one micro-batch of nothing."""
     rows, micros, cells = plan.row_offsets, plan.micro_offsets, plan.cell_offsets
     more = np.arange(1, plan.num_ranks + 1)
@@ -164,18 +164,18 @@ FAULTS = {
             p, recipe=Recipe(layout=Packed(max_tokens=8), steps=Steps(micro_batches=4))
         ),
     ),
-    "steps of samples end with one of dummies": Fault(
+    "steps of samples end with an empty one": Fault(
         "samples_stay_in_step",
         Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), steps=Steps(samples=4)),
-        a_step_of_dummies,
+        an_empty_step,
     ),
-    "the one step is followed by one of dummies": Fault(
-        "samples_stay_in_step", packed, a_step_of_dummies
+    "the only step is followed by an empty one": Fault(
+        "samples_stay_in_step", packed, an_empty_step
     ),
-    "steps of micro-batches end with one of dummies": Fault(
+    "steps of micro-batches end with an empty one": Fault(
         "samples_stay_in_step",
         Recipe(layout=Packed(max_tokens=16), steps=Steps(micro_batches=1)),
-        a_step_of_dummies,
+        an_empty_step,
     ),
     "a sample is in no step and not dropped": Fault(
         "samples_stay_in_step",

@@ -67,7 +67,7 @@ def test_shuffled_steps_keep_what_they_run(layout: Layout, ranks: int, seed: int
             assert ran == [micro.segments.sample.tolist() for micro in plan[number, rank]]
 
 
-def test_a_joined_plan_keeps_its_promises() -> None:
+def test_a_joined_plan_is_valid() -> None:
     recipe = Recipe(layout=Packed(max_tokens=40), topology=Topology(dp=2), steps=Steps(samples=6))
     lengths = np.arange(1, 25)
     stream = PlannedStream(Lengths(lengths), recipe, world=World(0, 2), shuffle=False)

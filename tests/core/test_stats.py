@@ -58,7 +58,7 @@ def test_a_wasteful_packer_is_not_proved_the_best() -> None:
         (Recipe(layout=Packed(max_tokens=16)), 12),
         (Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2)), 16),
         (Recipe(layout=Packed(max_tokens=16), cost=Cost(per_pair=1, per_segment=5)), 12 + 74 + 10),
-        # A micro-batch costs at least once a rank, and a dummy a token.
+        # Each rank pays for a micro-batch, and an empty one costs one token.
         (Recipe(layout=Packed(max_tokens=16), cost=Cost(per_micro_batch=100)), 112),
         (Recipe(layout=Packed(max_tokens=8), cost=Cost(per_micro_batch=100)), 212),
         (Recipe(layout=Packed(max_tokens=8), topology=Topology(pp=4, vpp=2)), 4 * 7),

@@ -42,7 +42,7 @@ def best_fit_bins(lengths: list[int], capacity: int) -> int:
 
 
 def modified_first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The five phases as they are told, without any data structure."""
+    """The five phases as published, without any data structure."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     large = [i for i in order if 2 * lengths[i] > capacity]
     medium = [i for i in order if capacity < 3 * lengths[i] and 2 * lengths[i] <= capacity]
@@ -130,8 +130,8 @@ def test_first_fit_decreasing_is_that_of_the_definition(lengths: list[int], capa
 def test_modified_first_fit_is_that_of_the_definition(lengths: list[int], capacity: int) -> None:
     ours = pack(lengths, capacity, "modified_first_fit_decreasing").tolist()
     by_length = [sorted(lengths[i] for i in row) for row in ours]
-    told = [sorted(lengths[i] for i in row) for row in modified_first_fit(lengths, capacity)]
-    assert by_length == told
+    expected = [sorted(lengths[i] for i in row) for row in modified_first_fit(lengths, capacity)]
+    assert by_length == expected
 
 
 @given(items, st.integers(40, 200))

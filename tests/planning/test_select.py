@@ -78,7 +78,7 @@ def replay(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "pool", "told"),
+    ("strategy", "pool", "expected"),
     [
         ("prefer_closest", 8, [[4, 5, 3], [1, 7], [2, 6], [0]]),
         ("prefer_first", 8, [[4, 5, 3], [1, 7], [2, 0], [6]]),
@@ -87,16 +87,16 @@ def replay(
     ],
 )
 def test_the_replays_of_cosmos_rl_come_out_as_there(
-    strategy: str, pool: int, told: list[list[int]]
+    strategy: str, pool: int, expected: list[list[int]]
 ) -> None:
-    assert replay(strategy, LENGTHS, DRAWN, Room(capacity=16), pool) == told
+    assert replay(strategy, LENGTHS, DRAWN, Room(capacity=16), pool) == expected
 
 
 def test_the_replay_of_veomni_comes_out_as_there() -> None:
     lengths = np.arange(1, 41)
     batches = replay("greedy", lengths, list(range(40)), Room(capacity=32), 10)
-    told = [range(1, 8), range(8, 11), range(11, 13), range(13, 15), range(15, 17)]
-    assert [lengths[batch].tolist() for batch in batches[:5]] == [list(each) for each in told]
+    expected = [range(1, 8), range(8, 11), range(11, 13), range(13, 15), range(15, 17)]
+    assert [lengths[batch].tolist() for batch in batches[:5]] == [list(each) for each in expected]
 
 
 def test_subset_sum_and_fullest_need_no_more_micro_batches_in_the_replay() -> None:

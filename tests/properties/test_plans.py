@@ -1,4 +1,4 @@
-"""Whatever the lengths and the recipe: a plan keeps its promises, or planning says why not."""
+"""For any lengths and recipe, a plan is valid or planning raises an error with the reason."""
 
 import tempfile
 from dataclasses import replace
@@ -16,7 +16,7 @@ from evenstep.testing import Case, assert_valid_plan, cases
 
 @settings(max_examples=1500)
 @given(cases())
-def test_every_plan_keeps_every_promise(case: Case) -> None:
+def test_every_plan_is_valid(case: Case) -> None:
     try:
         plan = case.plan()
     except EvenstepError:

@@ -243,10 +243,10 @@ class Packed(Frame):
             held.append((attended, per_rank * empty))
         capacity = self.capacity(recipe)
         lock_step = recipe.sync_every == "micro_batch" and self.rows == 1
-        for dealt, fixed in held:
-            slowest = max(slowest, fixed + makespan_bound(dealt, ranks))
+        for work, fixed in held:
+            slowest = max(slowest, fixed + makespan_bound(work, ranks))
             if lock_step and capacity is not None and int(aligned.max(initial=0)) <= capacity:
-                bound = lock_step_bound(aligned, dealt, capacity, ranks)  # no segment runs alone
+                bound = lock_step_bound(aligned, work, capacity, ranks)  # no segment runs alone
                 slowest = max(slowest, fixed + bound)
         return slowest + per_rank * cost.per_micro_batch
 
