@@ -263,7 +263,7 @@ def test_bad_input_gives_one_line_and_no_file(
         (b"3 4 5\n", "not an Evenstep plan"),
         (b"EVENSTEP PLAN 2\n", "damaged or truncated"),
         (b"EVENSTEP PLAN 2\n" + bytes(500), "damaged or truncated"),
-        (b"EVENSTEP PLAN 1\n" + bytes(500), "of version 1, and this release reads version 2"),
+        (b"EVENSTEP PLAN 1\n" + bytes(500), "of version 1; this release reads version 2"),
     ],
 )
 def test_a_file_that_is_not_a_plan_is_refused(

@@ -107,7 +107,8 @@ def count_lengths(lengths: Natural, longest: int) -> tuple[Natural, Natural, Nat
     lengths [2, 5, 2] -> following[5] = 0, following[2] = 1, present [5, 2], stops [1, 3]
     """
     following = np.zeros(longest + 1, np.uint32)
-    other = np.zeros(longest + 1, np.uint32)  # avoids waiting for the same counter
+    # Two counters in turn: repeated updates of one wait for each other.
+    other = np.zeros(longest + 1, np.uint32)
     none, bound = np.uint64(0), np.uint64(longest)
     for i in range(0, lengths.shape[0] - 1, 2):
         following[lengths[i] if lengths[i] <= bound else none] += 1
