@@ -59,6 +59,8 @@ class Alone:
 class Distributed:
     """The ranks of a `torch.distributed` process group, by default the default group.
 
+    The process group must be initialised:
+
         torch.distributed.init_process_group("nccl")
         runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
     """
