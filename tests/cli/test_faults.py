@@ -365,5 +365,5 @@ def test_without_the_command_lines_libraries_one_line_says_what_to_install() -> 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "evenstep[cli]" in done.stderr
+    assert ".[cli]" in done.stderr
     assert "Traceback" not in done.stderr
