@@ -32,7 +32,7 @@ format: .venv/.dev ## Fix what ruff can fix, and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench: .venv/.bench ## Run the benchmarks beside their peers (needs a C++ compiler)
+bench: .venv/.bench ## Run the benchmarks against peers (needs a C++ compiler)
 	@$(BIN)/python benchmarks/planning.py
 	@$(BIN)/python benchmarks/tensors.py
 	@$(BIN)/python benchmarks/pool.py

@@ -151,8 +151,8 @@ def test_a_fault_says_what_was_expected(data: dict[str, object], says: str) -> N
         ),
         (
             {"layout": {}},
-            "layout.max_tokens is missing: a packed layout needs layout.max_tokens, layout.samples or "
-            "layout.pad_to.",
+            "layout.max_tokens is missing: a packed layout needs layout.max_tokens, "
+            "layout.samples or layout.pad_to.",
         ),
         ({"topology": 3}, "topology must hold keys, got 3. Write it as topology.KEY=VALUE."),
         ({"seed": "x"}, "seed must be an integer, got 'x'."),

@@ -31,7 +31,7 @@ from evenstep.testing.content import content_of
 LENGTHS = [5, 1, 9, 2, 7, 3, 3, 8, 12, 1, 4, 6]
 SOURCE = InMemory([{"input_ids": torch.full((n,), i)} for i, n in enumerate(LENGTHS)])
 PACKED = Packed(max_tokens=12)
-NOBODY: dict[str, Any] = {"anyone": lambda mine: mine}
+NO_OTHER_RANKS: dict[str, Any] = {"anyone": lambda mine: mine}
 
 
 def planned(world: World, workers: int = 1, **changes: Any) -> PlannedStream:
@@ -83,7 +83,7 @@ def test_our_streams_resume_on_other_ranks(stream: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("stream", [planned, pooled])
 def test_our_loader_resumes_on_other_ranks_and_workers(stream: Callable[..., Any]) -> None:
     def make(world: World, workers: int) -> StreamLoader:
-        return StreamLoader(stream(world), num_workers=workers, **NOBODY)
+        return StreamLoader(stream(world), num_workers=workers, **NO_OTHER_RANKS)
 
     assert_elastic_resume(make, [(2, 2), (1, 1)], after=[1])
 

@@ -6,8 +6,8 @@ from evenstep.cli import options, terminal
 
 
 def check(plan: options.SavedPlan, json: options.Json = False) -> int:
-    """Check all invariants of a saved plan. The exit code is 1 if one does not hold."""
-    from evenstep.cli import screen
+    """Check all invariants of a saved plan. Exits with code 1 if any is violated."""
+    from evenstep.cli import output
     from evenstep.core.checks import CHECKS, violations_by_check
     from evenstep.core.plan import Plan
     from evenstep.screen import progress
@@ -18,7 +18,7 @@ def check(plan: options.SavedPlan, json: options.Json = False) -> int:
     invariants = {name: (check.__doc__ or name).strip() for name, check in CHECKS.items()}
     with terminal.printing():
         if json:
-            screen.print_json({"valid": not invalid, "checks": found})
+            output.print_json({"valid": not invalid, "checks": found})
         else:
-            screen.print_checks(found, invariants)
+            output.print_checks(found, invariants)
     return int(invalid)

@@ -34,7 +34,7 @@ def compare(
     json: options.Json = False,
 ) -> None:
     """Plan the same lengths with several strategies and compare the results."""
-    from evenstep.cli import screen
+    from evenstep.cli import output
     from evenstep.cli.job import load_job
     from evenstep.cli.strategies import built_in_strategies, own_strategy, refuse_duplicates, run
     from evenstep.core.archive import replace_file
@@ -64,11 +64,11 @@ def compare(
         replace_file(picture, drawn)
     with terminal.printing([picture] if picture else []):
         if json:
-            screen.print_json([_summary(entry) for entry in entries])
+            output.print_json([_summary(entry) for entry in entries])
         else:
-            screen.print_comparison(entries, title)
+            output.print_comparison(entries, title)
     if picture is not None:
-        screen.remark(f"wrote {picture}")
+        output.remark(f"wrote {picture}")
 
 
 def _summary(entry: Entry) -> dict[str, Any]:

@@ -20,8 +20,7 @@ def refuse_unwritable(inputs: Sequence[Path | None], *targets: Path | None) -> N
             continue
         if any(_same(target, other) for other in seen):
             raise FileError(
-                f"{target} is named twice. Give every output a name of its own, different from "
-                f"the inputs."
+                f"{target} is named twice. Use a different name for each output and input."
             )
         seen.append(target)
         _refuse_special(target)

@@ -34,7 +34,7 @@ Set: TypeAlias = Annotated[
 Column: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Column of the lengths, or of lists of token ids. Default: length.",
+        help="Column with lengths or lists of token ids. Default: length.",
         metavar="NAME",
         show_default=False,
     ),
@@ -50,7 +50,7 @@ Out: TypeAlias = Annotated[
 Picture: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        help="Draw a picture to this file (.svg or .html).", metavar="FILE", show_default=False
+        help="Write a picture to this file (.svg or .html).", metavar="FILE", show_default=False
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -22,7 +22,7 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Plan training steps for these lengths; show padding and balance."""
-    from evenstep.cli import screen
+    from evenstep.cli import output
     from evenstep.cli.job import load_job
     from evenstep.core.archive import replace_files
     from evenstep.core.checks import assert_valid
@@ -48,11 +48,11 @@ def plan(
     replace_files(contents)
     with terminal.printing(contents):
         if json:
-            screen.print_json(summary(made, stats))
+            output.print_json(summary(made, stats))
         else:
-            screen.print_stats(stats, title)
+            output.print_stats(stats, title)
     for path in contents:
-        screen.remark(f"wrote {path}")
+        output.remark(f"wrote {path}")
 
 
 def summary(made: Plan, stats: dict[str, Any]) -> dict[str, Any]:

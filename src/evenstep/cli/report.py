@@ -11,7 +11,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Show padding and balance of a saved plan, in total and per step."""
-    from evenstep.cli import screen
+    from evenstep.cli import output
     from evenstep.cli.plan import summary
     from evenstep.core.archive import replace_file
     from evenstep.core.checks import assert_valid
@@ -33,9 +33,9 @@ def report(
         replace_file(picture, drawn)
     with terminal.printing([picture] if picture else []):
         if json:
-            screen.print_json({**summary(made, stats), "steps": steps})
+            output.print_json({**summary(made, stats), "steps": steps})
         else:
-            screen.print_stats(stats, title)
-            screen.print_steps(steps)
+            output.print_stats(stats, title)
+            output.print_steps(steps)
     if picture is not None:
-        screen.remark(f"wrote {picture}")
+        output.remark(f"wrote {picture}")

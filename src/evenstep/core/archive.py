@@ -183,7 +183,7 @@ def _expand(body: bytes) -> bytes:
 
 
 class _Stream:
-    """Compressed bytes, read by number of expanded bytes."""
+    """Reads a given number of decompressed bytes from compressed data."""
 
     def __init__(self, body: bytes) -> None:
         self._left = body

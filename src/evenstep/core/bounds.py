@@ -56,7 +56,7 @@ def _l2(ordered: IntArray, capacity: int) -> int:
     """The L2 bound, over all thresholds t.
 
     Items over capacity - t share no pack with items of t or more, and two items over half share no
-    pack. Items between t and half that do not fit beside these need further packs.
+    pack. Items between t and half that do not fit with these need further packs.
     """
     if len(ordered) == 0:
         return 0

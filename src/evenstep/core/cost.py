@@ -123,7 +123,7 @@ class Cost:
             times.append(float(time))
         if not rows or not all(0 < time < float("inf") for time in times):
             raise InputError(
-                "expected at least one measurement, and times that are finite and above 0."
+                "expected at least one measurement; measured times must be finite and above 0."
             )
         # Dividing each row by its time makes the error relative: target 1 for every row.
         features = np.array(rows) / np.array(times)[:, None]

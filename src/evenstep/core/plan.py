@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def costs(self) -> FloatArray:
-        """Modelled work of each micro-batch, including padding; an empty one costs what it runs.
+        """Modelled work of each micro-batch, including padding; an empty one costs its slots.
 
         See `micro_batch_costs` of the layouts.
         """

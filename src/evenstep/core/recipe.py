@@ -102,7 +102,7 @@ class Recipe:
     groups       where samples that share a group id stay together
     equal_sizes  whether ranks of a step differ by at most one segment
     overflow     what happens to a sample that is longer than a micro-batch can hold
-    seed         of packers that use random numbers
+    seed         for packers that use random numbers
     """
 
     layout: Layout

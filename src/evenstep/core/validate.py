@@ -94,5 +94,5 @@ def one_of(path: str, value: object, words: Any) -> None:
 
 
 def _plain(value: object) -> int | None:
-    """An integer as a plain int; None for anything else, also for bools."""
+    """An integer as a plain int; None for anything else, including bools."""
     return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)

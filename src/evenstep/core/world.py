@@ -13,7 +13,7 @@ from evenstep.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One data-parallel rank of `size`. Passed explicitly: eight ranks need no processes.
+    """One data-parallel rank of `size`. It is passed explicitly, never looked up.
 
     >>> [World(rank, 2).rank for rank in range(2)]
     [0, 1]

@@ -51,8 +51,8 @@ class FakeRank:
         shapes = [value if value is _DONE else tuple(value.shape) for value in seen]
         if len(set(shapes)) > 1:
             raise RuntimeError(
-                f"ranks reduce different shapes: {shapes}. Real ranks would hang; let all of them "
-                f"make the same calls."
+                f"ranks reduce different shapes: {shapes}. Real ranks would hang. Make the same "
+                f"calls on every rank."
             )
         total = seen[0].clone()
         for other in seen[1:]:
@@ -78,8 +78,8 @@ def run_ranks(size: int, function: Callable[[Collective], T]) -> list[T]:
             seen = exchange.gather(rank, _DONE)
             if any(value is not _DONE for value in seen):
                 raise RuntimeError(
-                    f"rank {rank} has returned while others still reduce. Real ranks would hang; "
-                    f"let all of them make the same calls."
+                    f"rank {rank} returned while other ranks are still in a reduction. Real ranks "
+                    f"would hang. Make the same calls on every rank."
                 )
             return result
         except BaseException:

@@ -48,6 +48,11 @@ class Framework:
                     module.reshard()  # a forward alone leaves the root without sharded parameters
             _refuse_unsharded(inner)
             return cls("fsdp", inner, *_fsdp_ranks(inner))
+        if isinstance(inner, FullyShardedDataParallel):
+            raise ConfigError(
+                "FullyShardedDataParallel (FSDP1) is not supported. Use "
+                "torch.distributed.fsdp.fully_shard or DistributedDataParallel."
+            )
         for name, module in inner.named_modules():
             if isinstance(module, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
                 raise ConfigError(

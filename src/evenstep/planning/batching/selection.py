@@ -77,7 +77,7 @@ def greedy(
 def subset_sum(
     sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
 ) -> IntArray:
-    """As much as possible beside the oldest: of the counted column if there is one, else of size.
+    """Fill as much as possible around the oldest sample, by the counted column or else by size.
 
     Exact if only size is limited and, up to some size, if a counted column is limited too. A
     bounded search that is no worse than greedy handles larger cases and those where `most` binds.

@@ -85,7 +85,7 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
 
     Each large item (over a half) opens a bin. In turn, each bin gets the largest medium item (over
     a third) that fits. From the last bin back, bins without one get a pair of small items (over a
-    sixth): the smallest, and the largest that fits beside it. Then each bin gets whatever fits,
+    sixth): the smallest, and the largest that fits with it. Then each bin gets whatever fits,
     largest first. The remaining items are packed first-fit decreasing.
     """
     n = lengths.shape[0]

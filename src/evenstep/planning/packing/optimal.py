@@ -147,7 +147,7 @@ def optimal_kernel(lengths: IntArray, capacity: int, bound: int, bins: int) -> I
     smallest = capacity
     for length in lengths:
         smallest = min(smallest, length)
-    # Space beside an item that no partner fits is wasted in any packing.
+    # Space left next to an item that no other item fits is wasted in any packing.
     spare = bound * capacity
     for length in lengths:
         spare -= capacity if length + smallest > capacity else length
