@@ -565,3 +565,33 @@ def test_groups_by_name_are_refused_as_in_make_plan() -> None:
 
 def test_an_empty_dataset_has_no_entries() -> None:
     assert list(stream_of([], groups=[], loss_tokens=[], columns={"images": []})) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "position", "digest", "expected"),
+    [
+        (Steps(samples=6), 12, "4326700f75a54dcc", [3, 7, 14, 26, 33, 36]),
+        (Steps(tokens=70), 4, "5f53718550f894ff", [9, 39]),
+    ],
+)
+def test_a_cursor_of_version_0_1_0_between_steps_still_loads(
+    steps: Steps, position: int, digest: str, expected: list[int]
+) -> None:
+    """Written by version 0.1.0; the next step holds the samples that it held there."""
+    state = {
+        "evenstep_cursor": 1,
+        "step": 2,
+        "belongs": {
+            "stream": "planned",
+            "data": "40 samples, 3f503de2e04f0018",
+            "order": "shuffled by seed 3",
+        },
+        "place": {"epoch": 0, "position": position},
+        "digest": digest,
+    }
+    recipe = Recipe(layout=Packed(max_tokens=40), steps=steps)
+    stream = PlannedStream(Lengths(np.arange(1, 41)), recipe, seed=3)
+    stream.load_state_dict(state)
+    step = next(iter(stream))
+    assert step.number == 2
+    assert step.own_sample_ids.tolist() == expected

@@ -65,7 +65,7 @@ def test_a_rank_that_stops_early_is_an_error_and_no_hang() -> None:
 
 
 def test_ranks_that_reduce_other_shapes_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="make the same calls"):
+    with pytest.raises(RuntimeError, match="Make the same calls"):
         run_ranks(2, lambda ranks: ranks.all_reduce_sum(torch.ones(ranks.rank + 1)))
 
 

@@ -12,6 +12,7 @@ from evenstep.core.identity import sample_name
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
 from evenstep.data.streams.feed import FedMicroBatch
@@ -104,7 +105,7 @@ class Origin:
         micro = self.micro_batch_of_segment
         row = np.repeat(np.arange(len(self.row_offsets) - 1), np.diff(self.row_offsets))
         unit = self.alignments[micro]
-        end = offsets_of(-(-self.segments.length // unit) * unit)  # laid end to end over all rows
+        end = offsets_of(rounded_up(self.segments.length, unit))  # laid end to end over all rows
         inside = end[:-1] - end[self.row_offsets[row]]
         return (row - self.micro_offsets[micro]) * self.widths[micro] + inside
 

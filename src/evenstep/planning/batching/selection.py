@@ -101,6 +101,12 @@ def subset_sum(
 
 
 @kernel
+def row_width(size: int, unit: int) -> int:
+    """The width of a row for this size: 5 in fours is 8."""
+    return (size + unit - 1) // unit * unit
+
+
+@kernel
 def closest(
     sizes: IntArray,
     counted: IntArray,
@@ -124,7 +130,7 @@ def closest(
         best, fewest, distance = -1, capacity + 1, 0
         for at in range(left):
             i = waiting[at]
-            width = (max(longest, sizes[i]) + unit - 1) // unit * unit
+            width = row_width(max(longest, sizes[i]), unit)
             slots = width * (count + 1)
             away = abs(sizes[i] - longest) if near else 0
             if slots < fewest or (slots == fewest and away < distance and best >= 0):
@@ -172,18 +178,15 @@ def fullest(
     n = sizes.shape[0]
     counts = counted.shape[0] > 0
     best = np.zeros(1, np.int64)
-    best_tokens, best_slots, youngest = sizes[0], -(-sizes[0] // unit) * unit, 0
+    best_tokens, best_slots, youngest = sizes[0], row_width(sizes[0], unit), 0
     order = (
         np.argsort(-sizes[1:], kind="mergesort") + 1
     )  # longest first; of equals, the oldest first
     rows = np.zeros(n, np.int64)
     for start in range(n - 1):
         longest = max(sizes[0], sizes[order[start]])
-        width = (longest + unit - 1) // unit * unit
-        if (
-            start > 0
-            and width == (max(sizes[0], sizes[order[start - 1]]) + unit - 1) // unit * unit
-        ):
+        width = row_width(longest, unit)
+        if start > 0 and width == row_width(max(sizes[0], sizes[order[start - 1]]), unit):
             continue
         fit = min(most, capacity // max(width, 1))
         count, tokens = 1, sizes[0]
@@ -202,7 +205,7 @@ def fullest(
         if count < 2 or tokens < best_tokens:
             continue
         longest = max(sizes[0], sizes[rows[1]])  # less than the width if its rows were excluded
-        slots = (longest + unit - 1) // unit * unit * count
+        slots = row_width(longest, unit) * count
         last = rows[:count].max()
         if tokens > best_tokens or (slots, last) < (best_slots, youngest):
             best_tokens, best_slots, youngest = tokens, slots, last
