@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, by_first_appearance, sum_by
+from evenstep.core.ragged import IntArray, by_first_appearance, offsets_of, sum_by
 
 
 def assigned_steps(plan: Plan) -> IntArray:
@@ -18,13 +18,16 @@ def assigned_steps(plan: Plan) -> IntArray:
         return expected
     weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
     owner = _owners(plan, kept)
-    step, held, steps = 0, 0, []
-    for load in sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64).tolist():
-        if held and held + load > limit:
-            step, held = step + 1, 0
-        held += load
-        steps.append(step)
-    expected[kept] = np.array(steps)[owner]
+    loads = sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64)
+    total = offsets_of(loads)
+    starts = [0]  # of each step; a step takes units while their sum is within the limit
+    while True:
+        end = int(np.searchsorted(total, total[starts[-1]] + limit, "right")) - 1
+        end = max(end, starts[-1] + 1)
+        if end >= len(loads):
+            break
+        starts.append(end)
+    expected[kept] = np.searchsorted(starts, owner, "right") - 1
     return expected
 
 

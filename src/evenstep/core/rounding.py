@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Whole = TypeVar("Whole", int, NDArray[np.int64])
 
 
-def rounded_up(number: Whole, multiple: int) -> Whole:
+def rounded_up(number: Whole, multiple: Whole | int) -> Whole:
     """`number` rounded up to a multiple.
 
     >>> rounded_up(5, 4), rounded_up(np.array([4, 5]), 4).tolist()

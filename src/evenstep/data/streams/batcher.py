@@ -185,7 +185,10 @@ def micro_batch(
     unit = recipe.width_unit if unit is None else unit
     align = recipe.topology.alignment if align is None else align
     rows = rows + [[]] * (layout.row_counts(len(rows)) - len(rows))
-    used = max([sum([rounded_up(entry.length, align) for entry in row]) for row in rows])
+    if align == 1:
+        used = max([sum([entry.length for entry in row]) for row in rows])
+    else:
+        used = max([sum([rounded_up(entry.length, align) for entry in row]) for row in rows])
     # columns: sample id, start, length, length of the sample, its end
     columns = np.array([entry[1:6] for row in rows for entry in row], np.int64).reshape(-1, 5).T
     sample, start, length, whole, end = columns
