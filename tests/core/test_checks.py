@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -317,6 +317,11 @@ FAULTS = {
         Recipe(layout=Packed(max_tokens=16), limits=Limits(columns={"patches": 5})),
         lambda p: changed(p, columns={"patches": np.full(8, 6)}),
         {"columns": {"patches": [1] * 8}},
+    ),
+    "samples run out of order": Fault(
+        "order_kept",
+        packed,
+        lambda p: changed(p, recipe=replace(p.recipe, balance="none")),
     ),
     "sizes are uneven": Fault(
         "sizes_equal",

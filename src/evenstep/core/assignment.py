@@ -44,6 +44,29 @@ def out_of_order(plan: Plan) -> IntArray:
     return np.concatenate((behind, np.flatnonzero(plan.step_of < -1)))
 
 
+def out_of_turn(plan: Plan) -> IntArray:
+    """Micro-batches with a sample that comes before those of the micro-batch that ran before.
+
+    Micro-batches run wave by wave and, in a wave, rank by rank.
+    """
+    kept = np.flatnonzero(plan.step_of >= 0)
+    place = np.full(len(plan.lengths), -1, np.int64)
+    place[kept] = np.arange(len(kept))
+    if plan.recipe.groups == "micro_batch":
+        place[kept] = _owners(plan, kept)
+    key = place[plan.segments.sample]
+    held = np.flatnonzero(np.diff(plan.segment_offsets))
+    if len(held) == 0:
+        return held
+    cell = plan.cell_of_micro_batch[held]
+    step, rank = cell // plan.num_ranks, cell % plan.num_ranks
+    order = np.lexsort((rank, held - plan.cell_offsets[cell], step))
+    starts = plan.segment_offsets[held]
+    first, last = np.minimum.reduceat(key, starts)[order], np.maximum.reduceat(key, starts)[order]
+    late = (first[1:] < last[:-1]) & (step[order][1:] == step[order][:-1])
+    return np.asarray(held[order][1:][late], np.int64)
+
+
 def _owners(plan: Plan, samples: IntArray) -> IntArray:
     """The unit of each sample, by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
     if plan.groups is None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.assignment import assigned_steps, out_of_order
+from evenstep.core.assignment import assigned_steps, out_of_order, out_of_turn
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
 from evenstep.core.validate import MOST
@@ -327,6 +327,14 @@ def sizes_equal(plan: Plan) -> list[str]:
     return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _some(uneven)]
 
 
+def order_kept(plan: Plan) -> list[str]:
+    """With `balance="none"`, micro-batches take the samples in order, and ranks take turns."""
+    if plan.recipe.balance != "none":
+        return []
+    late = out_of_turn(plan)[:_SHOWN].tolist()
+    return [f"micro-batch {m} runs after later samples" for m in late]
+
+
 CHECKS: dict[str, Callable[[Plan], list[str]]] = {
     check.__name__: check
     for check in (
@@ -344,6 +352,7 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
         shapes_equal,
         limits_hold,
         sizes_equal,
+        order_kept,
     )
 }
 
