@@ -16,16 +16,16 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks import tables
+from benchmarks.revision_cases import CASES
+from benchmarks.tables import Section, Table, Target
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import numpy as np  # noqa: E402
-from rich.console import Console  # noqa: E402
-
-from benchmarks import tables  # noqa: E402
-from benchmarks.revision_cases import CASES  # noqa: E402
-from benchmarks.tables import Section, Table, Target  # noqa: E402
-
 BASE = "bc20661"  # the last revision with four layouts
 ROUNDS = 7
 MOST = 1.05  # times the earlier revision (geomean)

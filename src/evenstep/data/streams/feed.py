@@ -57,11 +57,11 @@ class Feed:
     def __init__(
         self, recipe: Recipe, *, pool: Pool | None = None, length_of: Measure = length_of
     ) -> None:
-        # Without a pool from the caller, layout.samples samples also fill a micro-batch.
         if pool is not None and pool.warmup_tokens is not None:
             raise ConfigError(
                 "pool.warmup_steps has no effect in a feed, which is one step. Leave it out."
             )
+        # Without a pool from the caller, as many samples as fit also fill a micro-batch.
         self._samples = _most_samples(recipe) if pool is None else MOST
         pool = _just_enough(recipe) if pool is None else pool
         self._batcher, self._length_of = PoolBatcher(recipe, pool), length_of
