@@ -112,33 +112,30 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
 
 def _fastest(problem: Problem, waves: int, time_of: TimeOf, floor: float) -> Found | None:
     """The fastest packs found with this number of waves; None if units do not fit."""
+    main, further = main_ways(problem), further_ways(problem)
+    if len(problem.units) > _SEARCHED:
+        # One way is enough; the others are for units that do not fit that way.
+        every = (_found(problem, waves, time_of, way) for way in [*main, *further[:1]])
+        return next((found for found in every if found is not None), None)
     best: Found | None = None
-    few = len(problem.units) <= _SEARCHED
-    for tier in (main_ways(problem), further_ways(problem) if few else []):
-        for way in tier:
-            address = way(problem, waves)
-            if len(address) < len(problem.units):
-                continue
-            here = Found(address, waves, time_of(address, waves))
-            best = here if best is None or here.time < best.time else best
-            if best.time <= floor * _EVEN:
-                return best
-    if best is None and not few:
-        return _fastest_of(further_ways(problem)[:1], problem, waves, time_of)
-    exchanged = few and problem.recipe.balance == "refined" and problem.recipe.layout.packer is None
+    for way in [*main, *further]:
+        found = _found(problem, waves, time_of, way)
+        if found is not None and (best is None or found.time < best.time):
+            best = found
+        if best is not None and best.time <= floor * _EVEN:
+            return best
+    exchanged = problem.recipe.balance == "refined" and problem.recipe.layout.packer is None
     if best is None or not exchanged or best.time <= floor * _NEAR:
         return best
     return _improved(problem, best, time_of, floor)
 
 
-def _fastest_of(ways: list[Way], problem: Problem, waves: int, time_of: TimeOf) -> Found | None:
-    best: Found | None = None
-    for way in ways:
-        address = way(problem, waves)
-        if len(address) == len(problem.units):
-            here = Found(address, waves, time_of(address, waves))
-            best = here if best is None or here.time < best.time else best
-    return best
+def _found(problem: Problem, waves: int, time_of: TimeOf, way: Way) -> Found | None:
+    """What one way finds; None if units do not fit that way."""
+    address = way(problem, waves)
+    if len(address) < len(problem.units):
+        return None
+    return Found(address, waves, time_of(address, waves))
 
 
 def _improved(problem: Problem, best: Found, time_of: TimeOf, floor: float) -> Found:
