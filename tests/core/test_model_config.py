@@ -115,6 +115,7 @@ def test_a_field_that_a_type_needs_is_named(model_type: str, field: str) -> None
         ({"model_type": "t5"}, "Give the shape to Cost.of_model, or measured times to Cost.fit"),
         ({"model_type": "qwen2", "use_sliding_window": "no"}, "must be true or false"),
         ({"layer_types": ["full_attention"]}, "has 1 entries, but there are 2 layers"),
+        ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types in the configuration has 3 entries"),
         ({"layer_types": "full"}, "layer_types in the configuration must be a list"),
         ({"layer_types": ["full_attention", "mamba"]}, "has 'mamba', which is not known in llama"),
         ({"layer_types": ["chunked_attention"] * 2}, "has 'chunked_attention', which is not known"),

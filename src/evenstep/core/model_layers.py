@@ -42,12 +42,7 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
 
 
 def _named(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
-    names = config.entries("layer_types", "layers_block_type")
-    if len(names) != layers:
-        raise ConfigError(
-            f"layer_types in {config.where} has {len(names)} entries, but there are {layers} "
-            f"layers. Correct one of them."
-        )
+    names = _per_layer(config, layers, "layer_types", "layers_block_type")
     for name in names:
         known = isinstance(name, str) and name in _MIXING
         if not known or (_MIXING[name] == "mixer" and kind.mixer == "none"):
@@ -57,6 +52,16 @@ def _named(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
                 f"Cost.fit."
             )
     return [_MIXING[name] for name in names]
+
+
+def _per_layer(config: ModelConfig, layers: int, *names: str) -> list[Any]:
+    entries = config.entries(*names)
+    if len(entries) != layers:
+        raise ConfigError(
+            f"{names[0]} in {config.where} has {len(entries)} entries, but there are {layers} "
+            f"layers. Correct one of them."
+        )
+    return entries
 
 
 def _attending(config: ModelConfig, layers: int) -> set[Any]:
@@ -100,8 +105,8 @@ def sparse_layers(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
     """
     every = range(layers)
     if config.has("mlp_layer_types"):
-        named = config.entries("mlp_layer_types")
-        return {layer for layer, name in zip(every, named, strict=False) if name == "sparse"}
+        named = _per_layer(config, layers, "mlp_layer_types")
+        return {layer for layer in every if named[layer] == "sparse"}
     match kind.experts:
         case "every":
             return set(every)
@@ -129,8 +134,8 @@ def _after_dense(config: ModelConfig, layers: int) -> set[int]:
     The frequency may also be a list with 0 for a dense layer.
     """
     if isinstance(config.fields.get("moe_layer_freq"), list):
-        named = config.entries("moe_layer_freq")
-        return {layer for layer, sparse in zip(range(layers), named, strict=False) if sparse}
+        named = _per_layer(config, layers, "moe_layer_freq")
+        return {layer for layer in range(layers) if named[layer]}
     step = config.whole("moe_layer_freq", default=1)
     first = config.whole("first_k_dense_replace", least=0)
     return {layer for layer in range(first, layers) if layer % step == 0}
