@@ -274,9 +274,14 @@ class Plan:
             )
         )
 
-    def stats(self, width: int | None = None) -> dict[str, measures.Value]:
-        """Padding, imbalance and distance from the bounds. See `core.stats`."""
-        return measures.of_plan(self, width)
+    def stats(
+        self, width: int | None = None, *, progress: measures.Progress | None = None
+    ) -> dict[str, measures.Value]:
+        """Padding, imbalance and distance from the bounds. See `core.stats`.
+
+        `progress(done, total)` is called with the number of steps measured so far.
+        """
+        return measures.of_plan(self, width, progress)
 
     def step_stats(self) -> list[dict[str, measures.Value]]:
         """The same measures for each step by itself."""
