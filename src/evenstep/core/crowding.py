@@ -83,7 +83,7 @@ def rank_among(ordered: FloatArray, values: FloatArray) -> IntArray:
     """
     if len(ordered) == 1:
         return np.asarray(np.searchsorted(ordered[0], values[0])[None, :], np.int64)
-    found = [np.searchsorted(row, some) for row, some in zip(ordered, values, strict=True)]
+    found = [row.searchsorted(some) for row, some in zip(ordered, values, strict=True)]
     return np.array(found, np.int64).reshape(values.shape)
 
 

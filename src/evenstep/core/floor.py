@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 
-_TOGETHER = 1 << 14  # segments of steps that are measured together
+_TOGETHER = 1 << 15  # segments of steps that are measured together
 _EQUAL = 1 - 1e-9
 
 
