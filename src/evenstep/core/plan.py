@@ -281,7 +281,8 @@ class Plan:
 
         `progress(done, total)` is called with the number of steps measured so far.
         """
-        return measures.of_plan(self, width, progress)
+        measured = measures.of_plan(self, width, progress)
+        return {"cost": self.recipe.cost.description, **measured}
 
     def step_stats(self) -> list[dict[str, measures.Value]]:
         """The same measures for each step by itself."""
