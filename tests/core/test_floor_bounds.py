@@ -1,5 +1,6 @@
 """Bounds on packs and time never exceed what the best of all plans reaches."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 from evenstep import Cost, Packed, Recipe, Topology
 from evenstep.core.bounds import lock_step_bound, makespan_bound, pack_bound, pack_bounds
 from evenstep.core.crowding import packs_of_first
-from evenstep.core.floor import least_time
+from evenstep.core.floor import StepFloor
 from evenstep.core.lock_step import lock_steps
 from evenstep.core.makespan import makespans
 from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.recipe import SyncEvery
 from tests.core.exhaustive import fewest_packs, least_lock_step, least_makespan, least_step
 
 MORE = 1 + 1e-9
@@ -159,21 +161,14 @@ def test_no_plan_with_groups_one_width_or_second_work_is_below_the_floor(
         cost=cost,
         **{"topology": Topology(dp=2), **options},
     )
-    size = np.array([sum(held) for held in groups])
-    works = np.array([float(cost.of_lengths(np.array(held)).sum()) for held in groups])
-    second = [float(7 * (n % 3)) for n in size.tolist()] if twice else None
-    counts = np.array([len(held) for held in groups])
+    second = [float(7 * (sum(held) % 3)) for held in groups] if twice else None
     best = least_step(recipe, groups, second)
+    aligned = np.concatenate(groups)
+    unit_of = np.repeat(np.arange(len(groups)), [len(held) for held in groups])
     extra = None if second is None else np.array(second)
-    multiple = recipe.topology.multiple
-    for sync_every in ("micro_batch", "step"):
+    choices: tuple[SyncEvery, ...] = ("micro_batch", "step")
+    for sync_every in choices:
         # A step's slowest rank takes no longer than its waves together.
-        changed = Recipe(
-            layout=recipe.layout,
-            cost=cost,
-            sync_every=sync_every,
-            topology=recipe.topology,
-            equal_tokens=recipe.equal_tokens,
-        )
-        floor = least_time(changed, size, works, counts=counts, second=extra, per_rank=multiple)
-        assert floor <= best * MORE
+        changed = replace(recipe, sync_every=sync_every)
+        floor = StepFloor(changed, aligned, unit_of, extra)
+        assert floor.time(recipe.topology.multiple) <= best * MORE

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.bounds import bins_bound, pack_bounds
-from evenstep.core.loads import Loads, attended_costs
+from evenstep.core.loads import Loads
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.core.rounding import divided_up, rounded_up
 
@@ -44,28 +44,31 @@ class Floor:
     binds: str
 
 
-def least_time(
-    recipe: Recipe,
-    sizes: IntArray,
-    costs: FloatArray,
-    *,
-    counts: IntArray | None = None,
-    second: FloatArray | None = None,
-    per_rank: int = 1,
-) -> float:
-    """A lower bound on the time of a packed step of these units.
+class StepFloor:
+    """The floor of one step's time, without a plan.
 
-    `sizes` are aligned slots, `costs` what the units cost without padding, `counts` their segments
-    (default 1), `second` their second work in the same unit. Each rank runs at least `per_rank`
-    micro-batches.
+    `aligned` are the lengths of the segments, aligned; `unit_of` is the unit of each, by default a
+    unit each; `second` is the second work of each unit in the unit of the cost.
 
     >>> from evenstep import Packed, Recipe, Topology
     >>> recipe = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
-    >>> least_time(recipe, np.array([9, 6, 6]), np.array([9.0, 6, 6]), per_rank=2)
+    >>> StepFloor(recipe, np.array([9, 6, 6])).time(per_rank=2)
     15.0
     """
-    loads = Loads.of_units(recipe, sizes, costs, counts, second)
-    return float(_times(recipe, loads, np.array([per_rank]))[0][0])
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        aligned: IntArray,
+        unit_of: IntArray | None = None,
+        second: FloatArray | None = None,
+    ) -> None:
+        self._recipe = recipe
+        self._loads = Loads.of_step(recipe, aligned, unit_of, second)
+
+    def time(self, per_rank: int = 1) -> float:
+        """The least time if each rank runs at least `per_rank` micro-batches."""
+        return float(_times(self._recipe, self._loads, np.array([per_rank]))[0][0])
 
 
 def _times(recipe: Recipe, loads: Loads, per_rank: IntArray) -> tuple[FloatArray, list[str]]:
@@ -212,17 +215,8 @@ class Floors:
         return np.unique(self.groups[segments], return_inverse=True)[1]
 
     def _loads(self, segments: slice, units: IntArray | None) -> Loads:
-        """The units of one step. Padded rows are segments also where groups share a micro-batch."""
-        recipe, aligned = self.recipe, self.aligned[segments]
-        if recipe.layout.segments_per_row is not None:
-            return Loads.of_segments(recipe, aligned[None])
-        size = self._by_unit(aligned, units).astype(np.int64)
-        count = self._by_unit(np.ones(len(aligned)), units).astype(np.int64)
-        attended = self._by_unit(attended_costs(recipe, aligned), units)
-        second = None
-        if self.second is not None:
-            second = self._by_unit(self.second[segments], units)[None]
-        return Loads(size[None], count[None], attended[None], second)
+        second = None if self.second is None else self._by_unit(self.second[segments], units)
+        return Loads.of_step(self.recipe, self.aligned[segments], units, second)
 
     @staticmethod
     def _by_unit(column: NDArray[Any], units: IntArray | None) -> NDArray[Any]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.crowding import packs_of_first
-from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.ragged import FloatArray, IntArray, sum_by
 
 if TYPE_CHECKING:
     from evenstep.core.recipe import Recipe
+
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,21 +32,31 @@ class Loads:
     count: IntArray
     attended: FloatArray
     second: FloatArray | None = None
-    _packs: dict[int, IntArray] = field(default_factory=dict)
+    _known: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_units(
+    def of_step(
         cls,
         recipe: Recipe,
-        sizes: IntArray,
-        costs: FloatArray,
-        counts: IntArray | None = None,
+        aligned: IntArray,
+        unit_of: IntArray | None = None,
         second: FloatArray | None = None,
     ) -> Loads:
-        """One step. `costs` are without padding; `second` is in the unit of `costs`."""
-        attended = np.maximum(costs - recipe.cost.per_token * sizes, 0)
-        one = np.ones_like(sizes) if counts is None else counts
-        return cls(sizes[None], one[None], attended[None], None if second is None else second[None])
+        """One step. `unit_of` is the unit of each segment, by default a unit each.
+
+        `second` is the second work of each unit. The rows of a padded layout are segments, also
+        where groups share a micro-batch.
+        """
+        if unit_of is None or recipe.layout.segments_per_row is not None:
+            loads = cls.of_segments(recipe, aligned[None])
+            return loads if second is None else replace(loads, second=second[None])
+        count = int(unit_of.max(initial=-1)) + 1
+        size, attended = (
+            sum_by(unit_of, column, count)[None]
+            for column in (aligned, attended_costs(recipe, aligned))
+        )
+        held = np.bincount(unit_of, minlength=count)[None]
+        return cls(size.astype(np.int64), held, attended, None if second is None else second[None])
 
     @classmethod
     def of_segments(cls, recipe: Recipe, aligned: IntArray) -> Loads:
@@ -51,12 +64,17 @@ class Loads:
         held = aligned > 0
         return cls(aligned, held.astype(np.int64), attended_costs(recipe, aligned) * held)
 
+    def once(self, name: str, measure: Callable[[], Measured]) -> Measured:
+        """The result of `measure`, which is called once for these units."""
+        if name not in self._known:
+            self._known[name] = measure()
+        return cast(Measured, self._known[name])
+
     def packs_of_first(self, capacity: int) -> IntArray:
         """`core.crowding.packs_of_first` of these units; a larger one fills a pack."""
-        if capacity not in self._packs:
-            size = np.minimum(self.size, capacity).astype(np.float64)
-            self._packs[capacity] = packs_of_first(size, np.full((len(size), 1), float(capacity)))
-        return self._packs[capacity]
+        size = np.minimum(self.size, capacity).astype(np.float64)
+        column = np.full((len(size), 1), float(capacity))
+        return self.once(f"packs of {capacity}", lambda: packs_of_first(size, column))
 
     def work(self, recipe: Recipe) -> FloatArray:
         """What each unit costs without padding."""

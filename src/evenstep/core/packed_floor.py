@@ -35,7 +35,6 @@ def packed_times(
 ) -> dict[str, FloatArray]:
     """The bounds of each step. Each rank runs at least `per_rank` micro-batches."""
     cost, ranks = recipe.cost, recipe.topology.dp
-    work, waves = loads.work(recipe), _waves_of(layout, recipe, loads)
     calls = per_rank * cost.per_micro_batch
     least = _least_slots(layout, recipe, loads)
     empty = cost.per_token * least
@@ -43,32 +42,33 @@ def packed_times(
     alone = np.where(loads.size > 0, cost.per_token * widths + loads.attended, empty[:, None])
     slots = _fewest_slots(layout, recipe, loads, per_rank, least)
     found = {
-        "mean": work.sum(axis=1) / ranks,
-        "share": makespans(work, ranks),
+        "mean": loads.work(recipe).sum(axis=1) / ranks,
+        "share": loads.once("share", lambda: makespans(loads.work(recipe), ranks)),
         "shape": (cost.per_token * slots + loads.attended.sum(axis=1)) / ranks,
         "sample": alone.max(axis=1, initial=0) + (per_rank - 1) * empty,
     }
+    waves = _waves_of(layout, recipe, loads)
     if waves is not None:
-        found["waves"] = waves(work)
+        found["waves"] = loads.once("waves", lambda: waves(loads.work(recipe)))
     if layout.pad_to is not None:
-        fixed = per_rank * empty
-        found["shape"] = np.maximum(found["shape"], fixed + _slowest(loads.attended, ranks, waves))
+        fixed = per_rank * empty + _attention(layout, recipe, loads)
+        found["shape"] = np.maximum(found["shape"], fixed)
     found = {name: time + calls for name, time in found.items()}
     if layout.pad_to is None and recipe.topology.equal_widths:
         tokens = _one_width(layout, recipe, loads, per_rank)
-        found["widths"] = tokens + _slowest(loads.attended, ranks, waves)
+        found["widths"] = tokens + _attention(layout, recipe, loads)
     if recipe.equal_tokens:
-        sizes = loads.size.astype(np.float64)
-        tokens = cost.per_token * _slowest(sizes, ranks, _waves_of(layout, recipe, loads, True))
-        found["widths"] = tokens + _slowest(loads.attended, ranks, waves) + calls
+        tokens = cost.per_token * _widest(layout, recipe, loads)
+        found["widths"] = tokens + _attention(layout, recipe, loads) + calls
     return found
 
 
 def second_times(layout: Packed, recipe: Recipe, loads: Loads) -> FloatArray:
     """A lower bound on the time of each step's second work; 0 without one."""
-    if loads.second is None:
+    second, waves = loads.second, _waves_of(layout, recipe, loads)
+    if second is None:
         return np.zeros(len(loads.size))
-    return _slowest(loads.second, recipe.topology.dp, _waves_of(layout, recipe, loads))
+    return loads.once("second", lambda: _slowest(second, recipe.topology.dp, waves))
 
 
 Waves = Callable[[FloatArray], FloatArray]
@@ -80,7 +80,21 @@ def _slowest(work: FloatArray, ranks: int, waves: Waves | None) -> FloatArray:
     return least if waves is None else np.maximum(least, waves(work))
 
 
-def _waves_of(layout: Packed, recipe: Recipe, loads: Loads, always: bool = False) -> Waves | None:
+def _attention(layout: Packed, recipe: Recipe, loads: Loads) -> FloatArray:
+    """The least time of what does not depend on padding."""
+    waves, ranks = _waves_of(layout, recipe, loads), recipe.topology.dp
+    return loads.once("attention", lambda: _slowest(loads.attended, ranks, waves))
+
+
+def _widest(layout: Packed, recipe: Recipe, loads: Loads) -> FloatArray:
+    """The least sum over waves of the widest micro-batch."""
+    waves, ranks = _waves_of(layout, recipe, loads, always=True), recipe.topology.dp
+    return loads.once("widest", lambda: _slowest(loads.size.astype(np.float64), ranks, waves))
+
+
+def _waves_of(
+    layout: Packed, recipe: Recipe, loads: Loads, *, always: bool = False
+) -> Waves | None:
     """The lock-step bound of some work of these units; None if ranks do not wait in every wave.
 
     A micro-batch of several rows counts as one pack of all their slots.
