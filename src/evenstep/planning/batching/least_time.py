@@ -26,7 +26,7 @@ from evenstep.planning.batching.levels import levels_of, lower_levels
 from evenstep.planning.batching.lock_step import wave_cuts
 from evenstep.planning.batching.rank_sums import rank_sum_cuts
 
-_WORK = 100_000  # blocks tried while levels are lowered
+_WORK = 200_000  # blocks tried while levels are lowered
 _SAME = 1e-12
 
 

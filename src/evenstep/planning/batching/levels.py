@@ -62,7 +62,8 @@ def blocks_in_waves(
 def levels_of(units: SortedUnits, ends: IntArray, ranks: int, waves: int) -> FloatArray:
     """The dearest block of each wave where blocks of similar cost share a wave, dearest first."""
     costs = np.full(waves * ranks, units.empty)
-    costs[: ends.shape[0]] = block_costs(units, ends)
+    for block, cost in enumerate(block_costs(units, ends)):
+        costs[block] = cost
     return np.sort(costs)[::-1][::ranks].copy()
 
 

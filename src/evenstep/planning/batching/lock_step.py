@@ -19,7 +19,7 @@ from evenstep.planning.kernel import kernel
 _LEVELS = 48
 _STATES = 512  # wave starts kept after each wave
 _TABLE = 2**23  # entries of the table of waves
-_RANGE = 32
+_RANGE = 32  # the mean of a wave relative to the lowest level tried
 
 
 @kernel
@@ -58,13 +58,15 @@ def wave_table(units: SortedUnits, levels: FloatArray, ranks: int) -> tuple[IntA
 
 
 @kernel
-def wave_ends(
+def choose_waves(
     units: SortedUnits, levels: FloatArray, ranks: int, fewest: int, most: int
-) -> tuple[FloatArray, IntArray]:
-    """(least time with each number of waves, where the waves end): see the module.
+) -> IntArray:
+    """Where the waves of the least time end, for each number of waves.
 
-    Row w describes `fewest + w` waves; waves come from wide to narrow, and those that end at 0 are
-    empty.
+    Row w has `fewest + w` waves, from wide to narrow; those that end at 0 are empty. After each
+    wave, only wave starts that no other reaches farther in less time are kept.
+
+    units of 8, 8, 1, 1 on two ranks, one or two waves -> [[4, 0], [4, 2]]: times 16 and 9
     """
     n = units.price.shape[0]
     reach, cost = wave_table(units, levels, ranks)
@@ -80,7 +82,6 @@ def wave_ends(
     best = np.full(n + 1, np.inf)
     origin = np.zeros(n + 1, np.int64)
     kept = np.empty(n + 1, np.int64)
-    times = np.full(most - fewest + 1, np.inf)
     ends = np.zeros((most - fewest + 1, most), np.int64)
     for wave in range(1, most + 1):
         least, largest = n, 0
@@ -110,12 +111,11 @@ def wave_ends(
             place[wave, s], parent[wave, s], time[wave, s] = i, origin[i], best[i]
         best[least : largest + 1] = np.inf
         if wave >= fewest and held and place[wave, 0] == 0:
-            times[wave - fewest] = time[wave, 0]
             s = 0
             for w in range(wave, 0, -1):
                 s = parent[w, s]
                 ends[wave - fewest, w - 1] = place[w - 1, s]
-    return times, ends
+    return ends
 
 
 def levels_to_try(units: SortedUnits, ranks: int, waves: int) -> FloatArray:
@@ -135,20 +135,19 @@ def levels_to_try(units: SortedUnits, ranks: int, waves: int) -> FloatArray:
 def wave_cuts(units: SortedUnits, ranks: int, fewest: int, most: int) -> list[IntArray]:
     """The ends of the blocks for each number of waves from `fewest` to `most`; may be empty."""
     levels = levels_to_try(units, ranks, fewest)
-    _, starts_of_waves = wave_ends(units, levels, ranks, fewest, most)
-    return [cut_waves(units, ends, ranks) for ends in starts_of_waves]
+    waves = choose_waves(units, levels, ranks, fewest, most)
+    return [cut_waves(units, ends, ranks) for ends in waves]
 
 
 @kernel
-def cut_waves(units: SortedUnits, wave_ends: IntArray, ranks: int) -> IntArray:
+def cut_waves(units: SortedUnits, waves: IntArray, ranks: int) -> IntArray:
     """The ends of all blocks, ascending, where each wave is cut as evenly as its ranks allow."""
-    ends = np.empty(wave_ends.shape[0] * ranks, np.int64)
-    count = 0
-    for wave in range(wave_ends.shape[0] - 1, -1, -1):
-        end = wave_ends[wave]
-        start = wave_ends[wave + 1] if wave + 1 < wave_ends.shape[0] else 0
+    ends = np.empty(waves.shape[0] * ranks, np.int64)
+    count, start = 0, 0
+    for end in waves[::-1]:
         if end > start:
-            found = even_blocks(units, start, end, ranks)
-            ends[count : count + found.shape[0]] = found
-            count += found.shape[0]
+            for cut in even_blocks(units, start, end, ranks):
+                ends[count] = cut
+                count += 1
+            start = end
     return ends[:count]

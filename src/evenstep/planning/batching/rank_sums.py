@@ -20,9 +20,10 @@ from evenstep.planning.batching.blocks import (
 from evenstep.planning.batching.shifts import slowest_lowered
 
 _CAPS = 5  # between the dearest blocks of the even and of the cheapest cut
-_IMPROVED = 3
+_IMPROVED = 3  # cuts whose slowest rank is lowered
 _TURNS = 3  # times the blocks of one cut are dealt
-_FEW = 2048  # blocks
+_FEW = 2048  # blocks for which several cuts are improved
+_REFINED = 2**14  # blocks that are dealt by the refined balance
 _WORK = 200_000  # blocks looked at while the slowest rank is lowered
 
 
@@ -38,10 +39,12 @@ def rank_sum_cuts(
     cuts = [*given, even, *_capped(units, even, given[1])]
     dealt = [deal_blocks(units, ends, ranks, waves, "lpt") for ends in cuts]
     slowest = [_slowest(units, *cut, ranks) for cut in zip(cuts, dealt, strict=True)]
-    fastest = np.argsort(slowest, kind="stable")[:_IMPROVED]
+    many = ranks * waves > _FEW
+    fastest = np.argsort(slowest, kind="stable")[: 1 if many else _IMPROVED]
     improved = [lower_slowest(units, cuts[at], ranks, waves) for at in fastest]
-    first = cuts[0]
-    return improved + [(first, deal_blocks(units, first, ranks, waves, name)) for name in DEALS]
+    balances = [name for name in DEALS if name != "refined" or not many]
+    fewest = [(given[0], deal_blocks(units, given[0], ranks, waves, name)) for name in balances]
+    return improved + fewest
 
 
 def _capped(units: SortedUnits, even: IntArray, cheapest: IntArray) -> list[IntArray]:
@@ -56,8 +59,8 @@ def deal_blocks(
     units: SortedUnits, ends: IntArray, ranks: int, waves: int, balance: str = "refined"
 ) -> IntArray:
     """The rank of each block; no rank has more than `waves`."""
-    costs = np.zeros(ranks * waves)
-    costs[: len(ends)] = block_costs(units, ends) - units.empty
+    costs = np.full(ranks * waves, units.empty)
+    costs[: len(ends)] = block_costs(units, ends)
     return partition(costs, ranks, balance, equal_sizes=True)[: len(ends)]
 
 
@@ -66,8 +69,9 @@ def lower_slowest(
 ) -> tuple[IntArray, IntArray]:
     """(ends, rank of each block) after shifts and swaps, dealt again while that helps."""
     rank_of, time = ends, np.inf
+    balance = "refined" if len(ends) <= _REFINED else "lpt"
     for _ in range(_TURNS if len(ends) <= _FEW else 1):
-        dealt = deal_blocks(units, ends, ranks, waves)
+        dealt = deal_blocks(units, ends, ranks, waves, balance)
         cut, dealt, reached = slowest_lowered(units, ends, dealt, ranks, waves, _WORK)
         if reached >= time * (1 - 1e-9):
             break

@@ -164,7 +164,7 @@ def slowest_lowered(
         best = load[heavy] * _LESS
         block, other, kind, narrow = -1, -1, _SWAP, True
         for b in range(count):
-            if rank_of[b] != heavy:
+            if rank_of[b] != heavy or work <= 0:
                 continue
             for step in (_NARROWER, _WIDER):
                 reached, c = chain(units, ends, costs, rank_of, load, change, b, step, best)
