@@ -21,6 +21,7 @@ from evenstep.planning.batching.cuts import (
     optimal_cuts,
 )
 from evenstep.planning.batching.least_time import Divider
+from evenstep.planning.counts import more_counts
 from evenstep.planning.units import Units
 
 
@@ -30,18 +31,12 @@ def count_cuts(units: Units, layout: Padded, recipe: Recipe) -> int:
 
 
 def cut_optimal(
-    units: Units,
-    layout: Padded,
-    recipe: Recipe,
-    ranks: int,
-    wanted: int | None,
-    *,
-    least_saving: float = 0.01,
+    units: Units, layout: Padded, recipe: Recipe, ranks: int, wanted: int | None
 ) -> tuple[IntArray, int]:
     """(address of each unit, waves): the cuts with the least modelled time.
 
     Without `wanted`, the number of waves is searched among the fewest and two more multiples of
-    the pipeline's. Each must save at least `least_saving` of the time with the fewest. More waves
+    the pipeline's, which must save `recipe.saving` of the time with the fewest. More waves
     are taken if the greedy cut needs them and is faster.
 
     With another balance than "refined", the cuts have the fewest slots, and that balance deals
@@ -71,7 +66,7 @@ def cut_optimal(
     if wanted is not None:
         best = divider.at(count)
     else:
-        best = divider.fastest(_counts(fewest, layout, recipe), least_saving)
+        best = divider.fastest(_counts(fewest, layout, recipe), recipe.saving)
         best = divider.no_slower_than_greedy(best, recipe.steps.micro_batches)
     address[order] = best.address
     return address, best.waves
@@ -79,9 +74,7 @@ def cut_optimal(
 
 def _counts(fewest: int, layout: Padded, recipe: Recipe) -> list[int]:
     """The numbers of waves to search. A static micro-batch costs the same however it is filled."""
-    most, multiple = recipe.steps.micro_batches, recipe.topology.multiple
-    further = [] if layout.static else [fewest + multiple, fewest + 2 * multiple]
-    return [fewest, *(count for count in further if most is None or count <= most)]
+    return [fewest, *([] if layout.static else more_counts(fewest, recipe))]
 
 
 def _dealt(rows: SortedUnits, recipe: Recipe, ranks: int, count: int) -> IntArray:

@@ -25,6 +25,7 @@ from evenstep.planning.batching.cuts import optimal_cuts
 from evenstep.planning.batching.levels import levels_of, lower_levels
 from evenstep.planning.batching.lock_step import wave_cuts
 from evenstep.planning.batching.rank_sums import rank_sum_cuts
+from evenstep.planning.counts import first_worth
 
 _WORK = 200_000  # blocks tried while levels are lowered
 _SAME = 1e-12
@@ -69,22 +70,17 @@ class Divider:
     greedy: Callable[[int], IntArray | None]
     _cheapest: dict[int, IntArray] = field(default_factory=dict)
 
-    def fastest(self, counts: list[int], least_saving: float) -> Division:
+    def fastest(self, counts: list[int], saving: float) -> Division:
         """The best division with any of these numbers of micro-batches per rank, ascending.
 
-        Each further number must save at least `least_saving` of the time with the first.
+        Others than the first are taken only if they save the share `saving`.
         """
         cuts = self._wave_cuts(counts)
-        best = self.at(counts[0], cuts[0])
-        price = least_saving * best.time
-        paid = best.time
-        for extra, (count, waves) in enumerate(zip(counts[1:], cuts[1:], strict=True), 1):
-            if self.floor(count) + extra * price >= paid:
-                continue
-            found = self.at(count, waves)
-            if found.time + extra * price < paid:
-                best, paid = found, found.time + extra * price
-        return best
+        found = [self.at(counts[0], cuts[0])]
+        for count, waves in zip(counts[1:], cuts[1:], strict=True):
+            if self.floor(count) < min(each.time for each in found) * (1 - saving):
+                found.append(self.at(count, waves))
+        return found[first_worth([each.time for each in found], saving)]
 
     def no_slower_than_greedy(self, best: Division, most: int | None) -> Division:
         """`best`, or the best division with the waves of the greedy cut if that is faster.
