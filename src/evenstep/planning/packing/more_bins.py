@@ -23,9 +23,10 @@ def even_bins(sizes: IntArray, bins: Ragged, capacity: int, target: int) -> Ragg
     """
     bin_of = partition(sizes, target) if target <= _REFINED else _NONE
     if len(bin_of) == 0 or np.bincount(bin_of, sizes, target).max() > capacity:
-        nothing = np.zeros((len(sizes), 0))
         order = np.argsort(-sizes, kind="stable")
-        bin_of = spread_kernel(sizes, nothing, order, capacity, np.zeros(0), target)
+        bin_of = spread_kernel(
+            sizes.astype(np.float64)[:, None], order, np.array([float(capacity)]), target
+        )
     if len(bin_of) < len(sizes) or np.bincount(bin_of, minlength=target).min() == 0:
         return divide_bins(sizes, bins, target)
     return Ragged.group(bin_of, target)
