@@ -42,9 +42,9 @@ def by_digits_kernel(keys: WordArray) -> IntArray:
             continue
         shift = np.uint64(d * _BITS)
         first = np.cumsum(counts[d]) - counts[d]
-        for i in order:
-            place = np.int64((keys[i] >> shift) & mask)
-            following[first[place]] = i
+        for item in order:
+            place = np.int64((keys[item] >> shift) & mask)
+            following[first[place]] = item
             first[place] += 1
         order, following = following, order
     return order

@@ -1,6 +1,6 @@
 """Packing: lengths -> bins of a capacity.
 
-packers                best_fit, first_fit and optimal by name, and `pack`
+packers                best_fit (best_fit_few), first_fit and optimal by name, and `pack`
 more_bins              more bins than are needed, evenly filled
 vector_pack            few bins under several limits, by best fit (vector_fit, room_tree) and
                        emptying; least_bins is their lower bound
