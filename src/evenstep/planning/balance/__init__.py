@@ -1,6 +1,7 @@
 """Balance: packs and samples to ranks.
 
-partition, differencing  items of known cost to parts
+partition                items of known cost to parts: lpt and other algorithms by name
+lowering                 the default after lpt: swapping, multifit, differencing
 problem, search, ways    the packs of a step: what is tried, and what is kept
 construct                ways to form packs: waves, ranks_first, bins; kinds keeps kinds apart
 improve, packs           exchanges that lower the modelled time

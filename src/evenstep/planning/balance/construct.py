@@ -16,7 +16,7 @@ from evenstep.planning.balance.ranks_first import fit_ranks
 from evenstep.planning.balance.waves import best_waves
 from evenstep.planning.packing.more_bins import divide_bins
 from evenstep.planning.packing.packers import pack
-from evenstep.planning.packing.vector_fit import vector_fit_kernel
+from evenstep.planning.packing.vector_pack import vector_pack
 from evenstep.planning.units import Units
 
 NONE: IntArray = np.empty(0, np.int64)
@@ -101,12 +101,15 @@ def of_bins(
     return dealt(problem, pack_of, waves, balance)
 
 
-def fill_bins(units: Units, capacity: int, packer: str | Packer, seed: int) -> Ragged:
-    """Units in as few bins as the packer finds; best fit where there are further limits."""
+def fill_bins(
+    units: Units, capacity: int, packer: str | Packer, seed: int, enough: int = 0
+) -> Ragged:
+    """Units in as few bins as the packer finds.
+
+    Where there are further limits, several packers are tried until `enough` bins suffice.
+    """
     if len(units.caps) and len(units):
-        order = np.argsort(-units.size, kind="stable")
-        bin_of = vector_fit_kernel(units.size, units.extra, order, capacity, units.caps)
-        return Ragged.group(bin_of, int(bin_of.max()) + 1)
+        return vector_pack(units.size, units.extra, capacity, units.caps, enough)
     alone = np.flatnonzero(units.size > capacity)
     rest = np.flatnonzero(units.size <= capacity)
     packed = pack(units.size[rest], capacity, packer, seed=seed)

@@ -7,13 +7,22 @@ from evenstep.planning.heap import sink
 from evenstep.planning.kernel import kernel
 
 
+def differenced(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
+    """The part of each item by largest differencing, for costs heaviest first."""
+    if not equal_sizes:
+        return differencing_kernel(costs, parts, 1)
+    padded = np.concatenate((costs, np.zeros(-len(costs) % parts)))
+    return differencing_kernel(padded, parts, parts)[: len(costs)]
+
+
 @kernel
-def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: int) -> IntArray:
+def differencing_kernel(costs: FloatArray, parts: int, layer: int) -> IntArray:
     """The part of each item. Each initial partition deals `layer` items, one to a part.
 
-    With layer = 1 parts may hold any number of items; with layer = parts they hold equally many.
-    A partition has a load per part, heaviest first, and a linked list of items per part. Combining
-    two of them adds the heaviest part of one to the lightest of the other.
+    Costs are heaviest first. With layer = 1 parts may hold any number of items; with layer = parts
+    they hold equally many. A partition has a load per part, heaviest first, and a linked list of
+    items per part. Combining two of them adds the heaviest part of one to the lightest of the
+    other.
     """
     n = costs.shape[0]
     deals = n // layer
@@ -24,7 +33,7 @@ def differencing_kernel(costs: FloatArray, order: IntArray, parts: int, layer: i
     evenness = np.empty(deals)  # the lightest part minus the heaviest; lower is less even
     for d in range(deals):
         for part in range(layer):
-            item = order[d * layer + part]
+            item = d * layer + part
             load[d, part] = costs[item]
             head[d, part] = item
             tail[d, part] = item

@@ -4,67 +4,103 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.core.bounds import bins_bound
-from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
 from evenstep.core.rounding import divided_up
 from evenstep.errors import PlanError
+from evenstep.planning.balance.deal import deal_packs
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ranks_first import has_room
 from evenstep.planning.heap import rise, sink
 from evenstep.planning.kernel import kernel
+from evenstep.planning.packing.more_bins import divide_bins
+from evenstep.planning.packing.spread import spread_units
+from evenstep.planning.packing.vector_pack import vector_pack
+from evenstep.planning.units import Units
 
-_TRIED = 4  # numbers of waves with second work that are tried
+_TRIED = 3  # numbers of waves with second work that are tried
 _LOOK = 64  # packs tried for a unit, from the lightest on, before all others are
 
 
 def kinds_apart(problem: Problem, waves: int) -> IntArray:
     """The address of each unit; the waves with second work come first. Empty if units do not fit.
 
-    Each micro-batch of these waves starts with one unit that has second work. The other units go,
-    largest first, to the lightest pack with room: those with second work in these waves, the rest
-    anywhere.
+    The units with second work are spread over as few waves as hold them, at least one in each
+    micro-batch. The other units go, largest first, to the cheapest pack with room, in any wave.
     """
-    units, ranks = problem.units, problem.ranks
+    units = problem.units
     special = np.flatnonzero(units.second > 0)
-    if len(special) < ranks:
-        second = problem.recipe.second_work
-        assert second is not None
-        raise PlanError(
-            f"a step has {len(special)} samples with {second.column} for {ranks} ranks, so they "
-            f"cannot share waves. Take more samples per step, or set second_work.same_waves=False."
-        )
-    taken = np.column_stack((units.size.astype(np.float64), units.extra))[special]
-    bins = bins_bound(taken, np.append(float(problem.capacity), units.caps))
-    least = max(divided_up(bins, problem.per_wave), 1)
+    own = units.take(special)
     best, time = np.empty(0, np.int64), np.inf
-    for own in range(least, min(least + _TRIED, waves + 1, len(special) // ranks + 1)):
-        found = _apart(problem, waves, own, special)
-        if len(found) and problem.time(found, waves) < time:
-            best, time = found, problem.time(found, waves)
+    bins = vector_pack(own.size, own.extra, problem.capacity, own.caps)
+    fewest = divided_up(len(bins), problem.per_wave)
+    _check_enough(problem, len(special), fewest)
+    for count in range(fewest, min(fewest + _TRIED, waves + 1, len(special) // problem.ranks + 1)):
+        spread = spread_units(own, problem.capacity, count * problem.per_wave)
+        for some in (bins if spread is None else spread, bins):
+            found = _apart(problem, waves, special, _in_waves(problem, own, some, count))
+            found = _dealt(problem, found, count, waves) if len(found) else found
+            if len(found) and problem.time(found, waves) < time:
+                best, time = found, problem.time(found, waves)
+            if spread is None or len(found):
+                break
     return best
 
 
-def _apart(problem: Problem, waves: int, own: int, special: IntArray) -> IntArray:
-    """The addresses with `own` waves for the special units."""
-    units, rows = problem.units, problem.rows
-    count = len(units)
-    pack_of = np.full(count, -1, np.int64)
-    ordered = special[np.lexsort((-units.size[special], -units.second[special]))]
-    first = own * problem.ranks  # micro-batches with second work
-    pack_of[ordered[:first]] = np.arange(first) * rows
-    rest = np.setdiff1d(np.arange(count), special)
-    rest = rest[np.lexsort((-units.cost[rest], -units.size[rest]))]
-    both = (
-        (ordered[first:], units.second, first * rows),
-        (rest, units.cost, waves * problem.per_wave),
-    )
-    for order, work, packs in both:
-        pack_of = fill_lightest(
-            order, pack_of, units.size, work, units.extra, problem.capacity, units.caps, packs
+def _check_enough(problem: Problem, special: int, waves: int) -> None:
+    """Raise if there are fewer special units than micro-batches in their waves."""
+    second, ranks = problem.recipe.second_work, problem.ranks
+    if special < waves * ranks and second is not None:
+        raise PlanError(
+            f"a step has {special} samples with {second.column} for {waves} waves of {ranks} "
+            f"ranks, so not every rank has one. Take more samples per step, or set "
+            f"second_work.same_waves=False."
         )
-        if len(pack_of) < count:
-            break
-    return pack_of
+
+
+def _in_waves(problem: Problem, own: Units, bins: Ragged, waves: int) -> IntArray:
+    """The pack of each special unit, such that no micro-batch of these waves is without one.
+
+    Bins without units are left out; the largest are divided where more are needed.
+    """
+    rows, micros = problem.rows, waves * problem.ranks
+    filled = Ragged.of([bin_.tolist() for bin_ in bins if len(bin_)])
+    filled = divide_bins(own.size, filled, max(len(filled), micros))
+    pack_of_bin = np.arange(len(filled))
+    pack_of_bin = pack_of_bin % micros * rows + pack_of_bin // micros
+    found = np.empty(len(own), np.int64)
+    found[filled.values] = pack_of_bin[filled.owner]
+    return found
+
+
+def _apart(problem: Problem, waves: int, special: IntArray, own: IntArray) -> IntArray:
+    """The addresses when the special units are in the packs `own` and all others are added."""
+    units, count = problem.units, len(problem.units)
+    pack_of = np.full(count, -1, np.int64)
+    pack_of[special] = own
+    rest = np.flatnonzero(pack_of < 0)
+    rest = rest[np.lexsort((-units.cost[rest], -units.size[rest]))]
+    return fill_lightest(
+        rest,
+        pack_of,
+        units.size,
+        units.cost,
+        units.extra,
+        problem.capacity,
+        units.caps,
+        waves * problem.per_wave,
+    )
+
+
+def _dealt(problem: Problem, pack_of: IntArray, special: int, waves: int) -> IntArray:
+    """The addresses after micro-batches of similar work share a wave, those of each kind apart."""
+    units, ranks, rows = problem.units, problem.ranks, problem.rows
+    work = sum_by(pack_of // rows, units.cost + units.second, waves * ranks)
+    moved = np.arange(waves * ranks)
+    for part in (slice(0, special * ranks), slice(special * ranks, waves * ranks)):
+        if part.stop > part.start:
+            dealt = deal_packs(work[part], ranks, "refined", problem.recipe.sync_every)
+            moved[part] = part.start + dealt
+    return np.asarray(moved[pack_of // rows] * rows + pack_of % rows, np.int64)
 
 
 @kernel

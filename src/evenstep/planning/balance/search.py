@@ -84,7 +84,7 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
     multiple, per_wave = problem.recipe.topology.multiple, problem.per_wave
     least = bins_needed(problem.units, problem.capacity)
     waves = rounded_up(divided_up(least, per_wave), multiple)
-    for _ in range(_LOOK):
+    for _ in range(0 if len(problem.units.caps) else _LOOK):
         yield waves
         if found:
             break

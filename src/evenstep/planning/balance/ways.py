@@ -76,7 +76,8 @@ def filled(
     """Bins that a packer fills one by one, dealt by a balance."""
     recipe = problem.recipe
     if packer is not None or balance is not None:
-        bins = fill_bins(problem.units, problem.capacity, packer or BEST_FIT, recipe.seed)
+        packs = waves * problem.per_wave
+        bins = fill_bins(problem.units, problem.capacity, packer or BEST_FIT, recipe.seed, packs)
         return of_bins(problem, bins, waves, refined=False, balance=balance)
     bins = bins_for(problem, waves)
     joint = recipe.balance == "refined" and recipe.layout.packer is None
@@ -87,10 +88,9 @@ def bins_for(problem: Problem, waves: int) -> Ragged:
     """Units in bins; where these are more than `waves` hold, other ways to need fewer are tried."""
     units, capacity, recipe = problem.units, problem.capacity, problem.recipe
     packer, packs = recipe.layout.packer, waves * problem.per_wave
-    bins = fill_bins(units, capacity, packer or BEST_FIT, recipe.seed)
+    bins = fill_bins(units, capacity, packer or BEST_FIT, recipe.seed, packs)
     if len(bins) > packs and len(units.caps):
-        found = spread_units(units, capacity, packs)
-        return bins if found is None else found
+        return bins
     if len(bins) > packs and recipe.balance == "refined" and packer is None:
         better = fill_bins(units, capacity, "optimal", recipe.seed)
         bins = better if len(better) < len(bins) else bins
@@ -144,7 +144,4 @@ def count_packs(units: Units, capacity: int, recipe: Recipe, packs: int) -> int:
     """How many packs the units need; at most `packs` if they can be filled into that many."""
     if len(units) == 0:
         return 0
-    count = len(fill_bins(units, capacity, recipe.layout.packer or BEST_FIT, recipe.seed))
-    if count > packs and len(units.caps) and spread_units(units, capacity, packs) is not None:
-        return packs
-    return count
+    return len(fill_bins(units, capacity, recipe.layout.packer or BEST_FIT, recipe.seed, packs))

@@ -18,29 +18,44 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
+from evenstep.planning.packing.best_fit_few import fit_few_items
 from evenstep.planning.packing.first_fit import first_fit_decreasing
-from evenstep.planning.packing.items import check_items
+from evenstep.planning.packing.items import bins_in_order, check_items
 
 Natural: TypeAlias = NDArray[np.unsignedinteger]
 
 _TOGETHER = 2**19  # items from which on two threads share the work
 BLOCK = 256  # targets prefetched at a time: enough to hide latency, few enough to stay in cache
 NONE = np.uint32(2**32 - 1)  # no bin
-LARGE, _EACH = 2**22, 64  # largest useful table of spaces: in all, or per item
+_LARGE, _EACH = 2**22, 64  # largest useful table of spaces: in all, or per item
+_FEW, _WIDE = 2**14, 16  # up to so many items, no table for capacities of so much per item
 
 
 def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
     """Longest first into the fullest bin with room.
 
-    Where the capacity is very large for the number of items, first fit decreasing is used: it needs
-    no table of spaces and has the same worst-case guarantee.
+    For few items and a large capacity, the spaces of open bins are kept in a sorted list instead of
+    a table. For many items and a capacity that is very large even so, first fit decreasing is used:
+    it has the same worst-case guarantee.
 
     >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
     [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
     """
-    if capacity > max(LARGE, _EACH * len(lengths)):
+    if len(lengths) <= _FEW and capacity > _WIDE * len(lengths):
+        return _best_fit_few(lengths, capacity)
+    if capacity > max(_LARGE, _EACH * len(lengths)):
         return first_fit_decreasing(lengths, capacity)
     return best_fit(lengths, capacity)
+
+
+def _best_fit_few(lengths: IntArray, capacity: int) -> Ragged:
+    """`best_fit` without tables over the capacity."""
+    check_items(lengths, capacity)
+    order = np.argsort(-lengths, kind="stable")
+    ordered = lengths[order]
+    stops = np.append(np.flatnonzero(np.diff(ordered)) + 1, len(ordered))
+    bins = bins_in_order(fit_few_items(ordered[stops - 1], stops, capacity))
+    return Ragged(order[bins.values], bins.offsets)
 
 
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:

@@ -1,17 +1,22 @@
 """Pack into exactly filled bins, until the lower bound is reached.
 
 The largest remaining item opens a bin. The rest of the bin is filled with one, two or three items
-whose lengths add up exactly, by look-ups in a table of lengths. Large partners are taken first,
-because small items fit anywhere later. Several settings of the waste to accept are tried until the
-number of bins equals the bound.
+whose lengths add up exactly, by look-ups in a table of the distinct lengths. Large partners are
+taken first, because small items fit anywhere later. Several settings of the waste to accept are
+tried until the number of bins equals the bound.
+
+Lengths are named by their rank: of the lengths 3, 3, 5, 9, rank 1 is 3, rank 2 is 5, rank 3 is 9.
+Rank 0 means none.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from evenstep.core.bounds import pack_bound
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.planning.kernel import kernel
-from evenstep.planning.packing.best_fit import LARGE, best_fit_decreasing
+from evenstep.planning.packing.best_fit import best_fit_decreasing
 from evenstep.planning.packing.first_fit import nearest_free
 from evenstep.planning.packing.items import bins_in_order
 
@@ -19,58 +24,102 @@ _LIMIT = 2000  # partners tried for one gap
 _LOOKS = 500_000  # partners tried in all: some milliseconds
 
 
+class Lengths(NamedTuple):
+    """The items that are not packed yet, by length.
+
+    `value[r]` is the length of rank r, `left[r]` how many remain, and `link` leads from a rank to
+    the nearest one at or below it that remains. `first[g >> shift]` is the highest rank whose
+    length is at most `g >> shift << shift`.
+    """
+
+    value: IntArray
+    left: IntArray
+    link: IntArray
+    first: IntArray
+    shift: int
+
+
 @kernel
-def take(count: IntArray, link: IntArray, length: int) -> None:
-    """Remove one item of `length` from the table."""
-    count[length] -= 1
-    if count[length] == 0:
-        link[length] = length - 1
+def by_length(ordered: IntArray, capacity: int) -> Lengths:
+    """The items of these lengths, which are ascending."""
+    n = ordered.shape[0]
+    value = np.zeros(n + 2, np.int64)
+    left = np.zeros(n + 2, np.int64)
+    ranks = 0
+    for i in range(n):
+        if ordered[i] != value[ranks]:
+            ranks += 1
+            value[ranks] = ordered[i]
+        left[ranks] += 1
+    value[ranks + 1] = capacity + 1
+    shift = 0
+    while capacity >> shift > 4 * n:
+        shift += 1
+    first = np.empty((capacity >> shift) + 1, np.int64)
+    rank = 0
+    for g in range(first.shape[0]):
+        while value[rank + 1] <= g << shift:
+            rank += 1
+        first[g] = rank
+    return Lengths(value, left, np.arange(ranks + 1), first, shift)
+
+
+@kernel
+def at_most(lengths: Lengths, most: int) -> int:
+    """The highest rank that remains with a length of at most `most`; 0 if there is none."""
+    rank = lengths.first[most >> lengths.shift]
+    while lengths.value[rank + 1] <= most:
+        rank += 1
+    return nearest_free(lengths.link, rank)
+
+
+@kernel
+def take(lengths: Lengths, rank: int) -> None:
+    """Remove one item of this rank."""
+    lengths.left[rank] -= 1
+    if lengths.left[rank] == 0:
+        lengths.link[rank] = rank - 1
 
 
 @kernel
 def best_pair(
-    count: IntArray, link: IntArray, gap: int, held: int, enough: int, limit: int
+    lengths: Lengths, gap: int, held: int, enough: int, limit: int
 ) -> tuple[int, int, int, int]:
-    """Two lengths with the least waste in `gap`: (waste, longer, shorter, looks).
+    """Two lengths with the least waste in `gap`: (waste, longer rank, shorter rank, looks).
 
-    The most even pair that wastes at most `enough` wins. One item of length `held` is already
-    taken.
+    The most even pair that wastes at most `enough` wins. One item of rank `held` is already taken.
     """
+    value, left = lengths.value, lengths.left
     waste, longer, shorter, looks = gap + 1, 0, 0, 0
-    b = nearest_free(link, gap // 2)
+    b = at_most(lengths, gap // 2)
     while b > 0 and looks < limit:
         looks += 1
-        if b != held or count[b] > 1:
-            a = nearest_free(link, gap - b)
-            while a > 0 and count[a] <= (1 if a == b else 0) + (1 if a == held else 0):
-                a = nearest_free(link, a - 1)
-            if a >= b and gap - a - b < waste:
-                waste, longer, shorter = gap - a - b, a, b
+        if b != held or left[b] > 1:
+            a = at_most(lengths, gap - value[b])
+            while a > 0 and left[a] <= (1 if a == b else 0) + (1 if a == held else 0):
+                a = nearest_free(lengths.link, a - 1)
+            if a >= b and gap - value[a] - value[b] < waste:
+                waste, longer, shorter = gap - value[a] - value[b], a, b
                 if waste <= enough:
                     break
-        b = nearest_free(link, b - 1)
+        b = nearest_free(lengths.link, b - 1)
     return waste, longer, shorter, looks
 
 
 @kernel
 def fill_exactly(
-    lengths: IntArray, capacity: int, spare: int, enough: int, looks: int
+    ordered: IntArray, capacity: int, spare: int, enough: int, looks: int
 ) -> tuple[IntArray, IntArray, int, int]:
-    """(lengths in the order in which they fill bins, the bin of each, bins, looks left).
+    """(ranks in the order in which they fill bins, the bin of each, bins, looks left).
 
-    A partner that wastes at most `enough` is taken at once. If `enough` is negative, the accepted
-    waste adapts: `spare` is the waste that the bound allows in all, shared by the remaining bins.
+    `ordered` are the lengths, ascending. A partner that wastes at most `enough` is taken at once.
+    If `enough` is negative, the accepted waste adapts: `spare` is the waste that the bound allows
+    in all, shared by the remaining bins.
     """
-    n = lengths.shape[0]
-    count = np.zeros(capacity + 1, np.int64)
-    left = 0
-    for length in lengths:
-        count[length] += 1
-        left += length
-    link = np.arange(capacity + 1)
-    for length in range(1, capacity + 1):
-        if count[length] == 0:
-            link[length] = length - 1
+    n = ordered.shape[0]
+    lengths = by_length(ordered, capacity)
+    value = lengths.value
+    left = ordered.sum()
     filled = np.empty(n, np.int64)
     bin_of = np.empty(n, np.int64)
     packed = 0
@@ -79,88 +128,87 @@ def fill_exactly(
         gap = capacity
         allowed = enough
         if enough < 0:
-            allowed = max(0, spare * -enough * capacity // (2 * max(left, capacity)))
+            # In floats, because the product may exceed 64 bits.
+            share = float(spare) * -enough * capacity / (2 * max(left, capacity))
+            allowed = max(0, int(np.floor(share)))
         while True:
-            one = nearest_free(link, gap)
+            one = at_most(lengths, gap)
             if one == 0:
                 break
             two, three = 0, 0
-            if gap < capacity and 3 * one >= gap:  # three items can fill the gap
-                waste = gap - one
+            if gap < capacity and 3 * value[one] >= gap:  # three items can fill the gap
+                waste = gap - value[one]
                 limit = min(_LIMIT, looks)
                 if waste > allowed:
-                    found, a, b, more = best_pair(count, link, gap, -1, allowed, limit)
+                    found, a, b, more = best_pair(lengths, gap, -1, allowed, limit)
                     looks -= more
                     if found < waste:
                         waste, one, two = found, a, b
                 if waste > allowed:
                     tried = 0
-                    c = nearest_free(link, gap // 3)
+                    c = at_most(lengths, gap // 3)
                     while c > 0 and tried < limit:
-                        found, a, b, more = best_pair(count, link, gap - c, c, allowed, limit)
+                        rest = gap - value[c]
+                        found, a, b, more = best_pair(lengths, rest, c, allowed, limit)
                         tried += more + 1
                         if found < waste:
                             waste, one, two, three = found, a, b, c
                             if waste <= allowed:
                                 break
-                        c = nearest_free(link, c - 1)
+                        c = nearest_free(lengths.link, c - 1)
                     looks -= tried
-            for length in (one, two, three):
-                if length > 0:
-                    take(count, link, length)
-                    filled[packed] = length
+            for rank in (one, two, three):
+                if rank > 0:
+                    take(lengths, rank)
+                    filled[packed] = rank
                     bin_of[packed] = bins
                     packed += 1
-                    gap -= length
-                    left -= length
+                    gap -= value[rank]
+                    left -= value[rank]
         spare -= gap
         bins += 1
     return filled, bin_of, bins, max(looks, 0)
 
 
 @kernel
-def name_items(lengths: IntArray, filled: IntArray, bin_of_filled: IntArray) -> IntArray:
-    """The bin of each item, given the lengths that fill each bin."""
-    longest = 0
-    for length in lengths:
-        longest = max(longest, length)
-    end = np.zeros(longest + 2, np.int64)
-    for length in lengths:
-        end[length + 1] += 1
-    for length in range(1, longest + 2):
-        end[length] += end[length - 1]
-    by_length = np.empty(lengths.shape[0], np.int64)
-    cursor = end.copy()
-    for i in range(lengths.shape[0]):
-        by_length[cursor[lengths[i]]] = i
-        cursor[lengths[i]] += 1
-    bin_of = np.empty(lengths.shape[0], np.int64)
-    for k in range(filled.shape[0]):
-        bin_of[by_length[end[filled[k]]]] = bin_of_filled[k]
-        end[filled[k]] += 1
+def name_items(ordered: IntArray, order: IntArray, filled: IntArray, bins: IntArray) -> IntArray:
+    """The bin of each item, given the ranks that fill each bin. `ordered` is `lengths[order]`."""
+    n = ordered.shape[0]
+    following = np.zeros(n + 1, np.int64)  # the next item of each rank, as an index of `order`
+    rank = 0
+    for i in range(n):
+        if i == 0 or ordered[i] != ordered[i - 1]:
+            rank += 1
+            following[rank] = i
+    bin_of = np.empty(n, np.int64)
+    for k in range(n):
+        bin_of[order[following[filled[k]]]] = bins[k]
+        following[filled[k]] += 1
     return bin_of
 
 
 @kernel
-def optimal_kernel(lengths: IntArray, capacity: int, bound: int, bins: int) -> IntArray:
-    """The bin of each item in fewer than `bins` bins; empty if no such packing is found."""
-    smallest = capacity
-    for length in lengths:
-        smallest = min(smallest, length)
+def optimal_kernel(
+    ordered: IntArray, order: IntArray, capacity: int, bound: int, bins: int
+) -> IntArray:
+    """The bin of each item in fewer than `bins` bins; empty if no such packing is found.
+
+    `order` is shortest first and `ordered` is `lengths[order]`.
+    """
     # Space left next to an item that no other item fits is wasted in any packing.
     spare = bound * capacity
-    for length in lengths:
-        spare -= capacity if length + smallest > capacity else length
+    for length in ordered:
+        spare -= capacity if length + ordered[0] > capacity else length
     each = max(0, spare // max(bound, 1))
     looks = _LOOKS
     best = np.empty(0, np.int64)
     for enough in (0, -2, each, -1, 10, -4, 50, 5, 20, 2):
         if bins <= bound or looks == 0:
             break
-        filled, bin_of, used, looks = fill_exactly(lengths, capacity, spare, enough, looks)
+        filled, bin_of, used, looks = fill_exactly(ordered, capacity, spare, enough, looks)
         if used < bins:
             bins = used
-            best = name_items(lengths, filled, bin_of)
+            best = name_items(ordered, order, filled, bin_of)
     return best
 
 
@@ -168,15 +216,16 @@ def optimal(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
     """As few bins as the search finds; proven optimal if their number equals `pack_bound`.
 
     Best fit comes first. If it needs more bins than the bound, bins are filled exactly with several
-    tolerances until the bound is reached. There is no search for capacities over four million.
+    tolerances until the bound is reached.
 
     >>> len(optimal(np.array([6, 5, 4, 3, 2]), 10)), pack_bound(np.array([6, 5, 4, 3, 2]), 10)
     (2, 2)
     """
     packed = best_fit_decreasing(lengths, capacity)
     bound = pack_bound(lengths, capacity)
-    if len(packed) > bound and capacity <= LARGE:
-        better = optimal_kernel(lengths, capacity, bound, len(packed))
+    if len(packed) > bound:
+        order = np.argsort(lengths, kind="stable")
+        better = optimal_kernel(lengths[order], order, capacity, bound, len(packed))
         if len(better):
             return bins_in_order(better)
     return packed

@@ -9,42 +9,56 @@ _OPEN = 256  # bins that are considered at a time
 
 
 @kernel
-def vector_fit_kernel(
-    sizes: IntArray, extra: FloatArray, order: IntArray, capacity: int, caps: FloatArray
+def scored_fit_kernel(
+    taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int
 ) -> IntArray:
-    """The bin of each item, taken in `order`: the fullest bin where every limit holds.
+    """The bin of each item, taken in `order`; empty if more than `most` bins are needed.
 
-    An item that exceeds a limit by itself gets a bin of its own. When a bin is needed and `_OPEN`
-    bins are open, the one with the least room is closed.
+    Item i takes `taken[d, i]` of limit d, at most `caps[d]`, which is above 0. Of all bins with
+    room, the one with the lowest score is chosen, by what it has left in shares of each limit: the
+    dot product with the item, largest first (0); or, after the item, the sum of squares (1), the
+    largest share (2) or the sum (3).
     """
-    n = sizes.shape[0]
+    limits, n = taken.shape
+    room = np.empty((limits, most + 1))
+    scores = np.empty(most + 1)
     bin_of = np.empty(n, np.int64)
-    size = np.zeros(n, np.int64)
-    held = np.zeros((n, caps.shape[0]))
-    open_bins = np.empty(_OPEN, np.int64)
-    count, bins = 0, 0
+    bins = 0
     for item in order:
-        chosen, tightest = -1, -1
-        for k in range(count):
-            b = open_bins[k]
-            if tightest < 0 or size[b] > size[open_bins[tightest]]:
-                tightest = k
-            if capacity - size[b] < sizes[item] or (chosen >= 0 and size[b] <= size[chosen]):
-                continue
-            fit = True
-            for d in range(caps.shape[0]):
-                fit = fit and held[b, d] + extra[item, d] <= caps[d]
-            if fit:
-                chosen = b
+        scores[:bins] = 0.0
+        for d in range(limits):
+            wanted, left = taken[d, item], room[d]
+            share = 1 / caps[d]
+            # One loop per score and no branch inside, so that the compiler uses vectors.
+            if score == 0:
+                for b in range(bins):
+                    value = scores[b] - (wanted * share) * (left[b] * share)
+                    scores[b] = value if left[b] >= wanted else np.inf
+            elif score == 1:
+                for b in range(bins):
+                    rest = (left[b] - wanted) * share
+                    value = scores[b] + rest * rest
+                    scores[b] = value if left[b] >= wanted else np.inf
+            elif score == 2:
+                for b in range(bins):
+                    value = max(scores[b], (left[b] - wanted) * share)
+                    scores[b] = value if left[b] >= wanted else np.inf
+            else:
+                for b in range(bins):
+                    value = scores[b] + (left[b] - wanted) * share
+                    scores[b] = value if left[b] >= wanted else np.inf
+        chosen, best = -1, np.inf
+        for b in range(bins):
+            if scores[b] < best:
+                chosen, best = b, scores[b]
         if chosen < 0:
+            if bins == most:
+                return np.empty(0, np.int64)
             chosen = bins
             bins += 1
-            if count < _OPEN:
-                tightest = count
-                count += 1
-            open_bins[tightest] = chosen
+            for d in range(limits):
+                room[d, chosen] = caps[d]
+        for d in range(limits):
+            room[d, chosen] -= taken[d, item]
         bin_of[item] = chosen
-        size[chosen] += sizes[item]
-        for d in range(caps.shape[0]):
-            held[chosen, d] += extra[item, d]
     return bin_of

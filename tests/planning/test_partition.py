@@ -1,0 +1,148 @@
+"""Partitions of many and of few items: near-linear kernels and near-optimal parts."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep import partition
+from evenstep.core.bounds import makespan_bound
+from evenstep.core.ragged import FloatArray, sum_by
+from evenstep.planning.balance.descending import by_digits_kernel, heaviest_first
+from evenstep.planning.balance.lowering import heaviest_bound
+from evenstep.planning.balance.multifit import best_fit_parts, multifit_kernel
+from evenstep.planning.balance.parts import exchange_items, gather_parts
+from evenstep.planning.balance.swapping import swap_kernel
+
+costs_lists = st.lists(st.integers(0, 60) | st.floats(0, 60), min_size=1, max_size=30)
+
+
+def heaviest(costs: FloatArray, parts: int, algorithm: str, equal_sizes: bool = False) -> float:
+    part_of = partition(costs, parts, algorithm, equal_sizes=equal_sizes)
+    return float(sum_by(part_of, costs, parts).max())
+
+
+def modelled(count: int, sigma: float, per_token: float, seed: int) -> FloatArray:
+    """Costs of log-normal lengths, linear and quadratic."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(3000), sigma, count)
+    lengths = np.clip(lengths, 1, 131072).astype(np.int64)
+    return per_token * lengths + lengths.astype(np.float64) ** 2
+
+
+@given(costs_lists)
+def test_digits_sort_as_comparisons_do(costs: list[float]) -> None:
+    array = np.array([*costs, -0.0, 0.0, 1e-300, 1e300])
+    by_digits = by_digits_kernel(~(array + 0.0).view(np.uint64))
+    assert by_digits.tolist() == np.argsort(-array, kind="stable").tolist()
+
+
+def test_many_costs_are_sorted_heaviest_first_and_ties_by_number() -> None:
+    costs = np.random.default_rng(0).integers(0, 500, 40_000).astype(float)
+    assert np.array_equal(heaviest_first(costs), np.argsort(-costs, kind="stable"))
+
+
+@settings(max_examples=300)
+@given(costs_lists, st.integers(1, 9), st.booleans())
+def test_no_other_algorithm_is_better_by_more_than_a_hundredth_of_a_percent(
+    costs: list[float], parts: int, equal_sizes: bool
+) -> None:
+    array = np.array(costs, float)
+    best = heaviest(array, parts, "refined", equal_sizes)
+    for name in ("lpt", "karmarkar_karp", "stride"):
+        assert best <= heaviest(array, parts, name, equal_sizes) * (1 + 1e-4) + 1e-9
+    assert best <= heaviest(array, parts, "lpt", equal_sizes) * (1 + 1e-12)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 3), st.booleans())
+def test_few_items_are_close_to_the_very_best(
+    costs: list[int], parts: int, equal_sizes: bool
+) -> None:
+    array = np.array(costs, float)
+    best = np.inf
+    for choice in product(range(parts), repeat=len(costs)):
+        sizes = np.bincount(choice, minlength=parts)
+        if not equal_sizes or np.ptp(sizes) <= 1:
+            best = min(best, sum_by(np.array(choice), array, parts).max())
+    found = heaviest(array, parts, "refined", equal_sizes)
+    assert heaviest_bound(-np.sort(-array), parts, equal_sizes) <= best <= found + 1e-9
+    assert found <= best * 1.1 + 1e-9
+
+
+@pytest.mark.parametrize("sigma", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("per_token", [24576.0, 4096.0])
+def test_modelled_costs_reach_the_makespan_bound(sigma: float, per_token: float) -> None:
+    over = []
+    for count, parts in ((64, 8), (256, 16), (512, 64), (1024, 256), (2048, 128), (8192, 64)):
+        costs = modelled(count, sigma, per_token, count)
+        over.append(heaviest(costs, parts, "refined") / makespan_bound(costs, parts) - 1)
+    assert np.mean(over) <= 1e-3
+    assert max(over) <= 5e-3
+
+
+@pytest.mark.parametrize("equal_sizes", [False, True])
+def test_very_many_parts_are_even(equal_sizes: bool) -> None:
+    costs = np.random.default_rng(0).uniform(1, 10, 65_536)
+    assert heaviest(costs, 4096, "refined", equal_sizes) <= costs.sum() / 4096 * 1.0002
+    assert heaviest(costs, 4096, "refined", equal_sizes) <= heaviest(
+        costs, 4096, "lpt", equal_sizes
+    ) * (1 + 1e-12)
+
+
+@given(costs_lists, st.integers(1, 8), st.integers(0, 99))
+def test_swaps_keep_the_number_of_items_and_never_raise_the_heaviest(
+    costs: list[float], parts: int, seed: int
+) -> None:
+    ordered = -np.sort(-np.array(costs, float))
+    before = np.random.default_rng(seed).integers(0, parts, len(ordered))
+    for shakes in (0, 200):
+        after = swap_kernel(ordered, before, parts, 0.0, shakes)
+        assert np.array_equal(
+            np.bincount(before, minlength=parts), np.bincount(after, minlength=parts)
+        )
+        most = sum_by(before, ordered, parts).max()
+        assert sum_by(after, ordered, parts).max() <= most * (1 + 1e-9)
+
+
+@given(costs_lists, st.integers(2, 8), st.integers(0, 99))
+def test_heaps_hold_the_heaviest_and_the_lightest_part_after_exchanges(
+    costs: list[float], count: int, seed: int
+) -> None:
+    ordered = -np.sort(-np.array(costs, float))
+    rng = np.random.default_rng(seed)
+    parts = gather_parts(ordered, rng.integers(0, count, len(ordered)), count)
+    owner = np.repeat(np.arange(count), np.diff(parts.start))
+    for _ in range(20):
+        i, j = rng.integers(0, len(ordered), 2)
+        if owner[i] == owner[j]:
+            continue
+        exchange_items(parts, owner[i], owner[j], np.array([i]), np.array([j]))
+        assert np.allclose(parts.load, sum_by(owner, parts.held, count))
+        assert np.array_equal(parts.held, ordered[parts.member])
+        assert parts.load[parts.heaviest[0]] == parts.load.max()
+        assert parts.load[parts.lightest[0]] == parts.load.min()
+        assert sorted(parts.heaviest) == sorted(parts.lightest) == list(range(count))
+
+
+@given(costs_lists, st.integers(1, 8))
+def test_multifit_stays_within_its_capacity(costs: list[float], parts: int) -> None:
+    ordered = -np.sort(-np.array(costs, float))
+    most = ordered.sum() / parts + ordered[0]
+    part_of, load = best_fit_parts(ordered, parts, most)
+    # Parts of the mean and one item more hold everything in any order.
+    assert part_of.min() >= 0
+    assert load == sum_by(part_of, ordered, parts).max() <= most
+    found = multifit_kernel(ordered, parts, ordered.sum() / parts, load)
+    if found[0] >= 0:
+        assert sum_by(found, ordered, parts).max() < load
+
+
+def test_a_stuck_heaviest_part_is_lowered_after_swaps_between_others() -> None:
+    costs = -np.sort(-np.random.default_rng(7).integers(10, 100, 96).astype(float))
+    start = np.arange(96) % 32
+    stuck, shaken = (
+        sum_by(swap_kernel(costs, start, 32, 0.0, shakes), costs, 32).max() for shakes in (0, 2000)
+    )
+    assert np.ceil(costs.sum() / 32) <= shaken < stuck

@@ -1,0 +1,268 @@
+"""Packing under several limits: valid, no worse than the usual best fits, near the bound."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep.core.bounds import bins_bound
+from evenstep.core.ragged import FloatArray, IntArray, Ragged
+from evenstep.planning.packing import vector_pack as module
+from evenstep.planning.packing.emptying import empty_bins_kernel
+from evenstep.planning.packing.least_bins import least_bins
+from evenstep.planning.packing.room_tree import tightest_fit_kernel
+from evenstep.planning.packing.spread import fewest_spread, spread_over, spread_units
+from evenstep.planning.packing.vector_pack import vector_pack
+from evenstep.planning.units import Units
+
+SCORES = {
+    "dot": lambda item, left: -(item * left).sum(axis=1),
+    "l2": lambda item, left: ((left - item) ** 2).sum(axis=1),
+    "max": lambda item, left: (left - item).max(axis=1),
+    "sum": lambda item, left: (left - item).sum(axis=1),
+}
+
+
+def best_fit_bins(taken: FloatArray, caps: FloatArray, order: IntArray, score: str) -> int:
+    """Best fit as defined: the bin with room and the lowest score, or a new one."""
+    room = np.empty((0, len(caps)))
+    for item in order:
+        fits = (room >= taken[item]).all(axis=1)
+        if fits.any():
+            values = np.where(fits, SCORES[score](taken[item] / caps, room / caps), np.inf)
+            chosen = int(np.argmin(values))
+        else:
+            chosen = len(room)
+            room = np.vstack((room, caps))
+        room[chosen] -= taken[item]
+    return len(room)
+
+
+def usual_best_fits(taken: FloatArray, caps: FloatArray) -> int:
+    """The fewest bins of all orders and scores."""
+    shares = taken / caps
+    total = shares.sum(axis=1)
+    keys = [shares.max(axis=1), total, *shares.T]
+    orders = [np.lexsort((-total, -key)) for key in keys]
+    return min(best_fit_bins(taken, caps, order, score) for order in orders for score in SCORES)
+
+
+def fewest_bins(taken: FloatArray, caps: FloatArray) -> int:
+    """Exact, by trying every way to pack the items."""
+    best = len(taken)
+
+    def put(at: int, rooms: list[FloatArray]) -> None:
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if at == len(taken):
+            best = len(rooms)
+            return
+        for number, room in enumerate(rooms):
+            if (room >= taken[at]).all():
+                put(at + 1, [*rooms[:number], room - taken[at], *rooms[number + 1 :]])
+        put(at + 1, [*rooms, caps - taken[at]])
+
+    put(0, [])
+    return best
+
+
+def assert_packed(
+    bins: Ragged, sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray
+) -> None:
+    assert sorted(bins.values.tolist()) == list(range(len(sizes)))
+    assert bins.lengths.min(initial=1) >= 1
+    for row in bins:
+        within = sizes[row].sum() <= capacity and (extra[row].sum(axis=0) <= caps).all()
+        assert within or len(row) == 1, "what exceeds a limit by itself is alone"
+
+
+def mix(
+    count: int, seed: int, share: float, with_cost: bool = False
+) -> tuple[IntArray, FloatArray, int, FloatArray]:
+    """Log-normal lengths; a share of the samples has 500 to 4,000 patches."""
+    rng = np.random.default_rng(seed)
+    sizes = np.clip(rng.lognormal(np.log(700), 0.9, count), 16, 8192).astype(np.int64)
+    patches = np.where(rng.random(count) < share, rng.integers(500, 4001, count), 0)
+    extra, caps = [patches.astype(float)], [4096.0]
+    if with_cost:
+        extra.append(4096.0 * sizes + sizes.astype(float) ** 2)
+        caps.append(4096.0 * 8192 + 8192.0**2)
+    return sizes, np.column_stack(extra), 8192, np.array(caps)
+
+
+limited = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=300)
+@given(limited, st.integers(10, 40), st.integers(0, 12), st.integers(4, 9))
+def test_every_item_is_packed_once_within_all_limits(
+    items: list[tuple[int, int, int]], capacity: int, first: int, second: int
+) -> None:
+    sizes, extra = np.array(items)[:, 0], np.array(items, float)[:, 1:]
+    caps = np.array([first, second], float)
+    bins = vector_pack(sizes, extra, capacity, caps)
+    assert_packed(bins, sizes, extra, capacity, caps)
+    taken = np.column_stack((sizes, extra)).astype(float)
+    assert len(bins) >= least_bins(taken, np.append(float(capacity), caps))
+
+
+@settings(max_examples=100)
+@given(limited, st.integers(30, 60), st.integers(9, 20), st.integers(5, 12))
+def test_no_usual_best_fit_needs_fewer_bins(
+    items: list[tuple[int, int, int]], capacity: int, first: int, second: int
+) -> None:
+    sizes, extra = np.array(items)[:, 0], np.array(items, float)[:, 1:]
+    taken, caps = np.column_stack((sizes, extra)), np.array([capacity, first, second], float)
+    found = vector_pack(sizes, extra, capacity, caps[1:])
+    assert len(found) <= usual_best_fits(taken, caps)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("with_cost", [False, True])
+def test_no_usual_best_fit_needs_fewer_bins_for_images_in_text(
+    share: float, seed: int, with_cost: bool
+) -> None:
+    sizes, extra, capacity, caps = mix(500, seed, share, with_cost)
+    taken = np.column_stack((sizes.astype(float), extra))
+    bins = vector_pack(sizes, extra, capacity, caps)
+    assert_packed(bins, sizes, extra, capacity, caps)
+    assert len(bins) <= usual_best_fits(taken, np.append(float(capacity), caps))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("count", "seed"), [(4000, 0), (4000, 1), (20_000, 0)])
+@pytest.mark.parametrize("with_cost", [False, True])
+def test_bins_are_within_a_few_percent_of_the_bound(
+    share: float, count: int, seed: int, with_cost: bool
+) -> None:
+    sizes, extra, capacity, caps = mix(count, seed, share, with_cost)
+    taken = np.column_stack((sizes.astype(float), extra))
+    bins = vector_pack(sizes, extra, capacity, caps)
+    assert_packed(bins, sizes, extra, capacity, caps)
+    assert len(bins) <= 1.04 * bins_bound(taken, np.append(float(capacity), caps))
+    assert len(bins) <= 1.005 * least_bins(taken, np.append(float(capacity), caps)) + 1
+
+
+def test_the_search_ends_when_there_are_few_enough_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = mix(500, 0, 0.5)
+    fewest = len(vector_pack(*arguments))
+    assert len(vector_pack(*arguments, fewest)) == fewest
+
+    def fail(*_: object) -> None:
+        raise AssertionError("searched on")
+
+    monkeypatch.setattr(module, "_emptied", fail)
+    monkeypatch.setattr(module, "spread_over", fail)
+    assert len(vector_pack(*arguments, 500)) <= 500
+
+
+def test_an_item_without_room_is_swapped_for_a_smaller_one() -> None:
+    """[8] [6 2] [3]: 3 takes the place of 2, which fits beside 8."""
+    sizes = np.array([8.0, 6, 2, 3])
+    bin_of = np.array([0, 1, 1, 2])
+    bins = empty_bins_kernel(sizes[:, None], sizes, np.array([10.0]), bin_of, 3, 1, 10**6)
+    assert bins == 2
+    assert bin_of.tolist() == [0, 1, 0, 1]
+
+
+@settings(max_examples=200)
+@given(limited, st.integers(0, 99))
+def test_emptying_bins_keeps_every_limit(items: list[tuple[int, int, int]], seed: int) -> None:
+    taken, caps = np.array(items, float), np.array([40.0, 12.0, 9.0])
+    order = np.random.default_rng(seed).permutation(len(items))
+    bin_of = np.empty(len(items), np.int64)
+    bin_of[order] = np.arange(len(items))
+    bins = empty_bins_kernel(taken, taken.sum(axis=1), caps, bin_of, len(items), 1, 10**6)
+    assert sorted(set(bin_of.tolist())) == list(range(bins))
+    held = np.zeros((bins, 3))
+    np.add.at(held, bin_of, taken)
+    assert (held <= caps).all()
+
+
+def test_nothing_packs_into_nothing_and_no_limit_means_one_bin() -> None:
+    nothing = np.empty(0, np.int64)
+    assert vector_pack(nothing, np.empty((0, 1)), 5, np.array([1.0])).tolist() == []
+    assert vector_pack(np.array([1, 2]), np.ones((2, 1)), 5, np.array([1e30])).tolist() == [[0, 1]]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=8),
+    st.integers(9, 14),
+    st.integers(9, 14),
+)
+def test_the_bound_never_exceeds_the_fewest_bins(
+    items: list[tuple[int, int]], first: int, second: int
+) -> None:
+    taken, caps = np.array(items, float), np.array([first, second], float)
+    fewest = fewest_bins(taken, caps)
+    assert bins_bound(taken, caps) <= least_bins(taken, caps) <= fewest
+    found = vector_pack(np.array(items)[:, 0], taken[:, 1:], first, caps[1:])
+    assert len(found) <= fewest + 1
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60))
+def test_the_tree_finds_room_wherever_there_is_some(items: list[tuple[int, int]]) -> None:
+    """A bin is opened only if no open bin has room."""
+    taken, caps = np.array(items, float), np.array([60.0, 50.0])
+    order = np.argsort(-taken.sum(axis=1), kind="stable")
+    bin_of = tightest_fit_kernel(taken, caps, order, 0, len(taken))
+    room = np.empty((0, 2))
+    for item in order:
+        if bin_of[item] == len(room):
+            assert not (room >= taken[item]).all(axis=1).any()
+            room = np.vstack((room, caps))
+        room[bin_of[item]] -= taken[item]
+        assert (room >= 0).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=40),
+    st.integers(1, 10),
+    st.integers(0, 30),
+    st.integers(1, 4),
+)
+def test_the_fewest_packs_to_spread_over_are_found_among_the_multiples(
+    items: list[tuple[int, int]], least: int, span: int, multiple: int
+) -> None:
+    sizes, taken = (np.array(column) for column in zip(*items, strict=True))
+    extra, caps = taken.astype(float)[:, None], np.array([12.0])
+    one = np.ones(len(sizes), np.int64)
+    cost = sizes.astype(float)
+    units = Units(np.arange(len(sizes)), sizes, cost, one, sizes, extra, caps, ("patches",))
+    found = fewest_spread(units, 40, least, least + span, multiple)
+    works = [
+        packs
+        for packs in range(least, least + span + 1, multiple)
+        if spread_units(units, 40, packs) is not None
+    ]
+    if found is None:
+        assert least + span // multiple * multiple not in works
+        return
+    assert len(found) in works
+    # Where all larger numbers work, the fewest are found.
+    if works == list(range(works[0], least + span + 1, multiple)):
+        assert len(found) == works[0]
+
+
+def test_spreading_tries_few_numbers_of_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from evenstep.planning.packing import spread
+
+    tried: list[int] = []
+    kernel = spread.spread_kernel
+
+    def noted(taken: FloatArray, order: IntArray, caps: FloatArray, packs: int) -> IntArray:
+        tried.append(packs)
+        return kernel(taken, order, caps, packs)
+
+    monkeypatch.setattr(spread, "spread_kernel", noted)
+    sizes, extra, capacity, caps = mix(2000, 0, 0.5)
+    taken, caps = np.column_stack((sizes.astype(float), extra)), np.append(float(capacity), caps)
+    _, packs = spread_over(taken, caps, 1, 2000)
+    assert packs > 500
+    assert len(tried) < 30
