@@ -13,7 +13,7 @@ from evenstep.planning.kernel import kernel
 _CLOSE = 1e-4  # a heaviest part this close to its bound is accepted
 _FEW = 4096  # items up to which other starts are tried
 _TABLE = 2**17  # items x parts up to which largest differencing is tried: some milliseconds
-_SHAKES = 6000  # random swaps: some tenths of a millisecond
+_SHAKES = 10_000  # effort for random swaps: some tenths of a millisecond
 
 
 def lower_heaviest(costs: FloatArray, part_of: IntArray, parts: int, equal_sizes: bool) -> IntArray:

@@ -104,7 +104,7 @@ def find_double_swap(
         m, gap = theirs.shape[0], load[heavy] - load[light]
         if light == heavy or gap <= 0 or m > _PAIRS_UP_TO:
             continue
-        effort += m
+        effort += 1 + m * m // 16
         other_sums, other_names = pair_sums(theirs)
         off, i, j = best_swap(sums, other_sums, gap)
         if i >= 0 and load[light] + gap / 2 + off < load[heavy] * _LOWER:
@@ -162,22 +162,28 @@ def swap_kernel(
     """The part of each item after swaps, until the heaviest of `count` parts is at most `target`.
 
     Costs are heaviest first. Parts keep their number of items. Where no swap lowers the heaviest
-    part, up to `shakes` random swaps between other parts are tried.
+    part, random swaps between other parts are tried; `shakes` is the effort for them.
     """
     parts = gather_parts(costs, part_of, count)
     looks, state = _LOOKS * (count + _LOOKS), 1
     while looks > 0 and parts.load[parts.heaviest[0]] > target:
-        heavy, near = parts.heaviest[0], parts.lightest[:_PARTNERS]
-        other, at, to, effort = find_any_swap(parts, heavy, near, looks)
-        looks -= effort
-        if other < 0 and count > _PARTNERS:
-            other, at, to, effort = find_any_swap(parts, heavy, parts.lightest, looks)
-            looks -= effort
-        while other < 0 and shakes > 0:
-            shakes -= 1
-            a, b, state = random_swap(parts, heavy, state)
-            if a >= 0:
-                other, at, to, effort = find_any_swap(parts, heavy, np.array([a, b]), _LOOKS)
+        heavy, other, stage = parts.heaviest[0], -1, 0
+        while other < 0:
+            others = parts.lightest[:_PARTNERS] if stage == 0 else parts.lightest
+            if stage >= 2:
+                if shakes <= 0:
+                    break
+                shakes -= 1
+                a, b, state = random_swap(parts, heavy, state)
+                if a < 0:
+                    continue
+                others = np.array([a, b])
+            other, at, to, effort = find_any_swap(parts, heavy, others, looks)
+            if stage < 2:
+                looks -= effort
+            else:
+                shakes -= effort
+            stage += 1
         if other < 0:
             break
         exchange_items(parts, heavy, other, at, to)

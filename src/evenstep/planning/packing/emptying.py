@@ -66,8 +66,38 @@ def swap_for(
 
 
 @kernel
+def move(
+    item: int, taken: FloatArray, bin_of: IntArray, room: FloatArray, source: int, target: int
+) -> None:
+    """Move an item from bin `source` to bin `target`."""
+    bin_of[item] = target
+    for d in range(taken.shape[1]):
+        room[target, d] -= taken[item, d]
+        room[source, d] += taken[item, d]
+
+
+@kernel
+def items_of(bin_of: IntArray, source: int, weight: FloatArray) -> IntArray:
+    """The items of a bin, heaviest first."""
+    count = 0
+    for b in bin_of:
+        count += b == source
+    items = np.empty(count, np.int64)
+    at = 0
+    for item in range(bin_of.shape[0]):
+        if bin_of[item] == source:
+            k = at
+            while k > 0 and weight[items[k - 1]] < weight[item]:
+                items[k] = items[k - 1]
+                k -= 1
+            items[k] = item
+            at += 1
+    return items
+
+
+@kernel
 def give_away(
-    items: IntArray,
+    source: int,
     taken: FloatArray,
     weight: FloatArray,
     caps: FloatArray,
@@ -75,22 +105,20 @@ def give_away(
     room: FloatArray,
     bins: int,
 ) -> tuple[int, int]:
-    """(items that remain in their bin, steps). Moves and swaps the items of one bin, in place."""
-    source = bin_of[items[0]]
+    """(items that remain in bin `source`, steps). Moves and swaps its items, in place."""
+    items = items_of(bin_of, source, weight)
     remaining, steps = items.shape[0], 0
     changed = True
     while changed and remaining > 0:
         changed = False
         for k in range(items.shape[0]):
-            item = items[k]
-            while item >= 0:
+            while items[k] >= 0:
                 steps += 1
+                item = items[k]
                 target = room_for(taken[item], room, caps, source, bins)
                 if target >= 0:
-                    bin_of[item] = target
-                    room[target] -= taken[item]
-                    room[source] += taken[item]
-                    items[k] = item = -1
+                    move(item, taken, bin_of, room, source, target)
+                    items[k] = -1
                     remaining -= 1
                     changed = True
                     break
@@ -98,10 +126,9 @@ def give_away(
                 if other < 0:
                     break
                 target = bin_of[other]
-                room[target] += taken[other] - taken[item]
-                room[source] += taken[item] - taken[other]
-                bin_of[item], bin_of[other] = target, source
-                items[k] = item = other
+                move(other, taken, bin_of, room, target, source)
+                move(item, taken, bin_of, room, source, target)
+                items[k] = other
                 changed = True
     return remaining, steps
 
@@ -127,11 +154,14 @@ def empty_bins_kernel(
     tried = np.zeros(bins, np.bool_)
     failed = 0
     while bins > least and looks > 0 and failed < _FAILED:
-        room[:bins] = caps
-        load[:bins] = 0.0
+        for b in range(bins):
+            load[b] = 0.0
+            for d in range(limits):
+                room[b, d] = caps[d]
         for i in range(n):
             load[bin_of[i]] += weight[i]
-            room[bin_of[i]] -= taken[i]
+            for d in range(limits):
+                room[bin_of[i], d] -= taken[i, d]
         source = -1
         for b in range(bins):
             if not tried[b] and (source < 0 or load[b] < load[source]):
@@ -139,9 +169,7 @@ def empty_bins_kernel(
         if source < 0:
             break
         tried[source] = True
-        items = np.flatnonzero(bin_of == source)
-        items = items[np.argsort(-weight[items], kind="mergesort")]
-        remaining, steps = give_away(items, taken, weight, caps, bin_of, room, bins)
+        remaining, steps = give_away(source, taken, weight, caps, bin_of, room, bins)
         looks -= (steps + 1) * n
         if remaining > 0:
             failed += 1
@@ -151,6 +179,7 @@ def empty_bins_kernel(
         for i in range(n):
             if bin_of[i] == bins:
                 bin_of[i] = source
-        tried[:] = False
+        for b in range(bins):
+            tried[b] = False
         failed = 0
     return bins

@@ -24,7 +24,7 @@ from evenstep.planning.packing.spread import spread_over
 from evenstep.planning.packing.vector_fit import scored_fit_kernel
 
 _SCORES = (1, 3, 2, 0)  # of `scored_fit_kernel`, the best on average first
-_WORK = 2**23  # items x bins up to which every bin is scored: about 5 ms for one try
+_WORK = 2**25  # items x bins up to which every bin is scored: about 20 ms for one try
 _MANY = 1024  # items from which on the tree is faster than scoring every bin
 _LOOKS = 2**25  # items looked at to empty bins: some 50 ms
 _CLOSE = 1.01  # packings this close to the best are kept, to have their bins emptied
