@@ -9,7 +9,6 @@ from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import FloatArray, IntArray, Ragged
 from evenstep.planning.packing import vector_pack as module
 from evenstep.planning.packing.emptying import empty_bins_kernel
-from evenstep.planning.packing.least_bins import least_bins
 from evenstep.planning.packing.room_tree import tightest_fit_kernel
 from evenstep.planning.packing.spread import fewest_spread, spread_over, spread_units
 from evenstep.planning.packing.vector_pack import vector_pack
@@ -106,7 +105,7 @@ def test_every_item_is_packed_once_within_all_limits(
     bins = vector_pack(sizes, extra, capacity, caps)
     assert_packed(bins, sizes, extra, capacity, caps)
     taken = np.column_stack((sizes, extra)).astype(float)
-    assert len(bins) >= least_bins(taken, np.append(float(capacity), caps))
+    assert len(bins) >= bins_bound(taken, np.append(float(capacity), caps))
 
 
 @settings(max_examples=100)
@@ -143,8 +142,7 @@ def test_bins_are_within_a_few_percent_of_the_bound(
     taken = np.column_stack((sizes.astype(float), extra))
     bins = vector_pack(sizes, extra, capacity, caps)
     assert_packed(bins, sizes, extra, capacity, caps)
-    assert len(bins) <= 1.04 * bins_bound(taken, np.append(float(capacity), caps))
-    assert len(bins) <= 1.005 * least_bins(taken, np.append(float(capacity), caps)) + 1
+    assert len(bins) <= 1.005 * bins_bound(taken, np.append(float(capacity), caps)) + 1
 
 
 def test_the_search_ends_when_there_are_few_enough_bins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +198,7 @@ def test_the_bound_never_exceeds_the_fewest_bins(
 ) -> None:
     taken, caps = np.array(items, float), np.array([first, second], float)
     fewest = fewest_bins(taken, caps)
-    assert bins_bound(taken, caps) <= least_bins(taken, caps) <= fewest
+    assert bins_bound(taken, caps) <= fewest
     found = vector_pack(np.array(items)[:, 0], taken[:, 1:], first, caps[1:])
     assert len(found) <= fewest + 1
 
@@ -234,7 +232,9 @@ def test_the_fewest_packs_to_spread_over_are_found_among_the_multiples(
     extra, caps = taken.astype(float)[:, None], np.array([12.0])
     one = np.ones(len(sizes), np.int64)
     cost = sizes.astype(float)
-    units = Units(np.arange(len(sizes)), sizes, cost, one, sizes, extra, caps, ("patches",))
+    units = Units(
+        np.arange(len(sizes)), sizes, cost, 0 * cost, one, sizes, extra, caps, ("patches",)
+    )
     found = fewest_spread(units, 40, least, least + span, multiple)
     works = [
         packs

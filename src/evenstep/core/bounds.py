@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -96,17 +98,35 @@ def _l2(ordered: IntArray, capacity: int) -> int:
 def bins_bound(taken: FloatArray, caps: FloatArray) -> int:
     """A lower bound on bins under several limits: item i takes `taken[i, d]` of `caps[d]`.
 
-    An item that exceeds a limit by itself has its own bin. For the others, the largest bound of any
+    Items that can share a bin with no other are counted. For the rest, the largest bound of any
     limit holds.
 
     >>> two = np.array([[5.0, 50.0]] * 16)  # tokens, patches
     >>> bins_bound(two, np.array([100.0, 1000.0])), bins_bound(two, np.array([100.0, 100.0]))
     (1, 8)
+    >>> bins_bound(np.array([[10.0, 0.0], [1.0, 3.0], [1.0, 3.0]]), np.array([10.0, 4.0]))
+    3
     """
-    alone = (taken > caps).any(axis=1)
-    rest = taken[~alone]
+    single = shares_with_none(taken, caps)
+    rest = taken[~single]
     least = (_column_bound(rest[:, d], float(cap)) for d, cap in enumerate(caps))
-    return int(alone.sum()) + max(least, default=0)
+    return int(single.sum()) + max(least, default=0)
+
+
+def shares_with_none(taken: FloatArray, caps: FloatArray) -> NDArray[np.bool_]:
+    """Which items can share a bin with no other item, by one limit or by two together.
+
+    For limits a and b: of the items that fit beside it by a, the one that takes least of b is
+    still too much.
+    """
+    single = (taken > caps).any(axis=1)
+    for a, b in combinations(range(len(caps)), 2):
+        order = np.argsort(taken[:, a], kind="stable")
+        least = np.concatenate(([np.inf], np.minimum.accumulate(taken[order, b])))
+        room = caps * (1 + _SLACK) - taken
+        beside = np.searchsorted(taken[order, a], room[:, a], "right")
+        single |= least[beside] > room[:, b]
+    return np.asarray(single, np.bool_)
 
 
 def _column_bound(column: FloatArray, cap: float) -> int:

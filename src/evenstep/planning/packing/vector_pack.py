@@ -16,9 +16,9 @@ from functools import partial
 
 import numpy as np
 
+from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import FloatArray, IntArray, Ragged
 from evenstep.planning.packing.emptying import empty_bins_kernel
-from evenstep.planning.packing.least_bins import least_bins
 from evenstep.planning.packing.room_tree import tightest_fit_kernel
 from evenstep.planning.packing.spread import spread_over
 from evenstep.planning.packing.vector_fit import scored_fit_kernel
@@ -60,7 +60,7 @@ def _packed(taken: FloatArray, caps: FloatArray, enough: int) -> IntArray:
     if not binding.any():
         return np.zeros(len(taken), np.int64)
     taken, caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
-    bound = least_bins(taken, caps)
+    bound = bins_bound(taken, caps)
     enough = max(enough, bound)
     found = _fitted(taken, caps, bound, enough)
     if _count(found[0]) > enough:
