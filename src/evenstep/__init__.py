@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from evenstep.core.plan import Plan
     from evenstep.core.ragged import Ragged
     from evenstep.core.recipe import Limits, Recipe, Steps
+    from evenstep.core.second_work import SecondWork
     from evenstep.core.step import Step
     from evenstep.core.topology import Topology
     from evenstep.core.world import World
@@ -50,6 +51,7 @@ __all__ = [
     "PooledStream",
     "Ragged",
     "Recipe",
+    "SecondWork",
     "Step",
     "Steps",
     "Topology",
@@ -72,6 +74,7 @@ if not TYPE_CHECKING:
             "core.plan": ["Plan"],
             "core.ragged": ["Ragged"],
             "core.recipe": ["Limits", "Recipe", "Steps"],
+            "core.second_work": ["SecondWork"],
             "core.step": ["Step"],
             "core.topology": ["Topology"],
             "core.world": ["World"],

@@ -15,6 +15,7 @@ from evenstep import (
     Padded,
     Plan,
     Recipe,
+    SecondWork,
     Steps,
     Topology,
     make_plan,
@@ -317,6 +318,17 @@ FAULTS = {
         Recipe(layout=Packed(max_tokens=16), limits=Limits(columns={"patches": 5})),
         lambda p: changed(p, columns={"patches": np.full(8, 6)}),
         {"columns": {"patches": [1] * 8}},
+    ),
+    "a wave has two widths": Fault(
+        "tokens_equal",
+        replace(packed, equal_tokens=True),
+        lambda p: changed(p, widths=at(p.widths, 0, int(p.widths[0]) - 1)),
+    ),
+    "a rank of a wave has no image": Fault(
+        "kinds_together",
+        replace(packed, second_work=SecondWork(column="patches", same_waves=True)),
+        lambda p: changed(p, columns={"patches": np.array([1, 0, 0, 0, 0, 0, 0, 0])}),
+        {"columns": {"patches": [0] * 8}},
     ),
     "samples run out of order": Fault(
         "order_kept",

@@ -334,7 +334,7 @@ def test_groups_and_columns_must_match_the_samples() -> None:
     limited = Recipe.from_dict(
         recipe.to_dict() | {"limits": {"cost": None, "columns": {"patches": 3}}}
     )
-    with pytest.raises(InputError, match="'patches', but that column was not given"):
+    with pytest.raises(InputError, match="'patches', but it was not given"):
         make_plan([1, 2], limited)
     with pytest.raises(InputError, match="sample 1 has patches -1"):
         make_plan([1, 2], limited, columns={"patches": [0, -1]})

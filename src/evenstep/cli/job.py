@@ -53,7 +53,7 @@ def load_job(
     saved = saved_plan(source)
     recipe = load_recipe(config, overrides, None if saved is None else saved.recipe.to_dict())
     if saved is None:
-        return Job(read_samples(source, column, groups, list(recipe.limits.columns)), recipe)
+        return Job(read_samples(source, column, groups, list(recipe.columns)), recipe)
     if column or groups:
         raise InputError(
             f"{path} is a saved plan with its own lengths and groups. Remove --column and --groups."

@@ -16,6 +16,7 @@ from evenstep.core.assignment import assigned_steps, out_of_order, out_of_turn
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
 from evenstep.core.validate import MOST
+from evenstep.core.wave_checks import kinds_together, tokens_equal
 from evenstep.errors import PlanError
 
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -352,6 +353,8 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
         shapes_equal,
         limits_hold,
         sizes_equal,
+        tokens_equal,
+        kinds_together,
         order_kept,
     )
 }

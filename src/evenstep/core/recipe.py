@@ -12,6 +12,7 @@ from evenstep.core.glimpse import glimpse
 from evenstep.core.layout import LAYOUTS, Layout
 from evenstep.core.layout.frame import Frame
 from evenstep.core.rounding import rounded_up
+from evenstep.core.second_work import SecondWork
 from evenstep.core.summary import constructor
 from evenstep.core.topology import Topology
 from evenstep.core.validate import (
@@ -101,6 +102,11 @@ class Recipe:
                  ZeRO-3) or `step` (DDP)
     groups       where samples that share a group id stay together
     equal_sizes  whether ranks of a step differ by at most one segment
+    equal_tokens whether all micro-batches of a wave are as wide as the widest of them, as some
+                 kernels and the dispatch of experts need
+    second_work  work that a column of the samples measures and that is evened out as well
+    min_saving   the share of a step's time that more micro-batches per rank than the fewest must
+                 save; by default 0.01 if `cost.per_micro_batch` is 0, else 0
     overflow     what happens to a sample that is longer than a micro-batch can hold
     seed         for packers that use random numbers
     """
@@ -114,6 +120,9 @@ class Recipe:
     sync_every: SyncEvery = "micro_batch"
     groups: Scope = "micro_batch"
     equal_sizes: bool = False
+    equal_tokens: bool = False
+    second_work: SecondWork | None = None
+    min_saving: float | None = None
     overflow: Overflow = "error"
     seed: int = 0
 
@@ -124,7 +133,14 @@ class Recipe:
                 raise ConfigError(f"{name} must be {wanted}, got {glimpse(getattr(self, name))}.")
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
-        truth_field(self, "equal_sizes")
+        for name in ("equal_sizes", "equal_tokens"):
+            truth_field(self, name)
+        if not isinstance(self.second_work, SecondWork | None):
+            raise ConfigError(
+                f"second_work must be SecondWork or None, got {glimpse(self.second_work)}."
+            )
+        if self.min_saving is not None and not 0 <= real_field(self, "min_saving") < 1:
+            raise ConfigError(f"min_saving must be in [0, 1), got {self.min_saving:g}.")
         object.__setattr__(self, "seed", seed_number(self.seed))
         self._check_widths()
         self._check_limits()
@@ -169,11 +185,13 @@ class Recipe:
     def _check_options(self) -> None:
         self.layout.check_options(self)
         given = [*self.layout.options, *(["equal_sizes"] if self.equal_sizes else [])]
+        given += [name for name in ("second_work", "min_saving") if getattr(self, name) is not None]
         if self.balance == "none" and given:
             raise ConfigError(
                 f"balance='none' keeps the order of the samples, so {given[0]} has no effect. "
                 f"Leave one of them out."
             )
+        self._check_waves()
         asked, multiple = self.steps.micro_batches, self.topology.multiple
         if asked is not None and asked % multiple:
             raise ConfigError(
@@ -181,9 +199,49 @@ class Recipe:
                 f"{asked}. Use {rounded_up(asked, multiple)}."
             )
 
+    def _check_waves(self) -> None:
+        """Raise if an option cannot be combined with the layout, the balance or another option."""
+        only_packed = {"equal_tokens": self.equal_tokens, "second_work": self.second_work}
+        for name, value in only_packed.items():
+            if value and self.layout.segments_per_row is not None:
+                raise ConfigError(f"{name} needs a packed layout. Use Packed, or leave it out.")
+        if self.equal_tokens and (self.layout.pad_to is not None or self.topology.equal_widths):
+            raise ConfigError(
+                "equal_tokens has no effect, because all micro-batches have one width. Leave it "
+                "out, or remove layout.pad_to, or set topology.variable_seq_lengths."
+            )
+        if self.equal_tokens and self.overflow == "alone":
+            raise ConfigError(
+                "overflow='alone' would widen the whole wave beyond the budget with equal_tokens. "
+                "Use another overflow."
+            )
+        for name in ("second_work", "min_saving"):
+            if getattr(self, name) is not None and self.balance != "refined":
+                raise ConfigError(
+                    f"{name} needs balance='refined', got {self.balance!r}. Leave one of them out."
+                )
+        if self.second_work is not None and (self.layout.packer or self.equal_sizes):
+            option = "layout.packer" if self.layout.packer else "equal_sizes"
+            raise ConfigError(
+                f"second_work and {option} cannot be combined. Leave one of them out."
+            )
+
     def __repr__(self) -> str:
         """The constructor call, with the fields that differ from their defaults."""
         return constructor(self)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The per-sample columns that the recipe needs, by name."""
+        second = [] if self.second_work is None else [self.second_work.column]
+        return tuple(dict.fromkeys([*self.limits.columns, *second]))
+
+    @property
+    def saving(self) -> float:
+        """`min_saving`, or its default."""
+        if self.min_saving is not None:
+            return self.min_saving
+        return 0.01 if self.cost.per_micro_batch == 0 else 0.0
 
     @property
     def width_unit(self) -> int:
@@ -202,8 +260,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `Recipe.from_dict` reads it back."""
+        second = None if self.second_work is None else asdict(self.second_work)
         return {
             **{name: asdict(getattr(self, name)) for name in _PARTS},
+            "second_work": second,
             **{name: getattr(self, name) for name in _WORDS},
             "layout": self.layout.to_dict(),
         }
@@ -211,11 +271,15 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote."""
-        kind = data["layout"]["kind"]
+        kind, second = data["layout"]["kind"], data.get("second_work")
+        if second is not None:
+            cost = None if second["cost"] is None else Cost(**second["cost"])
+            second = SecondWork(**{**second, "cost": cost})
         return cls(
             layout=LAYOUTS[kind](**data["layout"]),
+            second_work=second,
             **{name: part(**data[name]) for name, part in _PARTS.items()},
-            **{name: data[name] for name in _WORDS},
+            **{name: data[name] for name in _WORDS if name in data},
         )
 
 
@@ -226,4 +290,13 @@ _CHOICES: dict[str, Any] = {
     "overflow": Overflow,
 }
 _PARTS: dict[str, Any] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
-_WORDS = ("balance", "sync_every", "groups", "equal_sizes", "overflow", "seed")
+_WORDS = (
+    "balance",
+    "sync_every",
+    "groups",
+    "equal_sizes",
+    "equal_tokens",
+    "min_saving",
+    "overflow",
+    "seed",
+)

@@ -78,6 +78,8 @@ def _lay_out(step: DecidedStep, recipe: Recipe) -> tuple[Segments, IntArray, Int
     if step.widths is not None:
         shared = np.tile(step.widths, ranks)
         widths = np.where((held > 0) & (shared > 0), shared, widths)
+    if recipe.equal_tokens:
+        widths = np.tile(widths.reshape(ranks, -1).max(axis=0), ranks)
     if recipe.topology.equal_widths:
         widths = np.full(count, widths.max())
     return segments, np.bincount(row, minlength=int(first[-1])), rows, widths

@@ -23,12 +23,12 @@ def checked_groups(groups: ArrayLike, count: int) -> IntArray:
 
 
 def checked_column(name: str, columns: Mapping[str, ArrayLike] | None, count: int) -> IntArray:
-    """The limited column `name` of `count` samples, as int64, each from 0 on."""
+    """The column `name` of `count` samples, as int64, each from 0 on."""
     if columns is None or name not in columns:
         have = ", ".join(sorted(columns or {})) or "none"
         raise InputError(
-            f"limits.columns names {name!r}, but that column was not given (columns given: "
-            f"{have}). Pass columns={{{name!r}: ...}}."
+            f"the recipe names the column {name!r}, but it was not given (columns given: {have}). "
+            f"Pass columns={{{name!r}: ...}}."
         )
     return _column(name, columns[name], 0, MOST, count)
 

@@ -43,8 +43,8 @@ def make_plan(
     """Plan samples of these lengths. Pure: the same arguments give the same plan everywhere.
 
     `groups` gives each sample a group id. `columns` gives each sample the numbers that
-    `recipe.limits.columns` limits. `names` is what error messages call the samples, for example
-    their ids in a source. `progress(done, total)` is called after each step.
+    `recipe.limits.columns` and `recipe.second_work` name. `names` is what error messages call the
+    samples, for example their ids in a source. `progress(done, total)` is called after each step.
 
     >>> from evenstep.core.layout import Packed
     >>> plan = make_plan([5, 3, 4, 2], Recipe(layout=Packed(max_tokens=7)))
@@ -190,7 +190,7 @@ class _Work:
         n = len(counts)
         called = np.arange(n) if names is None else names
         ids = None if groups is None else checked_groups(groups, n)
-        limited = {name: checked_column(name, columns, n) for name in recipe.limits.columns}
+        limited = {name: checked_column(name, columns, n) for name in recipe.columns}
         limit = recipe.longest_segment
         over = refused(counts, limit, recipe.overflow)
         if len(over):

@@ -66,7 +66,14 @@ class PoolBatcher:
         """Refuse options that only planning supports."""
         recipe, limits = self.recipe, self.recipe.limits
         given = dict(recipe.layout.options)
-        default = {"balance": "refined", "equal_sizes": False, "groups": "micro_batch"}
+        default = {
+            "balance": "refined",
+            "equal_sizes": False,
+            "equal_tokens": False,
+            "second_work": None,
+            "min_saving": None,
+            "groups": "micro_batch",
+        }
         given |= {
             name: getattr(recipe, name)
             for name, value in default.items()

@@ -52,7 +52,7 @@ class PlannedStream:
 
     groups       per sample, its group id; a group stays in one step or micro-batch, as
                  `recipe.groups` says
-    columns      per sample, the values that `recipe.limits.columns` limits
+    columns      per sample, the values that `recipe.limits` and `recipe.second_work` name
     loss_tokens  per sample, its number of loss tokens; the denominator of the loss is then known
                  before anything is read
     on_error     `skip` leaves unreadable samples out of their micro-batch and counts them

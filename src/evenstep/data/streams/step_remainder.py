@@ -86,8 +86,9 @@ class StepRemainder:
         groups = None
         if known and known[0]["group"] is not None:
             groups = np.array([each["group"] for each in known])
-        limited = self.recipe.limits.columns
-        columns = {name: np.array([each[name] for each in known], np.int64) for name in limited}
+        columns = {
+            name: np.array([each[name] for each in known], np.int64) for name in self.recipe.columns
+        }
         recipe = replace(self.recipe, topology=replace(self.recipe.topology, dp=ranks))
         plan = plan_step(
             segments.length,
