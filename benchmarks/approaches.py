@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.problem import Problem, RanksAndWaves
 from evenstep import pack, partition
-from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.ragged import FloatArray, IntArray, sum_by
 
 
 def ranks_then_packs(problem: Problem, balance: str = "refined") -> RanksAndWaves:
@@ -14,7 +14,7 @@ def ranks_then_packs(problem: Problem, balance: str = "refined") -> RanksAndWave
     lengths, costs = problem.lengths, problem.costs
     rank = partition(costs, problem.ranks, balance)
     wave = np.zeros(len(lengths), np.int64)
-    for own in _by_rank(rank, problem.ranks):
+    for own in items_by_rank(rank, problem.ranks):
         packs = pack(lengths[own], problem.budget)
         items = own[packs.values]
         wave[items] = by_cost(costs[items], packs.owner)
@@ -28,7 +28,7 @@ def differencing_twice(problem: Problem) -> RanksAndWaves:
     tokens = np.bincount(rank, weights=problem.lengths, minlength=problem.ranks)
     count = int(np.ceil(tokens / problem.budget).max())
     wave = np.zeros(len(costs), np.int64)
-    for own in _by_rank(rank, problem.ranks):
+    for own in items_by_rank(rank, problem.ranks):
         part = partition(costs[own], count, "karmarkar_karp")
         wave[own] = by_cost(costs[own], part)
     return rank, wave
@@ -37,7 +37,7 @@ def differencing_twice(problem: Problem) -> RanksAndWaves:
 def packs_then_ranks(problem: Problem) -> RanksAndWaves:
     """Pack first, then deal packs to ranks; each rank runs its heaviest pack first."""
     packs = pack(problem.lengths, problem.budget, bin_count_multiple=problem.ranks)
-    costs = np.bincount(packs.owner, weights=problem.costs[packs.values])
+    costs = sum_by(packs.owner, problem.costs[packs.values], len(packs))
     rank_of_pack = partition(costs, problem.ranks, "lpt")
     rank, wave = np.empty((2, len(problem.lengths)), np.int64)
     rank[packs.values] = rank_of_pack[packs.owner]
@@ -62,7 +62,7 @@ def by_cost(costs: FloatArray, pack_of_item: IntArray) -> IntArray:
     return wave[pack_of_item]
 
 
-def _by_rank(rank: IntArray, ranks: int) -> list[IntArray]:
+def items_by_rank(rank: IntArray, ranks: int) -> list[IntArray]:
     """The samples of each rank that has some."""
     order = np.argsort(rank, kind="stable")
     held = np.split(order, np.searchsorted(rank[order], np.arange(1, ranks)))

@@ -18,7 +18,8 @@ from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import SyncEvery
 
-BUDGET, SECONDS = 100, 5.0
+BUDGET = 100
+SECONDS, QUICK_SECONDS = 5.0, 0.5
 SYNCS: tuple[SyncEvery, ...] = ("step", "micro_batch")
 COSTS = (Cost(), Cost(per_token=20, per_pair=1), Cost(per_token=100, per_pair=1))
 MEAN, WORST = 1.003, {"step": 1.01, "micro_batch": 1.03}
@@ -74,7 +75,8 @@ def exact(bench: Bench) -> Section:
             gaps: list[Gap] = []
             for at, small in enumerate(small_steps(kind, count)):
                 bench.say(f"exact, {kind}, {sync}: {at + 1} of {count}")
-                gap = compare(replace(small, recipe=replace(small.recipe, sync_every=sync)))
+                synced = replace(small, recipe=replace(small.recipe, sync_every=sync))
+                gap = compare(synced, bench.pick(SECONDS, QUICK_SECONDS))
                 gaps += [gap] if gap else []
             floors += [gap.floor for gap in gaps]
             _report(section, table, kind, sync, count, gaps)
@@ -128,12 +130,12 @@ def _groups(names: IntArray) -> IntArray:
     return np.where(names > 0, names, alone)
 
 
-def compare(small: Small) -> Gap | None:
+def compare(small: Small, seconds: float) -> Gap | None:
     """The gap of the plan of a small step; None if the optimum is not proven."""
     plan = make_plan(small.lengths, small.recipe, groups=small.groups, columns=small.columns)
     own = time_of(plan)
     count = plan.num_micro_batches // plan.num_ranks
-    found = solve(small, {count: own}, SECONDS)
+    found = solve(small, {count: own}, seconds)
     if found is None:
         return None
     floor = own / float(plan.stats()["time_over_floor"])

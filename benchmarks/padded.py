@@ -82,7 +82,9 @@ def _instances(bench: Bench) -> Iterator[Instance]:
 def _narrow() -> dict[str, IntArray]:
     """Lengths that are nearly equal, equal, or of two kinds."""
     rng = np.random.default_rng(0)
-    near = {f"normal, ± {share:.0%}": rng.normal(2048, 2048 * share, 10_000) for share in (0.05, 0.2)}
+    near = {
+        f"normal, ± {share:.0%}": rng.normal(2048, 2048 * share, 10_000) for share in (0.05, 0.2)
+    }
     return {
         **{name: np.maximum(lengths, 1).astype(np.int64) for name, lengths in near.items()},
         "all 2,048": np.full(100, 2048),
@@ -92,7 +94,7 @@ def _narrow() -> dict[str, IntArray]:
 
 def _measured(instance: Instance, sync: SyncEvery) -> Found:
     recipe = instance.synced(sync)
-    greedy = replace(recipe, layout=replace(recipe.layout, cut="greedy"))
+    greedy = replace(recipe, layout=Padded(max_tokens=recipe.layout.max_tokens, cut="greedy"))
     run = best(partial(make_plan, instance.lengths, recipe), repeats=1)
     own, other = time_of(run.result), time_of(make_plan(instance.lengths, greedy))
     return Found(instance, sync, own / other, run.ms)
