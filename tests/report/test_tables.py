@@ -1,12 +1,15 @@
+from dataclasses import replace
+
 import pytest
 
+from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.recipe import Recipe
 from evenstep.core.topology import Topology
-from evenstep.report import Entry, comparison_page, plan_page, sections
+from evenstep.report import Entry, comparison_page, plan_page, plan_picture, sections
 from evenstep.report.comparison import HEADER, cells
 from evenstep.report.numbers import factor, percent, seconds, times
-from evenstep.report.tables import step_table
+from evenstep.report.tables import cost_line, step_table
 from tests.handmade import handmade
 
 RECIPE = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
@@ -25,6 +28,20 @@ def test_an_optimal_plan_is_reported_as_optimal() -> None:
     bounds = {section.title: section.rows for section in sections(EVEN.stats())}["Bounds"]
     assert "no plan has fewer per rank" in bounds[0].note
     assert "no plan of this recipe is faster" in bounds[1].note
+
+
+def test_the_balance_says_what_the_cost_counts() -> None:
+    balance = {section.title: section.rows for section in sections(EVEN.stats())}["Balance"]
+    assert (balance[0].label, balance[0].value) == ("cost", "tokens only")
+    assert "attention is not counted" in balance[0].note
+
+
+def test_plans_with_different_costs_name_each_once() -> None:
+    squares = replace(RECIPE, cost=Cost(per_token=0, per_pair=1))
+    other = handmade([5, 5, 5, 5], [[[[[0, 1]]], [[[2, 3]]]]], squares)
+    assert cost_line([EVEN, UNEVEN, other]) == "cost: tokens only or L²"
+    assert "cost: L²" in plan_picture(other)
+    assert "cost: tokens only or L²" in comparison_page([Entry("a", EVEN), Entry("b", other)])
 
 
 def test_a_count_of_one_is_singular() -> None:

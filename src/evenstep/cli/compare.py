@@ -27,6 +27,7 @@ def compare(
     lengths: options.Lengths,
     config: options.Config = None,
     set_: options.Set = None,
+    model: options.Model = None,
     strategy: StrategyOption = None,
     column: options.Column = None,
     groups: options.Groups = None,
@@ -43,9 +44,9 @@ def compare(
     from evenstep.screen import progress
 
     files.refuse_unknown_picture(picture)
-    files.refuse_unwritable([lengths, config], picture)
+    files.refuse_unwritable([lengths, config, *files.of_model(model)], picture)
     with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups)
+        job = load_job(lengths, config, set_ or [], column, groups, model)
     own = [own_strategy(text, job) for text in strategy or []]
     entries: list[Entry] = []
     for each in refuse_duplicates([*built_in_strategies(job), *own]):

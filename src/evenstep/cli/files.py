@@ -32,6 +32,11 @@ def refuse_unwritable(inputs: Sequence[Path | None], *targets: Path | None) -> N
             )
 
 
+def of_model(model: str | None) -> list[Path]:
+    """The files that `--model` may name."""
+    return [] if model is None else [Path(model), Path(model, "config.json")]
+
+
 def _same(one: Path, other: Path) -> bool:
     """Whether both paths name one file, existing or not, possibly through a link."""
     try:

@@ -47,11 +47,13 @@ def load_job(
     overrides: Sequence[str],
     column: str | None,
     groups: str | None,
+    model: str | None,
 ) -> Job:
     """Read lengths and recipe; a saved plan gives both, and overrides change its recipe."""
     source = Input.at(path)
     saved = saved_plan(source)
-    recipe = load_recipe(config, overrides, None if saved is None else saved.recipe.to_dict())
+    base = None if saved is None else saved.recipe.to_dict()
+    recipe = load_recipe(config, overrides, base, model)
     if saved is None:
         return Job(read_samples(source, column, groups, list(recipe.columns)), recipe)
     if column or groups:

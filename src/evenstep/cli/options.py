@@ -31,6 +31,15 @@ Set: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+Model: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Cost of this model: a name such as llama-3-8b, or the path of a config.json or its "
+        "folder. Default: tokens only.",
+        metavar="NAME_OR_PATH",
+        show_default=False,
+    ),
+]
 Column: TypeAlias = Annotated[
     str | None,
     typer.Option(

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from evenstep.core.glimpse import printable
 from evenstep.report.comparison import HEADER, LEGEND, Entry, cells
-from evenstep.report.tables import sections, step_table
+from evenstep.report.tables import cost_line, sections, step_table
 from evenstep.screen import console
 
 _MOST_STEPS = 50
@@ -73,7 +73,8 @@ def print_comparison(entries: Sequence[Entry], title: str) -> None:
         collapse_padding=True,
         header_style="bold cyan",
     )
-    table.caption = LEGEND
+    plans = [entry.plan for entry in entries if entry.plan is not None]
+    table.caption = f"{cost_line(plans)}\n{LEGEND}"
     table.add_column("strategy", no_wrap=True)
     for name in HEADER:
         words = name.replace("micro-", "micro- ").split()

@@ -15,6 +15,7 @@ def plan(
     lengths: options.Lengths,
     config: options.Config = None,
     set_: options.Set = None,
+    model: options.Model = None,
     column: options.Column = None,
     groups: options.Groups = None,
     out: options.Out = None,
@@ -30,9 +31,9 @@ def plan(
     from evenstep.screen import progress
 
     files.refuse_unknown_picture(picture)
-    files.refuse_unwritable([lengths, config], out, picture)
+    files.refuse_unwritable([lengths, config, *files.of_model(model)], out, picture)
     with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups)
+        job = load_job(lengths, config, set_ or [], column, groups, model)
     with progress("Planning") as advance:
         made = job.plan(job.recipe, advance)
         assert_valid(made)

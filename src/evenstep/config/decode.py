@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError, SchemaValidator, core_schema
 
+from evenstep.config.model import BESIDE, model_cost
 from evenstep.config.yaml import is_number
 from evenstep.core.cost import Cost
 from evenstep.core.glimpse import cut, glimpse
@@ -44,6 +45,9 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     layout, faults = _layout(rest.pop("layout", {}))
     # An invalid layout is replaced by a valid one, so that the faults of other keys are found.
     rest["layout"] = layout or Packed(max_tokens=MOST)
+    if isinstance(rest.get("cost"), Mapping) and "model" in rest["cost"]:
+        rest["cost"], unpriced = _model(rest["cost"])
+        faults += unpriced
     recipe, others = _decode(Recipe, rest, ())
     faults += others
     if not faults:
@@ -68,6 +72,26 @@ def _layout(data: object) -> tuple[Layout | None, list[str]]:
     if isinstance(packer, str) and ":" in packer:  # a function, which only Python can pass
         faults.append(_unknown_word("layout.packer", packer, PACKER_NAMES))
     return (None if faults else layout), faults
+
+
+def _model(data: Mapping[str, Any]) -> tuple[Cost, list[str]]:
+    """The cost of `cost.model`, or another one and the faults."""
+    rest = {key: value for key, value in data.items() if key != "model"}
+    priced = [str(key) for key in rest if key in _fields(Cost) and key != BESIDE]
+    faults = [
+        f"cost.{key} cannot stand beside cost.model, which sets it. Remove one of them."
+        for key in priced
+    ]
+    beside = {key: value for key, value in rest.items() if key not in priced}
+    added, others = _decode(Cost, beside, ("cost",))
+    faults += others
+    try:
+        cost = model_cost(data["model"])
+    except ConfigError as error:
+        return Cost(), [*faults, str(error)]
+    if faults:
+        return cost, faults
+    return dataclasses.replace(cost, per_micro_batch=added.per_micro_batch), []
 
 
 def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[Any, list[str]]:
@@ -245,6 +269,7 @@ def _unknown_key(path: tuple[str, ...], kind: type) -> str:
         owner, known = f"a {word} layout", _fields(kind)
     elif parents:
         owner, known = ".".join(parents), _fields(_PARTS[parents[0]])
+        known += ["model"] if parents == ["cost"] else []
     else:
         owner, known = "a recipe", _fields(Recipe)
     near = difflib.get_close_matches(key, known, n=1)

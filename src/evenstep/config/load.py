@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.config.decode import recipe_from
+from evenstep.config.model import beside, with_model
 from evenstep.config.override import overridden
 from evenstep.config.yaml import parse_yaml
 from evenstep.core.recipe import Recipe
@@ -17,13 +18,20 @@ def load_recipe(
     path: Path | None = None,
     overrides: Iterable[str] = (),
     base: Mapping[str, Any] | None = None,
+    model: str | None = None,
 ) -> Recipe:
     """The recipe of a YAML file, or of `base` without a file, with overrides applied.
+
+    `model` is the name of a known model or the path of its configuration, which gives the cost.
+    A path is relative to the working directory; one in the file, to the file's folder.
 
     >>> load_recipe(overrides=["layout.max_tokens=8192", "overflow=split"]).overflow
     'split'
     """
-    data = load_mapping(path) if path else dict(base or {})
+    data = beside(load_mapping(path), path.parent) if path else dict(base or {})
+    overrides = list(overrides)
+    if model is not None:
+        data = with_model(data, model, path, overrides)
     return recipe_from(overridden(data, overrides), str(path) if path else "")
 
 

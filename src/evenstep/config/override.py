@@ -13,21 +13,26 @@ from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.layout import LAYOUTS
 from evenstep.errors import ConfigError
 
+_KIND, _MODEL = ("layout", "kind"), ("cost", "model")
+
 
 def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of `data` with each `dotted.path=value` set, the value read as YAML.
 
-    Changing `layout.kind` keeps the layout keys that both kinds have and drops the others.
+    Changing `layout.kind` keeps the layout keys that both kinds have and drops the others. Setting
+    `cost.model` drops the other keys of the cost, whose unit it changes.
 
     >>> overridden({"topology": {"dp": 2}}, ["topology.dp=8", "overflow=split"])
     {'topology': {'dp': 8}, 'overflow': 'split'}
     """
     result: dict[str, Any] = copy.deepcopy(dict(data))
     pairs = [_parse(override) for override in overrides]
-    # The kind comes first, so that it does not drop keys set by the same call.
-    for path, value in sorted(pairs, key=lambda pair: pair[0] != ("layout", "kind")):
-        if path == ("layout", "kind"):
+    # These two come first, so that they do not drop keys set by the same call.
+    for path, value in sorted(pairs, key=lambda pair: pair[0] not in (_KIND, _MODEL)):
+        if path == _KIND:
             _change_kind(result, value)
+        if path == _MODEL and isinstance(result.get("cost"), dict):
+            result["cost"] = {}
         *parents, key = path
         inner = result
         for depth, parent in enumerate(parents, 1):

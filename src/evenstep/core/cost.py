@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.core.glimpse import glimpse
+from evenstep.core.model_config import read_model_config
+from evenstep.core.model_presets import PRESETS
+from evenstep.core.model_text import text_work
+from evenstep.core.model_vision import vision_work
 from evenstep.core.ragged import FloatArray
-from evenstep.core.validate import MOST, real_field, truth_value, whole_number
+from evenstep.core.validate import MOST, one_of, real_field, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
+
+Part: TypeAlias = Literal["text", "vision"]
 
 _MOST = 1e100
 
@@ -95,6 +103,44 @@ class Cost:
         )
 
     @classmethod
+    def of_config(cls, config: object, *, part: Part = "text") -> Cost:
+        """Training FLOPs of a model from its Hugging Face configuration.
+
+        `config` is the path of a `config.json` or of its folder, a mapping, or an object such as
+        `AutoConfig.from_pretrained` returns. Experts count as far as a token passes through them.
+        A layer with a window of w tokens costs w pairs for every token, and a layer with a state
+        costs the same for every token; neither adds to `per_pair`. `part="vision"` is the vision
+        tower of a multimodal model, per patch.
+
+        >>> shape = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+        >>> heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+        >>> cost = Cost.of_config({"model_type": "llama", **shape, **heads})
+        >>> round(cost.per_token / 6e9, 2)  # billions of weights
+        7.5
+        """
+        one_of("part", part, Part)
+        section = read_model_config(config).section(part)
+        work = text_work(section) if part == "text" else vision_work(section)
+        # Two FLOPs per multiply-add, in the forward pass and twice in the backward pass.
+        return cls(per_token=6.0 * (work.weights + work.nearby), per_pair=6.0 * work.pairs)
+
+    @classmethod
+    def named(cls, name: str) -> Cost:
+        """Training FLOPs of a well-known model, such as "llama-3-8b" or "deepseek-v3".
+
+        A wrong name raises an error that lists the names.
+
+        >>> cost = Cost.named("qwen3-30b-a3b")
+        >>> round(cost.per_token / 6e9, 2)  # billions of weights that a token passes through
+        3.04
+        """
+        if name not in list(PRESETS):  # a list compares names that have no hash
+            raise ConfigError(
+                f"unknown model {glimpse(name)}; expected one of: {', '.join(PRESETS)}."
+            )
+        return cls.of_config(PRESETS[name])
+
+    @classmethod
     def fit(cls, measurements: Iterable[tuple[Sequence[int], float]]) -> Cost:
         """The non-negative cost that fits measured times of micro-batches best.
 
@@ -150,3 +196,27 @@ class Cost:
         """The cost of each segment of these lengths, without `per_micro_batch`."""
         length = lengths.astype(np.float64)
         return self.per_token * length + self.per_pair * length * length + self.per_segment
+
+    @property
+    def description(self) -> str:
+        """The cost of L tokens in a few words, up to a factor: plans only compare costs.
+
+        >>> Cost().description, Cost(per_token=12288, per_pair=0.5).description
+        ('tokens only', '24576·L + L²')
+        """
+        if self.per_pair == self.per_segment == self.per_micro_batch == 0:
+            return "tokens only"
+        unit = self.per_pair or self.per_token or self.per_segment
+        terms = [(self.per_token, "L"), (self.per_pair, "L²"), (self.per_segment, "")]
+        text = " + ".join(_term(value / unit, power) for value, power in terms if value)
+        if self.per_micro_batch:
+            text += f", and {_term(self.per_micro_batch / unit, '')} per micro-batch"
+        return text
+
+
+def _term(factor: float, power: str) -> str:
+    """(24576, "L") -> 24576·L, (1, "L²") -> L², (0.05, "") -> 0.05."""
+    number = f"{factor:.0f}" if 100 <= factor < 1e9 else f"{factor:.3g}"
+    if not power:
+        return number
+    return power if number == "1" else f"{number}·{power}"

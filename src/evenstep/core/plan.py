@@ -276,7 +276,7 @@ class Plan:
 
     def stats(self, width: int | None = None) -> dict[str, measures.Value]:
         """Padding, imbalance and distance from the bounds. See `core.stats`."""
-        return measures.of_plan(self, width)
+        return {"cost": self.recipe.cost.description, **measures.of_plan(self, width)}
 
     def step_stats(self) -> list[dict[str, measures.Value]]:
         """The same measures for each step by itself."""

@@ -220,6 +220,12 @@ class Recipe:
                 raise ConfigError(
                     f"{name} needs balance='refined', got {self.balance!r}. Leave one of them out."
                 )
+        together = self.second_work is not None and self.second_work.same_waves
+        if together and self.steps.micro_batches is not None:
+            raise ConfigError(
+                "second_work.same_waves and steps.micro_batches cannot be combined. Count steps in "
+                "samples or tokens."
+            )
         if self.second_work is not None and (self.layout.packer or self.equal_sizes):
             option = "layout.packer" if self.layout.packer else "equal_sizes"
             raise ConfigError(

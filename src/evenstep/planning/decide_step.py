@@ -1,25 +1,26 @@
 """One step: assign its units to micro-batches, rows and ranks.
 
-The packs of a step are numbered by *address*: `wave * packs_per_wave + pack`, where a wave has
-`rows` packs for each rank, rank by rank. With one pack per micro-batch, that is
-`wave * ranks + rank`.
+The packs of a step are numbered by *address*: `(wave * ranks + rank) * rows + row`. With one pack
+per micro-batch, that is `wave * ranks + rank`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from evenstep.core.layout import Padded
-from evenstep.core.ragged import IntArray, sum_by
+from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
-from evenstep.planning.assemble import DecidedStep
-from evenstep.planning.balance.deal import deal_waves
+from evenstep.planning.assemble import DecidedStep, modelled_time
 from evenstep.planning.balance.equal_sizes import assign_by_rank, check_equal, count_by_rank
-from evenstep.planning.balance.joint import assign_units, count_packs
-from evenstep.planning.balance.partition import partition
+from evenstep.planning.balance.problem import Problem
+from evenstep.planning.balance.search import search_packs
+from evenstep.planning.balance.ways import count_packs
 from evenstep.planning.batching.dynamic import count_cuts, count_greedy, cut_greedy, cut_optimal
 from evenstep.planning.batching.in_order import packs_in_order
 from evenstep.planning.units import Units
@@ -28,33 +29,69 @@ from evenstep.planning.units import Units
 def decide_step(
     segments: Segments, units: Units, recipe: Recipe, wanted: int | None
 ) -> DecidedStep:
-    """Decide one step. `wanted` fixes the micro-batches per rank; None means as few as possible."""
-    ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
+    """Decide one step. `wanted` fixes the micro-batches per rank; None leaves them open."""
     padded = _sorted_rows(recipe)
-    key, widths = None, None
-    size = _pack_size(units, recipe)
-    if padded is None:
-        _check_groups(units, *size)
     if recipe.balance == "none":
-        address, waves = _in_order(units, recipe, wanted)
-    elif padded is not None and padded.cut == "greedy":
+        return _placed(segments, units, recipe, *_in_order(units, recipe, wanted))
+    if padded is None:
+        return _decide_packs(segments, units, recipe, wanted)
+    widths = None
+    if padded.cut == "greedy":
         address, waves, widths = cut_greedy(units, padded, recipe, wanted)
-        key = np.argsort(np.argsort(units.widest, kind="stable"))  # narrow to wide
     elif recipe.equal_sizes:
         address, waves = assign_by_rank(
-            units, recipe, wanted, lambda own, count: _assign(own, recipe, rows, count, size)
+            units,
+            recipe,
+            wanted,
+            lambda own, count: cut_optimal(own, padded, recipe, 1, count),
         )
     else:
-        address, waves = _assign(units, recipe, ranks * rows, wanted, size)
-        if rows > 1:
-            address = _deal_rows(address, units, waves, ranks, rows)
-    wave, pack = address // (ranks * rows), address % (ranks * rows)
-    rank, row = pack // rows, pack % rows
+        address, waves = cut_optimal(units, padded, recipe, recipe.topology.dp, wanted)
+    step = _placed(segments, units, recipe, address, waves)
+    if padded.cut == "greedy":
+        narrow_to_wide = np.argsort(np.argsort(units.widest, kind="stable"))
+        step = replace(step, row=narrow_to_wide[units.of_segment], widths=widths)
+    return step
+
+
+def _decide_packs(
+    segments: Segments, units: Units, recipe: Recipe, wanted: int | None
+) -> DecidedStep:
+    """Decide a step whose units are packed by their slots, or by their number."""
+    measure, capacity = _pack_size(units, recipe)
+    _check_groups(units, measure, capacity)
+    aligned = rounded_up(segments.length, recipe.topology.alignment)
+    if recipe.second_work is not None:
+        first = float(recipe.cost.of_lengths(aligned).sum())
+        scale = recipe.second_work.scale(first, float(units.second.sum()))
+        units = replace(units, second=units.second * scale)
+    by_count = measure == "samples"
+    problem = Problem(units, capacity, recipe, recipe.width_unit)
+    if by_count:
+        problem = Problem(units.by_count(), capacity, recipe)
+
+    def time_of(address: IntArray, waves: int) -> float:
+        step = _placed(segments, units, recipe, address, waves)
+        return modelled_time(step, recipe, units.second[units.of_segment])
+
+    def floor_of(waves: int) -> float:
+        return recipe.layout.least_time(recipe, aligned, units.size, waves)
+
+    address, waves = search_packs(problem, wanted, time_of, floor_of)
+    return _placed(segments, units, recipe, address, waves)
+
+
+def _placed(
+    segments: Segments, units: Units, recipe: Recipe, address: IntArray, waves: int
+) -> DecidedStep:
+    """The step with its units at these addresses."""
+    ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
+    at = address[units.of_segment]
+    micro, row = at // rows, at % rows
+    wave, rank = micro // ranks, micro % ranks
     if recipe.equal_sizes:
-        check_equal(rank, units, ranks)
-    micro = (rank * waves + wave)[units.of_segment]
-    row = (row if key is None else key)[units.of_segment]
-    return DecidedStep(segments, micro, row, waves, widths)
+        check_equal(address // rows % ranks, units, ranks)
+    return DecidedStep(segments, rank * waves + wave, row, waves, None)
 
 
 def count_needed(units: Units, recipe: Recipe, packs: int) -> int:
@@ -118,18 +155,6 @@ def _check_groups(units: Units, measure: str, most: int) -> None:
         )
 
 
-def _assign(
-    units: Units, recipe: Recipe, per_wave: int, wanted: int | None, size: tuple[str, int]
-) -> tuple[IntArray, int]:
-    """(address of each unit, waves), with `per_wave` packs in each wave."""
-    padded = _sorted_rows(recipe)
-    if padded is not None:
-        return cut_optimal(units, padded, recipe, per_wave, wanted)
-    measure, capacity = size
-    counted = units.by_count() if measure == "samples" else units
-    return assign_units(counted, capacity, recipe, per_wave, wanted)
-
-
 def _in_order(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int]:
     """(address of each unit, waves): micro-batch k runs on rank k mod ranks."""
     ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
@@ -138,20 +163,3 @@ def _in_order(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArra
     needed = max(divided_up(int(micro.max(initial=-1)) + 1, ranks), 1)
     count = wanted or rounded_up(needed, recipe.topology.multiple)
     return (micro // ranks) * ranks * rows + micro % ranks * rows + row, count
-
-
-def _deal_rows(address: IntArray, units: Units, waves: int, ranks: int, rows: int) -> IntArray:
-    """The addresses after the packs of each wave are dealt to the ranks' rows, such that the sums
-    over each rank's rows are even."""
-    per_wave = ranks * rows
-    cost = sum_by(address, units.cost, waves * per_wave).reshape(waves, per_wave)
-    moved = np.empty((waves, per_wave), np.int64)
-    total = np.empty((waves, ranks))
-    for wave in range(waves):
-        part = partition(cost[wave], ranks, equal_sizes=True)
-        by_part = np.argsort(part, kind="stable").reshape(ranks, rows)
-        moved[wave, by_part.ravel()] = np.arange(per_wave)
-        total[wave] = cost[wave][by_part].sum(axis=1)
-    rank = deal_waves(total)
-    pack = np.take_along_axis(rank, moved // rows, axis=1) * rows + moved % rows
-    return address // per_wave * per_wave + pack.ravel()[address]

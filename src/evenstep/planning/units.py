@@ -17,14 +17,16 @@ from evenstep.core.segments import Segments
 class Units:
     """Columns with one entry per unit, numbered by first appearance.
 
-    `of_segment` is the unit of each segment. `size` is the slots of a unit in a packed row, `count`
-    its segments, `widest` its longest aligned segment, and `extra[:, d]` what it takes of the d-th
-    further limit, `caps[d]`, which is called `limits[d]`.
+    `of_segment` is the unit of each segment. `size` is the slots of a unit in a packed row, `cost`
+    the work that moves with it, `second` its second work, `count` its segments, `widest` its
+    longest aligned segment, and `extra[:, d]` what it takes of the d-th further limit, `caps[d]`,
+    which is called `limits[d]`.
     """
 
     of_segment: IntArray
     size: IntArray
     cost: FloatArray
+    second: FloatArray
     count: IntArray
     widest: IntArray
     extra: FloatArray
@@ -40,6 +42,7 @@ class Units:
             np.empty(0, np.int64),
             self.size[index],
             self.cost[index],
+            self.second[index],
             self.count[index],
             self.widest[index],
             self.extra[index],
@@ -66,6 +69,7 @@ class Units:
             self.of_segment,
             self.count,
             self.cost,
+            self.second,
             self.count,
             self.widest,
             self.extra,
@@ -87,7 +91,11 @@ def units_of(
     """
     layout, n = recipe.layout, len(segments)
     aligned = rounded_up(segments.length, recipe.topology.alignment)
-    cost = recipe.cost.of_lengths(aligned)
+    cost = layout.moving_costs(recipe, aligned)
+    second = np.zeros(n)
+    if recipe.second_work is not None:
+        column = columns[recipe.second_work.column][segments.sample]
+        second = recipe.second_work.of_column(column)
     measured = layout.measured(recipe)
     shares = {name: most for name, most in layout.shares(recipe).items() if name not in measured}
     taken = layout.taken(recipe, aligned, {k: v[segments.sample] for k, v in columns.items()})
@@ -98,7 +106,7 @@ def units_of(
     limits = tuple(shares)
     if groups is None or recipe.groups != "micro_batch":
         one = np.ones(n, np.int64)
-        return Units(np.arange(n), aligned, cost, one, aligned, extra, caps, limits)
+        return Units(np.arange(n), aligned, cost, second, one, aligned, extra, caps, limits)
     unit, first = by_first_appearance(groups[segments.sample])
     count = len(first)
     size, widest = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -106,6 +114,6 @@ def units_of(
     np.maximum.at(widest, unit, aligned)
     total = np.zeros((count, extra.shape[1]))
     np.add.at(total, unit, extra)
-    costs = sum_by(unit, cost, count)
+    costs, works = sum_by(unit, cost, count), sum_by(unit, second, count)
     held = np.bincount(unit, minlength=count)
-    return Units(unit, size, costs, held, widest, total, caps, limits)
+    return Units(unit, size, costs, works, held, widest, total, caps, limits)

@@ -12,7 +12,7 @@ from evenstep.report.comparison import Entry
 from evenstep.report.markup import escape
 from evenstep.report.numbers import count
 from evenstep.report.picture import comparison_picture, plan_picture
-from evenstep.report.tables import sections, step_table
+from evenstep.report.tables import cost_line, sections, step_table
 
 _MOST_STEPS = 500
 
@@ -47,6 +47,7 @@ def comparison_page(entries: Sequence[Entry], title: str = "Comparison") -> str:
     parts = [f"<h1>{escape(title)}</h1>", _comparison(entries)]
     parts.append(f"<p>{escape(comparison.LEGEND)}</p>")
     if plans:
+        parts.append(f"<p>{escape(cost_line(plans.values()))}</p>")
         parts.append(_scroll(comparison_picture(plans, "One step under each strategy")))
     return _document(title, parts)
 

@@ -14,7 +14,7 @@ from evenstep.report.drawing import LEFT, RIGHT, WIDTH, Drawing, fitting
 from evenstep.report.markup import escape
 from evenstep.report.numbers import factor, percent, times
 from evenstep.report.panel import Panel
-from evenstep.report.tables import Row, headline
+from evenstep.report.tables import Row, cost_line, headline
 from evenstep.report.timeline import Timeline, timelines
 
 MANY_RANKS = 16  # with more ranks than this, two steps fill a screen
@@ -31,7 +31,8 @@ def plan_picture(plan: Plan, title: str = "Plan") -> str:
     steps = timelines(plan)
     shown, left_out = _choose(steps)
     panels = [Panel(plan, step, *_describe(plan, step)) for step in shown]
-    return _compose(title, headline(plan.stats()), panels, left_out, unit=None)
+    notes = [*left_out, cost_line([plan])]
+    return _compose(title, headline(plan.stats()), panels, notes, unit=None)
 
 
 def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", step: int = 0) -> str:
@@ -49,6 +50,7 @@ def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", ste
         _, detail = _describe(plans[name], line)
         panels.append(Panel(plans[name], line, f"{name}: {factor(line.end / shortest)}", detail))
     notes = [f"Step {step} of each strategy. All share one scale; the shortest is 1."]
+    notes += [cost_line(plans.values())] if plans else []
     return _compose(title, [], panels, notes, unit=shortest)
 
 

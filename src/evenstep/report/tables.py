@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from evenstep.core.plan import Plan
 from evenstep.core.stats import Value
 from evenstep.report.numbers import agreeing, count, factor, percent, times
 
@@ -43,6 +44,17 @@ def sections(stats: Mapping[str, Value]) -> list[Section]:
     5
     """
     return [_contents(stats), _padding(stats), _balance(stats), _bounds(stats), _over_long(stats)]
+
+
+def cost_line(plans: Iterable[Plan]) -> str:
+    """The cost that plans were made with, in one line; each once where they differ.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> cost_line([make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))])
+    'cost: tokens only'
+    """
+    costs = dict.fromkeys(plan.recipe.cost.description for plan in plans)
+    return f"cost: {' or '.join(costs)}"
 
 
 def headline(stats: Mapping[str, Value]) -> list[Row]:
@@ -109,7 +121,10 @@ def _padding(stats: Mapping[str, Value]) -> Section:
 
 
 def _balance(stats: Mapping[str, Value]) -> Section:
-    rows = []
+    cost, note = str(stats["cost"]), "of a segment with L tokens, up to a factor"
+    if cost == "tokens only":
+        note = "attention is not counted; name a model to count it"
+    rows = [Row("cost", cost, note)]
     for key, what, most in (("cost", "cost", "slowest"), ("tokens", "token", "most")):
         for often in ("micro_batch", "step"):
             minimised = key == "cost" and stats["sync_every"] == often

@@ -13,6 +13,7 @@ from evenstep.core.layout import PACKER_NAMES, Cut, Layout, Packed, Padded
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.recipe import Balance, Limits, Overflow, Recipe, Scope, Steps, SyncEvery
+from evenstep.core.second_work import SecondWork
 from evenstep.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def cases(max_samples: int = 40) -> SearchStrategy[Case]:
 
     lengths, recipes, seeds = _lengths(max_samples), _recipes(), st.integers(0, 2**16)
     grouped = st.sampled_from([True, False, False, False])
+    shares = st.sampled_from([0.3, 1.0, 1.0])
 
     @st.composite
     def case(draw: DrawFn) -> Case:
@@ -70,7 +72,8 @@ def cases(max_samples: int = 40) -> SearchStrategy[Case]:
         n = len(sizes)
         rng = np.random.default_rng(draw(seeds))
         groups = rng.integers(0, max(2, n // 2), n) if draw(grouped) else None
-        return Case(sizes, draw(recipes), groups, {"patches": rng.integers(0, 10, n)})
+        patches = rng.integers(0, 10, n) * (rng.random(n) < draw(shares))
+        return Case(sizes, draw(recipes), groups, {"patches": patches})
 
     return case()
 
@@ -107,7 +110,8 @@ def _recipes() -> SearchStrategy[Recipe]:
         }
     )
     equal = st.sampled_from([True, False, False, False])
-    layouts, limits, steps = _layouts(), _limits(), _steps()
+    layouts, limits, steps, seconds = _layouts(), _limits(), _steps(), _second_works()
+    savings = st.sampled_from([None, None, 0.0, 0.1])
 
     @st.composite
     def recipe(draw: DrawFn) -> Recipe:
@@ -126,14 +130,26 @@ def _recipes() -> SearchStrategy[Recipe]:
         if step.micro_batches is not None and step.micro_batches % topology.multiple:
             step = Steps(micro_batches=topology.multiple)
         balance = draw(st.sampled_from(balances))
+        overflow = draw(st.sampled_from(overflows))
+        packed = isinstance(layout, Packed)
+        equal_sizes = balance != "none" and draw(equal)
+        free = packed and balance == "refined" and not layout.options and not equal_sizes
+        one_width = layout.pad_to is not None or topology.equal_widths
+        second = draw(seconds) if free else None
+        if second is not None and step.micro_batches is not None:
+            second = replace(second, same_waves=False)
+        wide = packed and not one_width and overflow != "alone"
         return Recipe(
             layout=layout,
             topology=topology,
             steps=step,
             limits=limited,
             balance=balance,
-            equal_sizes=balance != "none" and draw(equal),
-            overflow=draw(st.sampled_from(overflows)),
+            equal_sizes=equal_sizes,
+            equal_tokens=wide and draw(equal),
+            second_work=second,
+            min_saving=draw(savings) if balance == "refined" else None,
+            overflow=overflow,
             **draw(rest),
         )
 
@@ -203,6 +219,18 @@ def _steps() -> SearchStrategy[Steps]:
         st.builds(Steps, tokens=st.integers(1, 300)),
         st.builds(Steps, micro_batches=st.sampled_from([1, 2, 4])),
     )
+
+
+def _second_works() -> SearchStrategy[SecondWork | None]:
+    from hypothesis import strategies as st
+
+    works = st.builds(
+        SecondWork,
+        column=st.just("patches"),
+        cost=st.sampled_from([None, Cost(per_token=3, per_segment=1)]),
+        same_waves=st.booleans(),
+    )
+    return st.one_of(st.none(), st.none(), works)
 
 
 def _limits() -> SearchStrategy[Limits]:

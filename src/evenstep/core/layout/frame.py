@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -135,6 +135,16 @@ class Frame(ABC):
     @abstractmethod
     def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
         """What each segment counts against `limits.cost`."""
+
+    def moving_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+        """The work of each segment that goes with it to its micro-batch.
+
+        Where all micro-batches have one shape, their slots cost the same wherever segments are.
+        """
+        cost = recipe.cost
+        if (self.static or recipe.topology.equal_widths) and cost.per_pair + cost.per_segment > 0:
+            cost = replace(cost, per_token=0.0)
+        return cost.of_lengths(aligned)
 
     @abstractmethod
     def micro_batch_costs(

@@ -74,3 +74,21 @@ def deal_packs(costs: FloatArray, ranks: int, balance: str, sync_every: str) -> 
     by_rank = heaviest[np.argsort(part[heaviest], kind="stable")].reshape(ranks, waves)
     address[by_rank] = np.arange(waves)[None, :] * ranks + np.arange(ranks)[:, None]
     return address
+
+
+def deal_rows(costs: FloatArray, waves: int, ranks: int, rows: int) -> IntArray:
+    """The new address of each pack, such that the sums over each rank's rows are even.
+
+    `costs` are by address, `ranks * rows` of each wave. Packs stay in their wave.
+    """
+    by_wave = costs.reshape(waves, ranks * rows)
+    moved = np.empty((waves, ranks * rows), np.int64)
+    total = np.empty((waves, ranks))
+    for wave in range(waves):
+        part = partition(by_wave[wave], ranks, equal_sizes=True)
+        by_part = np.argsort(part, kind="stable").reshape(ranks, rows)
+        moved[wave, by_part.ravel()] = np.arange(ranks * rows)
+        total[wave] = by_wave[wave][by_part].sum(axis=1)
+    rank = deal_waves(total)
+    pack = np.take_along_axis(rank, moved // rows, axis=1) * rows + moved % rows
+    return (np.arange(waves)[:, None] * ranks * rows + pack).ravel()

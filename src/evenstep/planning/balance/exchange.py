@@ -10,6 +10,7 @@ from evenstep.planning.kernel import kernel
 _CLOSE = 1e-3  # a heaviest pack this close to its wave's mean is accepted
 _ROUNDS = 100  # exchanges per wave
 _SEEN = 64  # units of a pack that are considered for an exchange
+_PARTNERS = 256  # packs of a wave that are considered, from the heaviest pack's number on
 
 
 class UnitArrays(NamedTuple):
@@ -107,10 +108,11 @@ def best_exchange(
     best = top * (1 - 1e-7)
     found = (-1, -1, -1)
     step = (filled[a] + _SEEN - 1) // _SEEN
-    for b in range(ranks):
+    for other in range(1, min(ranks, _PARTNERS + 1)):
+        b = (a + other) % ranks
         gap = top - packs.cost[first + b]
         # At best, an exchange makes both packs cost their mean.
-        if b == a or top - gap / 2 >= best:
+        if top - gap / 2 >= best:
             continue
         stride = max((filled[b] + _SEEN - 1) // _SEEN, 1)
         for x in range(0, filled[a], step):

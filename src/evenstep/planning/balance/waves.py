@@ -13,6 +13,7 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.exchange import PackLimits, UnitArrays, WavePacks, refine_waves
+from evenstep.planning.heap import rise, sink
 from evenstep.planning.kernel import kernel
 from evenstep.planning.packing.first_fit import nearest_free
 
@@ -174,28 +175,67 @@ def fill_cheapest(
     packs: WavePacks,
     free: FreeUnits,
 ) -> None:
-    """Fill one wave from `unit` on, largest first, each unit into the cheapest pack with room."""
+    """Fill one wave from `unit` on, largest first, each unit into the cheapest pack with room.
+
+    One heap holds the packs with room for the unit, cheapest first; the other those without, by
+    room. Sizes descend, so packs only return from the second to the first when they are not full.
+    """
     n = units.size.shape[0]
+    room = np.empty(ranks)  # negative, so that the most room comes first
+    for i in range(ranks):
+        room[i] = packs.size[first + i] - limits.capacity
+    cost = packs.cost[first : first + ranks].copy()
+    ready, waiting = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    cheap, late = 0, 0
+    for i in range(ranks):
+        waiting[late] = i
+        late += 1
+        rise(waiting, late, room, True)
+    tried = np.empty(_LOOK, np.int64)
     rejected = 0
     while unit < n and rejected < _LOOK:
-        chosen, most = -1, 0
-        for pack in range(first, first + ranks):
-            room = limits.capacity - packs.size[pack]
-            most = max(most, room)
-            if (
-                room >= units.size[unit]
-                and (chosen < 0 or packs.cost[pack] < packs.cost[chosen])
-                and fits(unit, pack, units, limits, packs)
-            ):
+        size = units.size[unit]
+        while late > 0 and -room[waiting[0]] >= size:
+            ready[cheap] = waiting[0]
+            cheap += 1
+            rise(ready, cheap, cost, True)
+            late -= 1
+            waiting[0] = waiting[late]
+            sink(waiting, late, room, 0, True)
+        if cheap == 0:
+            most = -room[waiting[0]] if late > 0 else 0.0
+            if most <= 0:
+                break
+            unit = nearest_free(free.after, max(unit + 1, first_fitting(units.size, int(most))))
+            continue
+        chosen, looked = -1, 0
+        while cheap > 0 and looked < _LOOK and chosen < 0:
+            pack = ready[0]
+            cheap -= 1
+            ready[0] = ready[cheap]
+            sink(ready, cheap, cost, 0, True)
+            if -room[pack] < size:  # filled since it became ready
+                waiting[late] = pack
+                late += 1
+                rise(waiting, late, room, True)
+                continue
+            tried[looked] = pack
+            looked += 1
+            if fits(unit, first + pack, units, limits, packs):
                 chosen = pack
         if chosen >= 0:
             rejected = 0
-            put(unit, chosen, units, packs, free)
-        elif most == 0:
-            break
-        elif most >= units.size[unit]:
+            put(unit, first + chosen, units, packs, free)
+            room[chosen] += size
+            cost[chosen] = packs.cost[first + chosen]
+        elif looked > 0:
             rejected += 1  # there is room, but a further limit rejects the unit
-        unit = nearest_free(free.after, max(unit + 1, first_fitting(units.size, most)))
+        for k in range(looked):
+            ready[cheap] = tried[k]
+            cheap += 1
+            rise(ready, cheap, cost, True)
+        if chosen >= 0 or looked > 0:
+            unit = nearest_free(free.after, unit + 1)
 
 
 @kernel

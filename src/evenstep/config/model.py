@@ -1,0 +1,78 @@
+"""A cost by the name of a model or the path of its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evenstep.core.cost import Cost
+from evenstep.core.glimpse import cut, glimpse
+from evenstep.core.model_presets import PRESETS
+from evenstep.errors import ConfigError, FileError
+
+BESIDE = "per_micro_batch"  # the only key that may stand beside a model
+
+
+def model_cost(model: object) -> Cost:
+    """The cost of a known model, or of a `config.json` or its folder.
+
+    >>> model_cost("llama-3-8b") == Cost.named("llama-3-8b")
+    True
+    """
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"cost.model must be a name or a path, got {glimpse(model)}.")
+    if model in PRESETS:
+        return Cost.named(model)
+    path = Path(model)
+    try:
+        found = path.exists()
+    except (OSError, ValueError):  # too long, or with a zero byte
+        found = False
+    if not found:
+        raise ConfigError(
+            f"cost.model {glimpse(path.name)} is not a known name, and {_place(path)} has no such "
+            f"file. Give the path of a config.json or of its folder, or one of: "
+            f"{', '.join(PRESETS)}."
+        )
+    try:
+        return Cost.of_config(path)
+    except (ConfigError, FileError) as error:
+        raise ConfigError(f"cost.model: {error}") from None
+
+
+def _place(path: Path) -> str:
+    parent = str(path.parent)
+    return "the working directory" if parent == "." else cut(parent, 300)
+
+
+def beside(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The data of a file, with a path in `cost.model` taken relative to the file's folder.
+
+    >>> beside({"cost": {"model": "config.json"}}, Path("recipes"))
+    {'cost': {'model': 'recipes/config.json'}}
+    """
+    cost = data.get("cost")
+    model = cost.get("model") if isinstance(cost, Mapping) else None
+    if not isinstance(model, str) or not model or model in PRESETS:
+        return dict(data)
+    return {**data, "cost": {**cost, "model": str(folder / model)}}  # type: ignore[dict-item]
+
+
+def with_model(
+    data: Mapping[str, Any], model: str, file: Path | None, overrides: Iterable[str]
+) -> dict[str, Any]:
+    """The data with the model of `--model`, which the user gives at most once.
+
+    It replaces the cost of a saved plan, and is refused beside another cost of the user.
+    """
+    cost = data.get("cost") if file is not None else None
+    if cost is not None and (not isinstance(cost, Mapping) or set(cost) - {BESIDE}):
+        raise ConfigError(f"--model and cost in {file} both set the cost. Remove one of them.")
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key.partition(".")[0] == "cost" and key != f"cost.{BESIDE}":
+            raise ConfigError(
+                f"--model and --set {cut(key)} both set the cost. Remove one of them."
+            )
+    return {**data, "cost": {**(cost or {}), "model": model}}

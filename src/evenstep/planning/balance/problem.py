@@ -1,0 +1,91 @@
+"""Problem: the units of one step, and the packs that they go into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.recipe import Recipe
+from evenstep.core.rounding import rounded_up
+from evenstep.planning.balance.improve import Movable, Room, Shape
+from evenstep.planning.units import Units
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Units to assign to packs of `capacity`: a wave has `rows` packs on each of `ranks` ranks.
+
+    An *address* numbers the packs of a step: `(wave * ranks + rank) * rows + row`.
+    """
+
+    units: Units
+    capacity: int
+    recipe: Recipe
+    unit: int = 1
+    """Packs that all have one size have a multiple of this."""
+
+    def rounded(self, size: int) -> int:
+        """The size of packs that all have one size and hold `size`."""
+        return rounded_up(size, self.unit)
+
+    def special_waves(self, address: IntArray) -> int:
+        """How many waves, from the first on, hold second work; -1 if it may be anywhere."""
+        second = self.recipe.second_work
+        if second is None or not second.same_waves:
+            return -1
+        own = address[self.units.second > 0]
+        return int(own.max(initial=-1)) // self.per_wave + 1
+
+    @property
+    def ranks(self) -> int:
+        """The data-parallel ranks."""
+        return self.recipe.topology.dp
+
+    @property
+    def rows(self) -> int:
+        """The packs of a micro-batch."""
+        return self.recipe.layout.packs_per_micro_batch
+
+    @property
+    def per_wave(self) -> int:
+        """The packs of a wave."""
+        return self.ranks * self.rows
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether ranks synchronise once per step."""
+        return self.recipe.sync_every == "step"
+
+    def time(self, address: IntArray, waves: int) -> float:
+        """The modelled time of what depends on the addresses: the units' first and second work."""
+        total = 0.0
+        works = [self.units.cost]
+        works += [self.units.second] if self.recipe.second_work is not None else []
+        for work in works:
+            load = sum_by(address // self.rows, work, waves * self.ranks)
+            total += slowest(load.reshape(waves, self.ranks), self.by_rank)
+        return total
+
+    def shape(self, waves: int, special: int = -1) -> Shape:
+        """The packs for `improve`."""
+        equal = self.recipe.equal_sizes
+        return Shape(self.ranks, self.rows, waves, self.by_rank, equal, special)
+
+    @property
+    def movable(self) -> Movable:
+        """The units for `improve`."""
+        units = self.units
+        kind = (units.second > 0).astype(np.int64)
+        return Movable(units.size, units.cost, units.second, units.extra, units.count, kind)
+
+    @property
+    def room(self) -> Room:
+        """What a pack may hold, for `improve`."""
+        return Room(self.capacity, self.units.caps)
+
+
+def slowest(load: FloatArray, by_rank: bool) -> float:
+    """load[wave, rank] -> the time of the slowest rank, or of the slowest rank of each wave."""
+    return float(load.sum(axis=0).max() if by_rank else load.max(axis=1).sum())

@@ -1,0 +1,157 @@
+"""Search the packs of a step: how many micro-batches per rank, and which units go into each.
+
+Several ways to form packs are tried; the fastest packs are improved by exchanges. Work stops where
+the modelled time is close to its floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from evenstep.core.bounds import bins_bound
+from evenstep.core.ragged import IntArray
+from evenstep.core.rounding import divided_up, rounded_up
+from evenstep.errors import PlanError
+from evenstep.planning.balance.improve import improve
+from evenstep.planning.balance.problem import Problem
+from evenstep.planning.balance.ways import Way, bins_for, further_ways, main_ways
+from evenstep.planning.units import Units
+
+MORE = 2  # how many multiples more micro-batches per rank than the fewest are tried
+_LOOK = 4  # counts tried from the lower bound on before bins are counted
+_EVEN = 1 + 1e-4  # a time this close to its floor is final
+_NEAR = 1.002  # a time this close to its floor is not improved by exchanges
+_SEARCHED = 4096  # units up to which further ways and exchanges are tried
+_TRIES = 20_000  # exchanges tried
+_PHASES = ((5, 0.02, 0.4), (7, 0.005, 0.3), (9, 0.001, 0.3))  # norm, looseness, share of tries
+
+TimeOf: TypeAlias = Callable[[IntArray, int], float]
+"""(address of each unit, waves) -> modelled time of the step."""
+FloorOf: TypeAlias = Callable[[int], float]
+"""Waves -> a lower bound on the modelled time of a step with as many or more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """The address of each unit, and the modelled time."""
+
+    address: IntArray
+    waves: int
+    time: float
+
+
+def search_packs(
+    problem: Problem, wanted: int | None, time_of: TimeOf, floor_of: FloorOf
+) -> tuple[IntArray, int]:
+    """(address of each unit, waves) with the least modelled time found.
+
+    `wanted` waves are used if given. Otherwise the fewest are tried and up to two multiples more;
+    more than the fewest are taken only if they save `recipe.saving`.
+    """
+    found: list[Found] = []
+    saving = problem.recipe.saving
+    for waves in _counts(problem, wanted, found):
+        floor = floor_of(waves)
+        if found and floor >= min(each.time for each in found) * (1 - saving):
+            break
+        here = _fastest(problem, waves, time_of, floor)
+        if here is not None:
+            found.append(here)
+    if not found:
+        raise PlanError(
+            f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
+            f"steps.micro_batches or layout.max_tokens."
+        )
+    chosen = found[first_worth([each.time for each in found], saving)]
+    return chosen.address, chosen.waves
+
+
+def first_worth(times: list[float], saving: float) -> int:
+    """The first whose time no other undercuts by more than the share `saving`.
+
+    >>> first_worth([100, 99.5, 90], 0.01), first_worth([100, 99.5], 0.01)
+    (2, 0)
+    """
+    least = min(times)
+    return next(at for at, time in enumerate(times) if time * (1 - saving) <= least)
+
+
+def bins_needed(units: Units, capacity: int) -> int:
+    """A lower bound on the number of packs, by size and by every further limit."""
+    taken = np.column_stack((units.size.astype(np.float64), units.extra))
+    return max(bins_bound(taken, np.append(float(capacity), units.caps)), 1)
+
+
+def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterator[int]:
+    """The waves to try: from a lower bound on until units fit, then `MORE` multiples more."""
+    if wanted is not None:
+        yield wanted
+        return
+    multiple, per_wave = problem.recipe.topology.multiple, problem.per_wave
+    least = bins_needed(problem.units, problem.capacity)
+    waves = rounded_up(divided_up(least, per_wave), multiple)
+    for _ in range(_LOOK):
+        yield waves
+        if found:
+            break
+        waves += multiple
+    if not found:
+        enough = divided_up(len(bins_for(problem, waves)), per_wave)
+        waves = max(waves, rounded_up(enough, multiple))
+    while not found:
+        yield waves
+        waves += 0 if found else multiple
+    if problem.recipe.balance == "refined" and problem.recipe.layout.packer is None:
+        for more in range(1, MORE + 1):
+            yield waves + more * multiple
+
+
+def _fastest(problem: Problem, waves: int, time_of: TimeOf, floor: float) -> Found | None:
+    """The fastest packs found with this number of waves; None if units do not fit."""
+    main, further = main_ways(problem), further_ways(problem)
+    if len(problem.units) > _SEARCHED:
+        # One way is enough; the others are for units that do not fit that way.
+        every = (_found(problem, waves, time_of, way) for way in [*main, *further[:1]])
+        return next((found for found in every if found is not None), None)
+    best: Found | None = None
+    for way in [*main, *further]:
+        found = _found(problem, waves, time_of, way)
+        if found is not None and (best is None or found.time < best.time):
+            best = found
+        if best is not None and best.time <= floor * _EVEN:
+            return best
+    exchanged = problem.recipe.balance == "refined" and problem.recipe.layout.packer is None
+    if best is None or not exchanged or best.time <= floor * _NEAR:
+        return best
+    return _improved(problem, best, time_of, floor)
+
+
+def _found(problem: Problem, waves: int, time_of: TimeOf, way: Way) -> Found | None:
+    """What one way finds; None if units do not fit that way."""
+    address = way(problem, waves)
+    if len(address) < len(problem.units):
+        return None
+    return Found(address, waves, time_of(address, waves))
+
+
+def _improved(problem: Problem, best: Found, time_of: TimeOf, floor: float) -> Found:
+    """The packs after exchanges, if these make them faster."""
+    units, waves = problem.units, best.waves
+    if problem.recipe.topology.equal_widths:
+        used = np.bincount(best.address, units.size, waves * problem.per_wave).max()
+        problem = replace(problem, capacity=min(problem.capacity, problem.rounded(int(used))))
+    address = best.address
+    moving = problem.time(address, waves)
+    goal = moving - (best.time - floor)  # the rest of the time does not depend on the exchanges
+    shape = problem.shape(waves, problem.special_waves(address))
+    for squarings, loose, share in _PHASES:
+        tries = int(_TRIES * share)
+        address, moving = improve(
+            problem.movable, problem.room, shape, address, tries, squarings, loose, goal, 0
+        )
+    improved = Found(address, waves, time_of(address, waves))
+    return improved if improved.time < best.time else best

@@ -1,0 +1,150 @@
+"""The ways to form packs that a recipe allows, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from evenstep.core.layout import PACKER_NAMES
+from evenstep.core.ragged import IntArray, Ragged
+from evenstep.core.recipe import Recipe
+from evenstep.planning.balance.construct import (
+    NONE,
+    fill_bins,
+    of_bins,
+    ranks_first,
+    waves_first,
+)
+from evenstep.planning.balance.equal_sizes import deal_equal
+from evenstep.planning.balance.kinds import kinds_apart
+from evenstep.planning.balance.partition import DEALS, partition
+from evenstep.planning.balance.problem import Problem
+from evenstep.planning.packing.spread import spread_units
+from evenstep.planning.units import Units
+
+Way: TypeAlias = Callable[[Problem, int], IntArray]
+"""(problem, waves) -> the address of each unit; empty if units do not fit that way."""
+
+BEST_FIT = "best_fit_decreasing"
+_SLACK = (1.0, 1.02, 1.05)  # widths tried where all micro-batches share one, over the least
+
+
+def main_ways(problem: Problem) -> list[Way]:
+    """The ways that are tried first."""
+    recipe = problem.recipe
+    if _kinds_matter(problem):
+        return [kinds_apart]
+    if recipe.equal_sizes:
+        return [] if recipe.layout.packer else [partial(ranks_first, equal=True)]
+    if recipe.balance != "refined" or recipe.layout.packer is not None:
+        return [filled]
+    if recipe.topology.equal_widths:
+        return [partial(narrow, slack=slack) for slack in _SLACK]
+    return [ranks_first, waves_first] if problem.by_rank else [waves_first, ranks_first]
+
+
+def further_ways(problem: Problem) -> list[Way]:
+    """The ways that are tried where the first are not even: simple ones that may be faster."""
+    recipe = problem.recipe
+    if _kinds_matter(problem):
+        return []
+    if recipe.equal_sizes:
+        return [rank_by_rank]
+    if recipe.balance != "refined" or recipe.layout.packer is not None:
+        return []
+    ways: list[Way] = [filled, partial(ranks_first, equal=True)]
+    ways += [partial(filled, balance=balance) for balance in DEALS if balance != "refined"]
+    if not len(problem.units.caps):
+        ways += [partial(filled, packer=name) for name in PACKER_NAMES if name != BEST_FIT]
+    if recipe.topology.equal_widths:
+        ways += [waves_first, ranks_first]
+    return ways
+
+
+def _kinds_matter(problem: Problem) -> bool:
+    second = problem.recipe.second_work
+    return second is not None and second.same_waves and bool((problem.units.second > 0).any())
+
+
+def filled(
+    problem: Problem, waves: int, *, packer: str | None = None, balance: str | None = None
+) -> IntArray:
+    """Bins that a packer fills one by one, dealt by a balance."""
+    recipe = problem.recipe
+    if packer is not None or balance is not None:
+        bins = fill_bins(problem.units, problem.capacity, packer or BEST_FIT, recipe.seed)
+        return of_bins(problem, bins, waves, refined=False, balance=balance)
+    bins = bins_for(problem, waves)
+    joint = recipe.balance == "refined" and recipe.layout.packer is None
+    return of_bins(problem, bins, waves, refined=joint)
+
+
+def bins_for(problem: Problem, waves: int) -> Ragged:
+    """Units in bins; where these are more than `waves` hold, other ways to need fewer are tried."""
+    units, capacity, recipe = problem.units, problem.capacity, problem.recipe
+    packer, packs = recipe.layout.packer, waves * problem.per_wave
+    bins = fill_bins(units, capacity, packer or BEST_FIT, recipe.seed)
+    if len(bins) > packs and len(units.caps):
+        found = spread_units(units, capacity, packs)
+        return bins if found is None else found
+    if len(bins) > packs and recipe.balance == "refined" and packer is None:
+        better = fill_bins(units, capacity, "optimal", recipe.seed)
+        bins = better if len(better) < len(bins) else bins
+    return bins
+
+
+def narrow(problem: Problem, waves: int, *, slack: float) -> IntArray:
+    """Packs of similar size, for micro-batches that all have one width.
+
+    `slack` is how much wider than the narrowest packs may be, so that their work is more even.
+    """
+    units, packs = problem.units, waves * problem.per_wave
+    if len(units.caps):
+        bins = spread_units(units, problem.capacity, packs)
+        if bins is None:
+            return NONE
+    else:
+        bins = Ragged.group(partition(units.size, packs), packs)
+    widest = int(bins.sums(units.size).max())
+    if widest > problem.capacity:
+        return NONE
+    if slack == 1.0:
+        return of_bins(problem, bins, waves, refined=False)
+    capacity = min(problem.capacity, problem.rounded(int(widest * slack)))
+    found = waves_first(replace(problem, capacity=capacity), waves)
+    return found if len(found) else NONE
+
+
+def rank_by_rank(problem: Problem, waves: int) -> IntArray:
+    """Equally many segments on each rank, packed rank by rank; empty if a rank does not fit.
+
+    The deal by "lpt" is tried too: steps of micro-batches are sized with it.
+    """
+    units, ranks, rows = problem.units, problem.ranks, problem.rows
+    recipe = replace(problem.recipe, topology=replace(problem.recipe.topology, dp=1))
+    for balance in dict.fromkeys((recipe.balance, "lpt")):
+        rank_of = deal_equal(units, ranks, balance)
+        address = np.full(len(units), -1, np.int64)
+        for rank in range(ranks):
+            own = np.flatnonzero(rank_of == rank)
+            found = filled(replace(problem, units=units.take(own), recipe=recipe), waves)
+            if len(found) < len(own):
+                break
+            address[own] = (found // rows * ranks + rank) * rows + found % rows
+        if address.min(initial=0) >= 0:
+            return address
+    return NONE
+
+
+def count_packs(units: Units, capacity: int, recipe: Recipe, packs: int) -> int:
+    """How many packs the units need; at most `packs` if they can be filled into that many."""
+    if len(units) == 0:
+        return 0
+    count = len(fill_bins(units, capacity, recipe.layout.packer or BEST_FIT, recipe.seed))
+    if count > packs and len(units.caps) and spread_units(units, capacity, packs) is not None:
+        return packs
+    return count
