@@ -12,11 +12,12 @@ from benchmarks.bench import Bench
 from benchmarks.contents import Small
 from benchmarks.peers import installed
 from benchmarks.problem import time_of
-from benchmarks.solver import COUNTS, solve
+from benchmarks.solver import COUNTS, fewest_micro_batches, solve
 from benchmarks.tables import Section, Table, Target
-from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology, make_plan
+from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import SyncEvery
+from evenstep.planning.planner import plan_step
 
 BUDGET = 100
 SECONDS, QUICK_SECONDS = 5.0, 0.5
@@ -134,8 +135,13 @@ def compare(small: Small, seconds: float) -> Gap | None:
     """The gap of the plan of a small step; None if the optimum is not proven."""
     plan = make_plan(small.lengths, small.recipe, groups=small.groups, columns=small.columns)
     own = time_of(plan)
-    count = plan.num_micro_batches // plan.num_ranks
-    found = solve(small, {count: own}, seconds)
+    known = {plan.num_micro_batches // plan.num_ranks: own}
+    fewest = fewest_micro_batches(small, small.pack_costs())
+    if fewest not in known:
+        recipe = replace(small.recipe, steps=Steps(micro_batches=fewest))
+        other = plan_step(small.lengths, recipe, groups=small.groups, columns=small.columns)
+        known[other.num_micro_batches // other.num_ranks] = time_of(other)
+    found = solve(small, known, seconds)
     if found is None:
         return None
     floor = own / float(plan.stats()["time_over_floor"])

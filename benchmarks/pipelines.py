@@ -182,7 +182,8 @@ def _rows(bench: Bench, section: Section) -> Table:
             table.add(source, sync, len(found), floor, *map(int, slower), float(by.max()))
     above = sum(times > 1 + 1e-9 for times in worst)
     promise = f"{ROWS} static rows: never slower than lpt or equal_sizes"
-    figure = f"{above} of {len(worst)} slower, worst {max(worst):.4f}×"
+    much = sum(times > 1.001 for times in worst)
+    figure = f"{above} of {len(worst)} slower, {much} by over 0.1 %, worst {max(worst):.4f}×"
     section.targets.append(Target(promise, figure, above == 0))
     return table
 

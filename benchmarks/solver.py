@@ -36,19 +36,23 @@ def solve(small: Small, known: Mapping[int, float], seconds: float) -> Optimum |
 
     `known` has times of plans by count; `seconds` is the limit for one count.
     """
-    packs = small.pack_costs()
+    packs, saving = small.pack_costs(), small.recipe.saving
     fewest = fewest_micro_batches(small, packs)
-    times: list[float] = []
+    times: dict[int, float] = {}
     for count in range(fewest, fewest + COUNTS):
-        # With the fewest, the optimum itself is needed; with more, only if it is lower.
-        most = min([known.get(count, np.inf), *times])
+        # The time of the fewest itself is needed where others must save a share of it.
+        most = known.get(count, np.inf)
+        if count > fewest or saving == 0:
+            most = min(most, *known.values(), *times.values(), np.inf)
         proven, time = _solve_count(small, packs, count, most, seconds)
         if not proven:
             return None
-        assert time is not None or times, "the fewest hold all units"
-        times += [time] if time is not None else []
-    saved = min(times) <= times[0] * (1 - small.recipe.saving)
-    return Optimum(min(times), min(times) if saved else times[0])
+        if time is not None:
+            times[count] = time
+    least = min(times.values())
+    if saving == 0 or least <= times[fewest] * (1 - saving):
+        return Optimum(least, least)
+    return Optimum(least, times[fewest])
 
 
 def fewest_micro_batches(small: Small, packs: FloatArray) -> int:
