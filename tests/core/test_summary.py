@@ -107,5 +107,5 @@ def test_a_recipe_shows_what_differs_from_the_defaults() -> None:
 def test_printing_asks_for_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(LENGTHS, packed)
     monkeypatch.setattr(Plan, "stats", None)
-    monkeypatch.setattr("evenstep.core.stats.Floors", None)
+    monkeypatch.setattr("evenstep.core.step_table.Floors", None)
     assert "imbalance" in repr(plan)

@@ -37,7 +37,8 @@ def plan(
     with progress("Planning") as advance:
         made = job.plan(job.recipe, advance)
         assert_valid(made)
-        stats = made.stats()
+    with progress("Measuring") as advance:
+        stats = made.stats(progress=advance)
     title = f"Plan of {lengths.name}"
     contents: dict[Path, bytes] = {}
     if out is not None:

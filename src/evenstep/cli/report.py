@@ -21,10 +21,11 @@ def report(
 
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([plan], picture)
-    with progress(f"Measuring {plan.name}"):
+    with progress(f"Reading {plan.name}"):
         made = Plan.load(plan)
         assert_valid(made)
-        stats, steps = made.stats(), made.step_stats()
+    with progress(f"Measuring {plan.name}") as advance:
+        stats, steps = made.stats(progress=advance), made.step_stats()
     title = f"Report on {plan.name}"
     if picture is not None:
         drawn = files.picture(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.core.lock_step import lock_steps
+from evenstep.core.makespan import makespans
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.rounding import divided_up
 
@@ -30,6 +32,21 @@ def pack_bound(sizes: NDArray[np.integer], capacity: int) -> int:
         fixed, ordered = fixed + packs, rest
         best = max(best, fixed + _l2(ordered, capacity))
     return best
+
+
+def pack_bounds(sizes: IntArray, capacity: int, packs: IntArray) -> IntArray:
+    """`pack_bound` of each row, and 1 for each size over the capacity. A size of 0 is no item.
+
+    `packs` is `packs_of_first` of the sizes, up to the capacity.
+    """
+    bound = packs.max(axis=1, initial=0)
+    held = np.minimum(sizes, capacity)
+    # Setting pairs aside can help where an item has room for exactly one of the smallest.
+    least = np.where(held > 0, held, capacity).min(axis=1, initial=capacity)[:, None]
+    pairs = (2 * held > capacity) & (held > capacity - 2 * least) & (held <= capacity - least)
+    for row in np.flatnonzero(pairs.any(axis=1)).tolist():
+        bound[row] = max(int(bound[row]), pack_bound(held[row][held[row] > 0], capacity))
+    return np.asarray(bound, np.int64)
 
 
 def _set_aside(ordered: IntArray, capacity: int) -> tuple[int, IntArray]:
@@ -127,43 +144,21 @@ def row_bound(most: NDArray[np.integer]) -> int:
 
 
 def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
-    """A lower bound on the load of the slowest rank: the mean, and items that must share a rank.
-
-    Of the ranks * j + 1 largest items, some rank has j + 1, at least the smallest of them. For
-    j = 0 that is the largest item. Two of [3, 3, 2] share one of two ranks: at least 5.
+    """A lower bound on the load of the slowest rank: `core.makespan` for one step.
 
     >>> makespan_bound(np.array([3.0, 3.0, 2.0]), 2), makespan_bound(np.array([9.0, 1.0]), 2)
     (5.0, 9.0)
     """
-    if len(costs) == 0:
-        return 0.0
-    total = np.concatenate(([0.0], np.cumsum(np.sort(costs)[::-1])))
-    shared = np.arange((len(costs) - 1) // ranks + 1)
-    crowded = total[ranks * shared + 1] - total[ranks * shared - shared]
-    return float(max(costs.sum() / ranks, costs.max(), crowded.max()))
+    return float(makespans(np.asarray(costs, np.float64)[None, :], ranks)[0])
 
 
 def lock_step_bound(
     sizes: NDArray[np.integer], costs: NDArray[np.floating], capacity: int, ranks: int
 ) -> float:
-    """A lower bound on the sum over waves of the heaviest pack.
-
-    Items over half the capacity are in different packs, so the j-th heaviest wave costs at least as
-    much as the ((j - 1) * ranks + 1)-th heaviest of them. The j heaviest waves hold at most their
-    capacity of the items that cost most per slot; the other waves cost at least their mean.
+    """A lower bound on the sum over waves of the heaviest pack: `core.lock_step` for one step.
 
     >>> lock_step_bound(np.array([10, 1, 1, 1]), np.array([100.0, 1, 1, 1]), 10, 2)
     100.0
     """
-    if len(sizes) == 0:
-        return 0.0
-    large = np.sort(costs[2 * sizes > capacity])[::-1]
-    dense = np.argsort(-costs / sizes, kind="stable")
-    slots = np.concatenate(([0.0], np.cumsum(sizes[dense])))
-    total = np.concatenate(([0.0], np.cumsum(costs[dense])))
-    bound, heaviest = float(total[-1]) / ranks, 0.0
-    for waves, first in enumerate(range(0, len(large), ranks), 1):
-        heaviest += float(large[first])
-        held = np.interp(min(waves * ranks * capacity, slots[-1]), slots, total)
-        bound = max(bound, heaviest + float(total[-1] - held) / ranks)
-    return bound
+    row = np.asarray(sizes, np.int64)[None, :], np.asarray(costs, np.float64)[None, :]
+    return float(lock_steps(*row, capacity, ranks)[0])

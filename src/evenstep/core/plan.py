@@ -274,9 +274,15 @@ class Plan:
             )
         )
 
-    def stats(self, width: int | None = None) -> dict[str, measures.Value]:
-        """Padding, imbalance and distance from the bounds. See `core.stats`."""
-        return {"cost": self.recipe.cost.description, **measures.of_plan(self, width)}
+    def stats(
+        self, width: int | None = None, *, progress: measures.Progress | None = None
+    ) -> dict[str, measures.Value]:
+        """Padding, imbalance and distance from the bounds. See `core.stats`.
+
+        `progress(done, total)` is called with the number of steps measured so far.
+        """
+        measured = measures.of_plan(self, width, progress)
+        return {"cost": self.recipe.cost.description, **measured}
 
     def step_stats(self) -> list[dict[str, measures.Value]]:
         """The same measures for each step by itself."""

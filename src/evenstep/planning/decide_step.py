@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from evenstep.core.floor import StepFloor
 from evenstep.core.layout import Padded
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
@@ -74,10 +75,9 @@ def _decide_packs(
         step = _placed(segments, units, recipe, address, waves)
         return modelled_time(step, recipe, units.second[units.of_segment])
 
-    def floor_of(waves: int) -> float:
-        return recipe.layout.least_time(recipe, aligned, units.size, waves)
-
-    address, waves = search_packs(problem, wanted, time_of, floor_of)
+    second = None if recipe.second_work is None else units.second
+    floor = StepFloor(recipe, aligned, units.of_segment, second)
+    address, waves = search_packs(problem, wanted, time_of, floor.time)
     return _placed(segments, units, recipe, address, waves)
 
 

@@ -18,6 +18,7 @@ from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from evenstep.core.cost import Cost
+    from evenstep.core.loads import Loads
     from evenstep.core.recipe import Recipe
 
 Whole = TypeVar("Whole", int, NDArray[np.int64])
@@ -246,10 +247,14 @@ class Frame(ABC):
         """
 
     @abstractmethod
-    def least_time(
-        self, recipe: Recipe, aligned: IntArray, units: IntArray, per_rank: int
-    ) -> float:
-        """A lower bound on the modelled time of a step of these segments.
+    def least_times(
+        self, recipe: Recipe, loads: Loads, per_rank: IntArray
+    ) -> dict[str, FloatArray]:
+        """Lower bounds on the modelled time of each step, by what they name.
 
-        Each rank runs at least `per_rank` micro-batches; `units` are the slots of each unit.
+        Each rank runs at least `per_rank` micro-batches. The floor is the largest bound.
         """
+
+    @abstractmethod
+    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
+        """A lower bound on the time of each step's second work."""

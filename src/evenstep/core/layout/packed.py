@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from evenstep.core.bounds import lock_step_bound, makespan_bound
 from evenstep.core.layout.frame import Entry, Frame, Whole
 from evenstep.core.layout.padded import Padded
+from evenstep.core.packed_floor import packed_times, second_times
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
-from evenstep.core.rounding import divided_up, rounded_up
+from evenstep.core.rounding import divided_up
 from evenstep.core.validate import MOST, one_of, whole_field
 from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from evenstep.core.cost import Cost
+    from evenstep.core.loads import Loads
     from evenstep.core.recipe import Recipe
 
 PackerName: TypeAlias = Literal[
@@ -222,61 +223,15 @@ class Packed(Frame):
         """Each holds `rows` packs."""
         return divided_up(bins, self.rows)
 
-    def least_time(
-        self, recipe: Recipe, aligned: IntArray, units: IntArray, per_rank: int
-    ) -> float:
-        """Each segment takes its aligned slots; every micro-batch has its least slots."""
-        cost, ranks, unit = recipe.cost, recipe.topology.dp, recipe.width_unit
-        least = self._least(recipe, units)
-        costs = cost.of_lengths(aligned)
-        length = aligned.astype(np.float64)
-        attended = cost.per_pair * length * length + cost.per_segment  # independent of padding
-        slots = self._fewest_slots(recipe, aligned, ranks * per_rank, least)
-        mean = (cost.per_token * slots + float(attended.sum())) / ranks
-        widths = np.maximum(self.widths(aligned, unit), least)
-        alone = cost.per_token * widths + attended
-        empty = cost.per_token * least
-        slowest = max(mean, float(alone.max(initial=empty)) + (per_rank - 1) * empty)
-        held = [(costs, 0.0)]
-        if least > unit:
-            # Every micro-batch runs its least slots; only attention depends on the deal.
-            held.append((attended, per_rank * empty))
-        capacity = self.capacity(recipe)
-        lock_step = recipe.sync_every == "micro_batch" and self.rows == 1
-        for work, fixed in held:
-            slowest = max(slowest, fixed + makespan_bound(work, ranks))
-            if lock_step and capacity is not None and int(aligned.max(initial=0)) <= capacity:
-                bound = lock_step_bound(aligned, work, capacity, ranks)  # no segment runs alone
-                slowest = max(slowest, fixed + bound)
-        return slowest + per_rank * cost.per_micro_batch
+    def least_times(
+        self, recipe: Recipe, loads: Loads, per_rank: IntArray
+    ) -> dict[str, FloatArray]:
+        """See `core.packed_floor`."""
+        return packed_times(self, recipe, loads, per_rank)
 
-    def _least(self, recipe: Recipe, units: IntArray) -> int:
-        """The least slots of a micro-batch: those of an empty one, or of the step's one shape."""
-        if self.pad_to is not None:
-            return self.least_slots
-        if not recipe.topology.equal_widths:
-            return recipe.width_unit
-        return self.widths(int(units.max(initial=0)), recipe.width_unit)
-
-    def _fewest_slots(
-        self, recipe: Recipe, aligned: IntArray, micro_batches: int, least: int
-    ) -> int:
-        """The fewest slots of at least `micro_batches` that hold these segments."""
-        if self.pad_to is not None:
-            return micro_batches * least
-        unit, capacity = recipe.width_unit, self.capacity(recipe)
-        long = np.zeros(len(aligned), bool) if capacity is None else aligned > capacity
-        alone = int(self.widths(aligned[long], unit).sum())
-        tokens = rounded_up(int(aligned[~long].sum()), unit)
-        spare = max(0, micro_batches - len(aligned))  # these are empty
-        slots = alone + max(tokens + spare * least, (micro_batches - int(long.sum())) * least)
-        if recipe.topology.equal_widths:
-            ranks = recipe.topology.dp
-            share = rounded_up(divided_up(int(aligned.sum()), ranks), unit)
-            slots = max(
-                slots, ranks * share, micro_batches * least
-            )  # all ranks run equally many slots
-        return slots
+    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
+        """The second work by itself."""
+        return second_times(self, recipe, loads)
 
 
 def _check_packer(packer: Any) -> None:

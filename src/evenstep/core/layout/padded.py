@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from evenstep.core.bounds import makespan_bound, row_bound
+from evenstep.core.bounds import row_bound
 from evenstep.core.layout.frame import Entry, Frame, Whole
+from evenstep.core.makespan import makespans
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of
 from evenstep.core.rounding import rounded_up
 from evenstep.core.validate import MOST, one_of
@@ -16,6 +17,7 @@ from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from evenstep.core.cost import Cost
+    from evenstep.core.loads import Loads
     from evenstep.core.recipe import Recipe
 
 Cut: TypeAlias = Literal["optimal", "greedy"]
@@ -191,29 +193,40 @@ class Padded(Frame):
         widths = self._step_widths(recipe, aligned)
         return max(row_bound(self.rows_that_fit(recipe, widths)), bins)
 
-    def least_time(
-        self, recipe: Recipe, aligned: IntArray, units: IntArray, per_rank: int
-    ) -> float:
+    def least_times(
+        self, recipe: Recipe, loads: Loads, per_rank: IntArray
+    ) -> dict[str, FloatArray]:
         """Each segment is a row at its own width or wider; every micro-batch has a row."""
         cost, ranks = recipe.cost, recipe.topology.dp
-        widths = self._step_widths(recipe, aligned)
-        rows = cost.of_lengths(widths)
-        least = self.pad_to or recipe.width_unit
+        held = loads.size > 0
+        widths = self._step_widths(recipe, loads.size)
+        rows = np.where(held, cost.of_lengths(widths), 0.0)
+        least = np.full(len(per_rank), self.pad_to or recipe.width_unit)
         if recipe.topology.equal_widths:
-            least = max(least, int(widths.max(initial=0)))
-        empty = float(cost.of_lengths(np.array([least]))[0])
+            least = np.maximum(least, widths.max(axis=1, initial=0))
+        empty = cost.of_lengths(least)
         fixed = self.row_counts(0)  # rows of every micro-batch
-        count = max(len(rows), ranks * per_rank * fixed)
+        filled = held.sum(axis=1)
+        count = np.maximum(filled, ranks * per_rank * fixed)
         if recipe.topology.equal_widths:
             count = rounded_up(count, ranks)  # all ranks run equally many rows
-        mean = (float(rows.sum()) + (count - len(rows)) * empty) / ranks
-        with_empty = float(rows.max(initial=empty)) + (per_rank * fixed - 1) * empty
-        slowest = max(mean, with_empty, makespan_bound(rows, ranks))
-        return slowest + per_rank * cost.per_micro_batch
+        largest = np.where(filled > 0, rows.max(axis=1, initial=0), empty)
+        calls = per_rank * cost.per_micro_batch
+        return {
+            "mean": rows.sum(axis=1) / ranks + calls,
+            "share": makespans(rows, ranks) + calls,
+            "shape": (rows.sum(axis=1) + (count - filled) * empty) / ranks + calls,
+            "sample": largest + (per_rank * fixed - 1) * empty + calls,
+        }
+
+    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
+        """None: a second work needs a packed layout."""
+        return np.zeros(len(loads.size))
 
     def _step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
-        """The least width of each segment's row; the widest for all if a step has one width."""
+        """The least width of each segment's row; the widest of its step if that has one width."""
         widths = self.widths(aligned, recipe.width_unit)
         if recipe.topology.equal_widths:
-            return np.full_like(widths, widths.max(initial=0))
+            widest = widths.max(axis=-1, initial=0, keepdims=True)
+            return np.broadcast_to(widest, widths.shape)
         return widths

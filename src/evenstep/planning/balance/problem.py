@@ -9,7 +9,7 @@ import numpy as np
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
-from evenstep.planning.balance.improve import Movable, Room, Shape
+from evenstep.planning.balance.packs import Movable, Room, Shape
 from evenstep.planning.units import Units
 
 
