@@ -74,7 +74,7 @@ def test_the_section_compares_every_constraint() -> None:
     section = exact(Bench(corpora={}, quick=True, say=lambda line: None))
 
     assert len(section.tables[0].rows) == 2 * len(KINDS)
-    assert len(section.targets) == 5
+    assert len(section.targets) == 6
 
 
 def cut(small: Small, samples: int, sync_every: SyncEvery) -> Small:
