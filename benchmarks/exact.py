@@ -170,8 +170,8 @@ def compare(small: Small, seconds: float) -> Gap | None:
     floor = own / float(plan.stats()["time_over_floor"])
     cost = small.recipe.cost
     named = (
-        f"{small.lengths.tolist()}, {small.ranks} ranks, {cost.per_token:g}·L + {cost.per_pair:g}·L² "
-        f"+ {cost.per_micro_batch:g}: {own:g}, optimum {found.by_rule:g}"
+        f"{small.lengths.tolist()}, {small.ranks} ranks, {cost.per_token:g}·L + "
+        f"{cost.per_pair:g}·L² + {cost.per_micro_batch:g}: {own:g}, optimum {found.by_rule:g}"
     )
     return Gap(own / found.by_rule, floor / found.least, named)
 
