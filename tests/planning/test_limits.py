@@ -65,7 +65,9 @@ def test_spreading_keeps_every_limit(
     extra, caps = taken.astype(float)[:, None], np.array([float(most)])
     one = np.ones(len(sizes), np.int64)
     cost = sizes.astype(float)
-    units = Units(np.arange(len(sizes)), sizes, cost, one, sizes, extra, caps, ("patches",))
+    units = Units(
+        np.arange(len(sizes)), sizes, cost, 0 * cost, one, sizes, extra, caps, ("patches",)
+    )
     found = spread_units(units, capacity, packs)
     if found is None:
         return

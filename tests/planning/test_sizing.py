@@ -25,7 +25,7 @@ from evenstep.core.layout import Layout
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.data.sources.lengths import Lengths
 from evenstep.errors import EvenstepError
-from evenstep.planning.balance import joint
+from evenstep.planning.balance import construct
 from evenstep.planning.planner import step_size
 from evenstep.testing import Case, cases
 
@@ -41,13 +41,13 @@ DRAWS: dict[str, Callable[[np.random.Generator], IntArray]] = {
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many units were packed, each time the packer ran."""
     seen: list[int] = []
-    pack = joint.pack  # type: ignore[attr-defined]
+    pack = construct.pack  # type: ignore[attr-defined]
 
     def counted(lengths: Any, *args: Any, **options: Any) -> Ragged:
         seen.append(len(lengths))
         return pack(lengths, *args, **options)
 
-    monkeypatch.setattr(joint, "pack", counted)
+    monkeypatch.setattr(construct, "pack", counted)
     return seen
 
 

@@ -108,7 +108,7 @@ def test_a_thousand_ranks_are_planned_like_eight(count: int, seed: int) -> None:
 @given(cases())
 def test_nothing_is_refused_without_a_limit_that_forces_it(case: Case) -> None:
     """Over-long samples may be handled, nothing is grouped or limited: then a plan must exist."""
-    recipe = replace(case.recipe, limits=Limits(), steps=Steps())
+    recipe = replace(case.recipe, limits=Limits(), steps=Steps(), second_work=None)
     if recipe.overflow == "error":
         recipe = replace(recipe, overflow="drop")
     assert_valid_plan(make_plan(case.lengths, recipe))

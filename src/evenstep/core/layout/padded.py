@@ -31,8 +31,8 @@ class Padded(Frame):
     `Padded(samples=8)` bounds rows instead of slots; with `balance="none"` it is what most training
     scripts do. `Padded(samples=8, pad_to=2048)` is static: eight rows, missing ones empty.
 
-    `cut` says where sorted samples are divided: `optimal` (the default: the fewest micro-batches,
-    then the fewest slots) or `greedy` (the same cuts on every rank, as in NeMo-RL and ROLL).
+    `cut` says where sorted samples are divided: `optimal` (the default: the least modelled time of
+    the slowest rank or wave) or `greedy` (the same cuts on every rank, as in NeMo-RL and ROLL).
 
     >>> from evenstep import Recipe, make_plan
     >>> make_plan([5, 3, 2], Recipe(layout=Padded(samples=2), balance="none")).widths.tolist()

@@ -40,7 +40,8 @@ class Norms(NamedTuple):
 
 @kernel
 def power(ratio: float, squarings: int) -> float:
-    """`ratio ** p` for p = `2 ** squarings`."""
+    """`ratio ** p` for p = `2 ** squarings`; a ratio over 1.9 counts as 1.9, to stay finite."""
+    ratio = min(ratio, 1.9)
     for _ in range(squarings):
         ratio = ratio * ratio
     return ratio

@@ -19,9 +19,9 @@ from evenstep.errors import PlanError
 from evenstep.planning.balance.improve import improve
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ways import Way, bins_for, further_ways, main_ways
+from evenstep.planning.counts import first_worth, more_counts
 from evenstep.planning.units import Units
 
-MORE = 2  # how many multiples more micro-batches per rank than the fewest are tried
 _LOOK = 4  # counts tried from the lower bound on before bins are counted
 _EVEN = 1 + 1e-4  # a time this close to its floor is final
 _NEAR = 1.002  # a time this close to its floor is not improved by exchanges
@@ -70,16 +70,6 @@ def search_packs(
     return chosen.address, chosen.waves
 
 
-def first_worth(times: list[float], saving: float) -> int:
-    """The first whose time no other undercuts by more than the share `saving`.
-
-    >>> first_worth([100, 99.5, 90], 0.01), first_worth([100, 99.5], 0.01)
-    (2, 0)
-    """
-    least = min(times)
-    return next(at for at, time in enumerate(times) if time * (1 - saving) <= least)
-
-
 def bins_needed(units: Units, capacity: int) -> int:
     """A lower bound on the number of packs, by size and by every further limit."""
     taken = np.column_stack((units.size.astype(np.float64), units.extra))
@@ -87,7 +77,7 @@ def bins_needed(units: Units, capacity: int) -> int:
 
 
 def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterator[int]:
-    """The waves to try: from a lower bound on until units fit, then `MORE` multiples more."""
+    """The waves to try: from a lower bound on until units fit, then some more."""
     if wanted is not None:
         yield wanted
         return
@@ -106,8 +96,7 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
         yield waves
         waves += 0 if found else multiple
     if problem.recipe.balance == "refined" and problem.recipe.layout.packer is None:
-        for more in range(1, MORE + 1):
-            yield waves + more * multiple
+        yield from more_counts(waves, problem.recipe)
 
 
 def _fastest(problem: Problem, waves: int, time_of: TimeOf, floor: float) -> Found | None:

@@ -1,14 +1,15 @@
 """Cut sorted rows into padded micro-batches.
 
-The optimal cut has the fewest micro-batches that the budget and the ranks allow and, among those,
-the fewest slots. Rows times width is a Monge cost, so the fewest slots are convex in the number of
-cuts. A price per micro-batch, found by bisection, therefore gives the optimum for an exact number
-of cuts. Each trial of a price is one pass of dynamic programming in O(n log n).
+The optimal cut has the fewest slots for a number of micro-batches, or the least cost in total.
+Rows times width, or times the cost of a row, is a Monge cost, so the optimum is convex in the
+number of cuts. A price per micro-batch, found by bisection, therefore gives the optimum for an
+exact number of cuts. Each trial of a price is one pass of dynamic programming in O(n log n).
 
 The greedy cut is that of NeMo-RL and ROLL: sorted samples are dealt to ranks in turn, and all
 ranks cut at the same turns, by the widest row of each turn.
 """
 
+import heapq
 from itertools import pairwise
 
 import numpy as np
@@ -139,6 +140,8 @@ def priced_cuts(
 def optimal_cuts(widths: IntArray, rows: IntArray, starts: IntArray, count: int) -> IntArray:
     """The ends of exactly `count` micro-batches with the fewest slots; `count` must be feasible.
 
+    With the costs of one row in place of `widths`, the total cost is least.
+
     widths [1, 1, 8], rows of one, count 2 -> ends [2, 3]: 1*2 + 8 slots
     """
     n = widths.shape[0]
@@ -149,13 +152,16 @@ def optimal_cuts(widths: IntArray, rows: IntArray, starts: IntArray, count: int)
     for j in range(n, 0, -1):
         for i in range(starts[j - 1], starts[j]):
             expires[i] = j
-    # A higher price gives fewer cuts. Find the lowest price that gives `count` or fewer. It is
-    # rarely more than the slots of one micro-batch, and never more than all rows at full width.
+    # A higher price gives fewer cuts. Find a price that gives `count`, or else the lowest that
+    # gives fewer. It is rarely more than the slots of one micro-batch, and never more than all rows
+    # at full width.
     low, high = 0, below[n] * widths[n - 1]
     price = (below[n] - below[starts[n]]) * widths[n - 1]
     while low < high:
         _, fewest = priced_cuts(widths, below, starts, expires, price, 1)
-        if fewest[n] <= count:
+        if fewest[n] == count:
+            low = high = price
+        elif fewest[n] < count:
             high = price
         else:
             low = price + 1
@@ -216,11 +222,17 @@ def divide_cuts(ends: IntArray, widths: IntArray, wanted: int) -> IntArray:
 
     ends [2, 3, 4] with widths [2, 6, 8, 8], 4 wanted -> [1, 2, 3, 4]: the first is divided.
     """
-    cuts = [0, *ends.tolist()]
-    while len(cuts) - 1 < wanted:
-        spans = [(b - a) * int(widths[b - 1]) if b - a > 1 else 0 for a, b in pairwise(cuts)]
-        heaviest = int(np.argmax(spans))
-        if spans[heaviest] == 0:
-            break
-        cuts.insert(heaviest + 1, (cuts[heaviest] + cuts[heaviest + 1]) // 2)
-    return np.array(cuts[1:], np.int64)
+    held = [_largest_first(a, b, widths) for a, b in pairwise([0, *ends.tolist()])]
+    heapq.heapify(held)
+    while len(held) < wanted and held[0][0] < 0:
+        _, start, end = heapq.heappop(held)
+        middle = (start + end) // 2
+        heapq.heappush(held, _largest_first(start, middle, widths))
+        heapq.heappush(held, _largest_first(middle, end, widths))
+    return np.array(sorted(end for _, _, end in held), np.int64)
+
+
+def _largest_first(start: int, end: int, widths: IntArray) -> tuple[int, int, int]:
+    """An entry of a heap: a micro-batch of one turn cannot be divided and comes last."""
+    size = (end - start) * int(widths[end - 1]) if end - start > 1 else 0
+    return -size, start, end
