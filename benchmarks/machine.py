@@ -7,7 +7,17 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("evenstep", "numpy", "numba", "lightbinpack", "prtpy", "trl", "datasets", "pyarrow")
+PACKAGES = (
+    "evenstep",
+    "numpy",
+    "numba",
+    "lightbinpack",
+    "ortools",
+    "prtpy",
+    "trl",
+    "datasets",
+    "pyarrow",
+)
 
 
 def facts() -> dict[str, str]:

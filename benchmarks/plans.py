@@ -17,7 +17,8 @@ from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import interleave
 from evenstep import Cost, Packed, Recipe, Steps, Topology, make_plan
 
-SAMPLES, RANKS, LIMIT_MS = 512, 64, 5.0
+SAMPLES, RANKS = 512, 64
+CLOSE, LIMIT_MS, SEARCHED_MS = 1.002, 5.0, 50.0
 
 
 def plans(bench: Bench) -> Section:
@@ -30,6 +31,10 @@ def plans(bench: Bench) -> Section:
             f"samples truncated; {steps} steps in one call, and the first step alone. Imbalance "
             "(from plan.stats()) is the slowest rank over the ideal; 1 is even. It cannot be 1 "
             "where one sequence costs more than a rank's mean load.",
+            f"The limit is {LIMIT_MS:g} ms where plans are within {CLOSE - 1:.1%} of the floor, "
+            f"and {SEARCHED_MS:g} ms elsewhere, where other plans are searched for. The plan is "
+            "judged as it is returned; a first plan that was farther off and then improved counts "
+            "as close, which is stricter.",
         ],
     )
     table = Table(
@@ -47,7 +52,7 @@ def plans(bench: Bench) -> Section:
             "target": "",
         },
     )
-    slowest = 0.0
+    slowest = {LIMIT_MS: 0.0, SEARCHED_MS: 0.0}
     for corpus, lengths in bench.corpora.items():
         drawn = draw(lengths, steps * SAMPLES)
         for budget in (8192, 16384, 32768):
@@ -69,7 +74,9 @@ def plans(bench: Bench) -> Section:
             assert plan.slots.max() <= budget, "nothing over budget"
             found = plan.stats()
             each, alone = timed["many"].ms / steps, timed["one"].ms
-            slowest = max(slowest, each, alone)
+            over = float(found["time_over_floor"])
+            limit = LIMIT_MS if over <= CLOSE else SEARCHED_MS
+            slowest[limit] = max(slowest[limit], each, alone)
             table.add(
                 corpus,
                 budget,
@@ -77,14 +84,16 @@ def plans(bench: Bench) -> Section:
                 "yes" if found["packs_optimal"] else "no",
                 float(found["imbalance_cost_micro_batch"]),
                 float(found["imbalance_cost_step"]),
-                float(found["time_over_floor"]),
+                over,
                 each,
                 alone,
-                f"< {LIMIT_MS:g}: {verdict(max(each, alone) < LIMIT_MS)}",
+                f"< {limit:g}: {verdict(max(each, alone) < limit)}",
             )
     section.tables.append(table)
-    promise = f"plan in under {LIMIT_MS:g} ms per step"
-    section.targets.append(Target(promise, f"slowest {slowest:.2f} ms", slowest < LIMIT_MS))
+    for limit, word in ((LIMIT_MS, "within"), (SEARCHED_MS, "over")):
+        promise = f"plan in under {limit:g} ms per step, {word} {CLOSE - 1:.1%} of the floor"
+        figure = f"slowest {slowest[limit]:.2f} ms"
+        section.targets.append(Target(promise, figure, slowest[limit] < limit))
     return section
 
 

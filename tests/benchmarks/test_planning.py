@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import joint, lengths, planning, runner
 from benchmarks.peers import plain_best_fit
+from benchmarks.problem import Problem, deal_of_plan
 from benchmarks.tables import Target, markdown_table, target_table
 from benchmarks.timing import interleave
 from evenstep import make_plan, pack
@@ -56,9 +57,10 @@ def test_plain_best_fit_and_ours_use_the_same_number_of_bins() -> None:
 def test_no_plan_beats_the_floor_of_lock_step() -> None:
     drawn = lengths.log_normal(joint.SAMPLES, 0.6, seed=3)  # one sequence fills the budget
 
-    outcome = joint.measure(drawn, *joint._of_plan(make_plan(drawn, joint.RECIPE)))
+    problem = Problem(drawn, joint.BUDGET, joint.RANKS, joint.COST)
+    outcome = problem.measure(*deal_of_plan(make_plan(drawn, joint.RECIPE)))
 
-    assert 1 < joint.lock_step_floor(drawn) <= outcome.lock_step
+    assert 1 < problem.lock_step_floor <= outcome.lock_step
     assert outcome.over_budget == 0
 
 
