@@ -31,72 +31,55 @@ _MASK = 2**48 - 1
 
 
 class Norms(NamedTuple):
-    """Of each group: the scale of its loads, the sum of their scaled powers, the heaviest load."""
+    """Of each group: the scale of its loads, its heaviest load, and the price of a power.
+
+    The scaled powers of a group's loads add up to S, and its norm is scale * S ** (1 / p). The
+    price is the norm's derivative by S. The norm is concave in S, so prices never promise more than
+    an exchange gains.
+    """
 
     scale: FloatArray
-    total: FloatArray
     heaviest: FloatArray
+    at: IntArray
+    price: FloatArray
 
 
 @kernel
 def power(ratio: float, squarings: int) -> float:
     """`ratio ** p` for p = `2 ** squarings`; a ratio over 1.9 counts as 1.9, to stay finite."""
-    ratio = min(ratio, 1.9)
+    ratio = min(max(ratio, 0.0), 1.9)
     for _ in range(squarings):
         ratio = ratio * ratio
     return ratio
 
 
 @kernel
-def root(value: float, squarings: int) -> float:
-    """`value ** (1 / p)` for p = `2 ** squarings`."""
-    value = max(value, 0.0)
-    for _ in range(squarings):
-        value = np.sqrt(value)
-    return value
-
-
-@kernel
 def measure(group: int, load: FloatArray, ranks: int, squarings: int, norms: Norms) -> None:
     """Compute the norm of one group again."""
     first, last = group * ranks, (group + 1) * ranks
-    heaviest = 0.0
+    top = first
     for at in range(first, last):
-        heaviest = max(heaviest, load[at])
-    scale = heaviest if heaviest > 0 else 1.0
+        if load[at] > load[top]:
+            top = at
+    scale = load[top] if load[top] > 0 else 1.0
     total = 0.0
     for at in range(first, last):
         total += power(load[at] / scale, squarings)
-    norms.scale[group], norms.total[group], norms.heaviest[group] = scale, total, heaviest
+    root = total
+    for _ in range(squarings):
+        root = np.sqrt(root)
+    norms.scale[group], norms.heaviest[group], norms.at[group] = scale, load[top], top
+    norms.price[group] = scale * root / max(total, 1.0) / 2**squarings
 
 
 @kernel
 def measure_all(load: FloatArray, ranks: int, squarings: int) -> Norms:
     """The norms of all groups."""
     groups = load.shape[0] // ranks
-    norms = Norms(np.ones(groups), np.zeros(groups), np.zeros(groups))
+    norms = Norms(np.ones(groups), np.zeros(groups), np.zeros(groups, np.int64), np.zeros(groups))
     for group in range(groups):
         measure(group, load, ranks, squarings, norms)
     return norms
-
-
-@kernel
-def change(
-    load: FloatArray, a: int, b: int, given: float, ranks: int, squarings: int, norms: Norms
-) -> float:
-    """How the sum of norms changes when load a gives this much to load b."""
-    g, h = a // ranks, b // ranks
-    less = power(max(load[a] - given, 0.0) / norms.scale[g], squarings)
-    less -= power(load[a] / norms.scale[g], squarings)
-    more = power(max(load[b] + given, 0.0) / norms.scale[h], squarings)
-    more -= power(load[b] / norms.scale[h], squarings)
-    if g == h:
-        less, more = less + more, 0.0
-    gained = root(norms.total[g] + less, squarings) - root(norms.total[g], squarings)
-    raised = root(norms.total[h] + more, squarings) - root(norms.total[h], squarings)
-    if g == h:
-        raised = 0.0
-    return float(norms.scale[g] * gained + norms.scale[h] * raised)
 
 
 @kernel
@@ -108,33 +91,44 @@ def best_partner(
     shape: Shape,
     packs: Packs,
     squarings: int,
-    raising: bool,
+    beyond: float,
     one: Norms,
     two: Norms,
 ) -> tuple[float, int]:
-    """(change of the sum of norms, unit of pack q to exchange unit i with).
+    """(change of the sum of norms by prices, unit of pack q to exchange unit i with).
 
-    The unit is -1 if i moves alone, -2 if nothing is allowed. Unless `raising`, exchanges that do
-    not lower i's load are left out.
+    The unit is -1 if i moves alone, -2 if nothing is allowed. No load may exceed the
+    heaviest of its group `beyond` times; with 1, i's own load must not rise.
     """
-    p = packs.of_unit[i]
-    a, b = load_of(p, shape), load_of(q, shape)
+    a, b = load_of(packs.of_unit[i], shape), load_of(q, shape)
+    g, h = a // shape.ranks, b // shape.ranks
     both = two.heaviest.shape[0] > 0
     least, found, j = np.inf, -2, -1
+    # What would raise a load far beyond the heaviest is left out before powers are computed.
+    lowest = packs.first[a] - beyond * one.scale[g] if beyond > 1.0 or both else 0.0
+    highest = max(beyond, 1.02) * one.scale[h] - packs.first[b]
     while True:
         given = units.cost[i] - (units.cost[j] if j >= 0 else 0.0)
         also = units.second[i] - (units.second[j] if j >= 0 else 0.0)
-        if (given > 0 or (both and also > 0) or raising) and allowed(
-            i, j, q, units, room, shape, packs
-        ):
-            gained = change(packs.first, a, b, given, shape.ranks, squarings, one)
+        if lowest < given < highest:
+            less = power((packs.first[a] - given) / one.scale[g], squarings)
+            more = power((packs.first[b] + given) / one.scale[h], squarings)
+            gained = one.price[g] * less + one.price[h] * more
             if both:
-                gained += change(packs.second, a, b, also, shape.ranks, squarings, two)
-            if gained < least:
+                less = power((packs.second[a] - also) / two.scale[g], squarings)
+                more = power((packs.second[b] + also) / two.scale[h], squarings)
+                gained += two.price[g] * less + two.price[h] * more
+            if gained < least and allowed(i, j, q, units, room, shape, packs):
                 least, found = gained, j
         j = packs.head[q] if j < 0 else packs.after[j]
         if j < 0:
-            return least, found
+            break
+    before = one.price[g] * power(packs.first[a] / one.scale[g], squarings)
+    before += one.price[h] * power(packs.first[b] / one.scale[h], squarings)
+    if both:
+        before += two.price[g] * power(packs.second[a] / two.scale[g], squarings)
+        before += two.price[h] * power(packs.second[b] / two.scale[h], squarings)
+    return least - before, found
 
 
 @kernel
@@ -177,21 +171,17 @@ def improve(
     one = measure_all(packs.first, ranks, squarings)
     two = measure_all(packs.second, ranks, squarings)
     if packs.second.max() == 0:
-        two = Norms(np.zeros(0), np.zeros(0), np.zeros(0))
+        two = Norms(np.zeros(0), np.zeros(0), np.zeros(0, np.int64), np.zeros(0))
     both = two.heaviest.shape[0] > 0
     typical = (one.heaviest.sum() + two.heaviest.sum()) / groups
     best, best_of = one.heaviest.sum() + two.heaviest.sum(), pack_of.copy()
-    state = seed * 2 + 1
+    state, beyond = seed * 2 + 1, 1.0 + 5.0 * loose
     for attempt in range(tries):
         if best <= goal:
             break
         state = next_random(state)
         group = (state >> 17) % groups
-        chosen = packs.second if both and (state >> 16) & 1 else packs.first
-        a = group * ranks
-        for at in range(group * ranks + 1, (group + 1) * ranks):
-            if chosen[at] > chosen[a]:
-                a = at
+        a = two.at[group] if both and (state >> 16) & 1 else one.at[group]
         state = next_random(state)
         b = (state >> 17) % loads
         if (state >> 40) & 1:
@@ -204,7 +194,7 @@ def improve(
         i = packs.head[p]
         for _ in range((state >> 17) % packs.number[p]):
             i = packs.after[i]
-        least, j = best_partner(i, q, units, room, shape, packs, squarings, loose > 0, one, two)
+        least, j = best_partner(i, q, units, room, shape, packs, squarings, beyond, one, two)
         most = loose * typical * (1.0 - attempt / tries) * ((state >> 20) % 1024) / 1024
         if j == -2 or least >= most - 1e-12 * typical:
             continue

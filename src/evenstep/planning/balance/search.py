@@ -23,11 +23,15 @@ from evenstep.planning.counts import first_worth, more_counts
 from evenstep.planning.units import Units
 
 _LOOK = 4  # counts tried from the lower bound on before bins are counted
-_EVEN = 1 + 1e-4  # a time this close to its floor is final
-_NEAR = 1.002  # a time this close to its floor is not improved by exchanges
 _SEARCHED = 4096  # units up to which further ways and exchanges are tried
-_TRIES = 20_000  # exchanges tried
-_PHASES = ((5, 0.02, 0.4), (7, 0.005, 0.3), (9, 0.001, 0.3))  # norm, looseness, share of tries
+_FEW = 256  # units up to which exchanges are always tried thoroughly
+_EVEN = 1 + 1e-4  # a time this close to its floor is final
+_NEAR = 1.002  # nothing further is tried for a time this close to its floor
+_FAR = 1.01  # a time this far from its floor is improved thoroughly
+
+# Of each phase of exchanges: the norm as a power of two, looseness, tries.
+_QUICK = ((5, 0.0, 3_000),)
+_THOROUGH = ((5, 0.02, 8_000), (7, 0.005, 6_000), (9, 0.001, 6_000))
 
 TimeOf: TypeAlias = Callable[[IntArray, int], float]
 """(address of each unit, waves) -> modelled time of the step."""
@@ -101,45 +105,56 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
 
 def _fastest(problem: Problem, waves: int, time_of: TimeOf, floor: float) -> Found | None:
     """The fastest packs found with this number of waves; None if units do not fit."""
-    main, further = main_ways(problem), further_ways(problem)
-    if len(problem.units) > _SEARCHED:
-        # One way is enough; the others are for units that do not fit that way.
-        every = (_found(problem, waves, time_of, way) for way in [*main, *further[:1]])
-        return next((found for found in every if found is not None), None)
+    units = len(problem.units)
+    plain = problem.recipe.balance != "refined" or problem.recipe.layout.packer is not None
+    even = floor * (_EVEN if problem.by_rank else _NEAR)
     best: Found | None = None
-    for way in [*main, *further]:
-        found = _found(problem, waves, time_of, way)
-        if found is not None and (best is None or found.time < best.time):
-            best = found
-        if best is not None and best.time <= floor * _EVEN:
+    for way in main_ways(problem):
+        best = _better(best, problem, waves, time_of, way)
+        if best is not None and (best.time <= even or (units > _SEARCHED and not problem.by_rank)):
             return best
-    exchanged = problem.recipe.balance == "refined" and problem.recipe.layout.packer is None
-    if best is None or not exchanged or best.time <= floor * _NEAR:
-        return best
-    return _improved(problem, best, time_of, floor)
+    far = floor * (_NEAR if units <= _FEW else _FAR)
+    if best is not None and not plain and units <= _SEARCHED and best.time > floor * _NEAR:
+        best = _improved(problem, best, _QUICK, time_of, floor)
+        if best.time <= far and not problem.by_rank:
+            return best
+    for way in further_ways(problem):
+        if best is None or units <= _SEARCHED:
+            best = _better(best, problem, waves, time_of, way)
+    if best is not None and not plain and units <= _SEARCHED and best.time > far:
+        best = _improved(problem, best, _THOROUGH, time_of, floor)
+    return best
 
 
-def _found(problem: Problem, waves: int, time_of: TimeOf, way: Way) -> Found | None:
-    """What one way finds; None if units do not fit that way."""
+def _better(
+    best: Found | None, problem: Problem, waves: int, time_of: TimeOf, way: Way
+) -> Found | None:
+    """The better of `best` and what a way finds; None if units do not fit either way."""
     address = way(problem, waves)
     if len(address) < len(problem.units):
-        return None
-    return Found(address, waves, time_of(address, waves))
+        return best
+    found = Found(address, waves, time_of(address, waves))
+    return found if best is None or found.time < best.time else best
 
 
-def _improved(problem: Problem, best: Found, time_of: TimeOf, floor: float) -> Found:
+def _improved(
+    problem: Problem,
+    best: Found,
+    phases: tuple[tuple[int, float, int], ...],
+    time_of: TimeOf,
+    floor: float,
+) -> Found:
     """The packs after exchanges, if these make them faster."""
     units, waves = problem.units, best.waves
     if problem.recipe.topology.equal_widths:
         used = np.bincount(best.address, units.size, waves * problem.per_wave).max()
         problem = replace(problem, capacity=min(problem.capacity, problem.rounded(int(used))))
     address = best.address
-    moving = problem.time(address, waves)
-    goal = moving - (best.time - floor)  # the rest of the time does not depend on the exchanges
+    # What does not depend on the exchanges is the same in the time and in its floor.
+    goal = problem.time(address, waves) - (best.time - floor * _EVEN)
     shape = problem.shape(waves, problem.special_waves(address))
-    for squarings, loose, share in _PHASES:
-        tries = int(_TRIES * share)
-        address, moving = improve(
+    for squarings, loose, tries in phases:
+        address, _ = improve(
             problem.movable, problem.room, shape, address, tries, squarings, loose, goal, 0
         )
     improved = Found(address, waves, time_of(address, waves))
