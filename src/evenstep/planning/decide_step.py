@@ -7,6 +7,7 @@ per micro-batch, that is `wave * ranks + rank`.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -76,8 +77,16 @@ def _decide_packs(
         return modelled_time(step, recipe, units.second[units.of_segment])
 
     second = None if recipe.second_work is None else units.second
-    floor = StepFloor(recipe, aligned, units.of_segment, second)
-    address, waves = search_packs(problem, wanted, time_of, floor.time)
+
+    @cache
+    def floor() -> StepFloor:
+        return StepFloor(recipe, aligned, units.of_segment, second)
+
+    @cache
+    def floor_of(waves: int) -> float:
+        return floor().time(waves)
+
+    address, waves = search_packs(problem, wanted, time_of, floor_of)
     return _placed(segments, units, recipe, address, waves)
 
 

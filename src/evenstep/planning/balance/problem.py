@@ -58,6 +58,20 @@ class Problem:
         """Whether ranks synchronise once per step."""
         return self.recipe.sync_every == "step"
 
+    @property
+    def simple(self) -> bool:
+        """Whether the time depends on the works of the ranks alone, and nothing else is asked."""
+        recipe = self.recipe
+        free = recipe.balance == "refined" and recipe.layout.packer is None
+        free = free and not recipe.equal_sizes and recipe.second_work is None
+        shaped = recipe.layout.static or recipe.topology.equal_widths or recipe.equal_tokens
+        return free and not shaped and recipe.layout.round_to == 1
+
+    @property
+    def mean(self) -> float:
+        """The mean work of a rank."""
+        return float(self.units.cost.sum()) / self.ranks
+
     def time(self, address: IntArray, waves: int) -> float:
         """The modelled time of what depends on the addresses: the units' first and second work."""
         total = 0.0

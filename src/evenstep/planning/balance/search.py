@@ -18,23 +18,25 @@ from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.errors import PlanError
 from evenstep.planning.balance.improve import improve
 from evenstep.planning.balance.problem import Problem
-from evenstep.planning.balance.ways import Way, bins_for, further_ways, main_ways
+from evenstep.planning.balance.ways import bins_for, further_ways, main_ways
 from evenstep.planning.counts import first_worth, more_counts
 from evenstep.planning.units import Units
 
 _LOOK = 4  # counts tried from the lower bound on before bins are counted
 _SEARCHED = 4096  # units up to which further ways and exchanges are tried
 _FEW = 256  # units up to which exchanges are always tried thoroughly
-_EVEN = 1 + 1e-4  # a time this close to its floor is final
-_NEAR = 1.002  # nothing further is tried for a time this close to its floor
-_FAR = 1.01  # a time this far from its floor is improved thoroughly
+_EVEN = 1 + 1e-4  # where ranks synchronise once per step, a time this close to its floor is final
+_NEAR = 1.002  # a time this close to its floor is not improved by exchanges
+_FAIR, _FAR = 1.0075, 1.0125  # with many units: improved quickly, and thoroughly, only beyond these
 
 # Of each phase of exchanges: the norm as a power of two, looseness, tries.
-_QUICK = ((5, 0.0, 3_000),)
-_THOROUGH = ((5, 0.02, 8_000), (7, 0.005, 6_000), (9, 0.001, 6_000))
+_QUICK = ((5, 0.0, 2_000),)
+_THOROUGH = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
+_MORE_TRIES = 3  # times as many tries where units are few
 
 TimeOf: TypeAlias = Callable[[IntArray, int], float]
 """(address of each unit, waves) -> modelled time of the step."""
+Phases: TypeAlias = tuple[tuple[int, float, int], ...]
 FloorOf: TypeAlias = Callable[[int], float]
 """Waves -> a lower bound on the modelled time of a step with as many or more."""
 
@@ -56,13 +58,16 @@ def search_packs(
     `wanted` waves are used if given. Otherwise the fewest are tried and up to two multiples more;
     more than the fewest are taken only if they save `recipe.saving`.
     """
+    search = _Search(problem, time_of, floor_of)
     found: list[Found] = []
     saving = problem.recipe.saving
     for waves in _counts(problem, wanted, found):
-        floor = floor_of(waves)
-        if found and floor >= min(each.time for each in found) * (1 - saving):
+        if found and floor_of(waves) >= min(each.time for each in found) * (1 - saving):
             break
-        here = _fastest(problem, waves, time_of, floor)
+        first = main_ways(problem)[0](problem, waves)
+        if not found and len(first) == len(problem.units) and _even_at_once(problem, first, waves):
+            return first, waves
+        here = search.quickly(waves, first)
         if here is not None:
             found.append(here)
     if not found:
@@ -70,8 +75,25 @@ def search_packs(
             f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
             f"steps.micro_batches or layout.max_tokens."
         )
-    chosen = found[first_worth([each.time for each in found], saving)]
-    return chosen.address, chosen.waves
+    found[0] = search.thoroughly(found[0])
+    chosen = first_worth([each.time for each in found], saving)
+    if chosen > 0:
+        found[chosen] = search.thoroughly(found[chosen])
+    return found[chosen].address, found[chosen].waves
+
+
+def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
+    """Whether ranks are so even that there is nothing to search.
+
+    The mean over ranks is a floor that costs nothing. Another number of waves cannot save more than
+    the distance from it.
+    """
+    if not problem.simple:
+        return False
+    beyond = problem.time(address, waves) - problem.mean
+    near = problem.mean * ((_EVEN if problem.by_rank else _NEAR) - 1)
+    recipe = problem.recipe
+    return beyond <= min(near, max(recipe.cost.per_micro_batch, recipe.saving * problem.mean))
 
 
 def bins_needed(units: Units, capacity: int) -> int:
@@ -103,59 +125,79 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
         yield from more_counts(waves, problem.recipe)
 
 
-def _fastest(problem: Problem, waves: int, time_of: TimeOf, floor: float) -> Found | None:
-    """The fastest packs found with this number of waves; None if units do not fit."""
-    units = len(problem.units)
-    plain = problem.recipe.balance != "refined" or problem.recipe.layout.packer is not None
-    even = floor * (_EVEN if problem.by_rank else _NEAR)
-    best: Found | None = None
-    for way in main_ways(problem):
-        best = _better(best, problem, waves, time_of, way)
-        if best is not None and (best.time <= even or (units > _SEARCHED and not problem.by_rank)):
-            return best
-    far = floor * (_NEAR if units <= _FEW else _FAR)
-    if best is not None and not plain and units <= _SEARCHED and best.time > floor * _NEAR:
-        best = _improved(problem, best, _QUICK, time_of, floor)
-        if best.time <= far and not problem.by_rank:
-            return best
-    for way in further_ways(problem):
-        if best is None or units <= _SEARCHED:
-            best = _better(best, problem, waves, time_of, way)
-    if best is not None and not plain and units <= _SEARCHED and best.time > far:
-        best = _improved(problem, best, _THOROUGH, time_of, floor)
-    return best
+@dataclass(frozen=True, slots=True, eq=False)
+class _Search:
+    """What is tried with a given number of waves."""
 
+    problem: Problem
+    time_of: TimeOf
+    floor_of: FloorOf
 
-def _better(
-    best: Found | None, problem: Problem, waves: int, time_of: TimeOf, way: Way
-) -> Found | None:
-    """The better of `best` and what a way finds; None if units do not fit either way."""
-    address = way(problem, waves)
-    if len(address) < len(problem.units):
+    @property
+    def exchanged(self) -> bool:
+        """Whether units are exchanged: not if a packer's bins or another balance are asked for."""
+        recipe = self.problem.recipe
+        few = len(self.problem.units) <= _SEARCHED
+        return few and recipe.balance == "refined" and recipe.layout.packer is None
+
+    def near(self, share: float, waves: int) -> float:
+        """A time that needs no further search; with few units, closer to the floor."""
+        few = len(self.problem.units) <= _FEW
+        return self.floor_of(waves) * (min(share, _NEAR) if few else share)
+
+    def quickly(self, waves: int, first: IntArray) -> Found | None:
+        """The fastest packs of the main ways, of which the first is given; None if none fits."""
+        by_rank = self.problem.by_rank
+        even = self.floor_of(waves) * (_EVEN if by_rank else _NEAR)
+        best = self.better(None, waves, first)
+        for way in main_ways(self.problem)[1:]:
+            if best is not None and (best.time <= even or not (self.exchanged or by_rank)):
+                break
+            best = self.better(best, waves, way(self.problem, waves))
+        for way in further_ways(self.problem) if best is None else []:
+            best = self.better(best, waves, way(self.problem, waves))
+        if best is not None and self.exchanged and best.time > self.near(_FAIR, waves):
+            best = self.improved(best, _QUICK)
         return best
-    found = Found(address, waves, time_of(address, waves))
-    return found if best is None or found.time < best.time else best
 
+    def thoroughly(self, best: Found) -> Found:
+        """The fastest packs of all ways, after many exchanges."""
+        share = _EVEN if self.problem.by_rank else _FAR
+        if not self.exchanged or best.time <= self.near(share, best.waves):
+            return best
+        for way in further_ways(self.problem):
+            best = self.better(best, best.waves, way(self.problem, best.waves)) or best
+        if best.time > self.near(_FAR, best.waves):
+            best = self.improved(best, _THOROUGH)
+        return best
 
-def _improved(
-    problem: Problem,
-    best: Found,
-    phases: tuple[tuple[int, float, int], ...],
-    time_of: TimeOf,
-    floor: float,
-) -> Found:
-    """The packs after exchanges, if these make them faster."""
-    units, waves = problem.units, best.waves
-    if problem.recipe.topology.equal_widths:
-        used = np.bincount(best.address, units.size, waves * problem.per_wave).max()
-        problem = replace(problem, capacity=min(problem.capacity, problem.rounded(int(used))))
-    address = best.address
-    # What does not depend on the exchanges is the same in the time and in its floor.
-    goal = problem.time(address, waves) - (best.time - floor * _EVEN)
-    shape = problem.shape(waves, problem.special_waves(address))
-    for squarings, loose, tries in phases:
-        address, _ = improve(
-            problem.movable, problem.room, shape, address, tries, squarings, loose, goal, 0
-        )
-    improved = Found(address, waves, time_of(address, waves))
-    return improved if improved.time < best.time else best
+    def better(self, best: Found | None, waves: int, address: IntArray) -> Found | None:
+        """The faster of `best` and the units at these addresses, unless those are none."""
+        if len(address) < len(self.problem.units):
+            return best
+        found = Found(address, waves, self.time_of(address, waves))
+        return found if best is None or found.time < best.time else best
+
+    def improved(self, best: Found, phases: Phases) -> Found:
+        """The packs after exchanges, if these make them faster."""
+        problem, units, waves, address = self.problem, self.problem.units, best.waves, best.address
+        if problem.recipe.topology.equal_widths:
+            used = np.bincount(address, units.size, waves * problem.per_wave).max()
+            problem = replace(problem, capacity=min(problem.capacity, problem.rounded(int(used))))
+        # What does not depend on the exchanges is the same in the time and in its floor.
+        goal = problem.time(address, waves) - (best.time - self.floor_of(waves) * _EVEN)
+        shape = problem.shape(waves, problem.special_waves(address))
+        times = _MORE_TRIES if len(units) <= _FEW else 1
+        for squarings, loose, tries in phases:
+            address, _ = improve(
+                problem.movable,
+                problem.room,
+                shape,
+                address,
+                times * tries,
+                squarings,
+                loose,
+                goal,
+                0,
+            )
+        return self.better(best, waves, address) or best

@@ -44,7 +44,7 @@ def main_ways(problem: Problem) -> list[Way]:
         return [filled]
     if recipe.topology.equal_widths:
         return [partial(narrow, slack=slack) for slack in _SLACK]
-    return [ranks_first, waves_first] if problem.by_rank else [waves_first, ranks_first]
+    return [ranks_first, waves_first] if problem.by_rank else [waves_first]
 
 
 def further_ways(problem: Problem) -> list[Way]:
@@ -56,7 +56,7 @@ def further_ways(problem: Problem) -> list[Way]:
         return [rank_by_rank]
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return []
-    ways: list[Way] = [filled, partial(ranks_first, equal=True)]
+    ways: list[Way] = [filled, ranks_first, partial(ranks_first, equal=True)]
     ways += [partial(filled, balance=balance) for balance in DEALS if balance != "refined"]
     if not len(problem.units.caps):
         ways += [partial(filled, packer=name) for name in PACKER_NAMES if name != BEST_FIT]
