@@ -39,7 +39,7 @@ def main_ways(problem: Problem) -> list[Way]:
     if _kinds_matter(problem):
         return [kinds_apart]
     if recipe.equal_sizes:
-        return [] if recipe.layout.packer else [partial(ranks_first, equal=True)]
+        return [rank_by_rank if recipe.layout.packer else partial(ranks_first, equal=True)]
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return [filled]
     if recipe.topology.equal_widths:
@@ -53,7 +53,7 @@ def further_ways(problem: Problem) -> list[Way]:
     if _kinds_matter(problem):
         return []
     if recipe.equal_sizes:
-        return [rank_by_rank]
+        return [] if recipe.layout.packer else [rank_by_rank]
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return []
     ways: list[Way] = [filled, ranks_first, partial(ranks_first, equal=True)]
