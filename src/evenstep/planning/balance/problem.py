@@ -65,7 +65,8 @@ class Problem:
         free = recipe.balance == "refined" and recipe.layout.packer is None
         free = free and not recipe.equal_sizes and recipe.second_work is None
         shaped = recipe.layout.static or recipe.topology.equal_widths or recipe.equal_tokens
-        return free and not shaped and recipe.layout.round_to == 1
+        grouped = int(self.units.count.max(initial=1)) > 1
+        return free and not (shaped or grouped) and recipe.layout.round_to == 1
 
     @property
     def mean(self) -> float:

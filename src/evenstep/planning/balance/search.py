@@ -25,7 +25,8 @@ from evenstep.planning.units import Units
 _LOOK = 4  # counts tried from the lower bound on before bins are counted
 _SEARCHED = 4096  # units up to which further ways and exchanges are tried
 _FEW = 256  # units up to which exchanges are always tried thoroughly
-_EVEN = 1 + 1e-4  # where ranks synchronise once per step, a time this close to its floor is final
+_EVEN = 1 + 1e-9  # a time this close to its floor is final
+_NEARLY = 1 + 1e-4  # where ranks synchronise once per step: only the simplest ways are tried
 _NEAR = 1.002  # a time this close to its floor is not improved by exchanges
 _FAIR, _FAR = 1.0075, 1.0125  # with many units: improved quickly, and thoroughly, only beyond these
 
@@ -75,11 +76,10 @@ def search_packs(
             f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
             f"steps.micro_batches or layout.max_tokens."
         )
-    found[0] = search.thoroughly(found[0])
-    chosen = first_worth([each.time for each in found], saving)
-    if chosen > 0:
-        found[chosen] = search.thoroughly(found[chosen])
-    return found[chosen].address, found[chosen].waves
+    least = min(each.time for each in found)
+    found = [search.thoroughly(each) if each.time <= least * _FAR else each for each in found]
+    chosen = found[first_worth([each.time for each in found], saving)]
+    return chosen.address, chosen.waves
 
 
 def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
@@ -148,7 +148,7 @@ class _Search:
     def quickly(self, waves: int, first: IntArray) -> Found | None:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
         by_rank = self.problem.by_rank
-        even = self.floor_of(waves) * (_EVEN if by_rank else _NEAR)
+        even = self.floor_of(waves) * (_NEARLY if by_rank else _NEAR)
         best = self.better(None, waves, first)
         for way in main_ways(self.problem)[1:]:
             if best is not None and (best.time <= even or not (self.exchanged or by_rank)):
@@ -165,11 +165,21 @@ class _Search:
         share = _EVEN if self.problem.by_rank else _FAR
         if not self.exchanged or best.time <= self.near(share, best.waves):
             return best
-        for way in further_ways(self.problem):
+        nearly = self.problem.by_rank and best.time <= self.near(_NEARLY, best.waves)
+        for way in further_ways(self.problem)[: 2 if nearly else None]:
             best = self.better(best, best.waves, way(self.problem, best.waves)) or best
         if best.time > self.near(_FAR, best.waves):
             best = self.improved(best, _THOROUGH)
+        if self.problem.simple and not self.problem.by_rank:
+            equal = replace(self.problem, recipe=replace(self.problem.recipe, equal_sizes=True))
+            other = _Search(equal, self.time_of, self.floor_of).at(best.waves)
+            best = best if other is None or best.time <= other.time else other
         return best
+
+    def at(self, waves: int) -> Found | None:
+        """The fastest packs found with this number of waves."""
+        found = self.quickly(waves, main_ways(self.problem)[0](self.problem, waves))
+        return None if found is None else self.thoroughly(found)
 
     def better(self, best: Found | None, waves: int, address: IntArray) -> Found | None:
         """The faster of `best` and the units at these addresses, unless those are none."""

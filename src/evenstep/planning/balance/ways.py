@@ -21,7 +21,7 @@ from evenstep.planning.balance.construct import (
 )
 from evenstep.planning.balance.equal_sizes import deal_equal
 from evenstep.planning.balance.kinds import kinds_apart
-from evenstep.planning.balance.partition import DEALS, partition
+from evenstep.planning.balance.partition import partition
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.packing.spread import spread_units
 from evenstep.planning.units import Units
@@ -48,7 +48,10 @@ def main_ways(problem: Problem) -> list[Way]:
 
 
 def further_ways(problem: Problem) -> list[Way]:
-    """The ways that are tried where the first are not even: simple ones that may be faster."""
+    """The ways that are tried where the first are not even: simple ones that may be faster.
+
+    Only the first two are tried where ranks are nearly even.
+    """
     recipe = problem.recipe
     if _kinds_matter(problem):
         return []
@@ -56,8 +59,9 @@ def further_ways(problem: Problem) -> list[Way]:
         return [] if recipe.layout.packer else [rank_by_rank]
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return []
-    ways: list[Way] = [filled, ranks_first, partial(ranks_first, equal=True)]
-    ways += [partial(filled, balance=balance) for balance in DEALS if balance != "refined"]
+    ways: list[Way] = [partial(ranks_first, equal=True), partial(filled, balance="lpt")]
+    ways += [filled, *([] if problem.by_rank else [ranks_first])]
+    ways += [partial(filled, balance=balance) for balance in ("karmarkar_karp", "stride")]
     if not len(problem.units.caps):
         ways += [partial(filled, packer=name) for name in PACKER_NAMES if name != BEST_FIT]
     if recipe.topology.equal_widths:
