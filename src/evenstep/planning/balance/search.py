@@ -110,7 +110,7 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
     multiple, per_wave = problem.recipe.topology.multiple, problem.per_wave
     least = bins_needed(problem.units, problem.capacity)
     waves = rounded_up(divided_up(least, per_wave), multiple)
-    for _ in range(0 if len(problem.units.caps) else _LOOK):
+    for _ in range(1 if len(problem.units.caps) else _LOOK):
         yield waves
         if found:
             break
@@ -121,7 +121,7 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
     while not found:
         yield waves
         waves += 0 if found else multiple
-    if problem.recipe.balance == "refined" and problem.recipe.layout.packer is None:
+    if problem.recipe.layout.packer is None:
         yield from more_counts(waves, problem.recipe)
 
 
@@ -147,11 +147,11 @@ class _Search:
 
     def quickly(self, waves: int, first: IntArray) -> Found | None:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
-        by_rank = self.problem.by_rank
+        by_rank, many = self.problem.by_rank, len(self.problem.units) > _SEARCHED
         even = self.floor_of(waves) * (_NEARLY if by_rank else _NEAR)
         best = self.better(None, waves, first)
         for way in main_ways(self.problem)[1:]:
-            if best is not None and (best.time <= even or not (self.exchanged or by_rank)):
+            if best is not None and (best.time <= even or (many and not by_rank)):
                 break
             best = self.better(best, waves, way(self.problem, waves))
         for way in further_ways(self.problem) if best is None else []:

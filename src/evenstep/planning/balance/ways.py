@@ -39,9 +39,10 @@ def main_ways(problem: Problem) -> list[Way]:
     if _kinds_matter(problem):
         return [kinds_apart]
     if recipe.equal_sizes:
-        return [rank_by_rank if recipe.layout.packer else partial(ranks_first, equal=True)]
+        plain = recipe.layout.packer is not None or recipe.topology.equal_widths
+        return [rank_by_rank if plain else partial(ranks_first, equal=True)]
     if recipe.balance != "refined" or recipe.layout.packer is not None:
-        return [filled]
+        return [filled, spread_out] if len(problem.units.caps) else [filled]
     if recipe.topology.equal_widths:
         return [partial(narrow, slack=slack) for slack in _SLACK]
     return [ranks_first, waves_first] if problem.by_rank else [waves_first]
@@ -88,6 +89,12 @@ def filled(
     return of_bins(problem, bins, waves, refined=joint)
 
 
+def spread_out(problem: Problem, waves: int) -> IntArray:
+    """Units spread over all packs within their limits, dealt by the recipe's balance."""
+    bins = spread_units(problem.units, problem.capacity, waves * problem.per_wave)
+    return NONE if bins is None else of_bins(problem, bins, waves, refined=False)
+
+
 def bins_for(problem: Problem, waves: int) -> Ragged:
     """Units in bins; where these are more than `waves` hold, other ways to need fewer are tried."""
     units, capacity, recipe = problem.units, problem.capacity, problem.recipe
@@ -107,12 +114,12 @@ def narrow(problem: Problem, waves: int, *, slack: float) -> IntArray:
     `slack` is how much wider than the narrowest packs may be, so that their work is more even.
     """
     units, packs = problem.units, waves * problem.per_wave
-    if len(units.caps):
-        bins = spread_units(units, problem.capacity, packs)
-        if bins is None:
+    bins = Ragged.group(partition(units.size, packs), packs)
+    if len(units.caps) and not _within_caps(units, bins):
+        spread = spread_units(units, problem.capacity, packs)
+        if spread is None:
             return NONE
-    else:
-        bins = Ragged.group(partition(units.size, packs), packs)
+        bins = spread
     widest = int(bins.sums(units.size).max())
     if widest > problem.capacity:
         return NONE
@@ -123,6 +130,13 @@ def narrow(problem: Problem, waves: int, *, slack: float) -> IntArray:
     return found if len(found) else NONE
 
 
+def _within_caps(units: Units, bins: Ragged) -> bool:
+    """Whether every bin keeps the further limits."""
+    held = np.zeros((len(bins), len(units.caps)))
+    np.add.at(held, bins.owner, units.extra[bins.values])
+    return bool((held <= units.caps).all())
+
+
 def rank_by_rank(problem: Problem, waves: int) -> IntArray:
     """Equally many segments on each rank, packed rank by rank; empty if a rank does not fit.
 
@@ -130,12 +144,18 @@ def rank_by_rank(problem: Problem, waves: int) -> IntArray:
     """
     units, ranks, rows = problem.units, problem.ranks, problem.rows
     recipe = replace(problem.recipe, topology=replace(problem.recipe.topology, dp=1))
-    for balance in dict.fromkeys((recipe.balance, "lpt")):
-        rank_of = deal_equal(units, ranks, balance)
+    way = partial(narrow, slack=1.0) if recipe.topology.equal_widths else filled
+    way = filled if recipe.layout.packer else way
+    by_size = replace(units, cost=units.size.astype(np.float64))
+    deals = [(units, recipe.balance), (units, "lpt")]
+    if recipe.topology.equal_widths or recipe.layout.static:
+        deals.insert(0, (by_size, recipe.balance))
+    for dealt, balance in deals:
+        rank_of = deal_equal(dealt, ranks, balance)
         address = np.full(len(units), -1, np.int64)
         for rank in range(ranks):
             own = np.flatnonzero(rank_of == rank)
-            found = filled(replace(problem, units=units.take(own), recipe=recipe), waves)
+            found = way(replace(problem, units=units.take(own), recipe=recipe), waves)
             if len(found) < len(own):
                 break
             address[own] = (found // rows * ranks + rank) * rows + found % rows
