@@ -20,7 +20,7 @@ from evenstep.core.recipe import SyncEvery
 BUDGET = 32768
 COST = Cost(per_token=24576, per_pair=1)
 PATIENCE_S = 60.0  # a size that would take longer is not run
-SHORT_S = 0.2  # a shorter time is measured again
+SHORT_S, LONG_S = 0.2, 20.0  # shorter times are measured often, longer ones once
 STEEPEST = 1.5  # exponent of the last part of a series; 2 is quadratic
 PER_RANK, MANY_RANKS = 16, {16_384: 0.5, 65_536: 3.0}  # ranks: seconds
 MILLIONS, EACH_MS, STATS_S = 10_000_000, 2.0, 5.0
@@ -48,9 +48,11 @@ class Series:
                 return
             bench.say(f"scaling, {self.name}: {size:,}")
             call = self.prepare(size)
-            first = _once(call)  # the smallest may compile
-            again = first < SHORT_S or not self.seconds
-            self.seconds[size] = best(call, repeats=2).seconds if again else first
+            first = _once(call)  # this may compile
+            if first < SHORT_S:
+                self.seconds[size] = best(call, repeats=2).seconds
+            else:
+                self.seconds[size] = min(first, _once(call)) if first < LONG_S else first
 
     def _predicted(self, size: int) -> float:
         """The time of a size, if it grows as before, and at least as fast as the size."""
