@@ -20,6 +20,7 @@ from evenstep.planning.packing.vector_pack import vector_pack
 from evenstep.planning.units import Units
 
 NONE: IntArray = np.empty(0, np.int64)
+_SCANNED = 128  # packs of a rank up to which all are scanned for each unit
 
 
 def waves_first(problem: Problem, waves: int) -> IntArray:
@@ -55,6 +56,8 @@ def ranks_first(problem: Problem, waves: int, *, equal: bool = False) -> IntArra
     else:
         rank_of = partition(units.cost + units.second, ranks, balance)
     packs = waves * problem.rows
+    if packs > _SCANNED and not len(units.caps):
+        return _ranks_apart(problem, rank_of, waves)
     order = np.lexsort((-units.cost, -units.size))
     found = fit_ranks(
         order,
@@ -70,7 +73,25 @@ def ranks_first(problem: Problem, waves: int, *, equal: bool = False) -> IntArra
     )
     if len(found) < len(units):
         return NONE
-    # Each rank runs its packs heaviest first.
+    return _heaviest_first(problem, found, waves)
+
+
+def _ranks_apart(problem: Problem, rank_of: IntArray, waves: int) -> IntArray:
+    """The addresses when each rank's units are packed by best fit, for very many packs."""
+    packs = waves * problem.rows
+    found = np.empty(len(problem.units), np.int64)
+    by_rank = Ragged.group(rank_of, problem.ranks)
+    for rank, own in enumerate(by_rank):
+        bins = fill_bins(problem.units.take(own), problem.capacity, "best_fit_decreasing", 0)
+        if len(bins) > packs:
+            return NONE
+        found[own[bins.values]] = rank * packs + bins.owner
+    return _heaviest_first(problem, found, waves)
+
+
+def _heaviest_first(problem: Problem, found: IntArray, waves: int) -> IntArray:
+    """The addresses of packs `rank * packs + i`: each rank runs its packs heaviest first."""
+    units, ranks, packs = problem.units, problem.ranks, waves * problem.rows
     cost = sum_by(found, units.cost, ranks * packs).reshape(ranks, packs)
     place = np.argsort(np.argsort(-cost, axis=1, kind="stable"), axis=1)
     at: IntArray = place.ravel()[found]

@@ -69,8 +69,11 @@ def search_packs(
         if not found and len(first) == len(problem.units) and _even_at_once(problem, first, waves):
             return first, waves
         here = search.quickly(waves, first)
-        if here is not None:
-            found.append(here)
+        if here is None:
+            continue
+        found.append(here)
+        if search.many and len(found) > 1 and here.time > found[0].time * (1 - saving):
+            break  # even more waves are not likely to save either
     if not found:
         raise PlanError(
             f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
@@ -91,9 +94,11 @@ def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
     if not problem.simple:
         return False
     beyond = problem.time(address, waves) - problem.mean
-    near = problem.mean * ((_EVEN if problem.by_rank else _NEAR) - 1)
-    recipe = problem.recipe
-    return beyond <= min(near, max(recipe.cost.per_micro_batch, recipe.saving * problem.mean))
+    near = (_EVEN if problem.by_rank else _NEAR) - 1
+    if len(problem.units) > _SEARCHED:
+        near = _NEARLY - 1 if problem.by_rank else 1.0  # nothing else would be tried
+    recipe, mean = problem.recipe, problem.mean
+    return beyond <= min(near * mean, max(recipe.cost.per_micro_batch, recipe.saving * mean))
 
 
 def bins_needed(units: Units, capacity: int) -> int:
@@ -134,11 +139,15 @@ class _Search:
     floor_of: FloorOf
 
     @property
+    def many(self) -> bool:
+        """Whether there are so many units that one or two ways are enough."""
+        return len(self.problem.units) > _SEARCHED
+
+    @property
     def exchanged(self) -> bool:
         """Whether units are exchanged: not if a packer's bins or another balance are asked for."""
         recipe = self.problem.recipe
-        few = len(self.problem.units) <= _SEARCHED
-        return few and recipe.balance == "refined" and recipe.layout.packer is None
+        return not self.many and recipe.balance == "refined" and recipe.layout.packer is None
 
     def near(self, share: float, waves: int) -> float:
         """A time that needs no further search; with few units, closer to the floor."""
@@ -147,15 +156,16 @@ class _Search:
 
     def quickly(self, waves: int, first: IntArray) -> Found | None:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
-        by_rank, many = self.problem.by_rank, len(self.problem.units) > _SEARCHED
+        by_rank, many = self.problem.by_rank, self.many
         even = self.floor_of(waves) * (_NEARLY if by_rank else _NEAR)
         best = self.better(None, waves, first)
         for way in main_ways(self.problem)[1:]:
             if best is not None and (best.time <= even or (many and not by_rank)):
                 break
             best = self.better(best, waves, way(self.problem, waves))
-        for way in further_ways(self.problem) if best is None else []:
-            best = self.better(best, waves, way(self.problem, waves))
+        if best is None:
+            for way in further_ways(self.problem, few=many):
+                best = self.better(best, waves, way(self.problem, waves))
         if best is not None and self.exchanged and best.time > self.near(_FAIR, waves):
             best = self.improved(best, _QUICK)
         return best
@@ -185,7 +195,11 @@ class _Search:
         """The faster of `best` and the units at these addresses, unless those are none."""
         if len(address) < len(self.problem.units):
             return best
-        found = Found(address, waves, self.time_of(address, waves))
+        if self.many and self.problem.simple:  # all but the slots of empty micro-batches
+            each = self.problem.recipe.cost.per_micro_batch
+            found = Found(address, waves, self.problem.time(address, waves) + waves * each)
+        else:
+            found = Found(address, waves, self.time_of(address, waves))
         return found if best is None or found.time < best.time else best
 
     def improved(self, best: Found, phases: Phases) -> Found:

@@ -48,10 +48,11 @@ def main_ways(problem: Problem) -> list[Way]:
     return [ranks_first, waves_first] if problem.by_rank else [waves_first]
 
 
-def further_ways(problem: Problem) -> list[Way]:
+def further_ways(problem: Problem, *, few: bool = False) -> list[Way]:
     """The ways that are tried where the first are not even: simple ones that may be faster.
 
-    Only the first two are tried where ranks are nearly even.
+    Only the first two are tried where ranks are nearly even. With `few`, there is only the one that
+    needs the fewest packs.
     """
     recipe = problem.recipe
     if _kinds_matter(problem):
@@ -60,6 +61,8 @@ def further_ways(problem: Problem) -> list[Way]:
         return [] if recipe.layout.packer else [rank_by_rank]
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return []
+    if few:
+        return [filled]
     ways: list[Way] = [partial(ranks_first, equal=True), partial(filled, balance="lpt")]
     ways += [filled, *([] if problem.by_rank else [ranks_first])]
     ways += [partial(filled, balance=balance) for balance in ("karmarkar_karp", "stride")]
