@@ -1,12 +1,15 @@
-"""Waves for one kind of unit: in each wave, every micro-batch has second work or none has."""
+"""Packs for units with and without second work, such that both works are even."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
 from evenstep.core.rounding import divided_up
 from evenstep.errors import PlanError
+from evenstep.planning.balance.construct import NONE
 from evenstep.planning.balance.deal import deal_packs
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ranks_first import has_room
@@ -17,33 +20,50 @@ from evenstep.planning.packing.spread import spread_units
 from evenstep.planning.packing.vector_pack import vector_pack
 from evenstep.planning.units import Units
 
-_TRIED = 3  # numbers of waves with second work that are tried
 _LOOK = 64  # packs tried for a unit, from the lightest on, before all others are
 
 
 def kinds_apart(problem: Problem, waves: int) -> IntArray:
     """The address of each unit; the waves with second work come first. Empty if units do not fit.
 
-    The units with second work are spread over as few waves as hold them, at least one in each
-    micro-batch. The other units go, largest first, to the cheapest pack with room, in any wave.
+    The units with second work are spread over some of the waves, such that their work is even. With
+    `same_waves`, each micro-batch of these waves has at least one. The other units go, largest
+    first, to the cheapest pack with room, in any wave.
     """
-    units = problem.units
+    units, ranks = problem.units, problem.ranks
     special = np.flatnonzero(units.second > 0)
     own = units.take(special)
-    best, time = np.empty(0, np.int64), np.inf
     bins = vector_pack(own.size, own.extra, problem.capacity, own.caps)
-    fewest = divided_up(len(bins), problem.per_wave)
-    _check_enough(problem, len(special), fewest)
-    for count in range(fewest, min(fewest + _TRIED, waves + 1, len(special) // problem.ranks + 1)):
-        spread = spread_units(own, problem.capacity, count * problem.per_wave)
-        for some in (bins if spread is None else spread, bins):
+    fewest, most = divided_up(len(bins), problem.per_wave), waves
+    if problem.kinds_matter:
+        _check_enough(problem, len(special), fewest)
+        most = min(waves, len(special) // ranks)
+    best, time = NONE, np.inf
+    for count in sorted({fewest, min(fewest + 1, most), (fewest + most) // 2, most}):
+        for some in _spread(problem, own, bins, count) if count <= most else []:
             found = _apart(problem, waves, special, _in_waves(problem, own, some, count))
-            found = _dealt(problem, found, count, waves) if len(found) else found
-            if len(found) and problem.time(found, waves) < time:
-                best, time = found, problem.time(found, waves)
-            if spread is None or len(found):
+            if len(found):
+                found = _dealt(problem, found, count, waves)
+                if problem.time(found, waves) < time:
+                    best, time = found, problem.time(found, waves)
                 break
     return best
+
+
+def _spread(problem: Problem, own: Units, bins: Ragged, waves: int) -> Iterator[Ragged]:
+    """Ways to put the special units into these waves: by even work, by even limits, as bins."""
+    packs = waves * problem.per_wave
+    order = np.lexsort((-own.size, -own.second))
+    none = np.full(len(own), -1, np.int64)
+    even = fill_lightest(
+        order, none, own.size, own.second, own.extra, problem.capacity, own.caps, packs
+    )
+    if len(even):
+        yield Ragged.group(even, packs)
+    spread = spread_units(own, problem.capacity, packs)
+    if spread is not None:
+        yield spread
+    yield bins
 
 
 def _check_enough(problem: Problem, special: int, waves: int) -> None:
@@ -58,13 +78,14 @@ def _check_enough(problem: Problem, special: int, waves: int) -> None:
 
 
 def _in_waves(problem: Problem, own: Units, bins: Ragged, waves: int) -> IntArray:
-    """The pack of each special unit, such that no micro-batch of these waves is without one.
+    """The pack of each special unit; with `same_waves`, no micro-batch is without one.
 
     Bins without units are left out; the largest are divided where more are needed.
     """
     rows, micros = problem.rows, waves * problem.ranks
     filled = Ragged.of([bin_.tolist() for bin_ in bins if len(bin_)])
-    filled = divide_bins(own.size, filled, max(len(filled), micros))
+    if problem.kinds_matter:
+        filled = divide_bins(own.size, filled, max(len(filled), micros))
     pack_of_bin = np.arange(len(filled))
     pack_of_bin = pack_of_bin % micros * rows + pack_of_bin // micros
     found = np.empty(len(own), np.int64)

@@ -30,10 +30,15 @@ class Problem:
         """The size of packs that all have one size and hold `size`."""
         return rounded_up(size, self.unit)
 
+    @property
+    def kinds_matter(self) -> bool:
+        """Whether units with second work have waves of their own."""
+        second = self.recipe.second_work
+        return second is not None and second.same_waves and bool((self.units.second > 0).any())
+
     def special_waves(self, address: IntArray) -> int:
         """How many waves, from the first on, hold second work; -1 if it may be anywhere."""
-        second = self.recipe.second_work
-        if second is None or not second.same_waves:
+        if not self.kinds_matter:
             return -1
         own = address[self.units.second > 0]
         return int(own.max(initial=-1)) // self.per_wave + 1

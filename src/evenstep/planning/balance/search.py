@@ -157,10 +157,11 @@ class _Search:
     def quickly(self, waves: int, first: IntArray) -> Found | None:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
         by_rank, many = self.problem.by_rank, self.many
+        one_is_enough = not by_rank and self.problem.recipe.second_work is None
         even = self.floor_of(waves) * (_NEARLY if by_rank else _NEAR)
         best = self.better(None, waves, first)
         for way in main_ways(self.problem)[1:]:
-            if best is not None and (best.time <= even or (many and not by_rank)):
+            if best is not None and (best.time <= even or (many and one_is_enough)):
                 break
             best = self.better(best, waves, way(self.problem, waves))
         if best is None:
@@ -212,6 +213,8 @@ class _Search:
         goal = problem.time(address, waves) - (best.time - self.floor_of(waves) * _EVEN)
         shape = problem.shape(waves, problem.special_waves(address))
         times = _MORE_TRIES if len(units) <= _FEW else 1
+        if problem.recipe.second_work is not None:  # exchanges even out what packs do not see
+            times = max(times, len(units) // 256)
         for squarings, loose, tries in phases:
             address, _ = improve(
                 problem.movable,

@@ -36,7 +36,7 @@ _SLACK = (1.0, 1.02, 1.05)  # widths tried where all micro-batches share one, ov
 def main_ways(problem: Problem) -> list[Way]:
     """The ways that are tried first."""
     recipe = problem.recipe
-    if _kinds_matter(problem):
+    if problem.kinds_matter:
         return [kinds_apart]
     if recipe.equal_sizes:
         plain = recipe.layout.packer is not None or recipe.topology.equal_widths
@@ -45,6 +45,8 @@ def main_ways(problem: Problem) -> list[Way]:
         return [filled, spread_out] if len(problem.units.caps) else [filled]
     if recipe.topology.equal_widths:
         return [partial(narrow, slack=slack) for slack in _SLACK]
+    if recipe.second_work is not None:
+        return [kinds_apart, waves_first, ranks_first]
     return [ranks_first, waves_first] if problem.by_rank else [waves_first]
 
 
@@ -55,7 +57,7 @@ def further_ways(problem: Problem, *, few: bool = False) -> list[Way]:
     needs the fewest packs.
     """
     recipe = problem.recipe
-    if _kinds_matter(problem):
+    if problem.kinds_matter:
         return []
     if recipe.equal_sizes:
         return [] if recipe.layout.packer else [rank_by_rank]
@@ -71,11 +73,6 @@ def further_ways(problem: Problem, *, few: bool = False) -> list[Way]:
     if recipe.topology.equal_widths:
         ways += [waves_first, ranks_first]
     return ways
-
-
-def _kinds_matter(problem: Problem) -> bool:
-    second = problem.recipe.second_work
-    return second is not None and second.same_waves and bool((problem.units.second > 0).any())
 
 
 def filled(
