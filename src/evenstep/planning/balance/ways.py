@@ -46,7 +46,7 @@ def main_ways(problem: Problem) -> list[Way]:
     if recipe.topology.equal_widths:
         return [partial(narrow, slack=slack) for slack in _SLACK]
     if recipe.second_work is not None:
-        return [kinds_apart, waves_first, ranks_first]
+        return [kinds_apart, waves_first, ranks_first, filled]
     return [ranks_first, waves_first] if problem.by_rank else [waves_first]
 
 
