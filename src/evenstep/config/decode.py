@@ -20,6 +20,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.layout import LAYOUTS, PACKER_NAMES, Layout, Packed
 from evenstep.core.recipe import Limits, Recipe, Steps
+from evenstep.core.second_work import SecondWork
 from evenstep.core.topology import Topology
 from evenstep.core.validate import MOST
 from evenstep.errors import ConfigError
@@ -29,7 +30,14 @@ DEFAULT_KIND = "packed"
 _MOST_FAULTS = 20
 _LONGEST_HINT = 40
 
-_PARTS: dict[str, type] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
+_PARTS: dict[str, type] = {
+    "topology": Topology,
+    "steps": Steps,
+    "cost": Cost,
+    "limits": Limits,
+    "second_work": SecondWork,
+    "second_work.cost": Cost,
+}
 
 
 def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
@@ -116,7 +124,8 @@ def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tup
                 continue  # a further member of a union
             seen.add(_keys(detail, prefix))
             # A fault that names a field removed earlier may be a consequence of the removal.
-            if detail["type"] != "value_error" or not _mentions(sentence, removed[:before]):
+            consequence = detail["type"] == "value_error" and _mentions(sentence, removed[:before])
+            if not consequence and sentence not in faults:
                 faults.append(sentence)
             path = _path(detail, sentence, prefix)
             if _remove(rest, path[len(prefix) :]):
@@ -268,7 +277,7 @@ def _unknown_key(path: tuple[str, ...], kind: type) -> str:
         word = next(word for word, layout in LAYOUTS.items() if layout is kind)
         owner, known = f"a {word} layout", _fields(kind)
     elif parents:
-        owner, known = ".".join(parents), _fields(_PARTS[parents[0]])
+        owner, known = ".".join(parents), _fields(_PARTS[".".join(parents)])
         known += ["model"] if parents == ["cost"] else []
     else:
         owner, known = "a recipe", _fields(Recipe)

@@ -7,7 +7,7 @@ per micro-batch, that is `wave * ranks + rank`.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -57,22 +57,34 @@ def _cut_by_rank(
 ) -> DecidedStep:
     """Equally many segments on each rank, cut rank by rank; the fastest number of waves."""
     ranks, multiple = recipe.topology.dp, recipe.topology.multiple
+    joint = recipe.balance == "refined"
+    none = np.zeros(len(segments))
+    # The fastest cuts of each rank, and those with the fewest slots, which are more alike.
+    cuts = [recipe, *([replace(recipe, balance="lpt", min_saving=None)] if joint else [])]
 
     def cut(waves: int) -> DecidedStep:
-        address, count = assign_by_rank(
-            units, recipe, waves, lambda own, most: cut_optimal(own, padded, recipe, 1, most)
-        )
-        return _placed(segments, units, recipe, address, count)
+        found = []
+        for each in cuts:
+            own_cut = partial(_cut_rank, padded, each)
+            address, count = assign_by_rank(units, recipe, waves, own_cut)
+            found.append(_placed(segments, units, recipe, address, count))
+        return min(found, key=lambda step: (step.per_rank, modelled_time(step, recipe, none)))
 
     if wanted is not None:
         return cut(wanted)
     fewest = count_by_rank(units, ranks, lambda own: count_cuts(own, padded, recipe))
     steps = [cut(rounded_up(max(fewest, 1), multiple))]
-    if recipe.balance == "refined" and not padded.static:
+    if joint and not padded.static:
         steps += [cut(waves) for waves in more_counts(steps[0].per_rank, recipe)]
-    none = np.zeros(len(segments))
     times = [modelled_time(step, recipe, none) for step in steps]
     return steps[first_worth(times, recipe.saving)]
+
+
+def _cut_rank(
+    padded: Padded, recipe: Recipe, own: Units, waves: int | None
+) -> tuple[IntArray, int]:
+    """(wave of each unit of one rank, waves)."""
+    return cut_optimal(own, padded, recipe, 1, waves)
 
 
 def _decide_packs(

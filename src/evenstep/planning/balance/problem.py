@@ -64,14 +64,19 @@ class Problem:
         return self.recipe.sync_every == "step"
 
     @property
-    def simple(self) -> bool:
-        """Whether the time depends on the works of the ranks alone, and nothing else is asked."""
+    def free(self) -> bool:
+        """Whether units may go anywhere, and only to even out one work."""
         recipe = self.recipe
-        free = recipe.balance == "refined" and recipe.layout.packer is None
-        free = free and not recipe.equal_sizes and recipe.second_work is None
-        shaped = recipe.layout.static or recipe.topology.equal_widths or recipe.equal_tokens
+        default = recipe.balance == "refined" and recipe.layout.packer is None
         grouped = int(self.units.count.max(initial=1)) > 1
-        return free and not (shaped or grouped) and recipe.layout.round_to == 1
+        return default and not (grouped or recipe.equal_sizes or recipe.second_work is not None)
+
+    @property
+    def simple(self) -> bool:
+        """Whether units are free, and the time depends on the works of the ranks alone."""
+        recipe = self.recipe
+        shaped = recipe.layout.static or recipe.topology.equal_widths or recipe.equal_tokens
+        return self.free and not shaped and recipe.layout.round_to == 1
 
     @property
     def mean(self) -> float:

@@ -16,6 +16,7 @@ from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import IntArray
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.errors import PlanError
+from evenstep.planning.balance.exact import search_all
 from evenstep.planning.balance.improve import improve
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ways import bins_for, further_ways, main_ways
@@ -34,6 +35,7 @@ _FAIR, _FAR = 1.0075, 1.0125  # with many units: improved quickly, and thoroughl
 _QUICK = ((5, 0.0, 2_000),)
 _THOROUGH = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
 _MORE_TRIES = 3  # times as many tries where units are few
+_TINY, _ALL = 24, 60_000  # units up to which all assignments are searched, and how many at most
 
 TimeOf: TypeAlias = Callable[[IntArray, int], float]
 """(address of each unit, waves) -> modelled time of the step."""
@@ -80,7 +82,8 @@ def search_packs(
             f"steps.micro_batches or layout.max_tokens."
         )
     least = min(each.time for each in found)
-    found = [search.thoroughly(each) if each.time <= least * _FAR else each for each in found]
+    far = least * (2.0 if len(problem.units) <= _TINY else _FAR)
+    found = [search.thoroughly(each) if each.time <= far else each for each in found]
     chosen = found[first_worth([each.time for each in found], saving)]
     return chosen.address, chosen.waves
 
@@ -150,8 +153,11 @@ class _Search:
         return not self.many and recipe.balance == "refined" and recipe.layout.packer is None
 
     def near(self, share: float, waves: int) -> float:
-        """A time that needs no further search; with few units, closer to the floor."""
-        few = len(self.problem.units) <= _FEW
+        """A time that needs no further search; with few units or several rows, closer to the floor.
+
+        Rows share what they wait, so that floors are closer.
+        """
+        few = len(self.problem.units) <= _FEW or self.problem.rows > 1
         return self.floor_of(waves) * (min(share, _NEAR) if few else share)
 
     def quickly(self, waves: int, first: IntArray) -> Found | None:
@@ -177,15 +183,31 @@ class _Search:
         if not self.exchanged or best.time <= self.near(share, best.waves):
             return best
         nearly = self.problem.by_rank and best.time <= self.near(_NEARLY, best.waves)
+        if len(self.problem.units) <= _TINY and self.problem.simple:
+            best, proved = self.best_of_all(best)
+            if proved:
+                return best
         for way in further_ways(self.problem)[: 2 if nearly else None]:
             best = self.better(best, best.waves, way(self.problem, best.waves)) or best
         if best.time > self.near(_FAR, best.waves):
             best = self.improved(best, _THOROUGH)
-        if self.problem.simple and not self.problem.by_rank:
+        if self.problem.free and not self.problem.by_rank:
             equal = replace(self.problem, recipe=replace(self.problem.recipe, equal_sizes=True))
             other = _Search(equal, self.time_of, self.floor_of).at(best.waves)
             best = best if other is None or best.time <= other.time else other
         return best
+
+    def best_of_all(self, best: Found) -> tuple[Found, bool]:
+        """(the fastest packs, whether that is proved) by a search of all, for a while."""
+        problem, units = self.problem, self.problem.units
+        moving = problem.time(best.address, best.waves)
+        goal = moving - (best.time - self.floor_of(best.waves) * _EVEN)
+        order = np.lexsort((-units.size, -units.cost))
+        shape = problem.shape(best.waves)
+        address, proved = search_all(
+            problem.movable, problem.room, shape, order, moving, goal, _ALL
+        )
+        return self.better(best, best.waves, address) or best, proved
 
     def at(self, waves: int) -> Found | None:
         """The fastest packs found with this number of waves."""

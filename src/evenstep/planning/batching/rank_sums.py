@@ -20,11 +20,11 @@ from evenstep.planning.batching.blocks import (
 from evenstep.planning.batching.shifts import slowest_lowered
 
 _CAPS = 5  # between the dearest blocks of the even and of the cheapest cut
-_IMPROVED = 3  # cuts whose slowest rank is lowered
-_TURNS = 3  # times the blocks of one cut are dealt
+_IMPROVED = 2  # cuts whose slowest rank is lowered
+_TURNS = 2  # times the blocks of one cut are dealt
 _FEW = 2048  # blocks for which several cuts are improved
 _REFINED = 2**14  # blocks that are dealt by the refined balance
-_WORK = 200_000  # blocks looked at while the slowest rank is lowered
+_WORK = 100_000  # blocks looked at while the slowest rank is lowered
 
 
 def rank_sum_cuts(
