@@ -39,8 +39,11 @@ def main_ways(problem: Problem) -> list[Way]:
     if problem.kinds_matter:
         return [kinds_apart]
     if recipe.equal_sizes:
-        plain = recipe.layout.packer is not None or recipe.topology.equal_widths
-        return [rank_by_rank if plain else partial(ranks_first, equal=True)]
+        own: Way = partial(ranks_first, equal=True)
+        shaped = recipe.topology.equal_widths or recipe.layout.static
+        ways: list[Way] = [partial(rank_by_rank, by_size=True)] if shaped else []
+        ways += [rank_by_rank] if shaped or recipe.layout.packer is not None else []
+        return ways + ([own] if recipe.layout.packer is None else [])
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return [filled, spread_out] if len(problem.units.caps) else [filled]
     if recipe.topology.equal_widths:
@@ -137,21 +140,19 @@ def _within_caps(units: Units, bins: Ragged) -> bool:
     return bool((held <= units.caps).all())
 
 
-def rank_by_rank(problem: Problem, waves: int) -> IntArray:
+def rank_by_rank(problem: Problem, waves: int, *, by_size: bool = False) -> IntArray:
     """Equally many segments on each rank, packed rank by rank; empty if a rank does not fit.
 
-    The deal by "lpt" is tried too: steps of micro-batches are sized with it.
+    Ranks are even by their work, or by their slots. The deal by "lpt" is tried too: steps of
+    micro-batches are sized with it.
     """
     units, ranks, rows = problem.units, problem.ranks, problem.rows
     recipe = replace(problem.recipe, topology=replace(problem.recipe.topology, dp=1))
     way = partial(narrow, slack=1.0) if recipe.topology.equal_widths else filled
     way = filled if recipe.layout.packer else way
-    by_size = replace(units, cost=units.size.astype(np.float64))
-    deals = [(units, recipe.balance), (units, "lpt")]
-    if recipe.topology.equal_widths or recipe.layout.static:
-        deals.insert(0, (by_size, recipe.balance))
-    for dealt, balance in deals:
-        rank_of = deal_equal(dealt, ranks, balance)
+    evened = replace(units, cost=units.size.astype(np.float64)) if by_size else units
+    for balance in dict.fromkeys((recipe.balance, "lpt")):
+        rank_of = deal_equal(evened, ranks, balance)
         address = np.full(len(units), -1, np.int64)
         for rank in range(ranks):
             own = np.flatnonzero(rank_of == rank)
