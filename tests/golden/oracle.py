@@ -1,8 +1,9 @@
-"""Stored plans: 2,000 recipes with their lengths and a digest of the plan that they gave.
+"""Stored plans: 2,000 recipes with their lengths and a digest of the plan that they give.
 
 Each case of `oracle.json` holds a recipe in the names of version 0.1.0, lengths, and perhaps groups
-and a column `patches`. `digest` is that of the plan's arrays alone, made by version 0.1.0. Where
-the plan has changed since, `now` is today's digest, or null if the recipe is refused, and `why` is
+and a column `patches`. `digest` is that of the plan's arrays alone, or null if the recipe is
+refused. `time` is the modelled time of all steps when plans had the fewest micro-batches and slots
+first; it is missing where steps have other samples since. Where today's plan is slower, `why` is
 the reason.
 """
 
@@ -84,3 +85,14 @@ def digest_of(plan: Plan) -> str:
         found.update(len(array).to_bytes(8, "little"))
         found.update(np.ascontiguousarray(array, "<i8").tobytes())
     return found.hexdigest()[:24]
+
+
+def time_of(plan: Plan) -> float:
+    """The modelled time of all steps."""
+    total, ranks = 0.0, plan.num_ranks
+    for step in range(plan.num_steps):
+        cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
+        costs = plan.costs[cells[0] : cells[-1]].reshape(ranks, -1)
+        every = plan.recipe.sync_every == "micro_batch"
+        total += float(costs.max(axis=0).sum() if every else costs.sum(axis=1).max())
+    return total

@@ -11,8 +11,10 @@ from evenstep.core.rounding import divided_up
 from evenstep.errors import PlanError
 from evenstep.planning.balance.construct import NONE
 from evenstep.planning.balance.deal import deal_packs
+from evenstep.planning.balance.exchange import PackLimits, UnitArrays
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ranks_first import has_room
+from evenstep.planning.balance.waves import fill_around
 from evenstep.planning.heap import rise, sink
 from evenstep.planning.kernel import kernel
 from evenstep.planning.packing.more_bins import divide_bins
@@ -41,12 +43,11 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
     best, time = NONE, np.inf
     for count in sorted({fewest, min(fewest + 1, most), (fewest + most) // 2, most}):
         for some in _spread(problem, own, bins, count) if count <= most else []:
-            found = _apart(problem, waves, special, _in_waves(problem, own, some, count))
-            if len(found):
-                found = _dealt(problem, found, count, waves)
-                if problem.time(found, waves) < time:
+            packs = _in_waves(problem, own, some, count)
+            for fill in (_fill_waves, _fill_lightest):
+                found = fill(problem, waves, count, special, packs)
+                if len(found) and problem.time(found, waves) < time:
                     best, time = found, problem.time(found, waves)
-                break
     return best
 
 
@@ -93,14 +94,16 @@ def _in_waves(problem: Problem, own: Units, bins: Ragged, waves: int) -> IntArra
     return found
 
 
-def _apart(problem: Problem, waves: int, special: IntArray, own: IntArray) -> IntArray:
-    """The addresses when the special units are in the packs `own` and all others are added."""
+def _fill_lightest(
+    problem: Problem, waves: int, special_waves: int, special: IntArray, own: IntArray
+) -> IntArray:
+    """The addresses when the other units go to the cheapest pack with room, in any wave."""
     units, count = problem.units, len(problem.units)
     pack_of = np.full(count, -1, np.int64)
     pack_of[special] = own
     rest = np.flatnonzero(pack_of < 0)
     rest = rest[np.lexsort((-units.cost[rest], -units.size[rest]))]
-    return fill_lightest(
+    found = fill_lightest(
         rest,
         pack_of,
         units.size,
@@ -110,6 +113,31 @@ def _apart(problem: Problem, waves: int, special: IntArray, own: IntArray) -> In
         units.caps,
         waves * problem.per_wave,
     )
+    return _dealt(problem, found, special_waves, waves) if len(found) else found
+
+
+def _fill_waves(
+    problem: Problem, waves: int, special_waves: int, special: IntArray, own: IntArray
+) -> IntArray:
+    """The addresses when packs of similar cost share a wave, and waves are filled one by one."""
+    units, count = problem.units, len(problem.units)
+    cost = sum_by(own // problem.rows, units.cost[special], special_waves * problem.ranks)
+    moved = deal_packs(cost, problem.ranks, "refined", "micro_batch")
+    own = moved[own // problem.rows] * problem.rows + own % problem.rows
+    order = np.lexsort((-units.cost, -units.size))
+    pack_of = np.full(count, -1, np.int64)
+    pack_of[special] = own
+    found = fill_around(
+        UnitArrays(units.size[order], units.cost[order], units.extra[order]),
+        PackLimits(problem.capacity, units.caps),
+        problem.per_wave,
+        waves,
+        pack_of[order],
+    )
+    if len(found) < count:
+        return NONE
+    pack_of[order] = found
+    return pack_of
 
 
 def _dealt(problem: Problem, pack_of: IntArray, special: int, waves: int) -> IntArray:

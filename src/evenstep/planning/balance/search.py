@@ -236,7 +236,7 @@ class _Search:
         shape = problem.shape(waves, problem.special_waves(address))
         times = _MORE_TRIES if len(units) <= _FEW else 1
         if problem.recipe.second_work is not None:  # exchanges even out what packs do not see
-            times = max(times, len(units) // 256)
+            times = max(times, len(units) // 128)
         for squarings, loose, tries in phases:
             address, _ = improve(
                 problem.movable,

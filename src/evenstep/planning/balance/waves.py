@@ -239,6 +239,32 @@ def fill_cheapest(
 
 
 @kernel
+def fill_around(
+    units: UnitArrays, limits: PackLimits, ranks: int, waves: int, pack_of: IntArray
+) -> IntArray:
+    """The pack of each unit; empty if one fits nowhere. Units come largest first.
+
+    `pack_of` is -1 for units in no pack yet. Waves are filled one after the other, each unit into
+    the cheapest pack of its wave with room.
+    """
+    n = units.size.shape[0]
+    packs = WavePacks(
+        pack_of.copy(),
+        np.zeros(ranks * waves, np.int64),
+        np.zeros(ranks * waves),
+        np.zeros((ranks * waves, limits.caps.shape[0])),
+    )
+    free = FreeUnits(np.arange(n + 1), np.arange(n + 1))
+    for u in range(n):
+        if pack_of[u] >= 0:
+            put(u, pack_of[u], units, packs, free)
+    for wave in range(waves):
+        unit = nearest_free(free.after, 0)
+        fill_cheapest(unit, wave * ranks, ranks, units, limits, packs, free)
+    return packs.pack_of if nearest_free(free.after, 0) == n else np.empty(0, np.int64)
+
+
+@kernel
 def lock_step(cost: FloatArray, ranks: int, waves: int) -> float:
     """The sum over waves of the most expensive pack."""
     total = 0.0
