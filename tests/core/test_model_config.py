@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost
-from evenstep.core.model_config import ModelConfig
-from evenstep.core.model_kinds import KINDS
-from evenstep.core.model_layers import mixing_of, sparse_layers
-from evenstep.core.model_presets import PRESETS
-from evenstep.core.model_text import text_work
+from evenstep.core.model.config import ModelConfig
+from evenstep.core.model.kinds import KINDS
+from evenstep.core.model.layers import mixing_of, sparse_layers
+from evenstep.core.model.presets import PRESETS
+from evenstep.core.model.text import text_work
 from evenstep.errors import ConfigError, FileError
 
 LLAMA: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from evenstep.core.cost import Cost
 from evenstep.core.glimpse import cut, glimpse
-from evenstep.core.model_presets import PRESETS
+from evenstep.core.model.presets import PRESETS
 from evenstep.errors import ConfigError, FileError
 
 BESIDE = "per_micro_batch"  # the only key that may stand beside a model

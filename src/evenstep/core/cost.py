@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.glimpse import glimpse
-from evenstep.core.model_config import read_model_config
-from evenstep.core.model_presets import PRESETS
-from evenstep.core.model_text import text_work
-from evenstep.core.model_vision import vision_work
+from evenstep.core.model.config import read_model_config
+from evenstep.core.model.presets import PRESETS
+from evenstep.core.model.text import text_work
+from evenstep.core.model.vision import vision_work
 from evenstep.core.ragged import FloatArray
 from evenstep.core.validate import MOST, one_of, real_field, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError

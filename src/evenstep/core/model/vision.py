@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenstep.core.glimpse import glimpse
-from evenstep.core.model_config import ModelConfig
-from evenstep.core.model_work import Work
+from evenstep.core.model.config import ModelConfig
+from evenstep.core.model.work import Work
 from evenstep.core.validate import whole_number
 from evenstep.errors import ConfigError
 

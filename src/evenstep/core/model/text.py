@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from evenstep.core.model_config import ModelConfig
-from evenstep.core.model_kinds import Kind, kind_of
-from evenstep.core.model_layers import Mixing, mixing_of, sparse_layers, window_of
-from evenstep.core.model_work import Work
+from evenstep.core.model.config import ModelConfig
+from evenstep.core.model.kinds import Kind, kind_of
+from evenstep.core.model.layers import Mixing, mixing_of, sparse_layers, window_of
+from evenstep.core.model.work import Work
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.errors import ConfigError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from evenstep.core.glimpse import glimpse
-from evenstep.core.model_config import ModelConfig
-from evenstep.core.model_kinds import Kind
+from evenstep.core.model.config import ModelConfig
+from evenstep.core.model.kinds import Kind
 from evenstep.errors import ConfigError
 
 Mixing: TypeAlias = Literal["full", "window", "mixer"]
@@ -25,7 +25,7 @@ _MIXING: dict[str, Mixing] = {
 def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
     """How each layer mixes tokens.
 
-    >>> from evenstep.core.model_kinds import kind_of
+    >>> from evenstep.core.model.kinds import kind_of
     >>> config = ModelConfig({"sliding_window": 512}, "config.json")
     >>> mixing_of(config, kind_of("gemma2"), 3)
     ['window', 'full', 'window']
@@ -98,7 +98,7 @@ def window_of(config: ModelConfig) -> int:
 def sparse_layers(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
     """The layers with experts.
 
-    >>> from evenstep.core.model_kinds import kind_of
+    >>> from evenstep.core.model.kinds import kind_of
     >>> config = ModelConfig({"first_k_dense_replace": 1}, "config.json")
     >>> sparse_layers(config, kind_of("deepseek_v3"), 3)
     {1, 2}
