@@ -9,7 +9,7 @@ the same one from the same lengths.
 >>> recipe = Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2))
 >>> plan = make_plan([5, 3, 4, 2, 2], recipe)
 >>> [[micro.segments.sample.tolist() for micro in plan[0, rank]] for rank in range(2)]
-[[[0, 1]], [[2, 3, 4]]]
+[[[2, 3, 4]], [[0, 1]]]
 """
 
 from typing import TYPE_CHECKING

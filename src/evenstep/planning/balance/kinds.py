@@ -41,8 +41,9 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
         _check_enough(problem, len(special), fewest)
         most = min(waves, len(special) // ranks)
     best, time = NONE, np.inf
-    for count in sorted({fewest, min(fewest + 1, most), (fewest + most) // 2, most}):
-        for some in _spread(problem, own, bins, count) if count <= most else []:
+    counts = {fewest, fewest + 1, (fewest + most) // 2, most}
+    for count in sorted(count for count in counts if fewest <= count <= most):
+        for some in _spread(problem, own, bins, count):
             packs = _in_waves(problem, own, some, count)
             for fill in (_fill_waves, _fill_lightest):
                 found = fill(problem, waves, count, special, packs)
@@ -64,7 +65,7 @@ def _spread(problem: Problem, own: Units, bins: Ragged, waves: int) -> Iterator[
     spread = spread_units(own, problem.capacity, packs)
     if spread is not None:
         yield spread
-    yield bins
+    yield bins  # `waves` are at least as many as these need
 
 
 def _check_enough(problem: Problem, special: int, waves: int) -> None:

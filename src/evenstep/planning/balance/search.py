@@ -36,6 +36,8 @@ _QUICK = ((5, 0.0, 2_000),)
 _THOROUGH = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
 _MORE_TRIES = 3  # times as many tries where units are few
 _TINY, _ALL = 24, 60_000  # units up to which all assignments are searched, and how many at most
+_SMALL = 64  # units up to which one unit is much of a load
+_ANYWHERE = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000))
 
 TimeOf: TypeAlias = Callable[[IntArray, int], float]
 """(address of each unit, waves) -> modelled time of the step."""
@@ -191,6 +193,8 @@ class _Search:
             best = self.better(best, best.waves, way(self.problem, best.waves)) or best
         if best.time > self.near(_FAR, best.waves):
             best = self.improved(best, _THOROUGH)
+            if len(self.problem.units) <= _SMALL:
+                best = self.improved(best, _ANYWHERE)
         if self.problem.free and not self.problem.by_rank:
             equal = replace(self.problem, recipe=replace(self.problem.recipe, equal_sizes=True))
             other = _Search(equal, self.time_of, self.floor_of).at(best.waves)
