@@ -153,8 +153,8 @@ def test_resuming_within_a_step_is_exact_and_elastic(
         try:
             rest += [i for batch in sampler for i in batch]
         except PlanError as error:  # a few samples are left for several ranks
-            assert size > 1
-            assert "has less work than ranks" in str(error)
+            if size == 1 or "has less work than ranks" not in str(error):
+                raise
             return
     assert sorted(seen + [i for batch in taken for i in batch] + rest) == list(range(96))
 
