@@ -83,10 +83,11 @@ def search_packs(
             f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
             f"steps.micro_batches or layout.max_tokens."
         )
-    least = min(each.time for each in found)
-    far = least * (2.0 if len(problem.units) <= _TINY else _FAR)
-    found = [search.thoroughly(each) if each.time <= far else each for each in found]
-    chosen = found[first_worth([each.time for each in found], saving)]
+    times = [each.time for each in found]
+    tiny = len(problem.units) <= _TINY
+    for at in range(len(found)) if tiny else {0, int(np.argmin(times))}:
+        found[at] = search.thoroughly(found[at])
+    chosen = search.evenly(found[first_worth([each.time for each in found], saving)])
     return chosen.address, chosen.waves
 
 
@@ -99,7 +100,7 @@ def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
     if not problem.simple:
         return False
     beyond = problem.time(address, waves) - problem.mean
-    near = (_EVEN if problem.by_rank else _NEAR) - 1
+    near = (_EVEN if problem.by_rank else _NEAR if len(problem.units) <= _FEW else _FAIR) - 1
     if len(problem.units) > _SEARCHED:
         near = _NEARLY - 1 if problem.by_rank else 1.0  # nothing else would be tried
     recipe, mean = problem.recipe, problem.mean
@@ -195,11 +196,21 @@ class _Search:
             best = self.improved(best, _THOROUGH)
             if len(self.problem.units) <= _SMALL:
                 best = self.improved(best, _ANYWHERE)
-        if self.problem.free and not self.problem.by_rank:
-            equal = replace(self.problem, recipe=replace(self.problem.recipe, equal_sizes=True))
-            other = _Search(equal, self.time_of, self.floor_of).at(best.waves)
-            best = best if other is None or best.time <= other.time else other
         return best
+
+    def evenly(self, best: Found) -> Found:
+        """The faster of these packs and those of ranks with equally many segments, exchanged."""
+        problem, waves = self.problem, best.waves
+        if problem.by_rank or not (problem.free and self.exchanged):
+            return best
+        if best.time <= self.near(_FAR, waves):
+            return best
+        equal = replace(problem, recipe=replace(problem.recipe, equal_sizes=True))
+        found = self.better(None, waves, main_ways(equal)[0](equal, waves))
+        if found is None:
+            return best
+        found = replace(self, problem=equal).improved(found, (*_QUICK, *_THOROUGH))
+        return best if best.time <= found.time else found
 
     def best_of_all(self, best: Found) -> tuple[Found, bool]:
         """(the fastest packs, whether that is proved) by a search of all, for a while."""
@@ -212,11 +223,6 @@ class _Search:
             problem.movable, problem.room, shape, order, moving, goal, _ALL
         )
         return self.better(best, best.waves, address) or best, proved
-
-    def at(self, waves: int) -> Found | None:
-        """The fastest packs found with this number of waves."""
-        found = self.quickly(waves, main_ways(self.problem)[0](self.problem, waves))
-        return None if found is None else self.thoroughly(found)
 
     def better(self, best: Found | None, waves: int, address: IntArray) -> Found | None:
         """The faster of `best` and the units at these addresses, unless those are none."""
