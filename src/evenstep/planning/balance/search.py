@@ -25,11 +25,12 @@ from evenstep.planning.units import Units
 
 _LOOK = 4  # counts tried from the lower bound on before bins are counted
 _SEARCHED = 4096  # units up to which further ways and exchanges are tried
+_MOST = 2**17  # units up to which more than the fewest waves are tried
 _FEW = 256  # units up to which exchanges are always tried thoroughly
 _EVEN = 1 + 1e-9  # a time this close to its floor is final
 _NEARLY = 1 + 1e-4  # where ranks synchronise once per step: only the simplest ways are tried
 _NEAR = 1.002  # a time this close to its floor is not improved by exchanges
-_FAIR, _FAR = 1.0075, 1.0125  # with many units: improved quickly, and thoroughly, only beyond these
+_FAIR, _FAR = 1.01, 1.0125  # with many units: improved quickly, and thoroughly, only beyond these
 
 # Of each phase of exchanges: the norm as a power of two, looseness, tries.
 _QUICK = ((5, 0.0, 2_000),)
@@ -132,7 +133,7 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
     while not found:
         yield waves
         waves += 0 if found else multiple
-    if problem.recipe.layout.packer is None:
+    if problem.recipe.layout.packer is None and len(problem.units) <= _MOST:
         yield from more_counts(waves, problem.recipe)
 
 
