@@ -36,7 +36,7 @@ _FAIR, _FAR = 1.01, 1.0125  # with many units: improved quickly, and thoroughly,
 _QUICK = ((5, 0.0, 2_000),)
 _THOROUGH = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
 _MORE_TRIES = 3  # times as many tries where units are few
-_TINY, _ALL = 24, 60_000  # units up to which all assignments are searched, and how many at most
+_TINY, _ALL = 24, 100_000  # units up to which all assignments are searched, and how many at most
 _SMALL = 64  # units up to which one unit is much of a load
 _ANYWHERE = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000))
 
@@ -103,7 +103,7 @@ def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
     beyond = problem.time(address, waves) - problem.mean
     near = (_EVEN if problem.by_rank else _NEAR if len(problem.units) <= _FEW else _FAIR) - 1
     if len(problem.units) > _SEARCHED:
-        near = _NEARLY - 1 if problem.by_rank else 1.0  # nothing else would be tried
+        near = _EVEN - 1 if problem.by_rank else 1.0  # nothing else would be tried
     recipe, mean = problem.recipe, problem.mean
     return beyond <= min(near * mean, max(recipe.cost.per_micro_batch, recipe.saving * mean))
 
@@ -168,7 +168,8 @@ class _Search:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
         by_rank, many = self.problem.by_rank, self.many
         one_is_enough = not by_rank and self.problem.recipe.second_work is None
-        even = self.floor_of(waves) * (_NEARLY if by_rank else _NEAR)
+        close = (_EVEN if many else _NEARLY) if by_rank else _NEAR
+        even = self.floor_of(waves) * close
         best = self.better(None, waves, first)
         for way in main_ways(self.problem)[1:]:
             if best is not None and (best.time <= even or (many and one_is_enough)):

@@ -50,7 +50,9 @@ def main_ways(problem: Problem) -> list[Way]:
         return [partial(narrow, slack=slack) for slack in _SLACK]
     if recipe.second_work is not None:
         return [kinds_apart, waves_first, ranks_first, filled]
-    return [ranks_first, waves_first] if problem.by_rank else [waves_first]
+    if problem.by_rank:
+        return [ranks_first, waves_first, partial(ranks_first, equal=True)]
+    return [waves_first]
 
 
 def further_ways(problem: Problem, *, few: bool = False) -> list[Way]:
