@@ -162,6 +162,26 @@ def test_in_a_wave_every_rank_has_an_image_or_none_has() -> None:
         make_plan(lengths, recipe, columns={"patches": few})
 
 
+@pytest.mark.parametrize("same_waves", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+@given(st.integers(34, 50), st.integers(1, 40), st.integers(1, 3))
+def test_samples_over_a_third_of_a_pack_keep_the_budget_with_second_work(
+    same_waves: bool, rows: int, length: int, samples: int, ranks: int
+) -> None:
+    recipe = Recipe(
+        layout=Packed(pad_to=100, rows=rows) if rows > 1 else Packed(max_tokens=100),
+        topology=Topology(dp=ranks),
+        second_work=SecondWork(column="patches", same_waves=same_waves),
+    )
+    try:
+        plan = make_plan([length] * samples, recipe, columns={"patches": [1] * samples})
+    except PlanError as error:
+        if not same_waves or "so not every rank has one" not in str(error):
+            raise
+        return
+    assert violations(plan) == []
+
+
 def test_equal_tokens_makes_all_micro_batches_of_a_wave_equally_wide() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 200)
     recipe = Recipe(

@@ -107,7 +107,7 @@ class PoolBatcher:
 
     @cached_property
     def longest(self) -> int | None:
-        """The longest segment that a micro-batch can hold; None if there is no limit."""
+        """The longest segment that fits into a micro-batch; None if any does."""
         return self.recipe.longest_segment
 
     @property

@@ -64,12 +64,17 @@ class Problem:
         return self.recipe.sync_every == "step"
 
     @property
+    def joint(self) -> bool:
+        """Whether packs are formed to be even: not for a packer's bins or another balance."""
+        return self.recipe.balance == "refined" and self.recipe.layout.packer is None
+
+    @property
     def free(self) -> bool:
         """Whether units may go anywhere, and only to even out one work."""
         recipe = self.recipe
-        default = recipe.balance == "refined" and recipe.layout.packer is None
         grouped = int(self.units.count.max(initial=1)) > 1
-        return default and not (grouped or recipe.equal_sizes or recipe.second_work is not None)
+        asked = recipe.equal_sizes or recipe.second_work is not None
+        return self.joint and not (grouped or asked)
 
     @property
     def simple(self) -> bool:

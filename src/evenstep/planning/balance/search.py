@@ -152,9 +152,8 @@ class _Search:
 
     @property
     def exchanged(self) -> bool:
-        """Whether units are exchanged: not if a packer's bins or another balance are asked for."""
-        recipe = self.problem.recipe
-        return not self.many and recipe.balance == "refined" and recipe.layout.packer is None
+        """Whether units are exchanged between packs."""
+        return self.problem.joint and not self.many
 
     def near(self, share: float, waves: int) -> float:
         """A time that needs no further search; with few units or several rows, closer to the floor.

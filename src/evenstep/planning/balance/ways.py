@@ -44,7 +44,7 @@ def main_ways(problem: Problem) -> list[Way]:
         ways: list[Way] = [partial(rank_by_rank, by_size=True)] if shaped else []
         ways += [rank_by_rank] if shaped or recipe.layout.packer is not None else []
         return ways + ([own] if recipe.layout.packer is None else [])
-    if recipe.balance != "refined" or recipe.layout.packer is not None:
+    if not problem.joint:
         return [filled, spread_out] if len(problem.units.caps) else [filled]
     if recipe.topology.equal_widths:
         return [partial(narrow, slack=slack) for slack in _SLACK]
@@ -66,7 +66,7 @@ def further_ways(problem: Problem, *, few: bool = False) -> list[Way]:
         return []
     if recipe.equal_sizes:
         return [] if recipe.layout.packer else [rank_by_rank]
-    if recipe.balance != "refined" or recipe.layout.packer is not None:
+    if not problem.joint:
         return []
     if few:
         return [filled]
@@ -89,9 +89,7 @@ def filled(
         packs = waves * problem.per_wave
         bins = fill_bins(problem.units, problem.capacity, packer or BEST_FIT, recipe.seed, packs)
         return of_bins(problem, bins, waves, refined=False, balance=balance)
-    bins = bins_for(problem, waves)
-    joint = recipe.balance == "refined" and recipe.layout.packer is None
-    return of_bins(problem, bins, waves, refined=joint)
+    return of_bins(problem, bins_for(problem, waves), waves, refined=problem.joint)
 
 
 def spread_out(problem: Problem, waves: int) -> IntArray:
@@ -105,9 +103,7 @@ def bins_for(problem: Problem, waves: int) -> Ragged:
     units, capacity, recipe = problem.units, problem.capacity, problem.recipe
     packer, packs = recipe.layout.packer, waves * problem.per_wave
     bins = fill_bins(units, capacity, packer or BEST_FIT, recipe.seed, packs)
-    if len(bins) > packs and len(units.caps):
-        return bins
-    if len(bins) > packs and recipe.balance == "refined" and packer is None:
+    if len(bins) > packs and problem.joint and not len(units.caps):
         better = fill_bins(units, capacity, "optimal", recipe.seed)
         bins = better if len(better) < len(bins) else bins
     return bins
@@ -131,8 +127,7 @@ def narrow(problem: Problem, waves: int, *, slack: float) -> IntArray:
     if slack == 1.0:
         return of_bins(problem, bins, waves, refined=False)
     capacity = min(problem.capacity, problem.rounded(int(widest * slack)))
-    found = waves_first(replace(problem, capacity=capacity), waves)
-    return found if len(found) else NONE
+    return waves_first(replace(problem, capacity=capacity), waves)
 
 
 def _within_caps(units: Units, bins: Ragged) -> bool:
