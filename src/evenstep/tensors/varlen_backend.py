@@ -243,6 +243,7 @@ def _varlen(call: Call) -> Tensor:
         # The kernels take one dimension, a multiple of 8. Zeros change neither scores nor outputs.
         size = -(-max(q.shape[2], dim) // 8) * 8
         q, k, v = (functional.pad(x, (0, size - x.shape[2])) for x in (q, k, v))
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     out, _ = varlen(
         q, k, v, bounds.cu_seqlens, bounds.max_seqlen, call.causal, call.window or 0,
         call.scaling, call.softcap or 0.0, call.sinks,
