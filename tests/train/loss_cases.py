@@ -22,7 +22,7 @@ from evenstep.tensors.losses import distillation, dpo, load_balancing, reward_mo
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.all_tokens import AllTokens
 from evenstep.train.collectives import Collective
-from evenstep.train.expert_frequencies import expert_frequencies
+from evenstep.train.experts import expert_frequencies
 from evenstep.train.normalization import GroupMean, Normalization, SequenceMean, TokenMean
 from evenstep.train.runner import LossFunction, Runner
 

@@ -5,7 +5,7 @@ normalization     what the loss of a step is divided by; all_tokens is one of th
 collectives       how ranks exchange sums
 result            what a step returns
 scoring           log-probs by forward passes alone
-expert_frequencies  how often each expert is chosen in a step
+experts           how often each expert is chosen in a step
 watch             stops all ranks when one of them fails
 context_exchange  attention between context-parallel ranks
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evenstep.train.all_tokens import AllTokens
     from evenstep.train.collectives import Alone, Collective, Distributed
     from evenstep.train.context_exchange import context_attention
-    from evenstep.train.expert_frequencies import expert_frequencies
+    from evenstep.train.experts import expert_frequencies
     from evenstep.train.normalization import (
         Constant,
         Custom,
@@ -64,7 +64,7 @@ if not TYPE_CHECKING:
             "all_tokens": ["AllTokens"],
             "collectives": ["Alone", "Collective", "Distributed"],
             "context_exchange": ["context_attention"],
-            "expert_frequencies": ["expert_frequencies"],
+            "experts": ["expert_frequencies"],
             "normalization": [
                 "Constant",
                 "Custom",
