@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Packed, Padded
+from evenstep import Packed, Padded, PlannedStream, Recipe, make_plan
 from evenstep.core.layout import Layout
+from evenstep.data import InMemory
 from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy, dpo, load_balancing, reward_model
+from evenstep.train.all_tokens import AllTokens
 from evenstep.train.normalization import Constant, SequenceMean, TokenMean
 from evenstep.train.runner import Loss, Runner
+from evenstep.train.step_loss import Mode
 from tests.train.loss_cases import CASES, Table, expected_of, run_case, samples_of
 
 LAYOUTS: list[Layout] = [
@@ -95,24 +97,31 @@ def test_a_sequence_without_its_partner_is_refused() -> None:
 # Experts ----------------------------------------------------------------------------------------
 
 
-def test_even_use_of_experts_has_a_loss_of_one() -> None:
-    case, samples = CASES["balance of a step"], samples_of([5, 6])
-    even = load_balancing(top_k=2, over="step", frequencies=torch.full((2, 5), 0.2))
-    model = Table(2, 5)
-    batches = [case.collate(m, _kept(samples)) for m in _plan(samples)]
-    runner = Runner(model=model, loss=even, normalization=case.normalization)
-    assert runner.run(batches).loss == pytest.approx(1.0)
+def test_even_use_of_experts_has_a_loss_of_one_and_its_denominator_is_known() -> None:
+    samples = [{"input_ids": sample["input_ids"]} for sample in samples_of([5, 6, 1])]
+    even = load_balancing(top_k=2, over="step", frequencies=lambda: torch.full((5,), 0.2))
+    step = next(iter(PlannedStream(InMemory(samples), Recipe(layout=Packed(max_tokens=8)))))
+    modes: tuple[Mode | None, ...] = (None, "deferred")
+    for mode in modes:
+        runner = Runner(model=Table(2, 5), loss=even, normalization=AllTokens(), mode=mode)
+        result = runner.run(step)
+        assert result.loss == pytest.approx(1.0)
+        assert result.numbers is not None
+        assert result.numbers.denominators == {"tokens": 12.0}
+    assert AllTokens().known(step.totals) == 12
+    assert AllTokens().known({"tokens": 12}) is None  # samples may be skipped
 
 
-def _kept(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in s.items() if k != "teacher_logits"} for s in samples]
-
-
-def _plan(samples: list[dict[str, Any]]) -> list[Any]:
-    from evenstep import Recipe, make_plan
-
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    return list(make_plan(lengths, Recipe(layout=Packed(max_tokens=8)))[0, 0])
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((2, 4), r"have shape \(5,\), but the model has 2 layers of 4 experts"), ((2, 1), "top_k=2")],
+)
+def test_router_logits_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
+    loss = load_balancing(top_k=2, over="step", frequencies=torch.full((5,), 0.2))
+    samples = [{"input_ids": [1, 2, 3]}]
+    batch = Collator()(make_plan([3], Recipe(layout=Packed(max_tokens=8)))[0, 0][0], samples)
+    with pytest.raises(InputError, match=message):
+        loss(torch.zeros(1, 3, *shape), batch)
 
 
 def test_a_loss_that_would_depend_on_the_cut_is_not_offered() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from evenstep.tensors.batch import IGNORE_INDEX
@@ -70,7 +70,11 @@ def _all_scores(logits: Tensor, labels: Tensor, wanted: Wanted) -> tuple[Tensor,
 
 
 def label_log_probs(
-    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, head: Head | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    head: Head | nn.Linear | Tensor | None = None,
 ) -> Tensor:
     """(n, vocabulary) logits and (n) labels -> (n) log-probs of the labels, in float32 or wider.
 
