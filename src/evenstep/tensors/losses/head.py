@@ -152,11 +152,12 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         for chunk in _chunks(len(hidden), options.head.chunk):
             logits, _ = options.logits(hidden[chunk], weight, bias)
             greatest = logits.amax(-1)
-            logits = logits - greatest[:, None]
-            log_sum = logits.exp().sum(-1).log()
+            logits = logits.sub_(greatest[:, None])
+            exponentials = logits.exp()
+            log_sum = exponentials.sum(-1).log()
             found[0, chunk] = _at_labels(logits, labels[chunk]) - log_sum
             if "entropy" in options.wanted:
-                products = (logits.exp() * logits.clamp(min=_LEAST)).sum(-1)
+                products = exponentials.mul_(logits.clamp(min=_LEAST)).sum(-1)
                 found[1, chunk] = log_sum - products / log_sum.exp()
             if "mean_log_probs" in options.wanted:
                 found[2, chunk] = logits.mean(-1) - log_sum
@@ -207,13 +208,13 @@ def _logit_gradients(
     """
     _, entropy, _, greatest, log_sum = found[:, :, None]
     of_log_prob, of_entropy, of_mean, of_normalizer = gradients
-    log_probs = logits - greatest - log_sum
+    log_probs = logits.sub_(greatest).sub_(log_sum)  # in place: a chunk of logits is large
     factor = of_normalizer - of_log_prob - of_mean
     if "entropy" in wanted:
         factor = factor - of_entropy * (log_probs.clamp(min=_LEAST) + entropy)
-    change = log_probs.exp() * factor
+    change = log_probs.exp_().mul_(factor)
     if "mean_log_probs" in wanted:
-        change = change + of_mean / logits.shape[-1]
+        change.add_(of_mean / logits.shape[-1])
     return change.scatter_add_(1, labels[:, None], of_log_prob)
 
 
