@@ -31,7 +31,7 @@ def model_of() -> Any:
 
 
 def forward(model: Any, batch: Any) -> Any:
-    return model(**hf_kwargs(batch), output_router_logits=True)
+    return dict(model(**hf_kwargs(batch), output_router_logits=True))
 
 
 def step_of(model: Any, layout: Layout) -> tuple[float, torch.Tensor]:

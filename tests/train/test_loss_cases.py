@@ -114,7 +114,11 @@ def test_even_use_of_experts_has_a_loss_of_one_and_its_denominator_is_known() ->
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((2, 4), r"have shape \(5,\), but the model has 2 layers of 4 experts"), ((2, 1), "top_k=2")],
+    [
+        ((2, 4), r"have shape \(5,\), but the model has 2 layers of 4 experts"),
+        ((2, 1), "top_k=2"),
+        ((9,), r"shape \(9,\) per token; expected \(layers, experts\)"),
+    ],
 )
 def test_router_logits_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
     loss = load_balancing(top_k=2, over="step", frequencies=torch.full((5,), 0.2))

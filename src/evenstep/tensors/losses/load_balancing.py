@@ -128,13 +128,11 @@ def _by_sequence(logits: Tensor, view: View, top_k: int) -> Tensor:
 
 def _checked(outputs: Tensor, top_k: int) -> Tensor:
     """(n, layers, experts) logits in float32 or wider."""
-    if outputs.ndim == 2:  # one layer
-        outputs = outputs[:, None]
     if outputs.ndim != 3 or outputs.shape[-1] < top_k:
         raise InputError(
             f"the router logits have shape {tuple(outputs.shape[1:])} per token; expected (layers, "
-            f"experts) with at least top_k={top_k} experts. Let `forward` return them as "
-            f"`router_logits`."
+            f"experts) with at least top_k={top_k} experts. Let `forward` return a mapping with "
+            f"`router_logits`; of a Hugging Face model, dict(model(..., output_router_logits=True))."
         )
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
