@@ -116,7 +116,7 @@ def test_even_use_of_experts_has_a_loss_of_one_and_its_denominator_is_known() ->
     ("shape", "message"),
     [
         ((2, 4), r"have shape \(5,\), but the model has 2 layers of 4 experts"),
-        ((2, 1), "top_k=2"),
+        ((2, 1), "at least top_k=2 experts"),
         ((9,), r"shape \(9,\) per token; expected \(layers, experts\)"),
     ],
 )

@@ -132,7 +132,7 @@ def _checked(outputs: Tensor, top_k: int) -> Tensor:
         raise InputError(
             f"the router logits have shape {tuple(outputs.shape[1:])} per token; expected (layers, "
             f"experts) with at least top_k={top_k} experts. Let `forward` return a mapping with "
-            f"`router_logits`; of a Hugging Face model, dict(model(..., output_router_logits=True))."
+            f"`router_logits`, for Hugging Face dict(model(..., output_router_logits=True))."
         )
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
