@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.metrics import Metric, merge
+from evenstep.tensors.outputs import select_output
 from evenstep.tensors.view import View
 
 Outcome: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Metric]]
@@ -56,6 +57,11 @@ class PerSequence:
     only on that slot (or, through `sum_by_segment`, on its segment), 0 where the weight is 0, and
     its metrics must leave out slots of weight 0. Both ways give the same sums.
 
+    If the model returns several outputs by name (a mapping, a transformers ModelOutput), the
+    function gets the one called `output`. With unit="pair", the slots of two sequences hold the
+    value of their pair; such a function cannot be looped and needs a normalization that gives
+    sequences or groups equal weights.
+
     The loss of an empty micro-batch is 0. Its metrics are empty but have the same names as on
     other ranks, so the function must accept a sequence without loss tokens.
 
@@ -70,9 +76,12 @@ class PerSequence:
 
     function: SequenceFunction
     vectorised: bool = False
+    output: str = "logits"
+    unit: Literal["token", "pair"] = "token"
 
-    def __call__(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
+    def __call__(self, outputs: Any, batch: Batch | BatchShard) -> Sums:
         """Sums over `batch` from the model's (rows, width, ...) outputs."""
+        outputs = select_output(outputs, self.output, batch.rows, batch.width)
         if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
             raise InputError(
                 f"outputs have shape {tuple(outputs.shape)}, but the batch has {batch.rows} rows "
@@ -90,7 +99,7 @@ class PerSequence:
 
     def looped(self) -> PerSequence:
         """The same function, run on one sequence at a time."""
-        return PerSequence(self.function)
+        return replace(self, vectorised=False)
 
     def _at_once(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
         view = View.of_all(batch)

@@ -25,7 +25,7 @@ from evenstep.train.framework import Framework
 from evenstep.train.gradients import set_aside
 from evenstep.train.normalization import Normalization, TokenMean
 from evenstep.train.result import StepResult
-from evenstep.train.step_checks import check_collective
+from evenstep.train.step_checks import check_collective, check_pair_losses
 from evenstep.train.step_loss import Mode
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
@@ -94,6 +94,7 @@ class Runner:
     def __post_init__(self) -> None:
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
+        check_pair_losses(self.losses)
         if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":
             raise ConfigError(
                 "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "

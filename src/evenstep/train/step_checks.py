@@ -12,11 +12,25 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.normalization import GroupMean
+from evenstep.train.normalization import Custom, GroupMean, SequenceMean
 from evenstep.train.step_loss import StepLoss
 from evenstep.train.tile_values import group_ids
 
 LEAST, MOST = "evenstep/least", "evenstep/most"
+
+
+# Losses ----------------------------------------------------------------------------------------
+
+
+def check_pair_losses(losses: Mapping[str, Any]) -> None:
+    """Raise if a loss of pairs has a normalization that weights pairs by their tokens."""
+    for name, loss in losses.items():
+        of_pairs = getattr(loss.function, "unit", "token") == "pair"
+        if of_pairs and not isinstance(loss.normalization, GroupMean | SequenceMean | Custom):
+            raise ConfigError(
+                f"the loss {name!r} is of pairs of sequences, but {loss.normalization!r} weights "
+                f"each pair by its tokens. Set normalization=GroupMean(), the mean over pairs."
+            )
 
 
 # Samples and batches ---------------------------------------------------------------------------
