@@ -118,6 +118,8 @@ def pack_rank(
     pack_of = np.full(rank_of.shape[0], -1, np.int64)
     size, number = np.zeros(packs, np.int64), np.zeros(packs, np.int64)
     held = np.zeros((packs, room.caps.shape[0]))
+    if n == 0:
+        return pack_of, True
     depth = 0
     for _ in range(_TRIES):
         unit = own[depth]
