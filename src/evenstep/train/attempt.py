@@ -53,6 +53,8 @@ class Ready:
     born: tuple[float, ...] = ()
     moved: bool = True
     """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
+    parts: int = 1
+    """Number of segments, or of groups that stay together."""
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -76,10 +78,13 @@ class Work:
     """Empty micro-batch for ranks without work."""
 
 
-_SINGLE_SEGMENT = (
-    "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, set "
-    "overflow='split', or use context parallelism."
-)
+_DIVISIBLE, _SEGMENT, _GROUP = 1, 2, 3  # what ran out of memory; 0 if nothing did
+_INDIVISIBLE = {
+    _SEGMENT: "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, "
+    "set overflow='split', or use context parallelism.",
+    _GROUP: "ran out of memory with a single group, which groups='micro_batch' keeps together. "
+    "Lower max_tokens or the samples per group, or plan with groups='step'.",
+}
 
 
 class TooLargeError(Exception):
@@ -178,22 +183,27 @@ class Attempt:
                 )
             elif isinstance(item, tuple):
                 check_none_skipped(item[1], self.step_loss)
-                yield self._ready(self._collated(*item))
+                yield self._ready(self._collated(*item), micro=item[0])
             else:
                 yield self._ready(item)
 
-    def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
-        check_groups_whole(batch, self.step_loss, self.groups, self.runner.on_memory == "split")
+    def _ready(
+        self, batch: Batch, born: tuple[float, ...] = (), micro: MicroBatch | None = None
+    ) -> Ready:
+        whole = micro is not None and micro.groups is not None
+        split = self.runner.on_memory == "split" and not whole
+        check_groups_whole(batch, self.step_loss, self.groups, split)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         real = batch.sample_ids >= 0
         lengths, ids = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
         labels = int((batch.labels != IGNORE_INDEX).sum())
+        parts = len(ids) if micro is None else int(micro.parts.max(initial=0)) + 1
         try:
-            return Ready(self._moved(batch), lengths, ids, labels, born)
+            return Ready(self._moved(batch), lengths, ids, labels, born, parts=parts)
         except torch.OutOfMemoryError:
             # The micro-batch that runs now holds the memory; move this one when it is its turn.
-            return Ready(batch, lengths, ids, labels, born, moved=False)
+            return Ready(batch, lengths, ids, labels, born, moved=False, parts=parts)
 
     def _moved(self, batch: Batch) -> Batch:
         if self.stream is not None:
@@ -317,19 +327,21 @@ class Attempt:
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
         """Raise on all ranks if this micro-batch ran out of memory on any of them."""
         ranks = self.runner.collective
-        # Per rank: 0 ran, 1 out of memory, 2 out of memory with one segment; and its count.
+        # Per rank: what ran out of memory, and its count of micro-batches.
         flags = torch.zeros(2, ranks.size)
         if failure is not None:
-            flags[0, ranks.rank] = 1 if len(ready.sample_ids) > 1 else 2
+            whole = _SEGMENT if len(ready.sample_ids) < 2 else _GROUP
+            flags[0, ranks.rank] = _DIVISIBLE if ready.parts > 1 else whole
         flags[1, ranks.rank] = self.work.count or 0
         with self.communicate:
             found, counts = ranks.all_reduce_sum(flags).tolist()
         check_counts(counts)
-        if 2 in found and failure is not None:
-            raise MicroBatchError(f"{self._where(ready)} {_SINGLE_SEGMENT}") from failure
-        if 2 in found:
-            where = f"micro-batch {self.position} of step {self.work.number}"
-            raise MicroBatchError(f"{where} on rank {found.index(2)} {_SINGLE_SEGMENT}")
+        alone = [rank for rank, state in enumerate(found) if state > _DIVISIBLE]
+        if alone:
+            at = ranks.rank if ranks.rank in alone else alone[0]
+            where = f"micro-batch {self.position} of step {self.work.number} on rank {at}"
+            where = self._where(ready) if at == ranks.rank else where
+            raise MicroBatchError(f"{where} {_INDIVISIBLE[int(found[at])]}") from failure
         if any(found):
             raise TooLargeError(self.position)
 

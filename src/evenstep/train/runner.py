@@ -74,7 +74,8 @@ class Runner:
                   no memory for the next one yet, it is copied when it runs
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second
     on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
-                  run the step again. Needs a small all-reduce per micro-batch
+                  run the step again; groups stay whole if the plan keeps them in one micro-batch.
+                  Needs a small all-reduce per micro-batch
     """
 
     model: Any
@@ -117,6 +118,11 @@ class Runner:
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
         check_collective(step.ranks, self.collective)
+        if self.on_memory == "split" and step.plan is not None and step.plan.recipe.equal_tokens:
+            raise ConfigError(
+                "on_memory='split' divides micro-batches without regard to other ranks, but "
+                "equal_tokens makes those of a wave equally wide. Leave one of them out."
+            )
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
     def run_fed(self, feed: Iterable[FedMicroBatch], number: int = 0) -> StepResult:
