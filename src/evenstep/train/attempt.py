@@ -15,6 +15,7 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
+from evenstep.core.step import Step
 from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
@@ -109,6 +110,7 @@ class Attempt:
         self.stream = _stream(runner.device)
         self.ages: list[float] = []
         self.groups: set[int] = set()  # counted by GroupMean on this rank
+        self.fed: MicroBatch | None = None  # being prepared
         self.bundles: list[Bundle] = []
         self.step_loss = StepLoss(
             losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
@@ -137,9 +139,8 @@ class Attempt:
     def result(self) -> StepResult:
         """Run all micro-batches and finish the gradients."""
         runner, work, began = self.runner, self.work, time.perf_counter()
-        prefetch = Prefetch(self._prepared(), runner.prefetch)
-        if isinstance(work.items, Feed):
-            prefetch = Prefetch(self._prepared(), runner.prefetch, work.items.abandon)
+        abandon = work.items.abandon if isinstance(work.items, Feed) else lambda: None
+        prefetch = Prefetch(self._prepared(), runner.prefetch, abandon, self._in_preparation)
         first = self._run(prefetch, began)
         parameters = list(runner.model.parameters())
         if self._sums_gradients:
@@ -178,14 +179,21 @@ class Attempt:
     def _prepared(self) -> Iterator[Ready]:
         for item in self.work.items:
             if isinstance(item, FedMicroBatch):
-                yield self._ready(
-                    self._collated(item.micro, item.samples), tuple(item.born.values())
-                )
+                self.fed, born = item.micro, tuple(item.born.values())
+                yield self._ready(self._collated(item.micro, item.samples), born)
+                self.fed = None
             elif isinstance(item, tuple):
                 check_none_skipped(item[1], self.step_loss)
                 yield self._ready(self._collated(*item), micro=item[0])
             else:
                 yield self._ready(item)
+
+    def _in_preparation(self, position: int) -> str:
+        items, micro = self.work.items, self.fed
+        if isinstance(items, Step) and position < len(items):
+            micro = items.micro_batches[position]
+        held = "" if micro is None else _described(micro.rows, micro.width, micro.segments.sample)
+        return self._place(position) + (held and f" ({held})")
 
     def _ready(
         self, batch: Batch, born: tuple[float, ...] = (), micro: MicroBatch | None = None
@@ -345,13 +353,14 @@ class Attempt:
         if any(found):
             raise TooLargeError(self.position)
 
-    def _where(self, ready: Ready) -> str:
+    def _place(self, position: int) -> str:
         total = "" if self.work.count is None else f" of {self.work.count}"
-        return (
-            f"micro-batch {self.position}{total} of step {self.work.number} on rank "
-            f"{self.runner.collective.rank} "
-            f"({_described(ready.batch.rows, ready.batch.width, ready.sample_ids)})"
-        )
+        step, rank = self.work.number, self.runner.collective.rank
+        return f"micro-batch {position}{total} of step {step} on rank {rank}"
+
+    def _where(self, ready: Ready) -> str:
+        held = _described(ready.batch.rows, ready.batch.width, ready.sample_ids)
+        return f"{self._place(self.position)} ({held})"
 
     def _measures(self) -> Bundle:
         """Busy time and counts of this rank, reduced with the bundle."""
