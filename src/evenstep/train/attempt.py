@@ -77,6 +77,7 @@ class Work:
     """Loss tokens of each sample, if `totals` is computed from them."""
     empty: MicroBatch = field(default_factory=empty_micro_batch)
     """Empty micro-batch for ranks without work."""
+    lock_step: bool = False  # whether ranks agree before each micro-batch that is fed
 
 
 _DIVISIBLE, _SEGMENT, _GROUP = 1, 2, 3  # what ran out of memory; 0 if nothing did
@@ -141,8 +142,7 @@ class Attempt:
         runner, work, began = self.runner, self.work, time.perf_counter()
         abandon = work.items.abandon if isinstance(work.items, Feed) else lambda: None
         prefetch = Prefetch(self._prepared(), runner.prefetch, abandon, self._in_preparation)
-        first = self._run(prefetch, began)
-        parameters = list(runner.model.parameters())
+        first, parameters = self._run(prefetch, began), list(runner.model.parameters())
         if self._sums_gradients:
             with self.communicate:
                 sum_gradients(parameters, runner.collective)
@@ -253,7 +253,7 @@ class Attempt:
         """Run all micro-batches; returns the seconds from `began` to the first forward."""
         work, first = self.work, 0.0
         with closing(iter(prefetch)) as items:
-            for ready in items if work.count is not None else self._in_lock_step(items):
+            for ready in self._in_lock_step(items) if work.lock_step else items:
                 first = first or time.perf_counter() - began
                 self._micro_batch(ready, exchange=self.position + 1 == work.count)
                 del ready  # before requesting the next one: prefetch + 1 are alive

@@ -125,16 +125,29 @@ class Runner:
             )
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
-    def run_fed(self, feed: Iterable[FedMicroBatch], number: int = 0) -> StepResult:
+    def run_fed(
+        self, feed: Iterable[FedMicroBatch], number: int = 0, *, lock_step: bool | None = None
+    ) -> StepResult:
         """Run a step that is filled while it runs (`evenstep.data.Feed`).
 
-        Before each micro-batch, ranks exchange whether any of them has one; ranks without work run
-        an empty micro-batch. `StepResult.ages` holds the age of each sample when it ran.
+        Each rank runs its micro-batches as they arrive, and ranks exchange gradients at the end.
+        With `lock_step`, they exchange before each micro-batch whether any of them has one, and
+        ranks without work run an empty one, so that every rank waits for the slowest producer.
+        Only models whose forward communicates between data-parallel ranks need that. By default,
+        those are the models of fully_shard; set it for expert parallelism.
+
+        `StepResult.ages` holds the age of each sample when it ran.
         """
         if self.on_memory == "split":
             raise ConfigError(
                 "on_memory='split' runs a step again, but a feed yields each sample once. Use "
                 "on_memory='raise'."
+            )
+        needed = Framework.of(self.model).kind == "fsdp"
+        if needed and lock_step is False:
+            raise ConfigError(
+                "lock_step=False does not support fully_shard, whose ranks synchronise inside a "
+                "micro-batch. Leave it out."
             )
         work = Work(
             items=feed,
@@ -143,6 +156,7 @@ class Runner:
             totals={},
             budget=feed.budget if isinstance(feed, Feed) else None,
             empty=feed.empty_micro_batch if isinstance(feed, Feed) else empty_micro_batch(),
+            lock_step=needed if lock_step is None else lock_step,
         )
         return self._once(work)
 
