@@ -46,7 +46,7 @@ class Case:
     """A way to wrap a model and to run a step with it."""
 
     wrap: str = "plain"
-    """plain, ddp or fsdp, optionally with + checkpoint and + compile."""
+    """plain, ddp or fsdp, optionally with + checkpoint, + buffer and + compile."""
     plan: Plan = field(default_factory=lambda: Plan("planned", Packed(max_tokens=LIMIT)))
     name: str = "token mean"
     known: bool = False
@@ -108,6 +108,8 @@ def decoder(dtype: torch.dtype, context: Any = None) -> Decoder:
 def wrapped(model: nn.Module, how: str, world: int) -> tuple[Any, list[int]]:
     """(the wrapped model, a list that gets one entry per gradient exchange)."""
     exchanges: list[int] = []
+    if "buffer" in how:
+        model.register_buffer("counted", torch.zeros(1))  # DDP broadcasts it in forwards
     if "checkpoint" in how:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     if "fsdp" in how:
@@ -286,9 +288,12 @@ def fed(
     work, found = _work(samples), {}
     for wrap in wraps:
         model, exchanges = wrapped(decoder(torch.float64, context), wrap, size)
-        result = run_fed(
-            model, Distributed(), work, shares[rank // cp], cp=cp, shard=_shard(rank % cp, cp)
-        )
+        for _ in range(2 if "twice" in wrap else 1):
+            model.zero_grad()
+            exchanges.clear()
+            result = run_fed(
+                model, Distributed(), work, shares[rank // cp], cp=cp, shard=_shard(rank % cp, cp)
+            )
         outcome = Outcome(result.loss, gradient(model), len(exchanges), result.num_micro_batches)
         found[wrap] = (outcome, result.ages)
     return found

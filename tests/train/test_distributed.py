@@ -121,7 +121,8 @@ def test_a_runner_without_a_collective_is_an_error_on_several_ranks(tmp_path: Pa
 
 
 def test_ranks_of_unequal_numbers_are_fed(tmp_path: Path) -> None:
-    wraps = ["plain", "ddp", "fsdp"]
+    # DDP rebuilds its buckets in the first forward of the second step.
+    wraps = ["plain", "ddp", "fsdp", "ddp + buffer, twice", "fsdp, twice"]
     shares = [[0, 1, 2, 3, 4, 5, 6, 7], [8]]
     found = results_of(2, on_ranks.fed, tmp_path / "ranks", wraps, WORK.samples, shares)
     loss, gradient = giant()
@@ -129,7 +130,7 @@ def test_ranks_of_unequal_numbers_are_fed(tmp_path: Path) -> None:
         for wrap, (outcome, ages) in by_wrap.items():
             assert outcome.loss == pytest.approx(loss, rel=1e-12)
             assert distance(outcome.gradient, gradient) < 1e-12
-            assert outcome.exchanges == EXCHANGES[wrap]
+            assert outcome.exchanges == EXCHANGES[wrap.split()[0].strip(",")]
             assert len(ages) == len(shares[rank])
             assert min(ages) >= 0
     counts = {wrap: [by_wrap[wrap][0].micro_batches for by_wrap in found] for wrap in wraps}

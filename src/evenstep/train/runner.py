@@ -134,7 +134,8 @@ class Runner:
         With `lock_step`, they exchange before each micro-batch whether any of them has one, and
         ranks without work run an empty one, so that every rank waits for the slowest producer.
         Only models whose forward communicates between data-parallel ranks need that. By default,
-        those are the models of fully_shard; set it for expert parallelism.
+        those are the models of fully_shard; set it for expert parallelism. DDP broadcasts buffers
+        in the first forward of a step, so ranks wait there unless `broadcast_buffers=False`.
 
         `StepResult.ages` holds the age of each sample when it ran.
         """
