@@ -258,8 +258,8 @@ def test_splitting_keeps_groups_of_a_micro_batch_together(
             return outputs
 
         runner = Runner(
-            model=own, loss=cross_entropy(), collective=ranks, collate=counting, forward=forward,
-            on_memory="split", normalization=NORMALIZATIONS[normalization],
+            model=own, loss=cross_entropy(), collective=ranks, collate=without_group_tokens,
+            forward=forward, on_memory="split", normalization=NORMALIZATIONS[normalization],
         )  # fmt: skip
         try:
             result = runner.run(steps[ranks.rank]).reduce(ranks)
@@ -280,12 +280,13 @@ def test_splitting_keeps_groups_of_a_micro_batch_together(
         assert distance(grad, gradient) < 1e-12
 
 
-def counting(micro: MicroBatch, samples: Any) -> Batch:
-    """Collate without `group_tokens`, so that GroupMean counts them in each batch."""
+def without_group_tokens(micro: MicroBatch, samples: Any) -> Batch:
+    """Collate such that GroupMean counts the tokens of groups in each batch."""
     extras = {name: extra for name, extra in COLLATOR.extras.items() if name != "group_tokens"}
     without = {
         number: {key: value for key, value in sample.items() if key != "group_tokens"}
         for number, sample in samples.items()
+        if sample is not None  # skipped
     }
     return Collator(extras=extras)(micro, without)
 
