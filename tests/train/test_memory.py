@@ -321,6 +321,11 @@ def held(step: Any) -> str:
     return ", ".join(map(str, step.micro_batches[0].segments.sample.tolist()))
 
 
+def test_splitting_would_change_a_loss_per_micro_batch() -> None:
+    with pytest.raises(ConfigError, match="on which the loss of mode='per_micro_batch' depends"):
+        Runner(model=model_of(), loss=cross_entropy(), on_memory="split", mode="per_micro_batch")
+
+
 def test_splitting_cannot_keep_equal_tokens() -> None:
     work = samples_of([4, 4, 2, 2], masked=0.0)
     steps = steps_of(Plan("planned", Packed(max_tokens=8), dp=2, equal_tokens=True), work)

@@ -95,6 +95,11 @@ class Runner:
     def __post_init__(self) -> None:
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
+        if self.on_memory == "split" and self.mode == "per_micro_batch":
+            raise ConfigError(
+                "on_memory='split' changes the number of micro-batches, on which the loss of "
+                "mode='per_micro_batch' depends. Use mode='deferred'."
+            )
         if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":
             raise ConfigError(
                 "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "
