@@ -15,6 +15,7 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
+from evenstep.core.step import Step
 from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
@@ -53,6 +54,8 @@ class Ready:
     born: tuple[float, ...] = ()
     moved: bool = True
     """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
+    parts: int = 1
+    """Number of segments, or of groups that stay together."""
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -74,12 +77,16 @@ class Work:
     """Loss tokens of each sample, if `totals` is computed from them."""
     empty: MicroBatch = field(default_factory=empty_micro_batch)
     """Empty micro-batch for ranks without work."""
+    lock_step: bool = False  # whether ranks agree before each micro-batch that is fed
 
 
-_SINGLE_SEGMENT = (
-    "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, set "
-    "overflow='split', or use context parallelism."
-)
+_DIVISIBLE, _SEGMENT, _GROUP = 1, 2, 3  # what ran out of memory; 0 if nothing did
+_INDIVISIBLE = {
+    _SEGMENT: "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, "
+    "set overflow='split', or use context parallelism.",
+    _GROUP: "ran out of memory with a single group, which groups='micro_batch' keeps together. "
+    "Lower max_tokens or the samples per group, or plan with groups='step'.",
+}
 
 
 class TooLargeError(Exception):
@@ -104,6 +111,7 @@ class Attempt:
         self.stream = _stream(runner.device)
         self.ages: list[float] = []
         self.groups: set[int] = set()  # counted by GroupMean on this rank
+        self.fed: MicroBatch | None = None  # being prepared
         self.bundles: list[Bundle] = []
         self.step_loss = StepLoss(
             losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
@@ -132,11 +140,9 @@ class Attempt:
     def result(self) -> StepResult:
         """Run all micro-batches and finish the gradients."""
         runner, work, began = self.runner, self.work, time.perf_counter()
-        prefetch = Prefetch(self._prepared(), runner.prefetch)
-        if isinstance(work.items, Feed):
-            prefetch = Prefetch(self._prepared(), runner.prefetch, work.items.abandon)
-        first = self._run(prefetch, began)
-        parameters = list(runner.model.parameters())
+        abandon = work.items.abandon if isinstance(work.items, Feed) else lambda: None
+        prefetch = Prefetch(self._prepared(), runner.prefetch, abandon, self._in_preparation)
+        first, parameters = self._run(prefetch, began), list(runner.model.parameters())
         if self._sums_gradients:
             with self.communicate:
                 sum_gradients(parameters, runner.collective)
@@ -173,27 +179,39 @@ class Attempt:
     def _prepared(self) -> Iterator[Ready]:
         for item in self.work.items:
             if isinstance(item, FedMicroBatch):
-                yield self._ready(
-                    self._collated(item.micro, item.samples), tuple(item.born.values())
-                )
+                self.fed, born = item.micro, tuple(item.born.values())
+                yield self._ready(self._collated(item.micro, item.samples), born)
+                self.fed = None
             elif isinstance(item, tuple):
                 check_none_skipped(item[1], self.step_loss)
-                yield self._ready(self._collated(*item))
+                yield self._ready(self._collated(*item), micro=item[0])
             else:
                 yield self._ready(item)
 
-    def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
-        check_groups_whole(batch, self.step_loss, self.groups, self.runner.on_memory == "split")
+    def _in_preparation(self, position: int) -> str:
+        items, micro = self.work.items, self.fed
+        if isinstance(items, Step) and position < len(items):
+            micro = items.micro_batches[position]
+        held = "" if micro is None else _described(micro.rows, micro.width, micro.segments.sample)
+        return self._place(position) + (held and f" ({held})")
+
+    def _ready(
+        self, batch: Batch, born: tuple[float, ...] = (), micro: MicroBatch | None = None
+    ) -> Ready:
+        whole = micro is not None and micro.groups is not None
+        split = self.runner.on_memory == "split" and not whole
+        check_groups_whole(batch, self.step_loss, self.groups, split)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         real = batch.sample_ids >= 0
         lengths, ids = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
         labels = int((batch.labels != IGNORE_INDEX).sum())
+        parts = len(ids) if micro is None else int(micro.parts.max(initial=0)) + 1
         try:
-            return Ready(self._moved(batch), lengths, ids, labels, born)
+            return Ready(self._moved(batch), lengths, ids, labels, born, parts=parts)
         except torch.OutOfMemoryError:
             # The micro-batch that runs now holds the memory; move this one when it is its turn.
-            return Ready(batch, lengths, ids, labels, born, moved=False)
+            return Ready(batch, lengths, ids, labels, born, moved=False, parts=parts)
 
     def _moved(self, batch: Batch) -> Batch:
         if self.stream is not None:
@@ -235,7 +253,7 @@ class Attempt:
         """Run all micro-batches; returns the seconds from `began` to the first forward."""
         work, first = self.work, 0.0
         with closing(iter(prefetch)) as items:
-            for ready in items if work.count is not None else self._in_lock_step(items):
+            for ready in self._in_lock_step(items) if work.lock_step else items:
                 first = first or time.perf_counter() - began
                 self._micro_batch(ready, exchange=self.position + 1 == work.count)
                 del ready  # before requesting the next one: prefetch + 1 are alive
@@ -317,29 +335,32 @@ class Attempt:
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
         """Raise on all ranks if this micro-batch ran out of memory on any of them."""
         ranks = self.runner.collective
-        # Per rank: 0 ran, 1 out of memory, 2 out of memory with one segment; and its count.
+        # Per rank: what ran out of memory, and its count of micro-batches.
         flags = torch.zeros(2, ranks.size)
         if failure is not None:
-            flags[0, ranks.rank] = 1 if len(ready.sample_ids) > 1 else 2
+            whole = _SEGMENT if len(ready.sample_ids) < 2 else _GROUP
+            flags[0, ranks.rank] = _DIVISIBLE if ready.parts > 1 else whole
         flags[1, ranks.rank] = self.work.count or 0
         with self.communicate:
             found, counts = ranks.all_reduce_sum(flags).tolist()
         check_counts(counts)
-        if 2 in found and failure is not None:
-            raise MicroBatchError(f"{self._where(ready)} {_SINGLE_SEGMENT}") from failure
-        if 2 in found:
-            where = f"micro-batch {self.position} of step {self.work.number}"
-            raise MicroBatchError(f"{where} on rank {found.index(2)} {_SINGLE_SEGMENT}")
+        alone = [rank for rank, state in enumerate(found) if state > _DIVISIBLE]
+        if alone:
+            at = ranks.rank if ranks.rank in alone else alone[0]
+            where = f"micro-batch {self.position} of step {self.work.number} on rank {at}"
+            where = self._where(ready) if at == ranks.rank else where
+            raise MicroBatchError(f"{where} {_INDIVISIBLE[int(found[at])]}") from failure
         if any(found):
             raise TooLargeError(self.position)
 
-    def _where(self, ready: Ready) -> str:
+    def _place(self, position: int) -> str:
         total = "" if self.work.count is None else f" of {self.work.count}"
-        return (
-            f"micro-batch {self.position}{total} of step {self.work.number} on rank "
-            f"{self.runner.collective.rank} "
-            f"({_described(ready.batch.rows, ready.batch.width, ready.sample_ids)})"
-        )
+        step, rank = self.work.number, self.runner.collective.rank
+        return f"micro-batch {position}{total} of step {step} on rank {rank}"
+
+    def _where(self, ready: Ready) -> str:
+        held = _described(ready.batch.rows, ready.batch.width, ready.sample_ids)
+        return f"{self._place(self.position)} ({held})"
 
     def _measures(self) -> Bundle:
         """Busy time and counts of this rank, reduced with the bundle."""

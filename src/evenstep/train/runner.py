@@ -74,7 +74,8 @@ class Runner:
                   no memory for the next one yet, it is copied when it runs
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second
     on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
-                  run the step again. Needs a small all-reduce per micro-batch
+                  run the step again; groups stay whole if the plan keeps them in one micro-batch.
+                  Needs a small all-reduce per micro-batch
     """
 
     model: Any
@@ -95,6 +96,11 @@ class Runner:
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
         check_pair_losses(self.losses)
+        if self.on_memory == "split" and self.mode == "per_micro_batch":
+            raise ConfigError(
+                "on_memory='split' changes the number of micro-batches, on which the loss of "
+                "mode='per_micro_batch' depends. Use mode='deferred'."
+            )
         if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":
             raise ConfigError(
                 "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "
@@ -118,18 +124,37 @@ class Runner:
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
         check_collective(step.ranks, self.collective)
+        if self.on_memory == "split" and step.plan is not None and step.plan.recipe.equal_tokens:
+            raise ConfigError(
+                "on_memory='split' divides micro-batches without regard to other ranks, but "
+                "equal_tokens makes those of a wave equally wide. Leave one of them out."
+            )
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
-    def run_fed(self, feed: Iterable[FedMicroBatch], number: int = 0) -> StepResult:
+    def run_fed(
+        self, feed: Iterable[FedMicroBatch], number: int = 0, *, lock_step: bool | None = None
+    ) -> StepResult:
         """Run a step that is filled while it runs (`evenstep.data.Feed`).
 
-        Before each micro-batch, ranks exchange whether any of them has one; ranks without work run
-        an empty micro-batch. `StepResult.ages` holds the age of each sample when it ran.
+        Each rank runs its micro-batches as they arrive, and ranks exchange gradients at the end.
+        With `lock_step`, they exchange before each micro-batch whether any of them has one, and
+        ranks without work run an empty one, so that every rank waits for the slowest producer.
+        Only models whose forward communicates between data-parallel ranks need that. By default,
+        those are the models of fully_shard; set it for expert parallelism. DDP broadcasts buffers
+        in the first forward of a step, so ranks wait there unless `broadcast_buffers=False`.
+
+        `StepResult.ages` holds the age of each sample when it ran.
         """
         if self.on_memory == "split":
             raise ConfigError(
                 "on_memory='split' runs a step again, but a feed yields each sample once. Use "
                 "on_memory='raise'."
+            )
+        needed = Framework.of(self.model).kind == "fsdp"
+        if needed and lock_step is False:
+            raise ConfigError(
+                "lock_step=False does not support fully_shard, whose ranks synchronise inside a "
+                "micro-batch. Leave it out."
             )
         work = Work(
             items=feed,
@@ -138,6 +163,7 @@ class Runner:
             totals={},
             budget=feed.budget if isinstance(feed, Feed) else None,
             empty=feed.empty_micro_batch if isinstance(feed, Feed) else empty_micro_batch(),
+            lock_step=needed if lock_step is None else lock_step,
         )
         return self._once(work)
 

@@ -52,15 +52,16 @@ def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split:
     """Raise if GroupMean counts groups per batch and a group is in two micro-batches.
 
     `seen` holds the groups of this rank's earlier micro-batches; those of `batch` are added.
+    `split`: whether the micro-batch may be divided without regard to groups.
     """
     means = (isinstance(n, GroupMean) for n in step_loss.denominators.values())
     if "group_tokens" in batch.aligned or not any(means):
         return
-    if split:
+    if split and not batch.is_empty:
         raise ConfigError(
             "on_memory='split' may divide a group between two micro-batches, but GroupMean "
-            "counts a group's tokens per micro-batch. Add the sequence-aligned extra "
-            "'group_tokens' to samples."
+            "counts a group's tokens per micro-batch. Plan with groups='micro_batch', or add the "
+            "sequence-aligned extra 'group_tokens' to samples."
         )
     groups = group_ids(batch)[batch.loss_tokens > 0].unique().tolist()
     again = sorted(seen.intersection(groups))
