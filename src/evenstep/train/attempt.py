@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import IntArray
-from evenstep.core.segments import Segments
 from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
@@ -37,43 +33,10 @@ from evenstep.train.step_checks import (
 )
 from evenstep.train.step_loss import Mode, StepLoss, power_of_two
 from evenstep.train.stopwatch import Busy, Stopwatch
+from evenstep.train.work import Ready, Work, described
 
 if TYPE_CHECKING:
     from evenstep.train.runner import Runner
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ready:
-    """A collated micro-batch, with host-side copies of what results and errors report."""
-
-    batch: Batch
-    lengths: IntArray
-    sample_ids: IntArray
-    labels: int
-    born: tuple[float, ...] = ()
-    moved: bool = True
-    """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
-
-
-def empty_micro_batch() -> MicroBatch:
-    """An empty micro-batch of one slot."""
-    none = np.empty(0, np.int64)
-    return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """The micro-batches of one step and what is known about it."""
-
-    items: Iterable[Batch | FedMicroBatch | tuple[MicroBatch, Mapping[int, Any]]]
-    count: int | None  # None while a step is being fed
-    number: int
-    totals: Mapping[str, float]
-    budget: int | None
-    loss_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Loss tokens of each sample, if `totals` is computed from them."""
-    empty: MicroBatch = field(default_factory=empty_micro_batch)
-    """Empty micro-batch for ranks without work."""
 
 
 _SINGLE_SEGMENT = (
@@ -207,7 +170,7 @@ class Attempt:
         try:
             return self.runner.collate(micro, samples)
         except torch.OutOfMemoryError as error:
-            held = _described(micro.rows, micro.width, micro.segments.sample)
+            held = described(micro.rows, micro.width, micro.segments.sample)
             raise MicroBatchError(
                 f"a micro-batch of step {self.work.number} on rank {self.runner.collective.rank} "
                 f"({held}) ran out of memory while it was collated. Collate on the CPU and pass "
@@ -338,7 +301,7 @@ class Attempt:
         return (
             f"micro-batch {self.position}{total} of step {self.work.number} on rank "
             f"{self.runner.collective.rank} "
-            f"({_described(ready.batch.rows, ready.batch.width, ready.sample_ids)})"
+            f"({described(ready.batch.rows, ready.batch.width, ready.sample_ids)})"
         )
 
     def _measures(self) -> Bundle:
@@ -362,13 +325,6 @@ class Attempt:
 
 def _whole(batch: Batch) -> Batch:
     return batch
-
-
-def _described(rows: int, width: int, sample_ids: IntArray) -> str:
-    """1 x 8 slots, 3 segments of samples 4, 0, 7"""
-    shown = ", ".join(map(str, sample_ids[:4])) + ("..." if len(sample_ids) > 4 else "")
-    held = f"{len(sample_ids)} segments of samples {shown}" if shown else "no segment"
-    return f"{rows} x {width} slots, {held}"
 
 
 def _stream(device: torch.device | str | None) -> Any:

@@ -105,20 +105,26 @@ class Framework:
             self.model.set_is_last_backward(True)
 
 
+def fsdp_groups(model: Any) -> list[Any]:
+    """The parameter groups of all modules that fully_shard wraps, each once."""
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return list({id(group): group for state in states for group in groups_of(state)}.values())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one call of fully_shard."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch < 2.13
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
 def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
     """(ranks over which fully_shard exchanges gradients, its divide factor if one was set)."""
     found = set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [
-                getattr(state, "_fsdp_param_group", None)  # torch < 2.13
-            ]
-            for group in filter(None, groups):
-                mesh = group.mesh_info
-                sizes = [getattr(mesh, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
-                factor = getattr(group, "gradient_divide_factor", None)
-                found.add((math.prod(sizes), factor))
+    for group in fsdp_groups(model):
+        sizes = [getattr(group.mesh_info, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
+        found.add((math.prod(sizes), getattr(group, "gradient_divide_factor", None)))
     if len(found) > 1 or any(factor and factor != int(factor) for _, factor in found):
         shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(found, key=str))
         raise ConfigError(

@@ -19,14 +19,16 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.per_sequence import Sums
-from evenstep.train.attempt import Attempt, TooLargeError, Work, empty_micro_batch
+from evenstep.train.attempt import Attempt, TooLargeError
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
 from evenstep.train.gradients import set_aside
 from evenstep.train.normalization import Normalization, TokenMean
+from evenstep.train.recovery import recover
 from evenstep.train.result import StepResult
 from evenstep.train.step_checks import check_collective
 from evenstep.train.step_loss import Mode
+from evenstep.train.work import Work, empty_micro_batch
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
 """(the model's outputs, batch) -> unnormalized sums, or a scalar."""
@@ -143,7 +145,11 @@ class Runner:
     def _once(self, work: Work) -> StepResult:
         attempt = Attempt(self, work)
         with set_aside(self.model.parameters(), attempt.framework.owns_gradients):
-            return attempt.result()
+            try:
+                return attempt.result()
+            except BaseException:
+                recover(attempt.framework)
+                raise
 
     def _until_it_fits(self, step: Step) -> StepResult:
         while True:
