@@ -13,6 +13,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.segments import Segments
 from evenstep.data.streams.feed import FedMicroBatch
 from evenstep.tensors.batch import Batch
+from evenstep.train.kept import Places
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,8 @@ class Ready:
     born: tuple[float, ...] = ()
     moved: bool = True
     """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
+    places: Places | None = None
+    """Where its segments lie, if values are kept by sample."""
 
 
 def empty_micro_batch() -> MicroBatch:
