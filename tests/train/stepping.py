@@ -152,7 +152,7 @@ def poisoned(rank: int, size: int, samples: Samples, wraps: list[str]) -> dict[s
                     here = rank == 1 and next(counts) == at
                     return model(batch) * (math.nan if here else 1.0)
 
-                options = {"on_nonfinite": choice, "forward": forward}
+                options: dict[str, Any] = {"on_nonfinite": choice, "forward": forward}
                 first = _run(model, rank, samples, **options)
                 second = _run(model, rank, samples, **options)
                 found[f"{wrap}, {choice} at {at}"] = [first, second]
