@@ -315,9 +315,8 @@ def run_fed(
 ) -> StepResult:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=ranks.size, cp=cp))
     feed = Feed(recipe)
-    runner = Runner(
-        model=model, loss=cross_entropy(), collective=ranks, collate=COLLATOR, **options
-    )
+    options = {"loss": cross_entropy(), **options}
+    runner = Runner(model=model, collective=ranks, collate=COLLATOR, **options)
 
     def fill() -> None:
         for number in share:

@@ -19,18 +19,22 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.per_sequence import Sums
-from evenstep.train.attempt import Attempt, TooLargeError, Work, empty_micro_batch
+from evenstep.train.attempt import Attempt, TooLargeError
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Framework
 from evenstep.train.gradients import set_aside
+from evenstep.train.kept import Keep
 from evenstep.train.normalization import Normalization, TokenMean
+from evenstep.train.recovery import recover
 from evenstep.train.result import StepResult
 from evenstep.train.step_checks import check_collective, check_pair_losses
 from evenstep.train.step_loss import Mode
+from evenstep.train.work import Work, empty_micro_batch
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
 """(the model's outputs, batch) -> unnormalized sums, or a scalar."""
 OnMemory: TypeAlias = Literal["raise", "split"]
+OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +59,19 @@ def call(model: Any, batch: Any) -> Any:
 class Runner:
     """Runs the steps of a model. `run(step)` adds the exact gradient of the step to `.grad`.
 
-    If a step fails, `.grad` is unchanged.
+    If a step fails, `.grad` is unchanged and nothing of the step is left in DDP or fully_shard.
 
     model         a plain module, DDP or fully_shard, compiled or not
     loss          a function written for one sequence (`cross_entropy()`), or several `Loss`es by
                   name, each with its own normalization
     normalization what a single loss is divided by, over all micro-batches and ranks
-    mode          None uses `known` if the totals of the step give every denominator, else
-                  `deferred`: one all-reduce at the end of the step for denominators, losses and
-                  metrics. `per_micro_batch` is a different loss; see `evenstep.train.step_loss`
+    mode          None uses `known` if the totals of the step give every denominator. Else, with
+                  one denominator, `deferred`: one all-reduce at the end of the step for
+                  denominators, losses and metrics. With several, `counted`: all micro-batches are
+                  collated before the first one runs. A fed step with several is `deferred`, which
+                  then costs one more backward per micro-batch and one more gradient in memory for
+                  each further denominator. `per_micro_batch` is a different loss; see
+                  `evenstep.train.step_loss`
     collective    the ranks that share a step: `Distributed()`, or `Alone()` for one process
     collate       (micro-batch, samples) -> Batch
     forward       (model, batch) -> outputs, as the loss function takes them
@@ -76,6 +84,14 @@ class Runner:
     on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
                   run the step again; groups stay whole if the plan keeps them in one micro-batch.
                   Needs a small all-reduce per micro-batch
+    on_nonfinite  what to do if the loss or gradient of a step is inf or NaN, on all ranks alike.
+                  `raise`: an error that names the micro-batch and the samples. `skip`: discard
+                  the gradient of the step; `StepResult.skipped` is True. None leaves the gradient
+                  as it is; see `StepResult.finite`
+    scaler        a `torch.amp.GradScaler`: gradients are scaled, ready for its `unscale_`, `step`
+                  and `update`, which skips steps that are not finite
+    keep          `samples` or `tokens`: return the loss values of each sample, or also of each
+                  token, in `StepResult.kept`
     """
 
     model: Any
@@ -91,6 +107,9 @@ class Runner:
     cost: Cost | None = None
     peak_flops: float | None = None
     on_memory: OnMemory = "raise"
+    on_nonfinite: OnNonfinite | None = None
+    scaler: Any = None
+    keep: Keep | None = None
 
     def __post_init__(self) -> None:
         whole_number("prefetch", self.prefetch, least=0)
@@ -100,6 +119,16 @@ class Runner:
             raise ConfigError(
                 "on_memory='split' changes the number of micro-batches, on which the loss of "
                 "mode='per_micro_batch' depends. Use mode='deferred'."
+            )
+        if self.on_nonfinite is not None:
+            one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
+        if self.keep is not None:
+            one_of("keep", self.keep, Keep)
+        if self.on_nonfinite and self.scaler is not None and self.scaler.is_enabled():
+            raise ConfigError(
+                f"on_nonfinite={self.on_nonfinite!r} and a scaler exclude each other: the scaler "
+                f"has to see gradients that are not finite, to skip the step and lower its scale. "
+                f"Set on_nonfinite=None."
             )
         if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":
             raise ConfigError(
@@ -169,8 +198,15 @@ class Runner:
 
     def _once(self, work: Work) -> StepResult:
         attempt = Attempt(self, work)
-        with set_aside(self.model.parameters(), attempt.framework.owns_gradients):
-            return attempt.result()
+        with set_aside(self.model.parameters(), attempt.framework.owns_gradients) as aside:
+            try:
+                result = attempt.result()
+            except BaseException:
+                recover(attempt.framework)
+                raise
+            if result.skipped:
+                aside.drop()
+        return result
 
     def _until_it_fits(self, step: Step) -> StepResult:
         while True:

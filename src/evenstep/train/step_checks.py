@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
@@ -17,6 +18,7 @@ from evenstep.train.step_loss import StepLoss
 from evenstep.train.tile_values import group_ids
 
 LEAST, MOST = "evenstep/least", "evenstep/most"
+SCALE_LEAST, SCALE_MOST = "evenstep/scale_least", "evenstep/scale_most"
 
 
 # Losses ----------------------------------------------------------------------------------------
@@ -105,6 +107,11 @@ def extremes_of(reduced: Bundle) -> tuple[float, float]:
     return float(reduced.metrics[LEAST].value), float(reduced.metrics[MOST].value)
 
 
+def extremes_of_scale(scale: Tensor) -> dict[str, Metric]:
+    """Metrics to check that all ranks have the same scale of their GradScaler."""
+    return {SCALE_LEAST: Metric.min(scale), SCALE_MOST: Metric.max(scale)}
+
+
 def check_collective(ranks: int, collective: Collective) -> None:
     """Raise if the ranks of a step run in several processes but the collective has one rank.
 
@@ -128,7 +135,14 @@ def check_counts(counts: Sequence[float]) -> None:
 
 
 def check_constants(reduced: Bundle) -> None:
-    """Raise if ranks scaled deferred gradients by different constants."""
+    """Raise if ranks scaled their gradients by different constants."""
+    if SCALE_LEAST in reduced.metrics:
+        scales = [float(reduced.metrics[name].value) for name in (SCALE_LEAST, SCALE_MOST)]
+        if scales[0] != scales[1]:
+            raise InputError(
+                f"the GradScalers of ranks have different scales, from {scales[0]:g} to "
+                f"{scales[1]:g}. Create them alike and call scaler.update() on every rank."
+            )
     if LEAST not in reduced.metrics:
         return
     least, most = extremes_of(reduced)
