@@ -233,14 +233,14 @@ def test_other_implementations_are_judged_by_running() -> None:
     def by_segment(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
                    **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
         cu = kwargs.get("cu_seq_lens_q")
-        cuts = [0, query.shape[2]] if cu is None else cu.tolist()
+        sizes = [query.shape[2]] if cu is None else cu.diff().tolist()
+        parts = zip(*(t.split(sizes, 2) for t in (query, key, value)), strict=True)
         found = [
             scaled_dot_product_attention(
-                *(t[:, :, a:b] for t in (query, key, value)), is_causal=True, enable_gqa=True,
-                scale=kwargs.get("scaling"),
+                q, k, v, is_causal=True, enable_gqa=True, scale=kwargs.get("scaling")
             )
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        ]  # fmt: skip
+            for q, k, v in parts
+        ]
         return torch.cat(found, 2).transpose(1, 2), None
 
     def whole(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
