@@ -208,8 +208,12 @@ class Attempt:
         items: list[Batch | tuple[MicroBatch, Batch]] = []
         for position, item in enumerate(self.work.items):
             assert not isinstance(item, FedMicroBatch)
+            if isinstance(item, Batch):
+                items.append(item)
+                continue
+            assert not isinstance(item[1], Batch)
             try:
-                items.append((item[0], self._collated(*item)) if isinstance(item, tuple) else item)
+                items.append((item[0], self._collated(item[0], item[1])))
             except Exception as error:
                 with suppress(Exception):
                     error.add_note(f"while preparing {self._in_preparation(position)}")
@@ -310,6 +314,7 @@ class Attempt:
         amounts: Mapping[str, Tensor],
         scales: Mapping[str, float],
     ) -> None:
+        assert self.runner.forward is not None
         outputs = self.runner.forward(self.runner.model, shard)
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Metric] = {}
