@@ -16,6 +16,7 @@ from evenstep.lazy import exports
 if TYPE_CHECKING:
     from evenstep.train.collectives import Alone, Collective, Distributed
     from evenstep.train.context_exchange import context_attention
+    from evenstep.train.kept import Kept
     from evenstep.train.normalization import (
         Constant,
         Custom,
@@ -39,6 +40,7 @@ __all__ = [
     "Distributed",
     "FixedLength",
     "GroupMean",
+    "Kept",
     "Loss",
     "Normalization",
     "Runner",
@@ -58,6 +60,7 @@ if not TYPE_CHECKING:
         {
             "collectives": ["Alone", "Collective", "Distributed"],
             "context_exchange": ["context_attention"],
+            "kept": ["Kept"],
             "normalization": [
                 "Constant",
                 "Custom",
