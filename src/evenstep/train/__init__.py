@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evenstep.train.context_exchange import context_attention
     from evenstep.train.experts import expert_frequencies
     from evenstep.train.forwards import register_forward
+    from evenstep.train.kept import Kept
     from evenstep.train.normalization import (
         Constant,
         Custom,
@@ -45,6 +46,7 @@ __all__ = [
     "Distributed",
     "FixedLength",
     "GroupMean",
+    "Kept",
     "Loss",
     "Normalization",
     "Runner",
@@ -69,6 +71,7 @@ if not TYPE_CHECKING:
             "context_exchange": ["context_attention"],
             "experts": ["expert_frequencies"],
             "forwards": ["register_forward"],
+            "kept": ["Kept"],
             "normalization": [
                 "Constant",
                 "Custom",

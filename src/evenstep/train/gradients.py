@@ -73,7 +73,8 @@ class SeparateGradients:
 
     Each denominator after the first needs a backward of its own and the memory of one more
     gradient. With `fully_shard` the accumulators are shards, and every backward must exchange
-    gradients; DDP must not exchange any (`no_sync`): sum them after `combine`.
+    gradients; DDP must not exchange any (`no_sync`): sum them after `combine`. A compiled model
+    needs `torch._functorch.config.donated_buffer = False`.
 
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> separate = SeparateGradients([x])

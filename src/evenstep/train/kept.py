@@ -25,6 +25,18 @@ class Kept:
     Values are weighted as the normalization weights them and not divided: the sum of `samples`
     over all ranks is the loss times its denominator. Of a split sample, a rank has the values of
     its own segments.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.demo.decoder import Decoder, DecoderShape
+    >>> from evenstep.tensors import Collator, cross_entropy
+    >>> from evenstep.train import run_step
+    >>> samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    >>> plan = make_plan([3, 2], Recipe(layout=Packed(max_tokens=3)))
+    >>> batches = [Collator()(micro, samples) for micro in plan[0, 0]]
+    >>> model = Decoder(DecoderShape(vocab=10))
+    >>> kept = run_step(batches, model, cross_entropy(), keep="tokens").kept
+    >>> kept.sample_ids.tolist(), [len(values) for values in kept.tokens["loss"]]
+    ([0, 1], [3, 2])
     """
 
     sample_ids: IntArray

@@ -79,6 +79,7 @@ class StepResult:
             summary.fill(self.tokens, self.slots),
             "" if planned is None else f"imbalance {planned:.3f} planned",
             summary.attempt(lambda: f"imbalance {self.measured_imbalance:.3f} measured"),
+            "skipped" if self.skipped else "",
             f"{self.timings.total:.3g} s",
         )
         return summary.line("StepResult", parts)
