@@ -1,0 +1,196 @@
+"""Gradients of a tiny model: packed and padded, compared with one sample at a time.
+
+The reference runs `model(input_ids=...)` on each sample, with eager attention where the class has
+it, and sums the loss over all labels. The error of a parameter is the largest difference of its
+gradient, divided by the largest entry of its reference gradient, or by `LEAST` of the largest entry
+of any parameter if that is more: gradients that are zero but for rounding have no scale of their
+own. The error of a model is the largest of its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from evenstep import Packed, Padded, Recipe, make_plan
+from evenstep.integrations.huggingface import hf_kwargs, supports_packing
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
+from tests.slow.kinds import Kind
+from tests.slow.tiny_configs import TOKENS, tiny_config
+
+LENGTHS = [5, 23, 12]
+"""Beyond every window and chunk of a tiny config."""
+LIMIT = 1e-6
+LEAST = 0.1
+RECIPES = {
+    "packed": Recipe(layout=Packed(max_tokens=sum(LENGTHS))),
+    "packed with a tail": Recipe(layout=Packed(max_tokens=48, pad_to=48)),
+    "padded": Recipe(layout=Padded(max_tokens=3 * 24, pad_to=24)),
+}
+IMPLEMENTATIONS = ("eager", "sdpa")
+
+Gradients: TypeAlias = dict[str, Tensor]
+
+
+def made(kind: Kind, implementation: str | None, dtype: torch.dtype) -> Any:
+    """The model with random weights, the same for every implementation and dtype.
+
+    All parameters are random, including those that models set to zero or one: a gate or a sink of
+    zero would hide what passes through it.
+    """
+    model_class = kind.model_class
+    torch.manual_seed(0)
+    config = tiny_config(model_class.config_class)
+    # The grouped matrix products of experts have no double precision.
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    model = model_class._from_config(config, attn_implementation=implementation, **experts)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            if parameter.ndim < 2:
+                parameter += 0.1 * noise
+            else:
+                inputs = math.prod(parameter.shape[1 if parameter.ndim > 3 else -1 :])
+                parameter.copy_(noise / inputs**0.5)
+    return model.eval().to(dtype).requires_grad_()
+
+
+def tokens_of() -> list[Tensor]:
+    """The samples."""
+    random = torch.Generator().manual_seed(2)
+    return [torch.randint(TOKENS.start, TOKENS.stop, (n,), generator=random) for n in LENGTHS]
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss, summed over labels that count."""
+    return functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def gradients_of(model: Any, losses: list[Callable[[], Tensor]]) -> Gradients:
+    """The gradient of the sum of these losses."""
+    model.zero_grad(set_to_none=True)
+    for loss in losses:
+        loss().backward()
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+
+
+def reference(model: Any) -> Gradients:
+    """The gradient, one sample at a time."""
+
+    def loss_of(sample: Tensor) -> Tensor:
+        logits = model(input_ids=sample[None], use_cache=False).logits
+        return summed(logits[:, :-1], sample[None, 1:])
+
+    return gradients_of(model, [lambda each=each: loss_of(each) for each in tokens_of()])
+
+
+@cache
+def batches_of(layout: str) -> list[Batch]:
+    """The micro-batches of the samples."""
+    samples = [{"input_ids": tokens} for tokens in tokens_of()]
+    plan = make_plan(LENGTHS, RECIPES[layout])
+    return [Collator()(micro, samples) for micro in plan[0, 0]]
+
+
+def laid_out(model: Any, layout: str) -> Gradients:
+    """The gradient of packed or padded samples."""
+
+    def loss_of(batch: Batch) -> Tensor:
+        return summed(model(**hf_kwargs(batch)).logits, batch.labels)
+
+    return gradients_of(model, [lambda each=each: loss_of(each) for each in batches_of(layout)])
+
+
+def error_of(found: Gradients, expected: Gradients) -> float:
+    """The largest relative error of a parameter; infinite if anything is not finite."""
+    least = LEAST * max(float(each.abs().max()) for each in expected.values() if each.numel())
+    worst = 0.0
+    for name, each in expected.items():
+        if each.numel():
+            off = float((found[name] - each).abs().max())
+            if not math.isfinite(off):
+                return math.inf
+            worst = max(worst, off / max(float(each.abs().max()), least))
+    return worst
+
+
+def measure(kind: Kind) -> dict[str, Any]:
+    """Errors by implementation and layout in single and double precision, and what we promise."""
+    found: dict[str, Any] = {"implementations": {}}
+    for dtype in (torch.float32, torch.float64):
+        name = str(dtype).removeprefix("torch.")
+        try:
+            model, used = _reference_model(kind, dtype)
+            expected = reference(model)
+        except Exception as error:
+            if dtype == torch.float32:
+                return {"unbuildable": _said(error)}
+            found["double"] = _said(error)
+            break
+        if dtype == torch.float32:
+            found |= _facts(model) | {"reference": used}
+        for implementation in IMPLEMENTATIONS:
+            into = found["implementations"].setdefault(implementation, {})
+            _measure_implementation(kind, implementation, dtype, expected, into)
+            into.setdefault("precisions", []).append(name)
+    return found
+
+
+def _reference_model(kind: Kind, dtype: torch.dtype) -> tuple[Any, str]:
+    try:
+        return made(kind, "eager", dtype), "eager"
+    except ValueError:
+        return made(kind, None, dtype), "its own"
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    config = model.config.get_text_config()
+    layers = zip(
+        *(
+            value
+            for name in ("layer_types", "mlp_layer_types")
+            if isinstance(value := getattr(config, name, None), list)
+        ),
+        strict=False,
+    )
+    return {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "layers": [" + ".join(each) for each in layers],
+        "experts": any("expert" in name for name, _ in model.named_modules()),
+    }
+
+
+def _measure_implementation(
+    kind: Kind, implementation: str, dtype: torch.dtype, expected: Gradients, into: dict[str, Any]
+) -> None:
+    try:
+        model = made(kind, implementation, dtype)
+    except Exception as error:
+        into["refused"] = _said(error)
+        return
+    if "safe" not in into:
+        support = supports_packing(model)
+        into |= {"safe": support.safe, "why": support.why}
+    for layout in RECIPES:
+        errors = into.setdefault(layout, {})
+        try:
+            errors[str(dtype).removeprefix("torch.")] = error_of(laid_out(model, layout), expected)
+        except Exception as error:
+            errors["failed"] = _said(error)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
