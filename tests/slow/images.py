@@ -92,8 +92,9 @@ def _count(model: Any, image: Image) -> int:
         found = _COUNTS.findall(str(error))
         if not found:
             raise
-        tokens, features = map(int, found[-1])  # or numbers of values, of one token and of all
-        return features // max(tokens, 1)
+        features = int(found[-1][1])  # or the number of their values
+        width = model.config.get_text_config().hidden_size
+        return features // width if features % width == 0 else features
     return 1
 
 

@@ -25,15 +25,11 @@ from evenstep.tensors.collate import Collator
 from tests.slow.kinds import Kind
 from tests.slow.tiny_configs import TOKENS, tiny_config
 
-LENGTHS = [5, 23, 12]
+LENGTHS = (5, 23, 12)
 """Beyond every window and chunk of a tiny config."""
+LAYOUTS = ("packed", "packed with a tail", "padded")
 LIMIT = 1e-6
 LEAST = 0.1
-RECIPES = {
-    "packed": Recipe(layout=Packed(max_tokens=sum(LENGTHS))),
-    "packed with a tail": Recipe(layout=Packed(max_tokens=48, pad_to=48)),
-    "padded": Recipe(layout=Padded(max_tokens=3 * 24, pad_to=24)),
-}
 IMPLEMENTATIONS = ("eager", "sdpa")
 
 Gradients: TypeAlias = dict[str, Tensor]
@@ -63,10 +59,21 @@ def made(kind: Kind, implementation: str | None, dtype: torch.dtype) -> Any:
     return model.eval().to(dtype).requires_grad_()
 
 
-def tokens_of() -> list[Tensor]:
-    """The samples."""
+def samples_of(image: Image | None = None) -> list[dict[str, Tensor]]:
+    """Samples of `LENGTHS` tokens; after the third token of all but the first, an image."""
     random = torch.Generator().manual_seed(2)
-    return [torch.randint(TOKENS.start, TOKENS.stop, (n,), generator=random) for n in LENGTHS]
+    made = []
+    for length in LENGTHS:
+        tokens = torch.randint(TOKENS.start, TOKENS.stop, (length,), generator=random)
+        held = image is not None and len(made) > 0
+        if held:
+            placeholders = torch.full((image.count,), image.token)
+            tokens = torch.cat([tokens[:3], placeholders, tokens[3:]])
+        made.append({"input_ids": tokens})
+        if image is not None:
+            made[-1] |= {name: t if held else t[:0] for name, t in image.tensors.items()}
+            made[-1] |= image.marks(tokens)
+    return made
 
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -76,42 +83,69 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def gradients_of(model: Any, losses: list[Callable[[], Tensor]]) -> Gradients:
-    """The gradient of the sum of these losses."""
+def gradients_of(model: Any, losses: Iterable[Tensor]) -> Gradients:
+    """The gradient of the sum of these losses, each of which is computed after the one before."""
     model.zero_grad(set_to_none=True)
     for loss in losses:
-        loss().backward()
+        loss.backward()
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
     }
 
 
-def reference(model: Any) -> Gradients:
+def reference(model: Any, image: Image | None) -> Gradients:
     """The gradient, one sample at a time."""
 
-    def loss_of(sample: Tensor) -> Tensor:
-        logits = model(input_ids=sample[None], use_cache=False).logits
-        return summed(logits[:, :-1], sample[None, 1:])
+    def losses() -> Iterator[Tensor]:
+        for sample in samples_of(image):
+            tokens = sample["input_ids"]
+            given = {n: t[None] if image and n in image.types else t for n, t in sample.items()}
+            given = {n: _cast(t, model.dtype) for n, t in given.items() if len(t)}
+            logits = model(**given | {"input_ids": tokens[None], "use_cache": False}).logits
+            yield summed(logits[:, :-1], tokens[None, 1:])
 
-    return gradients_of(model, [lambda each=each: loss_of(each) for each in tokens_of()])
+    return gradients_of(model, losses())
+
+
+def batches_of(layout: str, image: Image | None, dtype: torch.dtype) -> list[Batch]:
+    """The micro-batches of the samples."""
+    samples = samples_of(image)
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    extras = {}
+    if image is not None:
+        extras = {
+            name: Extra(aligned="ragged", dtype=_cast(t, dtype).dtype, shape=tuple(t.shape[1:]))
+            for name, t in image.tensors.items()
+        } | {name: Extra(aligned="token", dtype=torch.int64) for name in image.types}
+    collate = Collator(extras=extras)
+    plan = plan_of(layout, tuple(lengths))
+    return [collate(micro, samples) for micro in plan[0, 0]]
 
 
 @cache
-def batches_of(layout: str) -> list[Batch]:
-    """The micro-batches of the samples."""
-    samples = [{"input_ids": tokens} for tokens in tokens_of()]
-    plan = make_plan(LENGTHS, RECIPES[layout])
-    return [Collator()(micro, samples) for micro in plan[0, 0]]
+def plan_of(layout: str, lengths: tuple[int, ...]) -> Plan:
+    """One micro-batch of all samples."""
+    widest = -(-max(lengths) // 8) * 8
+    total = -(-sum(lengths) // 8) * 8 + 8
+    recipes = {
+        "packed": Recipe(layout=Packed(max_tokens=sum(lengths))),
+        "packed with a tail": Recipe(layout=Packed(max_tokens=total, pad_to=total)),
+        "padded": Recipe(layout=Padded(max_tokens=len(lengths) * widest, pad_to=widest)),
+    }
+    return make_plan(list(lengths), recipes[layout])
 
 
-def laid_out(model: Any, layout: str) -> Gradients:
+def laid_out(model: Any, layout: str, image: Image | None) -> Gradients:
     """The gradient of packed or padded samples."""
+    batches = batches_of(layout, image, model.dtype)
+    return gradients_of(
+        model, (summed(model(**hf_kwargs(batch, model)).logits, batch.labels) for batch in batches)
+    )
 
-    def loss_of(batch: Batch) -> Tensor:
-        return summed(model(**hf_kwargs(batch)).logits, batch.labels)
 
-    return gradients_of(model, [lambda each=each: loss_of(each) for each in batches_of(layout)])
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype) if values.is_floating_point() else values
 
 
 def error_of(found: Gradients, expected: Gradients) -> float:
