@@ -22,6 +22,7 @@ from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.metrics import Metric
 from evenstep.tensors.per_sequence import Sums
 from evenstep.train.bundle import Bundle
+from evenstep.train.forwards import logits_of
 from evenstep.train.framework import Framework, sum_gradients
 from evenstep.train.normalization import weighted
 from evenstep.train.prefetch import Prefetch
@@ -301,7 +302,8 @@ class Attempt:
         amounts: Mapping[str, Tensor],
         scales: Mapping[str, float],
     ) -> None:
-        outputs = self.runner.forward(self.runner.model, shard)
+        assert self.runner.forward is not None
+        outputs = logits_of(self.runner.forward(self.runner.model, shard))
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Metric] = {}
         for name, loss in self.losses.items():

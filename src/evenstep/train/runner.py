@@ -21,6 +21,7 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.per_sequence import Sums
 from evenstep.train.attempt import Attempt, TooLargeError, Work, empty_micro_batch
 from evenstep.train.collectives import Alone, Collective
+from evenstep.train.forwards import Forward, forward_of
 from evenstep.train.framework import Framework
 from evenstep.train.gradients import set_aside
 from evenstep.train.normalization import Normalization, TokenMean
@@ -46,11 +47,6 @@ class Loss:
     weight: float = 1.0
 
 
-def call(model: Any, batch: Any) -> Any:
-    """The default `forward`: `model(batch)`."""
-    return model(batch)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
     """Runs the steps of a model. `run(step)` adds the exact gradient of the step to `.grad`.
@@ -66,7 +62,9 @@ class Runner:
                   metrics. `per_micro_batch` is a different loss; see `evenstep.train.step_loss`
     collective    the ranks that share a step: `Distributed()`, or `Alone()` for one process
     collate       (micro-batch, samples) -> Batch
-    forward       (model, batch) -> outputs, as the loss function takes them
+    forward       (model, batch) -> outputs, as the loss function takes them; None uses `hf_forward`
+                  for Hugging Face models and `model(batch)` for others. Of a `ModelOutput`, losses
+                  get the logits; return `dict(outputs)` to pass on all of it
     shard         Batch -> BatchShard of this context-parallel rank, e.g.
                   `lambda batch: shard_context(batch, rank, size)`
     device        where batches are moved before they run; None leaves them
@@ -83,7 +81,7 @@ class Runner:
     mode: Mode | None = None
     collective: Collective = field(default_factory=Alone)
     collate: Callable[[MicroBatch, Any], Batch] = field(default_factory=Collator)
-    forward: Callable[[Any, Any], Any] = call
+    forward: Forward | None = None
     shard: Callable[[Batch], BatchShard] | None = None
     device: torch.device | str | None = None
     prefetch: int = 1
@@ -92,6 +90,8 @@ class Runner:
     on_memory: OnMemory = "raise"
 
     def __post_init__(self) -> None:
+        if self.forward is None:
+            object.__setattr__(self, "forward", forward_of(self.model))
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
         if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":

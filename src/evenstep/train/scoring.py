@@ -20,8 +20,8 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import label_log_probs
 from evenstep.tensors.restore import restore_ragged
 from evenstep.train.collectives import Alone, Collective
+from evenstep.train.forwards import Forward, forward_of, logits_of
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.runner import call
 
 
 def compute_log_probs(
@@ -31,7 +31,7 @@ def compute_log_probs(
     *,
     collective: Collective | None = None,
     collate: Callable[[MicroBatch, Any], Batch] | None = None,
-    forward: Callable[[Any, Any], Any] = call,
+    forward: Forward | None = None,
     device: torch.device | str | None = None,
     prefetch: int = 1,
 ) -> list[Tensor]:
@@ -49,6 +49,7 @@ def compute_log_probs(
     [3, 1]
     """
     ranks = Alone() if collective is None else collective
+    run = forward_of(model) if forward is None else forward
     collator = Collator() if collate is None else collate
     if recipe.topology.dp != ranks.size:
         raise ConfigError(
@@ -67,7 +68,7 @@ def compute_log_probs(
 
     with torch.no_grad(), closing(iter(Prefetch(batches(), prefetch))) as prepared:
         for key, batch in prepared:
-            outputs = forward(model, batch)
+            outputs = logits_of(run(model, batch))
             # All tokens, not only loss tokens.
             labels = batch.ahead("tokens", fill=IGNORE_INDEX)
             found = label_log_probs(outputs.flatten(0, 1), labels.flatten())
