@@ -10,7 +10,7 @@ own. The error of a model is the largest of its parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -18,24 +18,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evenstep import Packed, Padded, Recipe, make_plan
+from evenstep import Packed, Padded, Plan, Recipe, make_plan
 from evenstep.integrations.huggingface import hf_kwargs, supports_packing
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
+from evenstep.tensors.extras import Extra
+from tests.slow.images import Image, NoImage, image_of
 from tests.slow.kinds import Kind
-from tests.slow.tiny_configs import TOKENS, tiny_config
+from tests.slow.tiny_configs import TOKENS, WINDOW, tiny_config
 
 LENGTHS = (5, 23, 12)
 """Beyond every window and chunk of a tiny config."""
 LAYOUTS = ("packed", "packed with a tail", "padded")
 LIMIT = 1e-6
 LEAST = 0.1
-IMPLEMENTATIONS = ("eager", "sdpa")
+IMPLEMENTATIONS = ("eager", "sdpa", "evenstep")
 
 Gradients: TypeAlias = dict[str, Tensor]
 
 
-def made(kind: Kind, implementation: str | None, dtype: torch.dtype) -> Any:
+def made(
+    kind: Kind, implementation: str | None, dtype: torch.dtype, window: int = WINDOW
+) -> Any:
     """The model with random weights, the same for every implementation and dtype.
 
     All parameters are random, including those that models set to zero or one: a gate or a sink of
@@ -43,7 +47,7 @@ def made(kind: Kind, implementation: str | None, dtype: torch.dtype) -> Any:
     """
     model_class = kind.model_class
     torch.manual_seed(0)
-    config = tiny_config(model_class.config_class)
+    config = tiny_config(model_class.config_class, window)
     # The grouped matrix products of experts have no double precision.
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     model = model_class._from_config(config, attn_implementation=implementation, **experts)
@@ -164,22 +168,25 @@ def error_of(found: Gradients, expected: Gradients) -> float:
 def measure(kind: Kind) -> dict[str, Any]:
     """Errors by implementation and layout in single and double precision, and what we promise."""
     found: dict[str, Any] = {"implementations": {}}
+    rounded: Gradients = {}
     for dtype in (torch.float32, torch.float64):
-        name = str(dtype).removeprefix("torch.")
         try:
             model, used = _reference_model(kind, dtype)
-            expected = reference(model)
+            image = _image(model, found)
+            expected = reference(model, image)
         except Exception as error:
             if dtype == torch.float32:
                 return {"unbuildable": _said(error)}
             found["double"] = _said(error)
-            break
+            return found
         if dtype == torch.float32:
             found |= _facts(model) | {"reference": used}
+            rounded = expected
+        else:
+            found["rounding"] = error_of(rounded, {n: g.float() for n, g in expected.items()})
         for implementation in IMPLEMENTATIONS:
             into = found["implementations"].setdefault(implementation, {})
-            _measure_implementation(kind, implementation, dtype, expected, into)
-            into.setdefault("precisions", []).append(name)
+            _measure_implementation(kind, implementation, dtype, image, expected, into)
     return found
 
 
@@ -188,6 +195,20 @@ def _reference_model(kind: Kind, dtype: torch.dtype) -> tuple[Any, str]:
         return made(kind, "eager", dtype), "eager"
     except ValueError:
         return made(kind, None, dtype), "its own"
+
+
+def _image(model: Any, found: dict[str, Any]) -> Image | None:
+    """The image for the samples; `found["image"]` says how many tokens it has or why there is
+    none."""
+    if not hasattr(model.config, "vision_config"):
+        return None
+    try:
+        image = image_of(model)
+    except NoImage as error:
+        found["image"] = str(error)
+        return None
+    found["image"] = f"{image.count} tokens"
+    return image
 
 
 def _facts(model: Any) -> dict[str, Any]:
@@ -208,20 +229,28 @@ def _facts(model: Any) -> dict[str, Any]:
 
 
 def _measure_implementation(
-    kind: Kind, implementation: str, dtype: torch.dtype, expected: Gradients, into: dict[str, Any]
+    kind: Kind,
+    implementation: str,
+    dtype: torch.dtype,
+    image: Image | None,
+    expected: Gradients,
+    into: dict[str, Any],
 ) -> None:
     try:
         model = made(kind, implementation, dtype)
     except Exception as error:
-        into["refused"] = _said(error)
+        into["unavailable"] = _said(error)
         return
-    if "safe" not in into:
-        support = supports_packing(model)
-        into |= {"safe": support.safe, "why": support.why}
-    for layout in RECIPES:
+    if dtype == torch.float32:
+        # Also with windows that short samples of a probe do not fill.
+        promises = [supports_packing(each) for each in (model, made(kind, implementation, dtype, 4096))]
+        into |= {"safe": promises[0].safe, "why": promises[0].why}
+        into |= {"safe if wide": promises[1].safe, "why if wide": promises[1].why}
+    for layout in LAYOUTS:
         errors = into.setdefault(layout, {})
         try:
-            errors[str(dtype).removeprefix("torch.")] = error_of(laid_out(model, layout), expected)
+            found = error_of(laid_out(model, layout, image), expected)
+            errors["single" if dtype == torch.float32 else "double"] = found
         except Exception as error:
             errors["failed"] = _said(error)
 

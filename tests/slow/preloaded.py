@@ -5,7 +5,7 @@ import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral
 import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
 
-from tests.slow.measure import RECIPES, batches_of
+from tests.slow.measure import LAYOUTS, LENGTHS, plan_of
 
-for recipe in RECIPES:
-    batches_of(recipe)
+for layout in LAYOUTS:
+    plan_of(layout, LENGTHS)

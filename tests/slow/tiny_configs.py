@@ -65,7 +65,6 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 12,
     **dict.fromkeys(["q_lora_rank", "kv_lora_rank", "o_lora_rank"], 16),
     **dict.fromkeys(["rotary_dim", "query_pre_attn_scalar"], 8),
-    "index_topk": 4,
     # layers
     **dict.fromkeys(
         "num_hidden_layers n_layer n_layers num_layers depth decoder_layers encoder_layers layers "
@@ -74,11 +73,6 @@ SIZES: dict[str, Any] = {
     ),
     "use_sliding_window": True,
     "max_window_layers": 1,
-    **dict.fromkeys(
-        "sliding_window sliding_window_size window_size local_attention attention_chunk_size "
-        "attention_window_size keep_window_size".split(),
-        WINDOW,
-    ),
     # experts
     **dict.fromkeys(
         ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4
@@ -102,16 +96,24 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(["num_mtp_layers", "num_nextn_predict_layers"], 0),
     "is_decoder": True,
 }
+WINDOWS = (
+    "sliding_window sliding_window_size window_size local_attention attention_chunk_size "
+    "attention_window_size keep_window_size index_topk"
+).split()
+"""How many keys a token sees, or how long a chunk is."""
 OFF = ("dropout", "drop_path", "layerdrop", "_pdrop", "jitter")
 """What is random in training: fields with these parts in their names are set to 0."""
 
 
-def tiny_config(config_class: type) -> Any:
-    """A tiny config of this class."""
-    return config_class(**_arguments(config_class, iter(range(TOKENS.stop, VOCAB))))
+def tiny_config(config_class: type, window: int = WINDOW) -> Any:
+    """A tiny config of this class, with windows and chunks of this size."""
+    special = iter(range(TOKENS.stop, VOCAB))
+    return config_class(**_arguments(config_class, window, special))
 
 
-def _arguments(config_class: Any, special: Iterator[int], /, **defaults: Any) -> dict[str, Any]:
+def _arguments(
+    config_class: Any, window: int, special: Iterator[int], /, **defaults: Any
+) -> dict[str, Any]:
     """Arguments of a config; each special token takes the next number."""
     given = EXCEPTIONS.get(config_class.model_type, {})
     if "layer_types" in given:
@@ -120,20 +122,21 @@ def _arguments(config_class: Any, special: Iterator[int], /, **defaults: Any) ->
     made: dict[str, Any] = dict(defaults)
     for field in dataclasses.fields(config_class):
         if field.name not in subs and field.name not in given:
-            made |= _sized(field, special)
+            made |= _sized(field, window, special)
     for name, spec in subs.items():
-        made[name] = _sub_config(spec, special) if name not in given else None
+        made[name] = _sub_config(spec, window, special) if name not in given else None
     if "kv_lora_rank" in made and "num_key_value_heads" in made:
         made["num_key_value_heads"] = made["num_attention_heads"]
     return made | _layers(config_class, made | given) | given
 
 
-def _sized(field: dataclasses.Field[Any], special: Iterator[int]) -> dict[str, Any]:
+def _sized(field: dataclasses.Field[Any], window: int, special: Iterator[int]) -> dict[str, Any]:
     """The field with its size, if it has one."""
     name, value = field.name, field.default
-    if name in SIZES:
+    if name in SIZES or name in WINDOWS:
         kinds = re.sub(r"(list|tuple)\[[^]]*\]", "", str(field.type))
-        return {name: SIZES[name]} if re.search(r"\b(int|float|bool)\b", kinds) else {}
+        size = SIZES.get(name, window)
+        return {name: size} if re.search(r"\b(int|float|bool)\b", kinds) else {}
     if isinstance(value, float) and any(part in name for part in OFF):
         return {name: 0.0}
     if _is_token(name) and isinstance(value, int) and value >= TOKENS.start:
@@ -145,12 +148,12 @@ def _is_token(name: str) -> bool:
     return name.endswith(("token_id", "token_index", "_start_id", "_end_id", "newline_id"))
 
 
-def _sub_config(spec: Any, special: Iterator[int]) -> dict[str, Any]:
+def _sub_config(spec: Any, window: int, special: Iterator[int]) -> dict[str, Any]:
     found = spec.config_class
     if not dataclasses.is_dataclass(found):  # AutoConfig
         found = spec.get_config_class(spec.model_type)
-    kept = {name: value for name, value in spec.init_kwargs.items() if name not in SIZES}
-    return {"model_type": spec.model_type, **_arguments(found, special, **kept)}
+    kept = {name: value for name, value in spec.init_kwargs.items() if name not in {*SIZES, *WINDOWS}}
+    return {"model_type": spec.model_type, **_arguments(found, window, special, **kept)}
 
 
 def _layers(config_class: Any, made: dict[str, Any]) -> dict[str, Any]:
