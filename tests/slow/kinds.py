@@ -42,3 +42,8 @@ def kinds() -> list[Kind]:
         ),
         key=lambda kind: kind.types,
     )
+
+
+def kind_of(model_type: str) -> Kind:
+    """The class of this type."""
+    return next(kind for kind in kinds() if model_type in kind.types)
