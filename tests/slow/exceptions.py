@@ -120,6 +120,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "paddleocr_vl_text": _mrope([2, 3, 3]),
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen2_5_omni_text": _mrope([2, 3, 3]),
     "qwen2_5_vl_text": _mrope([2, 3, 3]),
     "qwen2_vl_text": _mrope([2, 3, 3]),

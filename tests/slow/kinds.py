@@ -35,13 +35,9 @@ def kinds() -> list[Kind]:
     vision = dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     for kind, name in [*vision.items(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]:
         types.setdefault(name, []).append(kind)
-    return sorted(
-        (
-            Kind(name, tuple(dict.fromkeys(each)), "vision" if name in vision.values() else "causal")
-            for name, each in types.items()
-        ),
-        key=lambda kind: kind.types,
-    )
+    tasks = {name: "vision" if name in vision.values() else "causal" for name in types}
+    found = (Kind(name, tuple(dict.fromkeys(types[name])), tasks[name]) for name in types)
+    return sorted(found, key=lambda kind: kind.types)
 
 
 def kind_of(model_type: str) -> Kind:

@@ -21,37 +21,41 @@ from tests.slow.measure import (
     error_of,
     image_for,
     made,
+    norm_error,
     reference,
+    rounding_of,
     samples_of,
 )
 
+ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "qwen2_5_vl")
+IMPLEMENTATIONS = ("sdpa", "evenstep")
+WRAPPERS = ("DDP", "FSDP2")
 REPEATED = 2
 """How often the samples are in a step, so that a rank has several micro-batches."""
-WRAPPERS = ("DDP", "FSDP2")
 
 
 def errors_on_ranks(
-    rank: int, size: int, names: list[str], implementations: tuple[str, ...]
-) -> dict[str, float]:
-    """The error of the gradient of a step by class, wrapper and implementation; the rounding error
-    of the reference by class."""
-    found: dict[str, float] = {}
-    for name in names:
-        kind = kind_of(name)
-        model = made(kind, "eager", torch.float32)
-        image = image_for(model)
-        expected = reference(model, image)
-        exact = reference(made(kind, "eager", torch.float64), image)
-        found[name] = error_of(expected, {n: each.float() for n, each in exact.items()})
-        for implementation in implementations:
-            for wrapper in WRAPPERS:
-                key = f"{name} {wrapper} {implementation}"
-                try:
-                    model = made(kind, implementation, torch.float32)
-                except ValueError:  # GPT-OSS has no sdpa
-                    continue
-                gradients = _step(rank, size, _wrapped(model, wrapper, size), image)
-                found[key] = error_of(gradients, expected)
+    rank: int, size: int, name: str, implementations: tuple[str, ...]
+) -> dict[str, Any]:
+    """The errors of the gradient of a step by wrapper and implementation, and the rounding error of
+    the reference."""
+    kind = kind_of(name)
+    model = made(kind, "eager", torch.float32)
+    image = image_for(model)
+    expected = reference(model, image)
+    exact = reference(made(kind, "eager", torch.float64), image)
+    found: dict[str, Any] = {"rounding": rounding_of(expected, exact), "errors": {}}
+    for implementation in implementations:
+        for wrapper in WRAPPERS:
+            try:
+                model = made(kind, implementation, torch.float32)
+            except ValueError:  # GPT-OSS has no sdpa
+                continue
+            gradients = _step(rank, size, _wrapped(model, wrapper, size), image)
+            found["errors"][f"{wrapper} {implementation}"] = {
+                "single": error_of(gradients, expected),
+                "norm": norm_error(gradients, expected),
+            }
     return found
 
 

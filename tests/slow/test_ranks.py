@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow.measure import is_exact
-from tests.slow.ranks import WRAPPERS, errors_on_ranks
+from tests.slow.measure import LIMIT, is_exact
+from tests.slow.ranks import ARCHITECTURES, IMPLEMENTATIONS, WRAPPERS, errors_on_ranks
 from tests.train.processes import results_of
 
 pytestmark = pytest.mark.slow
 
-IMPLEMENTATIONS = ("sdpa", "evenstep")
 NO_SDPA = {"gpt_oss"}
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "qwen2_5_vl"]
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_steps_on_two_ranks_are_exact(name: str, tmp_path: Path) -> None:
-    for errors in results_of(2, errors_on_ranks, tmp_path, [name], IMPLEMENTATIONS, limit=300.0):
-        rounding = errors.pop(name)
-        runs = len(WRAPPERS) * (1 if name in NO_SDPA else 2)
-        assert len(errors) == runs
-        assert all(is_exact({"single": error}, rounding) for error in errors.values()), errors
+    for found in results_of(2, errors_on_ranks, tmp_path, name, IMPLEMENTATIONS, limit=600.0):
+        errors = found["errors"]
+        assert len(errors) == len(WRAPPERS) * (1 if name in NO_SDPA else len(IMPLEMENTATIONS))
+        for error in errors.values():
+            assert is_exact(error, found["rounding"]), errors
+            assert error["norm"] <= LIMIT, errors
