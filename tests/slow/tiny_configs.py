@@ -81,13 +81,7 @@ def _layers(config_class: Any, made: dict[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(config_class)}
     if "num_hidden_layers" not in names or not names & {"layer_types", "mlp_layer_types"}:
         return {}
-    switches = {
-        "use_sliding_window",
-        "sliding_window",
-        "max_window_layers",
-        "first_k_dense_replace",
-    }
-    few = {name: made[name] for name in switches & made.keys()}
+    few = {name: made[name] for name in _SWITCHES & made.keys()}
     default = config_class(**few)
     lists = {
         name: list(value)
