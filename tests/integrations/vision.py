@@ -94,7 +94,7 @@ def vision_samples(images: list[list[tuple[int, int]]], seed: int = 0) -> list[d
 def _sample(sizes: list[tuple[int, int]], random: torch.Generator) -> dict[str, Tensor]:
     def text() -> list[int]:
         count = int(torch.randint(1, 6, (), generator=random))
-        return torch.randint(5, IMAGE, (count,), generator=random).tolist()
+        return list(torch.randint(5, IMAGE, (count,), generator=random).tolist())
 
     tokens = text()
     for height, width in sizes:

@@ -86,7 +86,7 @@ def _extras(batch: Batch, traits: Traits | None) -> dict[str, Any]:
         _refuse_vision(batch)
         return {}
     accepted = traits.parameters
-    found = {
+    found: dict[str, Any] = {
         name: extra
         for name, extra in batch.extras.items()
         if name in accepted and name not in _OWN and batch.aligned.get(name) != "label"

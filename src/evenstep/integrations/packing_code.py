@@ -99,7 +99,7 @@ def _calls(model: Any, *makers: str) -> dict[str, bool]:
 
 
 def _kinds(model: Any) -> Iterator[type]:
-    """The classes of the model's modules that have source code: not those that fully_shard makes."""
+    """The classes of the model's modules with source code, not those that fully_shard makes."""
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         yield next(base for base in kind.__mro__ if "torch.distributed" not in base.__module__)
 

@@ -15,8 +15,8 @@ from evenstep.tensors.slots import PER_SLOT
 class PaddedRows:
     """The segments of a batch in rows of their own, as wide as the longest.
 
-        a a a b b . .  ->  a a a
-                           b b .
+    a a a b b . .  ->  a a a
+                       b b .
     """
 
     batch: Batch

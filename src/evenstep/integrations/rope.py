@@ -67,8 +67,8 @@ class RopeLimit:
 def rope_limit(model: Any) -> RopeLimit | None:
     """The limit of a transformers model whose rotary positions depend on lengths, else None.
 
-        limit = rope_limit(model)  # RopeLimit(kind='longrope', tokens=4096)
-        steps = (separate_lengths(step, limit.tokens) for step in stream)
+    limit = rope_limit(model)  # RopeLimit(kind='longrope', tokens=4096)
+    steps = (separate_lengths(step, limit.tokens) for step in stream)
     """
     found = [limit for module in model.modules() for limit in _limits(module)]
     dynamic = [limit for limit in found if limit.kind == "dynamic"]
@@ -77,7 +77,7 @@ def rope_limit(model: Any) -> RopeLimit | None:
 
 def _limits(module: Any) -> Iterator[RopeLimit]:
     """The limits of a rotary module; its own `rope_type` counts more than the config's."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if "rotary" not in type(module).__name__.lower() or not isinstance(given, Mapping):
         return

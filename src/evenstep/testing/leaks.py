@@ -203,7 +203,8 @@ class _Probe:
                 moved = self.batch.segment_ids[others][size > self.tolerance * scale].unique()
                 layer = self._locate(found.batch, others, found.others)
                 by = float(size.max() / scale)
-                return Leak(segment, tuple(moved.tolist()), "outputs", by, *layer, change="length")
+                leak = Leak(segment, tuple(moved.tolist()), "outputs", by, *layer)
+                return replace(leak, change="length")
         return None
 
     def _resized(self, segment: int) -> Iterator[Tensor]:
@@ -251,9 +252,7 @@ class _Probe:
         shift = torch.randint(1, count, tokens.shape, generator=self.random)
         place = torch.searchsorted(self.choices, tokens) + shift.to(self.batch.device)
         changes = self._slots(segment) & ~torch.isin(tokens, self.kept)
-        return replace(
-            self.batch, tokens=torch.where(changes, self.choices[place % count], tokens)
-        )
+        return replace(self.batch, tokens=torch.where(changes, self.choices[place % count], tokens))
 
     def _moved(self, difference: Tensor, slots: Tensor) -> bool:
         if not slots.any():

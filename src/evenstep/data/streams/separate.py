@@ -18,7 +18,7 @@ from evenstep.errors import ConfigError, PlanError
 
 
 def separate_lengths(step: Step, limit: int) -> Step:
-    """The same step, in which no micro-batch holds segments of up to `limit` tokens and longer ones.
+    """The same step; no micro-batch holds both segments of up to `limit` tokens and longer ones.
 
     For models whose RoPE depends on the longest segment of a micro-batch; see `rope_limit` of
     `evenstep.integrations.huggingface`. A micro-batch with both becomes two, on all ranks of its
