@@ -37,6 +37,13 @@ _INEXACT = (
 
 def page(findings: list[Finding], ranks: dict[str, dict[str, float]], versions: str) -> str:
     """The page: what is exact, what is refused, what cannot be measured."""
+    both = {each["types"][0] for each in findings if each["task"] == "vision"}
+    findings = [
+        {**each, "types": [f"{name} (text)" if name in both else name for name in each["types"]]}
+        if each["task"] == "causal"
+        else each
+        for each in findings
+    ]
     measured = [each for each in findings if "unbuildable" not in each]
     accepted = [each for each in measured if any(_accepts(each, n) for n in IMPLEMENTATIONS)]
     refused = [each for each in measured if each not in accepted]

@@ -18,7 +18,7 @@ from tests.slow.measure import measure
 # Children are forked from a process that has imported transformers.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.slow.preloaded"])
-SECONDS = 60.0
+SECONDS = 180.0
 """Time limit of a class."""
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 PACKED = ("packed", "packed with a tail")
 
 
-@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.types[0])
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.name)
 def test_a_model_is_called_safe_if_and_only_if_packed_gradients_are_exact(kind: Kind) -> None:
     ((_, found),) = survey([kind], workers=1)
     if kind.types[0] in UNBUILT:
