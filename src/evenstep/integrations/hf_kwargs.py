@@ -58,7 +58,7 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
     if one_segment_per_row(batch) and (batch.rows > 1 or not bool(real.all())):
         # A row of padding attends to itself: softmax over a fully masked row is NaN.
         kwargs["attention_mask"] = (real | ~real.any(1, keepdim=True)).long()
-    elif not any(isinstance(extra, RaggedTensor) and _holds(extra) for extra in inputs.values()):
+    elif not (traits and traits.has_tower and any(map(_is_media, inputs.values()))):
         # Not with images: transformers passes these on to the vision tower, which has its own.
         kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = batch.cu_seqlens
         kwargs["max_length_q"] = kwargs["max_length_k"] = batch.max_seqlen
@@ -121,6 +121,10 @@ def _holds(extra: Any) -> bool:
     return not isinstance(extra, RaggedTensor) or len(extra.values) > 0
 
 
+def _is_media(extra: Any) -> bool:
+    return isinstance(extra, RaggedTensor) and _holds(extra)
+
+
 def _value(extra: Any) -> Any:
     """Ragged entries are concatenated in the order of the segments, which is that of tokens."""
     return extra.values if isinstance(extra, RaggedTensor) else extra
@@ -159,7 +163,8 @@ def _positions(
         traits.rope_limit.check(batch)
     if traits.rope_indexer is not None:
         index = core_of(model).get_submodule(traits.rope_indexer).get_rope_index
-        return rope_planes(batch, index, traits.rope_axes, positions, inputs)
+        planes = rope_planes(batch, index, traits.rope_axes, positions, inputs)
+        return torch.cat((positions[None], planes)) if traits.text_plane else planes
     return positions if traits.padding is None else _counted(batch, real, traits.padding)
 
 

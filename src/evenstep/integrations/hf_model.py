@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from evenstep.integrations.rope import RopeLimit, rope_axes, rope_indexer, rope_limit
+from evenstep.integrations.rope import (
+    RopeLimit,
+    rope_axes,
+    rope_indexer,
+    rope_limit,
+    takes_text_plane,
+)
 from evenstep.train.forwards import unwrapped
 
 
@@ -32,6 +38,10 @@ class Traits:
     rope_limit: RopeLimit | None
     rope_indexer: str | None
     rope_axes: int
+    text_plane: bool
+    """Whether multimodal positions begin with a plane of text positions."""
+    has_tower: bool
+    """Whether the model has an encoder of images or sound with attention of its own."""
 
     @property
     def plain_token(self) -> int:
@@ -66,7 +76,7 @@ def _read(core: Any) -> Traits:
     parameters = inspect.signature(core.forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    config = getattr(core, "config", None)
+    config, indexer = getattr(core, "config", None), rope_indexer(core)
     return Traits(
         name=type(core).__name__,
         parameters=parameters,
@@ -76,8 +86,10 @@ def _read(core: Any) -> Traits:
         media=tuple(_media_token(config, kind) for kind in ("image", "video")),
         padding=_padding(core),
         rope_limit=rope_limit(core),
-        rope_indexer=rope_indexer(core),
+        rope_indexer=indexer,
         rope_axes=rope_axes(core),
+        text_plane=indexer is not None and takes_text_plane(core),
+        has_tower=any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")),
     )
 
 

@@ -67,19 +67,14 @@ class _Probe:
 
     def reason(self) -> str | None:
         samples = [self._sample(length) for length in self.lengths]
-        for with_boundaries in (True, False) if self._has_media else (True,):
+        # Images come without `cu_seq_lens`; see `hf_kwargs`.
+        for with_boundaries in (True, False) if self.traits.has_tower else (True,):
             base = self._packed(samples, with_boundaries)
             found = self._neighbours(samples, base, with_boundaries)
             found = found or self._compare_alone(samples, base)
             if found is not None:
                 return found
-        return self._both_ways() if self._has_media else None
-
-    @property
-    def _has_media(self) -> bool:
-        """Images come without `cu_seq_lens`; see `hf_kwargs`."""
-        config = getattr(core_of(self.model), "config", None)
-        return any(self.traits.media) or hasattr(config, "vision_config")
+        return self._both_ways() if self.traits.has_tower or any(self.traits.media) else None
 
     def _neighbours(
         self, samples: list[Tensor], base: list[Tensor], with_boundaries: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,8 +68,14 @@ class RopeLimit:
 def rope_limit(model: Any) -> RopeLimit | None:
     """The limit of a transformers model whose rotary positions depend on lengths, else None.
 
-    limit = rope_limit(model)  # RopeLimit(kind='longrope', tokens=4096)
-    steps = (separate_lengths(step, limit.tokens) for step in stream)
+    `separate_lengths(step, rope_limit(model).tokens)` of `evenstep.data` keeps to a longrope limit.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    >>> config = LlamaConfig(vocab_size=9, rope_parameters=rope, **sizes)
+    >>> rope_limit(LlamaForCausalLM(config))
+    RopeLimit(kind='dynamic', tokens=2048)
     """
     found = [limit for module in model.modules() for limit in _limits(module)]
     dynamic = [limit for limit in found if limit.kind == "dynamic"]
@@ -111,10 +118,9 @@ def rope_planes(
     positions: Tensor,
     inputs: Mapping[str, Any],
 ) -> Tensor:
-    """(1 + axes, rows, width): `positions`, then the axes of each sample's own rotary index.
+    """(axes, rows, width): the axes of each sample's own rotary index.
 
-    transformers reads the boundaries of segments from the first plane, and the rotary positions
-    from the others. `index` is the model's own `get_rope_index`, which runs on one sample at a
+    `index` is the model's own `get_rope_index`, which runs on one sample at a
     time: on a packed row, it would count on from the sample before. `inputs` are the batch's
     extras for the model, with `mm_token_type_ids` if it takes them.
     """
@@ -122,15 +128,23 @@ def rope_planes(
     inputs = {name: _on_cpu(value) for name, value in inputs.items() if name in accepted}
     ragged = [name for name, value in inputs.items() if isinstance(value, RaggedTensor)]
     tokens, plain = batch.tokens.cpu().reshape(-1), positions.cpu().reshape(-1)
-    planes = plain.expand(1 + num_axes, -1).clone()
+    planes = plain.expand(num_axes, -1).clone()
     begins, lengths = batch.cu_seqlens.tolist(), batch.seqlens.tolist()
     tiles = (batch.sample_ids >= 0).nonzero()[:, 0].tolist()
     for segment, tile in enumerate(tiles):
         slots = slice(begins[tile], begins[tile] + lengths[tile])
         given = {name: _of_segment(value, slots, segment) for name, value in inputs.items()}
         if any(given[name] is not None for name in ragged):  # text alone has plain positions
-            planes[1:, slots] = index(input_ids=tokens[None, slots], **given)[0][:, 0]
-    return planes.view(1 + num_axes, *positions.shape).to(positions.device)
+            planes[:, slots] = index(input_ids=tokens[None, slots], **given)[0][:, 0]
+    return planes.view(num_axes, *positions.shape).to(positions.device)
+
+
+def takes_text_plane(model: Any) -> bool:
+    """Whether the model takes the positions of text as a plane before the rotary axes, from which
+    transformers reads the boundaries of segments: four planes, of which it removes the first."""
+    homes = {type(module).__module__ for module in model.modules()}
+    homes = {home for home in homes if home.startswith("transformers.models.")}
+    return any("shape[0] == 4" in inspect.getsource(sys.modules[home]) for home in homes)
 
 
 def rope_axes(model: Any) -> int:
