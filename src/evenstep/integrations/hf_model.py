@@ -117,10 +117,9 @@ def _configs(config: Any) -> Iterator[Any]:
 def _padding(core: Any) -> int | None:
     name = "create_position_ids_from_input_ids"
     for module in core.modules():
-        kind = type(module)
-        counts = hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name)
-        if counts and hasattr(module, "position_embeddings"):
-            index = getattr(module, "padding_idx", None)
-            if index is not None:
-                return int(index)
+        kind, index = type(module), getattr(module, "padding_idx", None)
+        by_function = hasattr(sys.modules.get(kind.__module__), name)
+        by_function = by_function and hasattr(module, "position_embeddings")
+        if index is not None and (by_function or hasattr(kind, name)):
+            return int(index)
     return None
