@@ -16,7 +16,7 @@ MOST = 20
 """Placeholder tokens of an image, so that samples stay within learned positions."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """One image: a placeholder token, how many of them, and its tensors, which have one entry each
     or one per patch."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from evenstep import Packed, Padded, Plan, Recipe, make_plan
+from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import register_attention
 from evenstep.integrations.huggingface import hf_kwargs, supports_packing
 from evenstep.tensors.batch import Batch
@@ -189,7 +190,7 @@ def norm_error(found: Gradients, expected: Gradients) -> float:
     return math.sqrt(off / sum(float(each.double().square().sum()) for each in expected.values()))
 
 
-def is_exact(errors: Mapping[str, float], rounding: float = 0.0) -> bool:
+def is_exact(errors: Mapping[str, Any], rounding: float = 0.0) -> bool:
     """Whether an error is that of rounding: at most `LIMIT` in single or double precision, or four
     times the error of the reference itself in single precision."""
     found = [errors[name] for name in ("single", "double") if name in errors]
@@ -204,7 +205,8 @@ def measure(kind: Kind) -> dict[str, Any]:
         try:
             model, used = _reference_model(kind, dtype)
             image = image_for(model, found)
-            expected = reference(model, image)
+            expected = {image: reference(model, image)}
+            expected |= {None: reference(model, None)} if image is not None else {}
         except Exception as error:
             if dtype == torch.float32:
                 return {"unbuildable": _said(error)}
@@ -212,12 +214,12 @@ def measure(kind: Kind) -> dict[str, Any]:
             return found
         if dtype == torch.float32:
             found |= _facts(model) | {"reference": used}
-            rounded = expected
+            rounded = expected[image]
         else:
-            found["rounding"] = rounding_of(rounded, expected)
+            found["rounding"] = rounding_of(rounded, expected[image])
         for implementation in IMPLEMENTATIONS:
             into = found["implementations"].setdefault(implementation, {})
-            _measure_implementation(kind, implementation, dtype, image, expected, into)
+            _measure_implementation(kind, implementation, dtype, expected, into)
     return found
 
 
@@ -264,10 +266,10 @@ def _measure_implementation(
     kind: Kind,
     implementation: str,
     dtype: torch.dtype,
-    image: Image | None,
-    expected: Gradients,
+    expected: dict[Image | None, Gradients],
     into: dict[str, Any],
 ) -> None:
+    """`expected` has the references with an image and without; refused images are left out."""
     try:
         model = made(kind, implementation, dtype)
     except Exception as error:
@@ -281,14 +283,22 @@ def _measure_implementation(
         into |= {"safe if wide": promises[1].safe, "why if wide": promises[1].why}
     for layout in LAYOUTS:
         errors = into.setdefault(layout, {})
-        try:
-            found = laid_out(model, layout, image)
-            single = dtype == torch.float32
-            errors["single" if single else "double"] = error_of(found, expected)
-            if single:
-                errors["norm"] = norm_error(found, expected)
-        except Exception as error:
-            errors["failed"] = _said(error)
+        for image, reference_of in expected.items():
+            try:
+                found = laid_out(model, layout, image)
+                errors |= _errors(found, reference_of, dtype)
+                break
+            except ConfigError as error:
+                into["images refused" if image else "refused"] = _said(error)
+            except Exception as error:
+                errors["failed"] = _said(error)
+                break
+
+
+def _errors(found: Gradients, expected: Gradients, dtype: torch.dtype) -> dict[str, float]:
+    if dtype == torch.float64:
+        return {"double": error_of(found, expected)}
+    return {"single": error_of(found, expected), "norm": norm_error(found, expected)}
 
 
 def _said(error: Exception) -> str:

@@ -18,7 +18,8 @@ PACKED = ("packed", "packed with a tail")
 _LEGEND = (
     'Packed rows have no padding, or padding at the end; the larger error counts. "–": the class '
     "has no such implementation. Images: the number of tokens of each image, or text if only text "
-    "was run."
+    "was run; an error marked (text) is that of text, because images raise an error with that "
+    "implementation."
 )
 _RANKS = (
     "Packed steps of several micro-batches through `Runner` in two processes, in single precision, "
@@ -104,10 +105,11 @@ def _accepted(findings: Iterable[Finding]) -> Table:
                 cells += ["–", "–"]
             else:
                 packed = [measured[layout] for layout in PACKED]
-                cells += [
+                ways = [
                     _error(packed, each) if measured["safe"] else "refused",
                     _error([measured["padded"]], each),
                 ]
+                cells += [_marked(cell, measured) for cell in ways]
         table.add(_types(each), "yes" if each["experts"] else "", _images(each), *cells)
     return table
 
@@ -115,8 +117,12 @@ def _accepted(findings: Iterable[Finding]) -> Table:
 def _error(errors: list[dict[str, Any]], found: Finding) -> str:
     """The largest error over these layouts."""
     if not all(is_exact(each, found.get("rounding", 0.0)) for each in errors):
-        return "**inexact**"
+        return "refused" if any(not each for each in errors) else "**inexact**"
     return f"{max(each['norm'] for each in errors):.0e}"
+
+
+def _marked(cell: str, measured: dict[str, Any]) -> str:
+    return f"{cell} (text)" if "images refused" in measured and cell != "refused" else cell
 
 
 def _images(found: Finding) -> str:
