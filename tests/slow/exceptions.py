@@ -43,6 +43,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blt_local_encoder": {"hidden_size_global": 32},
     "chameleon": {"vocabulary_map": {"<image>": 90}},
     "chameleon_vqgan": {"base_channels": 32, "num_embeddings": 16, "channel_multiplier": [1, 1]},
+    "cohere2_moe": {"layer_types": SLIDING_AND_FULL, "mlp_layer_types": ["dense", "sparse"]},
     "cohere_compass_text": {
         "head_dim": 16,
         "rope_parameters": {
@@ -61,6 +62,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
     },
+    "flint": {"mlp_only_layers": [0]},
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         **_SHARED,
@@ -127,6 +129,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": _mrope([2, 3, 3]),
     "qwen2_moe": {"num_hidden_layers": 2, "decoder_sparse_step": 2},
     "qwen3_moe": {"num_hidden_layers": 2, "decoder_sparse_step": 2},
+    "qwen3_omni_moe_text": {"decoder_sparse_step": 2},
+    "qwen3_vl_moe_text": {"decoder_sparse_step": 2},
+    "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "muse_spark_text": {"mlp_layer_types": ["dense", "sparse"]},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

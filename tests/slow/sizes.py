@@ -41,6 +41,7 @@ _NAMES: list[tuple[Any, str]] = [
     (2, "layers num_decoder_layers num_encoder_layers num_blocks resampler_depth"),
     (True, "use_sliding_window is_decoder"),
     (1, "max_window_layers"),
+    (2, "no_rope_layer_interval"),
     # Heads that predict further tokens are not part of the logits.
     (0, "num_mtp_layers num_nextn_predict_layers"),
     # experts
