@@ -2,6 +2,7 @@
 
 dataloader   a stream as a torch dataset, and a loader that knows its position
 sampler      a planned stream as a batch sampler, for DataLoader, accelerate and the HF Trainer
+hf_attention attention within segments for transformers models: attn_implementation="evenstep"
 huggingface  keyword arguments for transformers models, and which models keep segments apart
 megatron     the fields of Megatron's PackedSeqParams
 """
