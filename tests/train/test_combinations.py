@@ -256,18 +256,32 @@ def check(choice: Choice, lengths: list[int], seed: int) -> None:
         assert len(errors) == len(ran)
         assert all("with a single" in error for error in errors)
         return
-    held = set().union(*(found[2] for found in ran if not isinstance(found, str)))
+    done = [found for found in ran if not isinstance(found, str)]
+    held = set().union(*(found.segments for found in done))
     loss, gradient = by_definition(model, samples, held, choice.normalization)
-    for found in ran:
-        assert not isinstance(found, str)
-        assert abs(found[0] - loss) < 1e-12 * max(1.0, abs(loss))
-        assert distance(found[1], gradient) < 1e-12
+    for found in done:
+        assert abs(found.loss - loss) < 1e-12 * max(1.0, abs(loss))
+        assert distance(found.gradient, gradient) < 1e-12
+    if choice.cp == 1:
+        total = sum(float(values.sum()) for found in done for values in found.kept.values())
+        assert abs(total - done[0].total) < 1e-10 * max(1.0, abs(total))
+        assert {n for found in done for n in found.kept} == {number for number, *_ in held}
     if choice.overflow != "drop":
         missing = set(range(len(samples))) - choice.broken
         assert {number for number, *_ in held} == missing
 
 
-Ran = tuple[float, Tensor, set[tuple[int, int, int, int]]]
+@dataclass(frozen=True)
+class Ran:
+    """What a rank found."""
+
+    loss: float
+    gradient: Tensor
+    segments: set[tuple[int, int, int, int]]
+    kept: dict[int, Tensor]
+    """The losses of the tokens of each sample."""
+    total: float
+    """The loss times its denominator."""
 
 
 def run(
@@ -277,7 +291,7 @@ def run(
     steps: list[Step],
     samples: list[dict[str, Any]],
 ) -> Ran | str:
-    """(loss, gradient, segments that ran) of a rank, or its error."""
+    """The step of one rank, or its error."""
     own = Small(copy.deepcopy(model), choice.most or 10**9, choice.where)
     rank, options = ranks.rank // choice.cp, dict[str, Any]()
     if choice.cp > 1:
@@ -298,6 +312,7 @@ def run(
         collate=collate,
         prefetch=choice.prefetch,
         on_memory="raise" if choice.most is None else "split",
+        keep="tokens" if choice.cp == 1 else None,
         **options,
     )
     try:
@@ -317,5 +332,13 @@ def run(
     except MicroBatchError as error:
         return str(error)
     numbers = np.arange(rank, len(samples), choice.dp)
+    kept: dict[int, Tensor] = {}
+    if result.kept is not None:
+        ids = result.kept.sample_ids
+        ids = numbers[ids] if choice.kind == "fed" else ids
+        kept = dict(zip(ids.tolist(), result.kept.tokens["loss"], strict=True))
+    assert result.numbers is not None
+    (denominator,) = result.numbers.denominators.values()
     named = held if choice.kind != "fed" else [micro.renumbered(numbers) for micro in held]
-    return result.loss, gradient_of(own), segments_of(named)
+    total = result.loss * denominator
+    return Ran(result.loss, gradient_of(own), segments_of(named), kept, total)

@@ -308,7 +308,7 @@ def test_a_group_that_cannot_be_split_is_an_error_on_every_rank() -> None:
         return str(caught.value)
 
     assert run_ranks(2, rank) == [
-        "micro-batch 0 of step 0 on rank 1 ran out of memory with a single group, which "
+        "micro-batch 0 of 1 of step 0 on rank 1 ran out of memory with a single group, which "
         "groups='micro_batch' keeps together. Lower max_tokens or the samples per group, or plan "
         "with groups='step'.",
         "micro-batch 0 of 1 of step 0 on rank 1 (1 x 8 slots, 2 segments of samples "
