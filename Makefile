@@ -22,8 +22,9 @@ demo: .venv/.demo ## Train on a real corpus in three ways and show the differenc
 test: .venv/.dev ## Run the tests
 	@$(BIN)/python -m pytest
 
-test-slow: .venv/.dev ## Run the tests that take minutes: crashes, every model of transformers
+test-slow: .venv/.dev ## Run what takes longer: crashes, all models, long property tests
 	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest --hypothesis-profile=long
 
 models: .venv/.dev ## Measure every model of transformers and write docs/models.md
 	@$(BIN)/python -m tests.slow.models

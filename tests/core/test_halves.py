@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from evenstep import MicroBatch, Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.core.ragged import IntArray
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, cases
+from tests.examples import examples
 
 
 def keys(micro: MicroBatch) -> list[tuple[int, int, int]]:
@@ -31,7 +32,7 @@ def assert_fits(half: MicroBatch, whole: MicroBatch) -> None:
     assert half.slots < whole.slots + half.width_unit
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases(max_samples=12))
 def test_halves_hold_every_segment_once_and_keep_groups_whole(case: Case) -> None:
     try:
@@ -52,7 +53,7 @@ def test_halves_hold_every_segment_once_and_keep_groups_whole(case: Case) -> Non
             assert not groups[0] & groups[1]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(cases(max_samples=12))
 def test_halving_ends_with_single_groups_or_segments(case: Case) -> None:
     try:

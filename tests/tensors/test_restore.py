@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from evenstep.tensors.origin import Key
 from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
 from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
 from evenstep.train import context_exchange
+from tests.examples import examples
 from tests.tensors.works import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]
@@ -167,7 +168,7 @@ def test_the_result_of_an_empty_micro_batch_is_ignored() -> None:
 # Properties --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(works(), st.integers(0, 3), st.booleans())
 def test_tokens_return_to_their_samples(work: Work, more: int, shifted: bool) -> None:
     plan, size = work.plan, work.plan.recipe.topology.cp
@@ -195,7 +196,7 @@ def test_tokens_return_to_their_samples(work: Work, more: int, shifted: bool) ->
     assert same(restore_tokens(plan, parts, width=width, pad=-1, shifted=shifted), expected)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works(cp=(1, 2)), st.data())
 def test_some_micro_batches_restore_their_own_tokens(work: Work, data: st.DataObject) -> None:
     plan, keys = work.plan, keys_of(work.plan)
@@ -216,7 +217,7 @@ def test_some_micro_batches_restore_their_own_tokens(work: Work, data: st.DataOb
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@settings(max_examples=20)
+@examples(20)
 @given(works())
 def test_results_on_a_gpu_stay_there_and_agree(work: Work) -> None:
     plan, size = work.plan, work.plan.recipe.topology.cp
@@ -254,7 +255,7 @@ def test_entries_of_any_shape_come_back() -> None:
 SHARD: dict[Sharding, Any] = {"context": shard_context, "sequence": shard_sequence}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works(cp=(2, 4)), st.sampled_from(["context", "sequence"]), st.booleans())
 def test_results_of_ranks_are_joined_as_their_batches_were_sharded(
     work: Work, sharding: Sharding, shifted: bool

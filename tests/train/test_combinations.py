@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
@@ -33,6 +33,7 @@ from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.normalization import GroupMean, Normalization, SequenceMean, TokenMean
 from evenstep.train.runner import Runner
+from tests.examples import examples
 from tests.train.on_ranks import Small, feeding
 from tests.train.running import Context, samples_of
 from tests.train.steps import COLLATOR, LIMIT, distance, gradient_of, model_of
@@ -220,7 +221,7 @@ LENGTHS = st.lists(st.integers(1, 2 * LIMIT + 3), min_size=1, max_size=10)
 pytestmark = pytest.mark.filterwarnings("ignore:reader . lost samples after its last step")
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(choice=choices(), lengths=LENGTHS, seed=st.integers(0, 99))
 def test_every_combination_has_the_exact_gradient(
     choice: Choice, lengths: list[int], seed: int
@@ -229,7 +230,7 @@ def test_every_combination_has_the_exact_gradient(
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@examples(1000)
 @given(choice=choices(), lengths=LENGTHS, seed=st.integers(0, 99))
 def test_every_of_many_combinations_has_the_exact_gradient(
     choice: Choice, lengths: list[int], seed: int

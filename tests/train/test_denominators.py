@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.runner import Loss, Runner
 from evenstep.train.step_loss import Mode
+from tests.examples import examples
 from tests.train.on_ranks import Small, run_fed
 from tests.train.running import Plan, expected, plans, run_plan, samples_of, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, NORMALIZATIONS, Work, distance, gradient_of, model_of
@@ -41,7 +42,7 @@ def by_definition(names: list[str], model: Any, work: Work, steps: Any) -> tuple
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8)
+@examples(8)
 @given(
     plan=plans(),
     work=worlds(),
@@ -58,7 +59,7 @@ def test_any_number_of_denominators_is_exact_in_any_plan(
         assert each.result.grad_norm == pytest.approx(float(gradient.norm()), rel=1e-9, abs=1e-15)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(work=worlds(), most=st.integers(LIMIT, 2 * LIMIT), mode=st.sampled_from(MODES))
 def test_micro_batches_may_be_split_on_the_way(work: Work, most: int, mode: Mode | None) -> None:
     names = ["token mean", "sequence mean"]

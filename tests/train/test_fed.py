@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
@@ -21,6 +21,7 @@ from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.runner import Runner
 from evenstep.train.watch import Watch
+from tests.examples import examples
 from tests.train.on_ranks import feeding, run_fed
 from tests.train.running import Plan, expected, samples_of, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
@@ -29,7 +30,7 @@ from tests.train.test_lazy import TIMEOUT, prefetching
 GIANT = Plan("batches", Packed(max_tokens=999))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     work=worlds(),
     size=st.integers(1, 3),
@@ -249,7 +250,7 @@ def test_waiting_for_samples_can_be_interrupted(
 # Ranks that share a batch ---------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     lengths=st.lists(st.integers(1, 2 * LIMIT), min_size=1, max_size=15),
     topology=st.sampled_from(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from evenstep.tensors.losses import cross_entropy
 from evenstep.tensors.per_sequence import PerSequence
 from evenstep.train.normalization import SequenceMean
 from evenstep.train.runner import Loss, Runner, run_step
+from tests.examples import examples
 from tests.train.running import Plan, plans, run_plan, samples_of, scores_alone, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, model_of
 
@@ -29,7 +30,7 @@ def nll_alone(model: Any, sample: Any) -> Tensor:
     return -scores_alone(model, sample["input_ids"]) * counts
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(plan=plans(), work=worlds(), looped=st.booleans())
 def test_values_are_those_of_each_sample_alone(plan: Plan, work: Work, looped: bool) -> None:
     plan, model = replace(plan, cp=1), model_of()
@@ -48,7 +49,7 @@ def test_values_are_those_of_each_sample_alone(plan: Plan, work: Work, looped: b
     assert sorted(seen) == list(range(len(work.samples)))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(plan=plans(split=True), work=worlds(longest=2 * LIMIT + 3))
 def test_segments_of_split_samples_add_up_over_ranks(plan: Plan, work: Work) -> None:
     plan = replace(plan, cp=1, split=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.runner import Runner
+from tests.examples import examples
 from tests.train.on_ranks import Small
 from tests.train.running import Plan, Way, expected, samples_of, steps_of, worlds
 from tests.train.steps import (
@@ -62,7 +63,7 @@ def run(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@settings(max_examples=12)
+@examples(12)
 @given(
     work=worlds(),
     layout=st.sampled_from(WIDE),
@@ -172,7 +173,7 @@ def test_a_batch_without_memory_ahead_is_copied_when_it_runs() -> None:
     assert distance(gradient_of(model), gradient) < 1e-12
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(work=worlds(), dp=st.integers(1, 3), known=st.booleans())
 def test_a_copy_without_memory_is_split_on_all_ranks(work: Work, dp: int, known: bool) -> None:
     plan = Plan("planned", Packed(max_tokens=3 * LIMIT), dp=dp)
@@ -228,7 +229,7 @@ GROUPED: list[Layout] = [
 ]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     work=worlds(),
     layout=st.sampled_from(GROUPED),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.runner import Runner
+from tests.examples import examples
 from tests.train.running import Plan, expected, samples_of, steps_of
 from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
 
@@ -96,7 +97,7 @@ def run(
 
 
 @pytest.mark.parametrize("place", ["loss", "outputs", "parameters"])
-@settings(max_examples=8)
+@examples(8)
 @given(dp=st.integers(1, 3), sample=st.integers(0, 6), known=st.booleans())
 def test_the_error_names_micro_batch_rank_and_sample_on_every_rank(
     place: Place, dp: int, sample: int, known: bool

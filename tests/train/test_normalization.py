@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from evenstep.train.normalization import (
     TokenMean,
     weighted,
 )
+from tests.examples import examples
 from tests.train import steps
 from tests.train.steps import COLLATOR, LIMIT, Work, make_work, works
 
@@ -151,7 +152,7 @@ def test_a_config_finds_them_by_name() -> None:
 # Properties --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(works())
 def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> None:
     batches = [batch for rank in range(work.plan.num_ranks) for batch in work.batches(rank)]
@@ -162,7 +163,7 @@ def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> 
         assert amount == pytest.approx(normalization.known(work.totals), rel=1e-13)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(works())
 def test_weights_are_finite_and_zero_where_labels_are_ignored(work: Work) -> None:
     for rank in range(work.plan.num_ranks):
@@ -198,7 +199,7 @@ def test_a_weighted_batch_is_sharded_for_context_parallel_ranks() -> None:
                     function(wrong)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(works(), st.integers(0, 3))
 def test_a_loss_on_further_labels_does_not_depend_on_the_plan(work: Work, distance: int) -> None:
     every = Custom("every", lambda b: torch.ones(b.labels.shape), distance=distance)

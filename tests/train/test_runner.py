@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from evenstep.train.collectives import Collective
 from evenstep.train.normalization import Constant, FixedLength, GroupMean, SequenceMean
 from evenstep.train.runner import Loss, Runner
 from evenstep.train.step_loss import Mode
+from tests.examples import examples
 from tests.train.running import (
     LAYOUTS,
     Plan,
@@ -56,7 +57,7 @@ def check(name: str, plan: Plan, work: Work, mode: Mode | None, known: bool = Fa
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
-@settings(max_examples=10)
+@examples(10)
 @given(plan=plans(), work=worlds(), known=st.booleans())
 def test_any_plan_of_the_same_samples_has_the_gradient_of_the_definition(
     name: str, plan: Plan, work: Work, known: bool
@@ -66,7 +67,7 @@ def test_any_plan_of_the_same_samples_has_the_gradient_of_the_definition(
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
-@settings(max_examples=6)
+@examples(6)
 @given(plan=plans(split=True), work=worlds(longest=2 * LIMIT + 3), known=st.booleans())
 def test_split_samples_count_as_whole_samples(
     name: str, plan: Plan, work: Work, known: bool
@@ -74,7 +75,7 @@ def test_split_samples_count_as_whole_samples(
     check(name, replace(plan, split=True), work, None, known)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(first=plans(), second=plans(), work=worlds(), known=st.booleans())
 def test_two_plans_agree_in_single_precision(
     first: Plan, second: Plan, work: Work, known: bool
@@ -177,7 +178,7 @@ def entropy(outputs: Tensor, batch: Any) -> Tensor:
     return ((log_probs.exp() * log_probs).sum(-1) * batch.loss_weights).sum()
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(plan=plans(), work=worlds(), known=st.booleans())
 def test_several_losses_share_one_denominator_and_one_bundle(
     plan: Plan, work: Work, known: bool
