@@ -25,7 +25,7 @@ from evenstep.train.framework import Framework
 from evenstep.train.gradients import set_aside
 from evenstep.train.normalization import Normalization, TokenMean
 from evenstep.train.result import StepResult
-from evenstep.train.step_checks import check_collective
+from evenstep.train.step_checks import check_collective, check_fingerprints
 from evenstep.train.step_loss import Mode
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
@@ -90,6 +90,8 @@ class Runner:
     cost: Cost | None = None
     peak_flops: float | None = None
     on_memory: OnMemory = "raise"
+    _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The fingerprint of the first step, once ranks have compared it."""
 
     def __post_init__(self) -> None:
         whole_number("prefetch", self.prefetch, least=0)
@@ -114,6 +116,9 @@ class Runner:
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
                 "whose samples the runner collates."
             )
+        if self.collective.size > 1 and not self._compared:
+            self._compared.append(getattr(step, "fingerprint", ""))
+            check_fingerprints(self._compared[0], self.collective)
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
         check_collective(step.ranks, self.collective)
