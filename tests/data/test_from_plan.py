@@ -101,6 +101,11 @@ def test_a_number_of_ranks_that_does_not_divide_the_plans_is_refused() -> None:
             planned(World(0, ranks))
 
 
+def test_a_plan_of_several_ranks_needs_a_world() -> None:
+    with pytest.raises(ConfigError, match=r"plans for 4 data-parallel ranks .*World.detect\(\)"):
+        PlannedStream.from_plan(Lengths(LENGTHS), make_plan(LENGTHS, RECIPE))
+
+
 def test_every_epoch_of_a_saved_plan_is_the_same() -> None:
     plan = make_plan(LENGTHS, RECIPE)
     stream = PlannedStream.from_plan(
