@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -c constraints.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format bench fuzz fuzz-resume coverage constraints clean
+.PHONY: help demo test test-slow models check format bench fuzz fuzz-resume coverage constraints clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,6 +22,12 @@ demo: .venv/.demo ## Train on a real corpus in three ways and show the differenc
 
 test: .venv/.dev ## Run the tests
 	@$(BIN)/python -m pytest
+
+test-slow: .venv/.dev ## Run the tests that take minutes: crashes, every model of transformers
+	@$(BIN)/python -m pytest -m slow
+
+models: .venv/.dev ## Measure every model of transformers and write docs/models.md
+	@$(BIN)/python -m tests.slow.models
 
 check: .venv/.dev ## Lint, check formatting, types and import layers
 	@echo "ruff check";    $(BIN)/ruff check

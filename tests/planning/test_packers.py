@@ -277,3 +277,9 @@ def test_kernels_give_the_same_plan_without_their_compiler() -> None:
     ]
     assert len(outputs[0].splitlines()) == 45
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["Optimal", "BEST_FIT_DECREASING", "best fit decreasing", ""])
+def test_packers_have_one_spelling(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown packer '{name}'; expected one of: concat"):
+        pack([3, 2], 4, name)

@@ -14,9 +14,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from evenstep import Packed, Padded, Recipe
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors import attention_backends as backends
-from evenstep.tensors.attention_backends import BACKENDS, attention
+from evenstep.tensors import boundaries, flex_backend, varlen_backend
+from evenstep.tensors.attention_backends import BACKENDS, attention, choose
+from evenstep.tensors.attention_call import Call
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.boundaries import Boundaries
 from evenstep.tensors.masks import block_mask, sdpa_mask
 from tests.tensors.batches import RECIPES, batch_of, distance
 
@@ -37,22 +39,30 @@ def tensors_for(
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, causal: bool = True, window: int | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, causal: bool = True, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The definition: token by token, in double precision."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
     shared = q.shape[1] // k.shape[1]
     bounds = batch.cu_seqlens.tolist()
     for begin, end in pairwise(bounds):
         row = begin // batch.width
         for slot in range(begin, end):
             last = slot if causal else end - 1
-            first = begin if window is None else max(begin, slot - window + 1)
+            first = begin
+            if window is not None:
+                first, last = max(begin, slot - window + 1), min(last, slot + window - 1)
             seen = slice(first - row * batch.width, last + 1 - row * batch.width)
             for head in range(q.shape[1]):
                 key, value = (x[row, head // shared, seen].double() for x in (k, v))
                 query = q[row, head, slot - row * batch.width].double()
-                weights = torch.softmax(key @ query / math.sqrt(q.shape[3]), 0)
+                scores = key @ query / math.sqrt(q.shape[3])
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                weights = torch.softmax(scores, 0)[: len(value)]
                 out[row, head, slot - row * batch.width] = weights @ value
     return out
 
@@ -96,12 +106,106 @@ def test_gradients_agree_too(lengths: list[int], recipe: str, window: int | None
         assert distance(found, expected, least=1.0) < 1e-10
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("name", ["segments", "mask", "flex"])
-def test_bidirectional_attention_stays_within_segments(name: str) -> None:
+def test_bidirectional_attention_stays_within_segments(name: str, window: int | None) -> None:
     batch = batch_of([5, 1, 7, 2], "packed static")
     q, k, v = tensors_for(batch)
-    found = attention(q, k, v, batch, causal=False, backend=name)
-    assert distance(found.double(), plain(q, k, v, batch, causal=False)) < 1e-5
+    found = attention(q, k, v, batch, causal=False, window=window, backend=name)
+    assert distance(found.double(), plain(q, k, v, batch, False, window)) < 1e-5
+
+
+@settings(max_examples=25)
+@given(
+    LENGTHS,
+    st.sampled_from(sorted(RECIPES)),
+    WINDOWS,
+    st.sampled_from([None, 0.5, 20.0]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_soft_caps_and_sinks_agree_with_the_definition(
+    lengths: list[int],
+    recipe: str,
+    window: int | None,
+    softcap: float | None,
+    sunk: bool,
+    causal: bool,
+) -> None:
+    batch = batch_of(lengths, recipe)
+    q, k, v = tensors_for(batch)
+    sinks = torch.tensor([0.5, -3.0, 2.0, 8.0]) if sunk else None
+    expected = real(batch, plain(q, k, v, batch, causal, window, softcap, sinks))
+    for name in (None, "segments", "mask", "flex"):
+        if name is None and not causal:
+            continue
+        found = attention(
+            q, k, v, batch,
+            causal=causal, window=window, softcap=softcap, sinks=sinks, backend=name,
+        )  # fmt: skip
+        if causal or name != "mask":
+            assert found.isfinite().all()
+        found = real(batch, found).double()
+        padded = batch.rows * batch.width > int(batch.seqlens.sum())
+        if causal or not padded:  # without causal, a tile includes its padding
+            assert distance(found, expected) < 1e-5, name
+
+
+@settings(max_examples=25)
+@given(
+    LENGTHS,
+    st.sampled_from(["packed", "packed static"]),
+    WINDOWS,
+    st.sampled_from([None, 0.5]),
+    st.booleans(),
+    st.sampled_from(["segments", "mask", "varlen"]),
+)
+def test_gradients_of_sinks_and_soft_caps_are_exact(
+    lengths: list[int], recipe: str, window: int | None, softcap: float | None, causal: bool,
+    name: str,
+) -> None:  # fmt: skip
+    """varlen runs its formulas on the CPU here: the backward with what is left after the sink."""
+    batch = batch_of(lengths, recipe)
+    q, k, v = (x.double().requires_grad_() for x in tensors_for(batch))
+    sinks = torch.tensor([0.5, -3.0, 2.0, 8.0], dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(q.shape, dtype=torch.float64) * batch.token_mask[:, None, :, None]
+    call = Call(q, k, v, Boundaries.of(batch), causal, window, None, softcap, sinks)
+    found = BACKENDS[name].run(call)
+    expected = plain(q, k, v, batch, causal, window, softcap, sinks)
+    assert distance((found * weights).detach(), (expected * weights).detach()) < 1e-12
+    gradients = [
+        torch.autograd.grad((out * weights).sum(), (q, k, v, sinks)) for out in (expected, found)
+    ]
+    for right, mine in zip(*gradients, strict=True):
+        assert distance(mine, right, least=1.0) < 1e-10
+
+
+def test_a_value_dimension_of_its_own() -> None:
+    batch = batch_of([5, 1, 7, 2], "packed static")
+    q, k, v = tensors_for(batch, dim=12)
+    v = v[..., :8]
+    expected = plain(q, k, v, batch)
+    for name in ("segments", "mask", "flex"):
+        assert distance(attention(q, k, v, batch, backend=name).double(), expected) < 1e-5
+    found = BACKENDS["varlen"].run(Call(q, k, v, Boundaries.of(batch)))
+    assert distance(found.double(), expected) < 1e-5
+
+
+def test_dropout_keeps_the_mean_and_drops_weights() -> None:
+    batch = batch_of([3, 2], "packed")
+    q, k, v = (x.double().expand(2000, -1, -1, -1) for x in tensors_for(batch))
+    bounds = Boundaries(2000, 5, torch.arange(0, 10001, 5, dtype=torch.int32), 5)
+    torch.manual_seed(0)
+    for softcap in (None, 50.0):
+        call = Call(q, k, v, bounds, softcap=softcap)
+        dropped = Call(q, k, v, bounds, softcap=softcap, dropout=0.5)
+        assert {choose(dropped), choose(call)} <= {"causal", "segments", "mask"}
+        expected = BACKENDS["segments"].run(call).mean(0)
+        found = BACKENDS["segments"].run(dropped)
+        assert found.std(0).max() > 0.1
+        assert distance(found.mean(0), expected) < 0.2
+    assert "dropout" in str(BACKENDS["varlen"].refuses(dropped))
+    assert "dropout" in str(BACKENDS["flex"].refuses(dropped))
 
 
 def test_the_scale_replaces_the_usual_one() -> None:
@@ -170,7 +274,9 @@ def test_an_empty_micro_batch_gives_finite_outputs_and_gradients() -> None:
 @settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=5),
-    st.sampled_from([(True, None), (True, 1), (True, 130), (True, 300), (False, None)]),
+    st.sampled_from(
+        [(True, None), (True, 1), (True, 130), (True, 300), (False, None), (False, 1), (False, 140)]
+    ),
     st.sampled_from([Packed(max_tokens=2048), Padded(max_tokens=4096, round_to=128)]),
 )
 def test_the_block_mask_is_the_one_that_torch_finds_by_trying_every_entry(
@@ -208,8 +314,9 @@ def test_the_block_mask_is_built_once_per_batch_and_goes_with_it(
         built.append(kwargs)
         return block_mask(*args, **kwargs)
 
-    monkeypatch.setattr(backends, "block_mask", build)
-    before = len(backends._block_masks)
+    monkeypatch.setattr(flex_backend, "block_mask", build)
+    gc.collect()
+    before = len(boundaries._known)
     batch = batch_of([5, 3], "packed")
     q, k, v = tensors_for(batch)
     for _ in range(3):
@@ -219,7 +326,7 @@ def test_the_block_mask_is_built_once_per_batch_and_goes_with_it(
     assert len(built) == 2
     del batch
     gc.collect()
-    assert len(backends._block_masks) == before
+    assert len(boundaries._known) == before
 
 
 # Choosing and refusing -----------------------------------------------------------------------
@@ -229,7 +336,7 @@ def test_plain_causal_attention_runs_padded_batches_and_masks_run_tiny_ones() ->
     def chosen(lengths: list[int], recipe: Recipe, window: int | None = None) -> str:
         batch = batch_of(lengths, recipe)
         q, k, v = tensors_for(batch)
-        return backends._choose(backends.Call(q, k, v, batch, True, window, None))
+        return choose(Call(q, k, v, Boundaries.of(batch), True, window))
 
     assert chosen([9, 4], Recipe(layout=Padded(max_tokens=32))) == "causal"
     assert chosen([9, 4], Recipe(layout=Padded(max_tokens=32)), window=3) == "mask"
@@ -250,8 +357,8 @@ def test_a_backend_that_cannot_run_says_why() -> None:
         attention(q.requires_grad_(), k, v, batch, backend="flex")
     with pytest.raises(ConfigError, match="'causal' requires one segment per row"):
         attention(q, k, v, batch, backend="causal")
-    with pytest.raises(ConfigError, match="window=2 requires causal=True"):
-        attention(q, k, v, batch, causal=False, window=2)
+    with pytest.raises(ConfigError, match="softcap must be positive"):
+        attention(q, k, v, batch, softcap=0.0)
     with pytest.raises(ConfigError, match="window must be at least 1"):
         attention(q, k, v, batch, window=0)
 
@@ -263,71 +370,44 @@ def test_tensors_of_another_shape_are_refused() -> None:
         attention(q, k[:, :, :-1], v, batch)
     with pytest.raises(InputError, match="q has 3 heads, k has 2 and v has 2"):
         attention(q[:, :3], k, v, batch)
+    with pytest.raises(InputError, match=r"sinks has shape \(2,\), .* 4 heads of q"):
+        attention(q, k, v, batch, sinks=torch.zeros(2))
 
 
-# varlen, by the signatures that torch has had ------------------------------------------------
+# varlen on CUDA ------------------------------------------------------------------------------
 
 
-def first_signature(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int,
-    is_causal: bool = False, return_aux: Any = None,
-) -> Tensor:  # fmt: skip
-    assert query.shape[1] == key.shape[1]
-    return one_by_one(query, key, value, cu_seq_q, (-1, 0) if is_causal else (-1, -1), None)
+def test_the_operators_of_flash_attention_take_what_they_are_given() -> None:
+    """Their names are private; a torch that changes them must fail here, not on a GPU."""
+    forward = torch.ops.aten._flash_attention_forward.default._schema
+    names = [argument.name for argument in forward.arguments]
+    assert names[:10] == [
+        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
+        "is_causal", "return_debug_mask",
+    ]  # fmt: skip
+    assert {"scale", "window_size_left", "window_size_right"} <= set(names[10:])
+    backward = torch.ops.aten._flash_attention_backward.default._schema
+    names = [argument.name for argument in backward.arguments]
+    assert names[:14] == [
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k",
+        "max_q", "max_k", "dropout_p", "is_causal", "rng_state", "unused",
+    ]  # fmt: skip
+    assert {"scale", "window_size_left", "window_size_right"} <= set(names[14:])
 
 
-def second_signature(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
-    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:  # fmt: skip
-    assert query.shape[1] == key.shape[1]
-    return one_by_one(query, key, value, cu_seq_q, window_size, scale)
+def test_windows_are_given_to_flash_attention_as_sides() -> None:
+    sides = varlen_backend._sides
+    assert sides(True, 0) == {"window_size_left": -1, "window_size_right": 0}
+    assert sides(True, 4) == {"window_size_left": 3, "window_size_right": 0}
+    assert sides(False, 0) == {"window_size_left": -1, "window_size_right": -1}
+    assert sides(False, 4) == {"window_size_left": 3, "window_size_right": 3}
 
 
-def third_signature(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
-    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    shared = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
-    return one_by_one(query, key, value, cu_seq_q, window_size, scale)
-
-
-def one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: Any, scale: float | None
-) -> Tensor:
-    assert bounds.dtype == torch.int32
-    out = torch.empty_like(query)
-    for begin, end in pairwise(bounds.tolist()):
-        n = end - begin
-        back, ahead = (n if side < 0 else side for side in window)
-        seen = torch.ones(n, n, dtype=torch.bool).tril(ahead).triu(-back)
-        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=scale
-        )
-        out[begin:end] = mixed.transpose(0, 1)
-    return out
-
-
-@pytest.mark.parametrize("signature", [first_signature, second_signature, third_signature])
-def test_varlen_is_called_with_the_parameters_of_each_torch(
-    signature: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "varlen_attn", signature)
-    batch = batch_of([5, 1, 9, 2], "packed static")
-    q, k, v = tensors_for(batch)
-    backends._varlen_parameters.cache_clear()
-    try:
-        for causal, window, scale in (
-            (True, None, None), (True, 3, None), (False, None, None), (True, None, 0.3),
-        ):  # fmt: skip
-            if signature is first_signature and window is not None:
-                continue
-            call = backends.Call(q, k, v, batch, causal, window, scale)
-            expected = BACKENDS["mask"].run(call)
-            assert distance(BACKENDS["varlen"].run(call), expected) < 1e-5
-    finally:
-        backends._varlen_parameters.cache_clear()
+def test_the_operator_has_the_right_shapes_and_gradients_when_it_is_traced() -> None:
+    q, k, v = (torch.randn(7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    sinks = torch.randn(4, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(
+        varlen_backend.varlen, (*leaves, cu_seqlens, 4, True, 2, 0.3, 0.0, sinks.requires_grad_())
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed, Recipe, Topology
+from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.collate import Collator
+from evenstep.tensors.losses import Head
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.scoring import compute_log_probs
@@ -103,3 +106,102 @@ def test_a_forward_that_fails_leaves_no_thread_and_gradients_on() -> None:
     assert caught.value.__traceback__ is not None  # its frames keep objects alive
     assert not prefetching()
     assert torch.is_grad_enabled()
+
+
+def test_dropped_samples_have_zeros_even_if_all_are_dropped() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=4), overflow="drop")
+    samples = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [1] * 6}]
+    found = compute_log_probs(model_of(), samples, recipe)
+    assert [one.tolist() for one in found] == [[0.0] * 5, [0.0] * 6]
+
+
+def test_keys_that_are_not_needed_are_allowed() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=LIMIT))
+    plain = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    more: list[dict[str, Any]] = [
+        {**sample, "reward": 1.0, "text": "abc", "loss_mask": None, "labels": [0]}
+        for sample in plain
+    ]
+    expected = compute_log_probs(model_of(), plain, recipe)
+    for one, other in zip(compute_log_probs(model_of(), more, recipe), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_dropout_is_off_while_scoring_and_modes_are_restored() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(9, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 9)
+    )
+    model[0].eval()  # frozen by its owner
+
+    def forward(module: Any, batch: Any) -> Tensor:
+        return module(batch.tokens)
+
+    samples, recipe = [{"input_ids": [1, 2, 3, 4]}], Recipe(layout=Packed(max_tokens=LIMIT))
+    first, second = (compute_log_probs(model, samples, recipe, forward=forward) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert [module.training for module in model] == [False, True, True]
+    assert model.training
+
+    def failing(module: Any, batch: Any) -> Tensor:
+        raise ValueError("what is this")
+
+    with pytest.raises(ValueError, match="what is this"):
+        compute_log_probs(model, samples, recipe, forward=failing)
+    assert model.training
+
+
+def test_a_model_output_is_read_by_name() -> None:
+    model, samples = model_of(), [{"input_ids": [1, 2, 3]}]
+    recipe = Recipe(layout=Packed(max_tokens=LIMIT))
+
+    def forward(module: Any, batch: Any) -> Any:
+        return SimpleNamespace(logits=module(batch))
+
+    found = compute_log_probs(model, samples, recipe, forward=forward)
+    assert torch.equal(found[0], compute_log_probs(model, samples, recipe)[0])
+
+
+@settings(max_examples=10)
+@given(work=worlds(), layout=st.sampled_from(LAYOUTS), temperature=st.sampled_from([0.5, 1.0, 2.0]))
+def test_temperature_and_entropy_are_those_of_each_sample_alone(
+    work: Work, layout: Layout, temperature: float
+) -> None:
+    model = model_of()
+    found = compute_log_probs(
+        model, work.samples, Recipe(layout=layout), temperature=temperature, entropy=True
+    )
+    for one, sample in zip(found, work.samples, strict=True):
+        ids = torch.as_tensor(sample["input_ids"])
+        micro = make_plan([len(ids)], Recipe(layout=Packed(samples=1)))[0, 0][0]
+        with torch.no_grad():
+            logits = model(Collator()(micro, [{"input_ids": ids}]))[0] / temperature
+        log_probs = logits.log_softmax(-1)[:-1]
+        expected = torch.zeros(len(ids), 2).double()
+        expected[1:, 0] = log_probs.gather(1, ids[1:, None])[:, 0]
+        expected[1:, 1] = -(log_probs.exp() * log_probs).sum(-1)
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_hidden_states_and_a_head_score_as_logits_do() -> None:
+    model, work = model_of(), samples_of([5, 3, 8, 1])
+    recipe = Recipe(layout=Packed(max_tokens=LIMIT))
+
+    def hidden(module: Any, batch: Any) -> Tensor:
+        head, module.head = module.head, torch.nn.Identity()
+        try:
+            return module(batch)
+        finally:
+            module.head = head
+
+    options: Any = {"entropy": True, "temperature": 0.7}
+    expected = compute_log_probs(model, work.samples, recipe, **options)
+    head = Head(model.head, chunk=3)
+    found = compute_log_probs(model, work.samples, recipe, forward=hidden, head=head, **options)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_hidden_padding_mask_is_still_refused() -> None:
+    samples = [{"input_ids": [1, 2], "attention_mask": [1, 0]}]
+    with pytest.raises(InputError, match="0 in its 'attention_mask'"):
+        compute_log_probs(model_of(), samples, Recipe(layout=Packed(max_tokens=LIMIT)))

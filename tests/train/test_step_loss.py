@@ -201,7 +201,7 @@ def test_losses_of_one_normalization_share_a_denominator() -> None:
 @pytest.mark.parametrize("other", [SequenceMean(), Constant(7.0), FixedLength(4.0)])
 def test_a_second_denominator_is_refused_in_deferred_mode(other: Any) -> None:
     losses = {"nll": (TokenMean(), 1.0), "aux": (other, 0.1)}
-    with pytest.raises(ConfigError, match=r"one denominator, got.*mode='known'.*separate=True"):
+    with pytest.raises(ConfigError, match=r"one denominator, got.*mode='counted'.*separate=True"):
         StepLoss(losses=losses)
     StepLoss(losses=losses, separate=True)
     StepLoss(losses=losses, mode="known")

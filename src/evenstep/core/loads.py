@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -45,12 +45,14 @@ class Loads:
         """One step. `unit_of` is the unit of each segment, by default a unit each.
 
         `second` is the second work of each unit. The rows of a padded layout are segments, also
-        where groups share a micro-batch.
+        where groups share a micro-batch. Units without second work come largest first, as bounds
+        would otherwise sort them one by one.
         """
         if unit_of is None or recipe.layout.segments_per_row is not None:
-            loads = cls.of_segments(recipe, aligned[None])
-            return loads if second is None else replace(loads, second=second[None])
+            unit_of = np.arange(len(aligned))
         count = int(unit_of.max(initial=-1)) + 1
+        if second is None and count == len(aligned):
+            return cls.of_segments(recipe, -np.sort(-aligned)[None])
         size, attended = (
             sum_by(unit_of, column, count)[None]
             for column in (aligned, attended_costs(recipe, aligned))

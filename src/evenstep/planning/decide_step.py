@@ -26,6 +26,7 @@ from evenstep.planning.balance.ways import count_packs
 from evenstep.planning.batching.dynamic import count_cuts, count_greedy, cut_greedy, cut_optimal
 from evenstep.planning.batching.in_order import packs_in_order
 from evenstep.planning.counts import first_worth, more_counts
+from evenstep.planning.simpler import fastest
 from evenstep.planning.units import Units
 
 
@@ -38,6 +39,19 @@ def decide_step(
         return _placed(segments, units, recipe, *_in_order(units, recipe, wanted))
     if padded is None:
         return _decide_packs(segments, units, recipe, wanted)
+    none = np.zeros(len(segments))
+
+    def cut(settings: Recipe) -> tuple[DecidedStep, float]:
+        step = _cut_rows(segments, units, settings, padded, wanted)
+        return step, modelled_time(step, recipe, none)
+
+    return fastest(cut, recipe, units, lambda waves: 0.0)
+
+
+def _cut_rows(
+    segments: Segments, units: Units, recipe: Recipe, padded: Padded, wanted: int | None
+) -> DecidedStep:
+    """Decide a step whose rows are sorted and cut."""
     widths = None
     if padded.cut == "greedy":
         address, waves, widths = cut_greedy(units, padded, recipe, wanted)
@@ -117,8 +131,11 @@ def _decide_packs(
     def floor_of(waves: int) -> float:
         return floor().time(waves)
 
-    address, waves = search_packs(problem, wanted, time_of, floor_of)
-    return _placed(segments, units, recipe, address, waves)
+    def search(settings: Recipe) -> tuple[DecidedStep, float]:
+        found = search_packs(replace(problem, recipe=settings), wanted, time_of, floor_of)
+        return _placed(segments, units, settings, found.address, found.waves), found.time
+
+    return fastest(search, recipe, units, floor_of)
 
 
 def _placed(

@@ -8,6 +8,7 @@ context_parallel     a Batch -> one BatchShard per context-parallel rank
 sequence_parallel    the same for sequence-parallel ranks
 per_sequence         a function of one sequence, run on all sequences of a batch
 losses, metrics      such functions
+outputs              the tensor that such a function reads from a model's outputs
 restore              results of micro-batches -> the caller's order
 """
 
@@ -22,7 +23,18 @@ if TYPE_CHECKING:
     from evenstep.tensors.collate import Collator
     from evenstep.tensors.context_parallel import join_context, shard_context
     from evenstep.tensors.extras import Extra, RaggedTensor
-    from evenstep.tensors.losses import cross_entropy, label_log_probs, policy_gradient
+    from evenstep.tensors.losses import (
+        Head,
+        count_experts,
+        cross_entropy,
+        distillation,
+        dpo,
+        label_log_probs,
+        load_balancing,
+        policy_gradient,
+        reward_model,
+        value_loss,
+    )
     from evenstep.tensors.masks import block_mask, sdpa_mask
     from evenstep.tensors.metrics import Metric
     from evenstep.tensors.per_sequence import PerSequence, Sums
@@ -35,6 +47,7 @@ __all__ = [
     "BatchShard",
     "Collator",
     "Extra",
+    "Head",
     "Metric",
     "PerSequence",
     "RaggedTensor",
@@ -42,17 +55,23 @@ __all__ = [
     "View",
     "attention",
     "block_mask",
+    "count_experts",
     "cross_entropy",
+    "distillation",
+    "dpo",
     "join_context",
     "join_sequence",
     "label_log_probs",
+    "load_balancing",
     "policy_gradient",
     "restore_ragged",
     "restore_sequences",
     "restore_tokens",
+    "reward_model",
     "sdpa_mask",
     "shard_context",
     "shard_sequence",
+    "value_loss",
 ]
 
 if not TYPE_CHECKING:
@@ -65,7 +84,18 @@ if not TYPE_CHECKING:
             "collate": ["Collator"],
             "context_parallel": ["join_context", "shard_context"],
             "extras": ["Extra", "RaggedTensor"],
-            "losses": ["cross_entropy", "label_log_probs", "policy_gradient"],
+            "losses": [
+                "Head",
+                "count_experts",
+                "cross_entropy",
+                "distillation",
+                "dpo",
+                "label_log_probs",
+                "load_balancing",
+                "policy_gradient",
+                "reward_model",
+                "value_loss",
+            ],
             "masks": ["block_mask", "sdpa_mask"],
             "metrics": ["Metric"],
             "per_sequence": ["PerSequence", "Sums"],

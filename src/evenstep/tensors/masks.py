@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -14,33 +16,47 @@ BLOCK = 128
 """Slots per side of a FlexAttention block."""
 
 
-def check_window(causal: bool, window: int | None) -> None:
-    """Raise if the window is not positive, or is used without `causal`."""
+class Tiles(Protocol):
+    """Slots divided into tiles: a `Batch` or `Boundaries`."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def cu_seqlens(self) -> Tensor: ...
+    @property
+    def segment_ids(self) -> Tensor: ...
+
+
+def check_window(window: int | None) -> None:
+    """Raise if the window is not positive."""
     if window is not None and window < 1:
         raise ConfigError(f"window must be at least 1, or None for no window; got {window}.")
-    if window is not None and not causal:
-        raise ConfigError(
-            f"window={window} requires causal=True. Omit the window for bidirectional attention."
-        )
 
 
-def visible(batch: Batch, causal: bool = True, window: int | None = None) -> tuple[Tensor, Tensor]:
+def visible(batch: Tiles, causal: bool = True, window: int | None = None) -> tuple[Tensor, Tensor]:
     """The first and last slot of its row that each slot attends to, (rows, width) each.
+
+    A window reaches window - 1 slots back and, without `causal`, as far ahead.
 
     Both never decrease along a row, and a slot attends to itself; `block_mask` relies on this.
     cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
     """
-    check_window(causal, window)
+    check_window(window)
     row = torch.arange(batch.rows, device=batch.device)[:, None] * batch.width
     slot = torch.arange(batch.width, device=batch.device).expand(batch.rows, -1)
     first = batch.cu_seqlens[batch.segment_ids] - row
+    last = slot if causal else batch.cu_seqlens[batch.segment_ids + 1] - row - 1
     if window is not None:
         first = torch.maximum(first, slot - (window - 1))
-    last = slot if causal else batch.cu_seqlens[batch.segment_ids + 1] - row - 1
+        last = torch.minimum(last, slot + (window - 1))
     return first, last
 
 
-def sdpa_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -> Tensor:
+def sdpa_mask(batch: Tiles, *, causal: bool = True, window: int | None = None) -> Tensor:
     """The mask for `scaled_dot_product_attention`: (rows, 1, width, width) bool, True = attend.
 
     >>> from evenstep import Packed, Recipe, make_plan
@@ -55,7 +71,7 @@ def sdpa_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -
     return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
 
 
-def block_mask(batch: Batch, *, causal: bool = True, window: int | None = None) -> BlockMask:
+def block_mask(batch: Tiles, *, causal: bool = True, window: int | None = None) -> BlockMask:
     """The mask for `flex_attention`, built without a width × width tensor.
 
     The keys of a query block are one contiguous range, from the first key of its first query to
@@ -100,9 +116,13 @@ def _mask_mod(tiles: Tensor, causal: bool, window: int | None):  # type: ignore[
         seen = (key <= query) & (query - key < window)
         return (tiles[row, query] == tiles[row, key]) & seen
 
-    if not causal:
-        return same
-    return before if window is None else near
+    def around(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key - query < window) & (query - key < window)
+        return (tiles[row, query] == tiles[row, key]) & seen
+
+    if window is None:
+        return before if causal else same
+    return near if causal else around
 
 
 def one_segment_per_row(batch: Batch) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.metrics import Metric, merge
+from evenstep.tensors.outputs import select_output
 from evenstep.tensors.view import View
 
 Outcome: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Metric]]
@@ -35,6 +36,7 @@ class Sums:
     metrics: dict[str, Metric]
     by_tile: Tensor | None  # per tile, or per segment if `real` is None
     real: Tensor | None = None  # per tile, whether it is a segment
+    by_slot: Tensor | None = None  # (rows * width), if the function returns values per slot
 
     @property
     def by_sequence(self) -> Tensor:
@@ -56,6 +58,11 @@ class PerSequence:
     only on that slot (or, through `sum_by_segment`, on its segment), 0 where the weight is 0, and
     its metrics must leave out slots of weight 0. Both ways give the same sums.
 
+    If the model returns several outputs by name (a mapping, a transformers ModelOutput), the
+    function gets the one called `output`. With unit="pair", the slots of two sequences hold the
+    value of their pair; such a function cannot be looped and needs a normalization that gives
+    sequences or groups equal weights.
+
     The loss of an empty micro-batch is 0. Its metrics are empty but have the same names as on
     other ranks, so the function must accept a sequence without loss tokens.
 
@@ -70,9 +77,12 @@ class PerSequence:
 
     function: SequenceFunction
     vectorised: bool = False
+    output: str = "logits"
+    unit: Literal["token", "pair"] = "token"
 
-    def __call__(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
+    def __call__(self, outputs: Any, batch: Batch | BatchShard) -> Sums:
         """Sums over `batch` from the model's (rows, width, ...) outputs."""
+        outputs = select_output(outputs, self.output, batch.rows, batch.width)
         if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
             raise InputError(
                 f"outputs have shape {tuple(outputs.shape)}, but the batch has {batch.rows} rows "
@@ -90,7 +100,7 @@ class PerSequence:
 
     def looped(self) -> PerSequence:
         """The same function, run on one sequence at a time."""
-        return PerSequence(self.function)
+        return replace(self, vectorised=False)
 
     def _at_once(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
         view = View.of_all(batch)
@@ -102,20 +112,27 @@ class PerSequence:
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-        return Sums(values.sum(), metrics, view.sum_by_segment(values), batch.sample_ids >= 0)
+        by_tile = view.sum_by_segment(values)
+        return Sums(values.sum(), metrics, by_tile, batch.sample_ids >= 0, values.detach())
 
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Sums:
         # The empty slice keeps the outputs in the graph: an empty micro-batch has a backward too.
         losses, flat = [outputs[:0].sum()], outputs.flatten(0, 1)
         metrics: list[dict[str, Metric]] = []
+        by_slot: Tensor | None = outputs.new_zeros(len(flat))
         for view in View.of_segments(batch):
             value, found = _value_and_metrics(self.function(flat[view.slots], view))
             losses.append(value.sum())
             metrics.append(found)
+            if by_slot is not None and value.shape == by_slot[view.slots].shape:
+                by_slot = by_slot.to(torch.promote_types(by_slot.dtype, value.dtype))
+                by_slot[view.slots] = value.detach()
+            else:
+                by_slot = None
         if not metrics:
             metrics.append(self._empty_metrics(flat, batch))
         by_sequence = torch.stack(losses)[1:]
-        return Sums(by_sequence.sum(), merge(metrics), by_sequence)
+        return Sums(by_sequence.sum(), merge(metrics), by_sequence, by_slot=by_slot)
 
     def _empty_metrics(self, flat: Tensor, batch: Batch) -> dict[str, Metric]:
         """Empty metrics for an empty micro-batch; ranks that reduce them need the same names.

@@ -124,6 +124,34 @@ class View:
         )
         return torch.cat((mine[1:], last))
 
+    def by_segment(self, name: str) -> Tensor:
+        """A sequence-aligned extra, one entry per segment; in a view of all slots, per tile.
+
+        Tiles of padding have 0. Entries are in the order of `sum_by_segment`.
+        """
+        aligned, value = self._declared(name)
+        if aligned != "sequence":
+            raise ConfigError(
+                f"the extra {name!r} is {aligned}-aligned, but one value per sequence is needed. "
+                f"Declare it with Extra(aligned='sequence')."
+            )
+        real = self.source.sample_ids >= 0
+        # tiles [a, tail, b] -> entries [0, -, 1]
+        by_tile = value.new_zeros((len(real), *value.shape[1:]))
+        by_tile[real] = value
+        return by_tile if self.tile is None else by_tile[self.tile : self.tile + 1]
+
+    def check_whole_samples(self) -> None:
+        """Raise if the batch holds a part of a split sample."""
+        split = (self.source.starts > 0) & (self.source.sample_ids >= 0)
+        if self.source.continuation is not None:
+            split = split | (self.source.continuation.counts > 0)
+        if bool(split.any()):
+            raise InputError(
+                f"sample {int(self.source.sample_ids[split][0])} was split, but this loss is of "
+                f"whole sequences. Set overflow to 'truncate' or 'drop', or raise max_tokens."
+            )
+
     def ragged(self, name: str) -> RaggedTensor:
         """A ragged extra of the segments in this view."""
         aligned, value = self._declared(name)
@@ -142,14 +170,15 @@ class View:
         return RaggedTensor(value.values[begin:end], offsets)
 
     def sum_by_segment(self, values: Tensor) -> Tensor:
-        """(n) values -> sums per segment; in a view of all slots, per tile."""
+        """(n, ...) values -> sums per segment; in a view of all slots, per tile."""
         if isinstance(self.source, BatchShard):
             raise InputError(
                 "sum_by_segment needs whole sequences, but this view is of a batch shard. Join the "
                 "outputs of all ranks first, or use a function of single tokens."
             )
         count = 1 if self.tile is not None else len(self.source.seqlens)
-        return values.new_zeros(count).index_add(0, self.segment_ids, values)
+        sums = values.new_zeros((count, *values.shape[1:]))
+        return sums.index_add(0, self.segment_ids, values)
 
     def _declared(self, name: str) -> tuple[str, Any]:
         if name not in self.source.extras or name not in self.source.aligned:

@@ -1,10 +1,12 @@
 """Batch -> **loss, gradient**. Everything here needs torch.
 
 runner            one step: micro-batches one at a time, then one exact gradient
-normalization     what the loss of a step is divided by
+normalization     what the loss of a step is divided by; all_tokens is one of them
 collectives       how ranks exchange sums
+forwards          how models of a library are called with a batch
 result            what a step returns
 scoring           log-probs by forward passes alone
+experts           how often each expert is chosen in a step
 watch             stops all ranks when one of them fails
 context_exchange  attention between context-parallel ranks
 """
@@ -14,8 +16,12 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
+    from evenstep.train.all_tokens import AllTokens
     from evenstep.train.collectives import Alone, Collective, Distributed
     from evenstep.train.context_exchange import context_attention
+    from evenstep.train.experts import expert_frequencies
+    from evenstep.train.forwards import register_forward
+    from evenstep.train.kept import Kept
     from evenstep.train.normalization import (
         Constant,
         Custom,
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from evenstep.train.watch import Watch
 
 __all__ = [
+    "AllTokens",
     "Alone",
     "Collective",
     "Constant",
@@ -39,6 +46,7 @@ __all__ = [
     "Distributed",
     "FixedLength",
     "GroupMean",
+    "Kept",
     "Loss",
     "Normalization",
     "Runner",
@@ -49,6 +57,8 @@ __all__ = [
     "Watch",
     "compute_log_probs",
     "context_attention",
+    "expert_frequencies",
+    "register_forward",
     "run_step",
 ]
 
@@ -56,8 +66,12 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "all_tokens": ["AllTokens"],
             "collectives": ["Alone", "Collective", "Distributed"],
             "context_exchange": ["context_attention"],
+            "experts": ["expert_frequencies"],
+            "forwards": ["register_forward"],
+            "kept": ["Kept"],
             "normalization": [
                 "Constant",
                 "Custom",

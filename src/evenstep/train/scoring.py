@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
@@ -17,11 +17,14 @@ from evenstep.errors import ConfigError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import label_log_probs
+from evenstep.tensors.losses.head import Head, Wanted
+from evenstep.tensors.losses.options import positive
+from evenstep.tensors.losses.scores import score
+from evenstep.tensors.outputs import select_output
 from evenstep.tensors.restore import restore_ragged
 from evenstep.train.collectives import Alone, Collective
+from evenstep.train.forwards import Forward, forward_of
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.runner import call
 
 
 def compute_log_probs(
@@ -31,15 +34,23 @@ def compute_log_probs(
     *,
     collective: Collective | None = None,
     collate: Callable[[MicroBatch, Any], Batch] | None = None,
-    forward: Callable[[Any, Any], Any] = call,
+    forward: Forward | None = None,
     device: torch.device | str | None = None,
     prefetch: int = 1,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    head: Head | nn.Linear | Tensor | None = None,
 ) -> list[Tensor]:
     """The log-prob of every token of every sample, given the tokens before it.
 
     Forward passes need less memory than training, so `recipe` may have a larger budget. Ranks
     share the work, and each gets the results of all samples, in the order given. Entry i belongs
     to token i. The first token, and tokens that the recipe drops or truncates, get 0.
+
+    The model runs in eval mode, without dropout, and is in its earlier mode afterwards. Samples
+    need `input_ids` only; other keys are ignored unless `collate` is given. Logits are divided by
+    `temperature`. With `entropy`, each result is (tokens, 2): the log-prob, and the entropy of the
+    distribution that predicts the token. With `head`, the model returns hidden states; see `Head`.
 
     >>> from evenstep import Packed
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
@@ -49,32 +60,65 @@ def compute_log_probs(
     [3, 1]
     """
     ranks = Alone() if collective is None else collective
-    collator = Collator() if collate is None else collate
+    run = forward_of(model) if forward is None else forward
     if recipe.topology.dp != ranks.size:
         raise ConfigError(
             f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "
             f"{ranks.size}. Set topology.dp to {ranks.size}."
         )
+    positive("temperature", temperature)
     plan = make_plan([length_of(sample) for sample in samples], recipe)
-    if len(samples) == 0:
-        return []
+    if plan.num_micro_batches == 0:  # no samples, or all are dropped
+        shape = (2,) if entropy else ()
+        return [torch.zeros((length, *shape), device=device) for length in plan.lengths.tolist()]
     results: dict[tuple[int, int, int], Tensor] = {}
+    wanted: Wanted = frozenset({"entropy"} if entropy else ())
+    options: Any = {"head": Head.of(head), "temperature": temperature, "wanted": wanted}
 
     def batches() -> Iterator[tuple[tuple[int, int, int], Batch]]:
         for key, micro in _mine(plan, ranks.rank):
-            batch = collator(micro, samples)
+            batch = _collated(micro, samples) if collate is None else collate(micro, samples)
             yield key, batch if device is None else batch.to(device, non_blocking=True)
 
-    with torch.no_grad(), closing(iter(Prefetch(batches(), prefetch))) as prepared:
+    with (
+        torch.no_grad(),
+        _evaluating(model),
+        closing(iter(Prefetch(batches(), prefetch))) as prepared,
+    ):
         for key, batch in prepared:
-            outputs = forward(model, batch)
+            outputs = select_output(run(model, batch), "logits", batch.rows, batch.width)
             # All tokens, not only loss tokens.
             labels = batch.ahead("tokens", fill=IGNORE_INDEX)
-            found = label_log_probs(outputs.flatten(0, 1), labels.flatten())
-            results[key] = found.view(labels.shape)
+            found = score(outputs.flatten(0, 1), labels.flatten(), **options)
+            values = found.log_probs
+            if entropy:
+                values = torch.stack((found.log_probs, found.entropy), -1)
+            results[key] = values.unflatten(0, labels.shape)
         restored = restore_ragged(plan, results, shifted=True)
         values = ranks.all_reduce_sum(restored.values).to(restored.values.device)
     return list(values.split(plan.lengths.tolist()))
+
+
+def _collated(micro: MicroBatch, samples: Sequence[Any]) -> Batch:
+    """The batch of the tokens alone; a mask that hides tokens is still an error."""
+    keys = ("input_ids", "attention_mask")
+    ids = set(micro.segments.sample.tolist())
+    needed = {i: {key: samples[i][key] for key in keys if key in samples[i]} for i in ids}
+    return Collator()(micro, needed)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Eval mode, and each module's own mode again at the end. A plain function has no mode."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _mine(plan: Plan, rank: int) -> Iterator[tuple[tuple[int, int, int], MicroBatch]]:

@@ -6,17 +6,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
-from evenstep.train.normalization import GroupMean
+from evenstep.train.normalization import Custom, GroupMean, SequenceMean
 from evenstep.train.step_loss import StepLoss
 from evenstep.train.tile_values import group_ids
 
 LEAST, MOST = "evenstep/least", "evenstep/most"
+SCALE_LEAST, SCALE_MOST = "evenstep/scale_least", "evenstep/scale_most"
+
+
+# Losses ----------------------------------------------------------------------------------------
+
+
+def check_pair_losses(losses: Mapping[str, Any]) -> None:
+    """Raise if a loss of pairs has a normalization that weights pairs by their tokens."""
+    for name, loss in losses.items():
+        of_pairs = getattr(loss.function, "unit", "token") == "pair"
+        if of_pairs and not isinstance(loss.normalization, GroupMean | SequenceMean | Custom):
+            raise ConfigError(
+                f"the loss {name!r} is of pairs of sequences, but {loss.normalization!r} weights "
+                f"each pair by its tokens. Set normalization=GroupMean(), the mean over pairs."
+            )
 
 
 # Samples and batches ---------------------------------------------------------------------------
@@ -38,15 +54,16 @@ def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split:
     """Raise if GroupMean counts groups per batch and a group is in two micro-batches.
 
     `seen` holds the groups of this rank's earlier micro-batches; those of `batch` are added.
+    `split`: whether the micro-batch may be divided without regard to groups.
     """
     means = (isinstance(n, GroupMean) for n in step_loss.denominators.values())
     if "group_tokens" in batch.aligned or not any(means):
         return
-    if split:
+    if split and not batch.is_empty:
         raise ConfigError(
             "on_memory='split' may divide a group between two micro-batches, but GroupMean "
-            "counts a group's tokens per micro-batch. Add the sequence-aligned extra "
-            "'group_tokens' to samples."
+            "counts a group's tokens per micro-batch. Plan with groups='micro_batch', or add the "
+            "sequence-aligned extra 'group_tokens' to samples."
         )
     groups = group_ids(batch)[batch.loss_tokens > 0].unique().tolist()
     again = sorted(seen.intersection(groups))
@@ -88,6 +105,11 @@ def extremes(value: float) -> dict[str, Metric]:
 def extremes_of(reduced: Bundle) -> tuple[float, float]:
     """(minimum, maximum) of the values that ranks contributed."""
     return float(reduced.metrics[LEAST].value), float(reduced.metrics[MOST].value)
+
+
+def extremes_of_scale(scale: Tensor) -> dict[str, Metric]:
+    """Metrics to check that all ranks have the same scale of their GradScaler."""
+    return {SCALE_LEAST: Metric.min(scale), SCALE_MOST: Metric.max(scale)}
 
 
 def check_collective(ranks: int, collective: Collective) -> None:
@@ -133,7 +155,14 @@ def check_counts(counts: Sequence[float]) -> None:
 
 
 def check_constants(reduced: Bundle) -> None:
-    """Raise if ranks scaled deferred gradients by different constants."""
+    """Raise if ranks scaled their gradients by different constants."""
+    if SCALE_LEAST in reduced.metrics:
+        scales = [float(reduced.metrics[name].value) for name in (SCALE_LEAST, SCALE_MOST)]
+        if scales[0] != scales[1]:
+            raise InputError(
+                f"the GradScalers of ranks have different scales, from {scales[0]:g} to "
+                f"{scales[1]:g}. Create them alike and call scaler.update() on every rank."
+            )
     if LEAST not in reduced.metrics:
         return
     least, most = extremes_of(reduced)

@@ -1,4 +1,7 @@
-"""The fastest packs of a few units, by a search of all assignments with a limit on its length."""
+"""The fastest packs of a few units, by a search of all assignments with a limit on its length.
+
+For ranks that synchronise at every micro-batch; `exact_ranks` is for once per step.
+"""
 
 import numpy as np
 
@@ -11,22 +14,15 @@ from evenstep.planning.kernel import kernel
 def is_first_empty(pack: int, number: IntArray, filled: IntArray, shape: Shape) -> bool:
     """Whether an empty pack is the one to try of those that are alike.
 
-    Empty micro-batches of a wave are alike, and waves without units; or, where ranks synchronise
-    once per step, empty micro-batches of a rank, and ranks without units.
+    Empty micro-batches of a wave are alike, and waves without units.
     """
-    wave, rank = pack // shape.ranks, pack % shape.ranks
-    mine = rank if shape.by_rank else wave
-    for other in range(mine if filled[mine] == 0 else 0):
+    wave = pack // shape.ranks
+    for other in range(wave if filled[wave] == 0 else 0):
         if filled[other] == 0:
             return False
-    if shape.by_rank:
-        for other in range(wave):
-            if number[other * shape.ranks + rank] == 0:
-                return False
-    else:
-        for other in range(wave * shape.ranks, pack):
-            if number[other] == 0:
-                return False
+    for other in range(wave * shape.ranks, pack):
+        if number[other] == 0:
+            return False
     return True
 
 
@@ -39,14 +35,6 @@ def least(
     What a full pack waits for the heaviest of its wave is lost.
     """
     ranks, waves = shape.ranks, shape.waves
-    if shape.by_rank:
-        heaviest = 0.0
-        for rank in range(ranks):
-            own = 0.0
-            for wave in range(waves):
-                own += load[wave * ranks + rank]
-            heaviest = max(heaviest, own)
-        return max(heaviest, total / ranks)
     time, lost = 0.0, 0.0
     for wave in range(waves):
         heaviest = 0.0
@@ -71,7 +59,7 @@ def search_all(
     n, packs = order.shape[0], shape.ranks * shape.waves
     size, number = np.zeros(packs, np.int64), np.zeros(packs, np.int64)
     held, load = np.zeros((packs, room.caps.shape[0])), np.zeros(packs)
-    filled = np.zeros(max(shape.ranks, shape.waves), np.int64)
+    filled = np.zeros(shape.waves, np.int64)
     at = np.full(n + 1, -1, np.int64)  # the pack of each unit of the order
     smallest = np.full(n + 1, room.capacity + 1, np.int64)  # of this unit and those after it
     total = 0.0
@@ -166,4 +154,4 @@ def add_unit(
     load[pack] += sign * units.cost[unit]
     for d in range(held.shape[1]):
         held[pack, d] += sign * units.extra[unit, d]
-    filled[pack % shape.ranks if shape.by_rank else pack // shape.ranks] += sign
+    filled[pack // shape.ranks] += sign

@@ -77,11 +77,17 @@ class Problem:
         return self.joint and not (grouped or asked)
 
     @property
-    def simple(self) -> bool:
-        """Whether units are free, and the time depends on the works of the ranks alone."""
+    def additive(self) -> bool:
+        """Whether a micro-batch costs what its units cost, and nothing for its width."""
         recipe = self.recipe
         shaped = recipe.layout.static or recipe.topology.equal_widths or recipe.equal_tokens
-        return self.free and not shaped and recipe.layout.round_to == 1
+        several = self.rows > 1 or recipe.second_work is not None
+        return not (shaped or several) and recipe.layout.round_to == 1
+
+    @property
+    def simple(self) -> bool:
+        """Whether units are free, and the time depends on the works of the ranks alone."""
+        return self.free and self.additive
 
     @property
     def mean(self) -> float:
@@ -97,6 +103,16 @@ class Problem:
             load = sum_by(address // self.rows, work, waves * self.ranks)
             total += slowest(load.reshape(waves, self.ranks), self.by_rank)
         return total
+
+    def full_time(self, address: IntArray, waves: int) -> float:
+        """The modelled time of the step where costs are additive, empty micro-batches included."""
+        recipe, packs = self.recipe, waves * self.per_wave
+        load = sum_by(address, self.units.cost, packs) + recipe.cost.per_micro_batch
+        held = np.bincount(address, minlength=packs)
+        if held.min() == 0:
+            width = np.array([recipe.layout.widths(0, recipe.width_unit)])
+            load[held == 0] += float(recipe.cost.of_lengths(width)[0])
+        return slowest(load.reshape(waves, self.ranks), self.by_rank)
 
     def shape(self, waves: int, special: int = -1) -> Shape:
         """The packs for `improve`."""

@@ -16,33 +16,17 @@ from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import IntArray
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.errors import PlanError
+from evenstep.planning.balance import effort
 from evenstep.planning.balance.exact import search_all
+from evenstep.planning.balance.exact_ranks import search_ranks, without_empty
 from evenstep.planning.balance.improve import improve
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ways import bins_for, further_ways, main_ways
 from evenstep.planning.counts import first_worth, more_counts
 from evenstep.planning.units import Units
 
-_LOOK = 4  # counts tried from the lower bound on before bins are counted
-_SEARCHED = 4096  # units up to which further ways and exchanges are tried
-_MOST = 2**17  # units up to which more than the fewest waves are tried
-_FEW = 256  # units up to which exchanges are always tried thoroughly
-_EVEN = 1 + 1e-9  # a time this close to its floor is final
-_NEARLY = 1 + 1e-4  # where ranks synchronise once per step: only the simplest ways are tried
-_NEAR = 1.002  # a time this close to its floor is not improved by exchanges
-_FAIR, _FAR = 1.01, 1.0125  # with many units: improved quickly, and thoroughly, only beyond these
-
-# Of each phase of exchanges: the norm as a power of two, looseness, tries.
-_QUICK = ((5, 0.0, 2_000),)
-_THOROUGH = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
-_MORE_TRIES = 3  # times as many tries where units are few
-_TINY, _ALL = 24, 100_000  # units up to which all assignments are searched, and how many at most
-_SMALL = 64  # units up to which one unit is much of a load
-_ANYWHERE = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000))
-
 TimeOf: TypeAlias = Callable[[IntArray, int], float]
 """(address of each unit, waves) -> modelled time of the step."""
-Phases: TypeAlias = tuple[tuple[int, float, int], ...]
 FloorOf: TypeAlias = Callable[[int], float]
 """Waves -> a lower bound on the modelled time of a step with as many or more."""
 
@@ -56,10 +40,8 @@ class Found:
     time: float
 
 
-def search_packs(
-    problem: Problem, wanted: int | None, time_of: TimeOf, floor_of: FloorOf
-) -> tuple[IntArray, int]:
-    """(address of each unit, waves) with the least modelled time found.
+def search_packs(problem: Problem, wanted: int | None, time_of: TimeOf, floor_of: FloorOf) -> Found:
+    """The packs with the least modelled time found.
 
     `wanted` waves are used if given. Otherwise the fewest are tried and up to two multiples more;
     more than the fewest are taken only if they save `recipe.saving`.
@@ -68,11 +50,12 @@ def search_packs(
     found: list[Found] = []
     saving = problem.recipe.saving
     for waves in _counts(problem, wanted, found):
-        if found and floor_of(waves) >= min(each.time for each in found) * (1 - saving):
-            break
+        least = min((each.time for each in found), default=np.inf) * (1 - saving)
+        if found and (floor_of(found[-1].waves) >= least or floor_of(waves) >= least):
+            break  # floors rise with the waves, and the first of the two is known
         first = main_ways(problem)[0](problem, waves)
         if not found and len(first) == len(problem.units) and _even_at_once(problem, first, waves):
-            return first, waves
+            return Found(first, waves, problem.full_time(first, waves))
         here = search.quickly(waves, first)
         if here is None:
             continue
@@ -84,12 +67,12 @@ def search_packs(
             f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
             f"steps.micro_batches or layout.max_tokens."
         )
-    times = [each.time for each in found]
-    tiny = len(problem.units) <= _TINY
-    for at in range(len(found)) if tiny else {0, int(np.argmin(times))}:
-        found[at] = search.thoroughly(found[at])
-    chosen = search.evenly(found[first_worth([each.time for each in found], saving)])
-    return chosen.address, chosen.waves
+    likely = {0, int(np.argmin([each.time for each in found]))}
+    for at in (*likely, *(set(range(len(found))) - likely)):
+        least = min(each.time for each in found) * (1 - saving)
+        if at in likely or floor_of(found[at].waves) < least:
+            found[at] = search.thoroughly(found[at])
+    return found[first_worth([each.time for each in found], saving)]
 
 
 def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
@@ -101,9 +84,15 @@ def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
     if not problem.simple:
         return False
     beyond = problem.time(address, waves) - problem.mean
-    near = (_EVEN if problem.by_rank else _NEAR if len(problem.units) <= _FEW else _FAIR) - 1
-    if len(problem.units) > _SEARCHED:
-        near = _EVEN - 1 if problem.by_rank else 1.0  # nothing else would be tried
+    near = (
+        effort.EVEN
+        if problem.by_rank
+        else effort.NEAR
+        if len(problem.units) <= effort.FEW
+        else effort.FAIR
+    ) - 1
+    if len(problem.units) > effort.SEARCHED:
+        near = effort.EVEN - 1 if problem.by_rank else 1.0  # nothing else would be tried
     recipe, mean = problem.recipe, problem.mean
     return beyond <= min(near * mean, max(recipe.cost.per_micro_batch, recipe.saving * mean))
 
@@ -114,15 +103,31 @@ def bins_needed(units: Units, capacity: int) -> int:
     return max(bins_bound(taken, np.append(float(capacity), units.caps)), 1)
 
 
+def _fewest_waves(problem: Problem) -> int:
+    """A lower bound on the number of waves.
+
+    Where units leave room and few are large, their volume decides: a better bound on the packs
+    would take longer, and rarely adds a wave.
+    """
+    units, capacity, per_wave = problem.units, problem.capacity, problem.per_wave
+    multiple = problem.recipe.topology.multiple
+    packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
+    waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
+    large = int((2 * units.size > capacity).sum())
+    if len(units.caps) or max(packs * effort.ROOMY, 2 * large) > waves * per_wave:
+        packs = bins_needed(units, capacity)
+        waves = rounded_up(divided_up(packs, per_wave), multiple)
+    return waves
+
+
 def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterator[int]:
     """The waves to try: from a lower bound on until units fit, then some more."""
     if wanted is not None:
         yield wanted
         return
     multiple, per_wave = problem.recipe.topology.multiple, problem.per_wave
-    least = bins_needed(problem.units, problem.capacity)
-    waves = rounded_up(divided_up(least, per_wave), multiple)
-    for _ in range(1 if len(problem.units.caps) else _LOOK):
+    waves = _fewest_waves(problem)
+    for _ in range(1 if len(problem.units.caps) else effort.LOOK):
         yield waves
         if found:
             break
@@ -133,7 +138,7 @@ def _counts(problem: Problem, wanted: int | None, found: list[Found]) -> Iterato
     while not found:
         yield waves
         waves += 0 if found else multiple
-    if problem.recipe.layout.packer is None and len(problem.units) <= _MOST:
+    if problem.recipe.layout.packer is None and len(problem.units) <= effort.MOST:
         yield from more_counts(waves, problem.recipe)
 
 
@@ -148,7 +153,7 @@ class _Search:
     @property
     def many(self) -> bool:
         """Whether there are so many units that one or two ways are enough."""
-        return len(self.problem.units) > _SEARCHED
+        return len(self.problem.units) > effort.SEARCHED
 
     @property
     def exchanged(self) -> bool:
@@ -160,14 +165,14 @@ class _Search:
 
         Rows share what they wait, so that floors are closer.
         """
-        few = len(self.problem.units) <= _FEW or self.problem.rows > 1
-        return self.floor_of(waves) * (min(share, _NEAR) if few else share)
+        few = len(self.problem.units) <= effort.FEW or self.problem.rows > 1
+        return self.floor_of(waves) * (min(share, effort.NEAR) if few else share)
 
     def quickly(self, waves: int, first: IntArray) -> Found | None:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
         by_rank, many = self.problem.by_rank, self.many
         one_is_enough = not by_rank and self.problem.recipe.second_work is None
-        close = (_EVEN if many else _NEARLY) if by_rank else _NEAR
+        close = (effort.EVEN if many else effort.NEARLY) if by_rank else effort.NEAR
         even = self.floor_of(waves) * close
         best = self.better(None, waves, first)
         for way in main_ways(self.problem)[1:]:
@@ -177,75 +182,73 @@ class _Search:
         if best is None:
             for way in further_ways(self.problem, few=many):
                 best = self.better(best, waves, way(self.problem, waves))
-        if best is not None and self.exchanged and best.time > self.near(_FAIR, waves):
-            best = self.improved(best, _QUICK)
+        if best is not None and self.exchanged and best.time > self.near(effort.FAIR, waves):
+            best = self.improved(best, effort.QUICK)
         return best
 
     def thoroughly(self, best: Found) -> Found:
         """The fastest packs of all ways, after many exchanges."""
-        share = _EVEN if self.problem.by_rank else _FAR
+        share = effort.EVEN if self.problem.by_rank else effort.FAR
         if not self.exchanged or best.time <= self.near(share, best.waves):
             return best
-        nearly = self.problem.by_rank and best.time <= self.near(_NEARLY, best.waves)
-        if len(self.problem.units) <= _TINY and self.problem.simple:
+        nearly = self.problem.by_rank and best.time <= self.near(effort.NEARLY, best.waves)
+        if len(self.problem.units) <= effort.TINY and self.problem.simple:
             best, proved = self.best_of_all(best)
             if proved:
                 return best
         for way in further_ways(self.problem)[: 2 if nearly else None]:
             best = self.better(best, best.waves, way(self.problem, best.waves)) or best
-        if best.time > self.near(_FAR, best.waves):
-            best = self.improved(best, _THOROUGH)
-            if len(self.problem.units) <= _SMALL:
-                best = self.improved(best, _ANYWHERE)
-        return best
+        if best.time > self.near(effort.FAR, best.waves):
+            best = self.improved(best, effort.THOROUGH)
+            if len(self.problem.units) <= effort.SMALL:
+                best = self.improved(best, effort.ANYWHERE)
+        return self.evenly(best)
 
     def evenly(self, best: Found) -> Found:
         """The faster of these packs and those of ranks with equally many segments, exchanged."""
         problem, waves = self.problem, best.waves
-        if problem.by_rank or not (problem.free and self.exchanged):
-            return best
-        if best.time <= self.near(_FAR, waves):
+        if problem.by_rank or not problem.free or best.time <= self.near(effort.FAR, waves):
             return best
         equal = replace(problem, recipe=replace(problem.recipe, equal_sizes=True))
         found = self.better(None, waves, main_ways(equal)[0](equal, waves))
         if found is None:
             return best
-        found = replace(self, problem=equal).improved(found, (*_QUICK, *_THOROUGH))
+        found = replace(self, problem=equal).improved(found, (*effort.QUICK, *effort.THOROUGH))
         return best if best.time <= found.time else found
 
     def best_of_all(self, best: Found) -> tuple[Found, bool]:
         """(the fastest packs, whether that is proved) by a search of all, for a while."""
         problem, units = self.problem, self.problem.units
         moving = problem.time(best.address, best.waves)
-        goal = moving - (best.time - self.floor_of(best.waves) * _EVEN)
+        goal = moving - (best.time - self.floor_of(best.waves) * effort.EVEN)
         order = np.lexsort((-units.size, -units.cost))
         shape = problem.shape(best.waves)
-        address, proved = search_all(
-            problem.movable, problem.room, shape, order, moving, goal, _ALL
+        search = search_ranks if problem.by_rank else search_all
+        address, proved = search(
+            problem.movable, problem.room, shape, order, moving, goal, effort.ALL
         )
+        if problem.by_rank:
+            address = without_empty(address if len(address) else best.address, shape)
         return self.better(best, best.waves, address) or best, proved
 
     def better(self, best: Found | None, waves: int, address: IntArray) -> Found | None:
         """The faster of `best` and the units at these addresses, unless those are none."""
         if len(address) < len(self.problem.units):
             return best
-        if self.many and self.problem.simple:  # all but the slots of empty micro-batches
-            each = self.problem.recipe.cost.per_micro_batch
-            found = Found(address, waves, self.problem.time(address, waves) + waves * each)
-        else:
-            found = Found(address, waves, self.time_of(address, waves))
+        time_of = self.problem.full_time if self.problem.additive else self.time_of
+        found = Found(address, waves, time_of(address, waves))
         return found if best is None or found.time < best.time else best
 
-    def improved(self, best: Found, phases: Phases) -> Found:
+    def improved(self, best: Found, phases: effort.Phases) -> Found:
         """The packs after exchanges, if these make them faster."""
         problem, units, waves, address = self.problem, self.problem.units, best.waves, best.address
         if problem.recipe.topology.equal_widths:
             used = np.bincount(address, units.size, waves * problem.per_wave).max()
             problem = replace(problem, capacity=min(problem.capacity, problem.rounded(int(used))))
         # What does not depend on the exchanges is the same in the time and in its floor.
-        goal = problem.time(address, waves) - (best.time - self.floor_of(waves) * _EVEN)
+        goal = problem.time(address, waves) - (best.time - self.floor_of(waves) * effort.EVEN)
         shape = problem.shape(waves, problem.special_waves(address))
-        times = _MORE_TRIES if len(units) <= _FEW else 1
+        times = effort.MORE_TRIES if len(units) <= effort.FEW else 1
         if problem.recipe.second_work is not None:  # exchanges even out what packs do not see
             times = max(times, len(units) // 128)
         for squarings, loose, tries in phases:

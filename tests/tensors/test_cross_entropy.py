@@ -1,0 +1,239 @@
+"""cross_entropy with its options, and the same from hidden states and a head."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from evenstep import Packed, Padded
+from evenstep.core.layout import Layout
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.losses import Head, cross_entropy, label_log_probs, policy_gradient
+from evenstep.tensors.losses.head import Wanted
+from evenstep.tensors.losses.scores import score
+from tests.tensors.scored import (
+    VOCABULARY,
+    batch_with,
+    batches_of,
+    close,
+    collator_of,
+    flat_logits,
+    samples_with,
+)
+
+ALL: Wanted = frozenset({"entropy", "mean_log_probs", "log_normalizer"})
+LAYOUTS: list[Layout] = [Packed(max_tokens=8), Packed(samples=1), Padded(max_tokens=24, round_to=4)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"temperature": 2.0, "label_smoothing": 0.2, "z_loss": 1e-2},
+]
+
+
+def by_hand(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    kept = labels != -100
+    scaled = logits[kept] / options.get("temperature", 1.0)
+    smoothing = options.get("label_smoothing", 0.0)
+    value = nn.functional.cross_entropy(
+        scaled, labels[kept], label_smoothing=smoothing, reduction="none"
+    )
+    return (value + options.get("z_loss", 0.0) * scaled.logsumexp(-1) ** 2).sum()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@settings(max_examples=10)
+@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_loss_and_gradient_are_those_of_torch_in_any_layout(
+    options: dict[str, Any], lengths: list[int], seed: int
+) -> None:
+    samples = samples_with(lengths, seed=seed)
+    table = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    expected = table.sum() * 0
+    for sample in samples:
+        ids = torch.as_tensor(sample["input_ids"])
+        labels = ids.masked_fill(~torch.as_tensor(sample["loss_mask"]), -100)[1:]
+        expected = expected + by_hand(table[ids[:-1]], labels, **options)
+    (gradient,) = torch.autograd.grad(expected, table)
+    loss = cross_entropy(**options)
+    for layout in LAYOUTS:
+        for way in (loss, loss.looped()):
+            found = [
+                way(table[b.tokens], b).loss for b in batches_of(samples, collator_of(), layout)
+            ]
+            close(torch.stack(found).sum(), expected)
+            close(torch.autograd.grad(torch.stack(found).sum(), table)[0], gradient)
+
+
+# Hidden states and a head -----------------------------------------------------------------------
+
+
+def head_of(bias: bool = True, dtype: torch.dtype = torch.float64, **options: Any) -> Head:
+    torch.manual_seed(1)
+    return Head(nn.Linear(5, VOCABULARY, bias=bias, dtype=dtype), **options)
+
+
+def logits_by_hand(hidden: Tensor, head: Head) -> Tensor:
+    weight, bias = head.weight_and_bias
+    logits = nn.functional.linear(hidden, weight, bias) * head.scale
+    cap = head.soft_cap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"bias": False, "chunk": 1},
+    {"chunk": 3, "scale": 0.25},
+    {"chunk": 4, "soft_cap": 2.0},
+    {"chunk": 2, "scale": -1.5, "soft_cap": 0.5},
+]
+
+
+@pytest.mark.parametrize("wanted", [frozenset(), ALL], ids=["log-probs", "all"])
+@pytest.mark.parametrize("options", HEADS, ids=str)
+@settings(max_examples=8)
+@given(count=st.integers(0, 11), seed=st.integers(0, 99), temperature=st.sampled_from([1.0, 0.6]))
+def test_chunked_scores_are_those_of_the_logits_with_gradients(
+    options: dict[str, Any], wanted: Wanted, count: int, seed: int, temperature: float
+) -> None:
+    head, random = head_of(**options), torch.Generator().manual_seed(seed)
+    hidden = torch.randn((count, 5), generator=random, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(-2, VOCABULARY, (count,), generator=random)
+    labels = torch.where(labels < 0, -100, labels)
+    found = score(hidden, labels, head=head, temperature=temperature, wanted=wanted)
+    logits = logits_by_hand(hidden, head)
+    expected = score(logits, labels, temperature=temperature, wanted=ALL)
+    names = ["log_probs", *sorted(wanted)]
+    parameters = [hidden, *(each for each in head.weight_and_bias if each is not None)]
+    mix = torch.randn((len(names), count), generator=random, dtype=torch.float64)
+    totals = []
+    for scores in (found, expected):
+        values = torch.stack([getattr(scores, name) for name in names])
+        totals.append((values * mix).sum())
+        totals.append(torch.cat([g.flatten() for g in torch.autograd.grad(totals[-1], parameters)]))
+    close(totals[0], totals[2])
+    close(totals[1], totals[3])
+
+
+def test_gradients_of_chunked_scores_pass_gradcheck() -> None:
+    head = head_of(chunk=2, soft_cap=3.0)
+    weight, bias = head.weight_and_bias
+    hidden = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([2, -100, 0])
+
+    def scores(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        found = score(hidden, labels, head=head, temperature=0.8, wanted=ALL)
+        return found.log_probs, found.entropy, found.mean_log_probs, found.log_normalizer
+
+    assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda head: cross_entropy(head=head, label_smoothing=0.1, z_loss=0.01),
+        lambda head: policy_gradient(head=head, entropy_weight=0.1, temperature=0.7),
+    ],
+)
+def test_losses_of_hidden_states_are_those_of_logits(make: Any) -> None:
+    batch = batch_with([5, 1, 3], ("old_log_probs", "advantages"))
+    head = head_of(chunk=3)
+    hidden = flat_logits(batch, size=5).double().requires_grad_()
+    weight, bias = head.weight_and_bias
+    results = []
+    for loss, outputs in ((make(head), hidden), (make(None), logits_by_hand(hidden, head))):
+        for way in (loss, loss.looped()):
+            total = way(outputs, batch).loss
+            gradients = torch.autograd.grad(total, (hidden, weight, bias), retain_graph=True)
+            results.append((total, gradients))
+    for total, gradients in results[1:]:
+        close(total, results[0][0])
+        for found, expected in zip(gradients, results[0][1], strict=True):
+            close(found, expected)
+
+
+def test_the_weight_gradient_of_bfloat16_is_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 16, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(4096, 8, dtype=torch.bfloat16)
+    labels = torch.randint(0, 16, (4096,))
+    weight = linear.weight.detach().double().requires_grad_()
+    logits = hidden.double() @ weight.T
+    (exact,) = torch.autograd.grad(label_log_probs(logits, labels).sum(), weight)
+    for chunk in (4096, 16):
+        linear.zero_grad()
+        label_log_probs(hidden, labels, head=Head(linear, chunk=chunk)).sum().backward()
+        error = (linear.weight.grad.double() - exact).abs().max() / exact.abs().max()
+        assert error < 0.01
+
+
+def test_autocast_applies_to_the_head() -> None:
+    head, hidden = head_of(dtype=torch.float32), torch.randn(6, 5, requires_grad=True)
+    labels = torch.tensor([1, 2, 3, 4, 5, 6])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = label_log_probs(hidden, labels, head=head)
+        expected = label_log_probs(logits_by_hand(hidden, head), labels)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    for total in (found, expected):
+        assert torch.autograd.grad(total.sum(), hidden, retain_graph=True)[0].dtype == torch.float32
+
+
+def test_probabilities_of_zero_leave_entropy_and_gradient_finite() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([1])
+    p = torch.tensor([0.0, 1.0], dtype=torch.float64).softmax(-1)
+    expected = -(p * p.log()).sum()
+    weight = torch.zeros(3, 1, dtype=torch.float64)
+    linear = nn.Linear(1, 3, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        linear.bias.copy_(logits[0])
+    hidden = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    wanted: Wanted = frozenset({"entropy"})
+    for found, leaf in (
+        (score(logits, labels, wanted=wanted), logits),
+        (score(hidden, labels, head=Head(linear), wanted=wanted), hidden),
+    ):
+        close(found.entropy[0], expected)
+        total = found.entropy.sum() + found.log_probs.sum()
+        assert torch.autograd.grad(total, leaf)[0].isfinite().all()
+
+
+# Errors -----------------------------------------------------------------------------------------
+
+
+def test_faults_say_what_to_do() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": -1.0}, "temperature must be positive"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
+        ({"z_loss": -1.0}, "z_loss must be finite and at least 0"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            cross_entropy(**options)
+    heads: list[tuple[Any, dict[str, Any], str]] = [
+        (nn.Sequential(), {}, "head must be a plain nn.Linear"),
+        (nn.Linear(2, 3), {"chunk": 0}, "chunk must be an integer"),
+        (nn.Linear(2, 3), {"soft_cap": 0.0}, "soft_cap must be positive"),
+    ]
+    for linear, options, message in heads:
+        with pytest.raises(ConfigError, match=message):
+            Head(linear, **options)
+    batch = batch_with([3])
+    with pytest.raises(InputError, match="7 numbers per token, but the head takes 5"):
+        cross_entropy(head=head_of())(flat_logits(batch).double(), batch)
+
+
+def test_named_outputs_are_read_and_others_refused() -> None:
+    batch = batch_with([3])
+    logits = flat_logits(batch)
+    expected = cross_entropy()(logits, batch).loss
+    assert torch.equal(cross_entropy()({"logits": logits, "loss": None}, batch).loss, expected)
+    for outputs in ((logits,), {"hidden": logits}, None):
+        with pytest.raises(InputError, match="without 'logits'"):
+            cross_entropy()(outputs, batch)

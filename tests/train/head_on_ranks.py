@@ -1,0 +1,61 @@
+"""Models that return hidden states, wrapped and run by the processes of a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from evenstep import Packed
+from evenstep.demo.decoder import Decoder, rotation
+from evenstep.errors import EvenstepError
+from evenstep.tensors.losses import Head, cross_entropy
+from evenstep.train.collectives import Distributed
+from evenstep.train.runner import Runner
+from tests.train.on_ranks import Samples, gradient, wrapped
+from tests.train.running import Plan, steps_of
+from tests.train.steps import COLLATOR, LIMIT, SHAPE, Work
+
+
+class Headless(Decoder):
+    """A decoder that returns hidden states; its head is used by the loss."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x = self.embed(batch.tokens)
+        turn = rotation(batch.position_ids, self.shape)
+        for block in self.blocks:
+            x = block(x, turn, batch)
+        return self.norm(x)
+
+
+def headless() -> Headless:
+    torch.manual_seed(0)
+    model = Headless(SHAPE)
+    model.double()
+    return model
+
+
+def run_headless(rank: int, size: int, samples: Samples) -> dict[str, tuple[float, Tensor] | str]:
+    """(loss, gradient) of a step for each way to wrap, or the error."""
+    no_plan: Any = None
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=size)
+    step = steps_of(plan, Work(no_plan, samples))[rank]
+    found: dict[str, tuple[float, Tensor] | str] = {}
+    for how in ("plain", "ddp", "fsdp", "sharded head"):
+        model = headless()
+        head = model.head
+        if how == "sharded head":
+            fully_shard(head, mesh=init_device_mesh("cpu", (size,)))
+        whole, _ = wrapped(model, "fsdp" if how == "sharded head" else how, size)
+        ranks = Distributed()
+        loss = cross_entropy(head=Head(head, chunk=3))
+        runner = Runner(model=whole, loss=loss, collective=ranks, collate=COLLATOR)
+        try:
+            result = runner.run(step).reduce(ranks)
+            found[how] = (result.loss, gradient(whole))
+        except EvenstepError as error:
+            found[how] = str(error)
+    return found
