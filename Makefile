@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH := torch==2.13.0
 PLANS ?= 100000
+CASES ?= 20000
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -11,7 +12,7 @@ INSTALL := $(PIP) install -c constraints.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow models check format bench fuzz coverage constraints clean
+.PHONY: help demo test test-slow models check format bench fuzz fuzz-resume coverage constraints clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +49,9 @@ bench: .venv/.bench ## Run the benchmarks against peers (needs a C++ compiler)
 
 fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
 	@$(BIN)/python -m tests.fuzz --plans $(PLANS)
+
+fuzz-resume: .venv/.dev ## Stop and resume CASES random streams of each kind (20000)
+	@$(BIN)/python -m tests.fuzz_resume --cases $(CASES)
 
 coverage: .venv/.dev ## Measure test coverage, kernels run as plain Python
 	@NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -n 0

@@ -29,7 +29,7 @@ from evenstep.train.memory import TooLargeError
 from evenstep.train.normalization import Normalization, TokenMean
 from evenstep.train.recovery import recover
 from evenstep.train.result import StepResult
-from evenstep.train.step_checks import check_collective, check_pair_losses
+from evenstep.train.step_checks import check_collective, check_fingerprints, check_pair_losses
 from evenstep.train.step_loss import Mode
 from evenstep.train.work import Work, empty_micro_batch
 
@@ -109,6 +109,8 @@ class Runner:
     on_nonfinite: OnNonfinite | None = None
     scaler: Any = None
     keep: Keep | None = None
+    _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The fingerprint of the first step, once ranks have compared it."""
 
     def __post_init__(self) -> None:
         if self.forward is None:
@@ -151,6 +153,9 @@ class Runner:
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
                 "whose samples the runner collates."
             )
+        if self.collective.size > 1 and not self._compared:
+            self._compared.append(getattr(step, "fingerprint", ""))
+            check_fingerprints(self._compared[0], self.collective)
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
         check_collective(step.ranks, self.collective)

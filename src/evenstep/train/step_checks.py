@@ -125,6 +125,26 @@ def check_collective(ranks: int, collective: Collective) -> None:
         )
 
 
+def check_fingerprints(fingerprint: str, collective: Collective) -> None:
+    """Raise on all ranks if one of them has another stream or position than the first.
+
+    Ranks without a fingerprint are not compared. All ranks must call this together.
+    """
+    found = torch.zeros(collective.size, dtype=torch.float64)
+    # 48 bits: a float64 represents them exactly.
+    found[collective.rank] = int(fingerprint[:12], 16) if fingerprint else 0
+    values = collective.all_reduce_sum(found).tolist()
+    known = {rank: value for rank, value in enumerate(values) if value}
+    first = next(iter(known), 0)
+    others = [rank for rank, value in known.items() if value != known[first]]
+    if others:
+        raise InputError(
+            f"rank {others[0]} runs another step than rank {first}"
+            f"{f' ({len(others)} ranks differ)' if len(others) > 1 else ''}. Give all ranks the "
+            f"same data in the same order, seed, recipe and cursor."
+        )
+
+
 def check_counts(counts: Sequence[float]) -> None:
     """Raise if ranks that synchronise at every micro-batch have different numbers of them."""
     if min(counts) != max(counts):
