@@ -111,3 +111,11 @@ def test_padding_between_tokens_is_refused(mask: list[bool]) -> None:
         return
     with pytest.raises(ConfigError, match="padding between the tokens"):
         _read(one)
+
+
+def test_with_a_mask_positions_that_stand_still_are_one_segment() -> None:
+    positions = torch.tensor([[0, 1, 2, 2, 2, 4, 5, 0], [0, 1, 1, 1, 3, 0, 0, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1]]).bool()
+    found = _read(Hints(2, 8, positions.device, padding=mask, positions=positions))
+    # An image of three tokens, and padding; then segments of 5, 1 and 2 tokens.
+    assert found.cu_seqlens.tolist() == [0, 7, 8, 13, 14, 16]

@@ -61,6 +61,7 @@ def hf_forward(
 
     def forward(model: Any, batch: Batch) -> Tensor:
         refuse_shard(batch)
+        _check_attention(model)
         if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
             found = run(model, batch)
         else:
@@ -155,6 +156,25 @@ def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tens
 # Checks ----------------------------------------------------------------------------------------
 
 _WARNED: WeakSet[Any] = WeakSet()
+_CHECKED: WeakSet[Any] = WeakSet()
+
+
+def _check_attention(model: Any) -> None:
+    """Refuse a model that was built with our attention and does not call it: its own code takes no
+    2-D mask, so padded rows would be wrong as well. transformers only logs a warning."""
+    inner = unwrapped(model)
+    if inner in _CHECKED:
+        return
+    if getattr(text_config(core_of(model)), "_attn_implementation", None) == "evenstep":
+        from evenstep.integrations.hf_probe import fault_of
+
+        why = fault_of(inner)
+        if why is not None:
+            raise ConfigError(
+                f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
+                f"Use another implementation, with the padded layout."
+            )
+    _CHECKED.add(inner)
 
 
 def _may_pack(model: Any, batch: Batch, unsupported: Unsupported) -> bool:
