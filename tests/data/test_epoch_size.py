@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World
@@ -16,6 +16,7 @@ from evenstep.errors import CursorError, EvenstepError, InputError
 from evenstep.planning.planner import plan_step
 from evenstep.testing import Case, cases
 from tests.data.test_from_plan import stream_of
+from tests.examples import examples
 
 RECIPE = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), balance="lpt")
 
@@ -26,7 +27,7 @@ def stream(lengths: Any, steps: Steps, **more: Any) -> PlannedStream:
 
 
 @given(cases(), st.booleans(), st.integers(0, 9))
-@settings(max_examples=20)
+@examples(40)
 def test_the_size_of_an_epoch_is_exact(case: Case, shuffle: bool, skipped: int) -> None:
     made = stream_of(case, shuffle=shuffle)
     for epoch in range(2):

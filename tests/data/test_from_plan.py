@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World, make_plan, violations
@@ -16,6 +16,7 @@ from evenstep.data import InMemory, Lengths
 from evenstep.errors import ConfigError, CursorError, EvenstepError, InputError
 from evenstep.testing import Case, assert_elastic_resume, assert_exact_resume, cases
 from tests.data.test_planned import micro_key
+from tests.examples import examples
 
 LENGTHS = np.random.default_rng(3).integers(1, 16, 70)
 RECIPE = Recipe(
@@ -48,7 +49,7 @@ def content(stream: PlannedStream) -> list[Any]:
 
 
 @given(cases(), st.integers(0, 3), st.booleans(), st.integers(0, 2))
-@settings(max_examples=20)
+@examples(40)
 def test_a_stream_of_the_plan_of_an_epoch_runs_the_steps_of_that_epoch(
     case: Case, seed: int, shuffle: bool, epoch: int
 ) -> None:
@@ -68,7 +69,7 @@ def test_a_stream_of_the_plan_of_an_epoch_runs_the_steps_of_that_epoch(
 
 
 @given(cases())
-@settings(max_examples=20)
+@examples(40)
 def test_steps_on_fewer_ranks_are_valid_and_have_the_same_micro_batches(case: Case) -> None:
     try:
         plan = case.plan()

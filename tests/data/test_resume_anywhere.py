@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from evenstep import Packed, Padded, Recipe, Steps
 from evenstep.core.layout import Layout
 from evenstep.testing import Case
+from tests.examples import examples
 from tests.resume_cases import PlannedCase, Stage, planned_cases
 
 CHANGES = ((1, 2), (2, 1), (2, 4), (3, 2), (4, 1), (4, 4))
@@ -16,13 +17,13 @@ CHANGES = ((1, 2), (2, 1), (2, 4), (3, 2), (4, 1), (4, 4))
 
 
 @given(planned_cases())
-@settings(max_examples=30)
+@examples(100)
 def test_a_run_that_stops_anywhere_runs_every_sample_once(case: PlannedCase) -> None:
     case.check()
 
 
 @given(planned_cases())
-@settings(max_examples=1000)
+@examples(1000)
 @pytest.mark.slow
 def test_a_thousand_runs_that_stop_anywhere(case: PlannedCase) -> None:
     case.check()
