@@ -3,7 +3,8 @@
 dataloader   a stream as a torch dataset, and a loader that knows its position
 sampler      a planned stream as a batch sampler, for DataLoader, accelerate and the HF Trainer
 hf_attention attention within segments for transformers models: attn_implementation="evenstep"
-huggingface  keyword arguments for transformers models, and which models keep segments apart
+huggingface  how transformers models are called, and which keep segments apart; in hf_forward,
+             hf_kwargs, hf_model, padded_rows, rope; supports, packing_code, packing_probe
 megatron     the fields of Megatron's PackedSeqParams
 """
 

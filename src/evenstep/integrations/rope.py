@@ -135,6 +135,8 @@ def rope_planes(
         slots = slice(begins[tile], begins[tile] + lengths[tile])
         given = {name: _of_segment(value, slots, segment) for name, value in inputs.items()}
         if any(given[name] is not None for name in ragged):  # text alone has plain positions
+            if "attention_mask" in accepted:
+                given["attention_mask"] = torch.ones(1, lengths[tile], dtype=torch.int64)
             planes[:, slots] = index(input_ids=tokens[None, slots], **given)[0][:, 0]
     return planes.view(num_axes, *positions.shape).to(positions.device)
 

@@ -3,6 +3,7 @@
 runner            one step: micro-batches one at a time, then one exact gradient
 normalization     what the loss of a step is divided by
 collectives       how ranks exchange sums
+forwards          how models of a library are called with a batch
 result            what a step returns
 scoring           log-probs by forward passes alone
 watch             stops all ranks when one of them fails
@@ -16,6 +17,7 @@ from evenstep.lazy import exports
 if TYPE_CHECKING:
     from evenstep.train.collectives import Alone, Collective, Distributed
     from evenstep.train.context_exchange import context_attention
+    from evenstep.train.forwards import register_forward
     from evenstep.train.normalization import (
         Constant,
         Custom,
@@ -49,6 +51,7 @@ __all__ = [
     "Watch",
     "compute_log_probs",
     "context_attention",
+    "register_forward",
     "run_step",
 ]
 
@@ -58,6 +61,7 @@ if not TYPE_CHECKING:
         {
             "collectives": ["Alone", "Collective", "Distributed"],
             "context_exchange": ["context_attention"],
+            "forwards": ["register_forward"],
             "normalization": [
                 "Constant",
                 "Custom",
