@@ -173,7 +173,7 @@ def test_the_head_turns_hidden_states_into_logits(kind: str, options: dict[str, 
 
 
 def test_losses_take_the_head_of_a_model_with_its_soft_cap() -> None:
-    model = build("Gemma2", "eager", **SHAPE, final_logit_softcapping=0.5, head_dim=8)
+    model = build("Gemma2", "eager", **SHAPE, final_logit_softcapping=0.5)
     batches = batches_for(LENGTHS, PACKED)
     run_step(batches, model, cross_entropy())
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
