@@ -1,10 +1,15 @@
 """The order of an epoch is a seeded bijection in constant memory."""
 
+import math
+from itertools import permutations
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenstep.core.ragged import IntArray
 from evenstep.data.streams.order import EpochOrder
 from evenstep.errors import InputError
 
@@ -52,6 +57,43 @@ def test_the_order_looks_random() -> None:
     assert abs(steps.mean() / 100_000 - 1 / 3) < 0.01
     counts = np.bincount(samples[:1000] // 10_000, minlength=10)
     assert ((counts > 60) & (counts < 140)).all()
+
+
+def chance(observed: IntArray) -> float:
+    """Chi-square test: how likely equal chances give counts that differ this much or more."""
+    expected = observed.sum() / len(observed)
+    distance = float(((observed - expected) ** 2 / expected).sum())
+    half = torch.tensor([(len(observed) - 1) / 2, distance / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.mark.parametrize("over", ["epochs", "seeds"])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
+def test_all_orders_of_a_few_items_are_equally_likely(count: int, over: str) -> None:
+    number = {order: n for n, order in enumerate(permutations(range(count)))}
+    observed = np.zeros(math.factorial(count), np.int64)
+    for n in range(max(2000, 20 * len(observed))):
+        seed, epoch = (1, n) if over == "epochs" else (n, 0)
+        order = EpochOrder(count=count, seed=seed, epoch=epoch).samples(np.arange(count))
+        observed[number[tuple(order.tolist())]] += 1
+    assert chance(observed) > 0.001
+
+
+@pytest.mark.parametrize("count", [7, 16, 17, 63, 64, 65, 200])
+def test_every_distance_between_neighbours_is_equally_likely(count: int) -> None:
+    """Feistel rounds fail this up to 64 items."""
+    orders = [
+        EpochOrder(count=count, seed=3, epoch=n).samples(np.arange(count)) for n in range(10_000)
+    ]
+    distances = np.diff(np.stack(orders)) % count
+    assert chance(np.bincount(distances.ravel(), minlength=count)[1:]) > 0.001
+
+
+@pytest.mark.parametrize("count", [64, 65])
+def test_the_order_of_a_seed_and_epoch_is_fixed(count: int) -> None:
+    """Saved cursors rely on it."""
+    order = EpochOrder(count=count, seed=3, epoch=1).samples(np.arange(6))
+    assert order.tolist() == {64: [22, 45, 34, 61, 37, 57], 65: [57, 16, 63, 45, 7, 34]}[count]
 
 
 def test_without_shuffling_samples_keep_their_stored_order() -> None:

@@ -34,6 +34,7 @@ class Plan:
     micro-batch m holds rows `micro_offsets[m]` onwards, and the cell of (step, rank), number
     `step * ranks + rank`, holds micro-batches `cell_offsets[cell]` onwards. `widths` gives each
     micro-batch's width. `step_of` is the step that each sample is assigned to, -1 if it is dropped.
+    `sample_ids` gives the id of each sample in a source, if samples were planned in another order.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
@@ -53,12 +54,14 @@ class Plan:
     widths: IntArray
     groups: IntArray | None = None
     columns: Mapping[str, IntArray] = field(default_factory=dict)
+    sample_ids: IntArray | None = None
 
     def __post_init__(self) -> None:
         for name in ("lengths", "step_of", "widths", *_OFFSETS):
             object.__setattr__(self, name, frozen(getattr(self, name)))
-        if self.groups is not None:
-            object.__setattr__(self, "groups", frozen(self.groups))
+        for name in ("groups", "sample_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, frozen(getattr(self, name)))
         columns = {name: frozen(column) for name, column in self.columns.items()}
         object.__setattr__(self, "columns", MappingProxyType(columns))
 
@@ -333,9 +336,8 @@ class Plan:
             **{name: getattr(self, name) for name in _OFFSETS},
             **{f"column:{name}": column for name, column in self.columns.items()},
         }
-        if self.groups is not None:
-            arrays["groups"] = self.groups
-        return arrays
+        optional = {"groups": self.groups, "sample_ids": self.sample_ids}
+        return arrays | {name: array for name, array in optional.items() if array is not None}
 
     def _encode(self) -> bytes:
         return archive.encode(self.recipe.to_dict(), self._arrays())
@@ -349,11 +351,9 @@ class Plan:
             if name.startswith("column:")
         }
         segments = Segments(arrays.pop("sample"), arrays.pop("start"), arrays.pop("length"))
-        groups = arrays.pop("groups", None)
         return cls(
             recipe=Recipe.from_dict(recipe),
             segments=segments,
-            groups=groups,
             columns=columns,
             **arrays,
         )

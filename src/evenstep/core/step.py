@@ -62,6 +62,9 @@ class Step:
     every whole step. None for pooled steps and for steps that were resumed midway."""
     sample_ids: IntArray | None = None
     """Sample i of `plan` has the id `sample_ids[i]` in the source. None if `plan` is None."""
+    fingerprint: str = ""
+    """A digest of the stream and the position, equal on all ranks of a planned stream; empty if
+    unknown. `Runner` compares it over ranks at its first step."""
     _read: dict[MicroBatch, MicroBatch] = field(default_factory=dict)
     """Micro-batches of which reading skipped a sample -> what remains of them."""
 

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.cursor import Cursor
-from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, frozen
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.core.step import Step
 from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.sources.lengths import column_digest
 from evenstep.data.sources.source import MeasuredSource, check_measured
+from evenstep.data.streams.digests import lengths_digest, values_digest
+from evenstep.data.streams.epoch_size import EpochSize, measure
+from evenstep.data.streams.epoch_steps import EpochSteps
 from evenstep.data.streams.epoch_units import EpochUnits
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.lookup import OnError, SampleLookup
-from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.per_sample import per_sample, whole_per_sample
+from evenstep.data.streams.plan_steps import PlanSteps
 from evenstep.data.streams.position import StreamPosition
-from evenstep.data.streams.step_remainder import StepRemainder
+from evenstep.data.streams.step_maker import StepMaker
+from evenstep.data.streams.step_work import Progress, StepBounds, StepSource
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError, InputError
-from evenstep.planning.planner import plan_step, step_size
-
-_SAMPLED_LENGTHS = 4096  # for estimates
 
 
 class PlannedStream:
@@ -88,18 +82,61 @@ class PlannedStream:
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         count = len(source)
-        self._columns = {
-            name: per_sample(name, column, count) for name, column in (columns or {}).items()
-        }
+        held = {name: per_sample(name, column, count) for name, column in (columns or {}).items()}
         self._loss_tokens, ids = (
             None if given is None else whole_per_sample(name, given, count)
             for name, given in (("loss_tokens", loss_tokens), ("groups", groups))
         )
-        self._units = EpochUnits.of(count, ids)
+        units = EpochUnits.of(count, ids)
+        self._steps: StepSource = EpochSteps(source, recipe, units, self.seed, self.shuffle, held)
         self._lookup = SampleLookup(source, on_error)
         self._start = self._now = StreamPosition()
         self._iterated = False  # since the start was set
-        self._window = 64  # units to look at first; does not affect steps
+        self._sizes: dict[tuple[int, bool], EpochSize] = {}
+
+    @classmethod
+    def from_plan(
+        cls,
+        source: MeasuredSource,
+        plan: Plan,
+        *,
+        world: World | None = None,
+        loss_tokens: ArrayLike | None = None,
+        max_num_steps: int | None = None,
+        infinite_loop: bool = False,
+        on_error: OnError = "raise",
+    ) -> PlannedStream:
+        """The steps of a saved plan, in its own order, which is the same in every epoch.
+
+        The plan is one of all samples of the source: `make_plan`, `plan_epoch` of a stream, or
+        `evenstep plan`. It may be run on fewer ranks than it was made for, if their number divides
+        the plan's; a rank then runs the micro-batches of several. A step raises if the length of a
+        sample is not the planned one.
+
+        >>> from evenstep import Packed, Steps, make_plan
+        >>> import numpy as np
+        >>> from evenstep.data.sources.lengths import Lengths
+        >>> lengths = np.array([5, 3, 4, 2])
+        >>> plan = make_plan(lengths, Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2)))
+        >>> stream = PlannedStream.from_plan(Lengths(lengths), plan)
+        >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]
+        [[0, 1], [2, 3]]
+        """
+        check_measured(source)
+        found = World() if world is None else world
+        steps = PlanSteps(source, plan, found.size)
+        stream = cls(
+            source,
+            steps.recipe,
+            world=found,
+            shuffle=False,
+            loss_tokens=loss_tokens,
+            max_num_steps=max_num_steps,
+            infinite_loop=infinite_loop,
+            on_error=on_error,
+        )
+        stream._steps = steps
+        return stream
 
     @property
     def done(self) -> int:
@@ -124,153 +161,50 @@ class PlannedStream:
         from the start (default: `worker`). Steps of other workers are not planned."""
         self._iterated = True
         turn = worker if turn is None else turn
-        for before, after, last in self._bounds(self._start):
-            if (before.step - self._start.step) % workers == turn:
-                yield self._step(before, after, last, self.world.rank)
+        for bounds in self._bounds(self._start):
+            if (bounds.before.step - self._start.step) % workers == turn:
+                yield from self._made(bounds, (self.world.rank,))
 
     def walk_all(self) -> Iterator[list[Step]]:
-        """Every step for all ranks, for callers that deal micro-batches to ranks themselves."""
+        """Every step for all ranks, for callers that deal micro-batches to ranks themselves. A
+        step is planned once."""
         self._iterated = True
-        for before, after, last in self._bounds(self._start):
-            ranks = range(self.world.size)
-            yield [self._step(before, after, last, rank) for rank in ranks]
+        for bounds in self._bounds(self._start):
+            yield list(self._made(bounds, range(self.world.size)))
 
-    def _bounds(self, at: StreamPosition) -> Iterator[tuple[StreamPosition, StreamPosition, bool]]:
-        """(position before, position after, whether it is the last of its epoch) of every step."""
-        found_any = at.position > 0  # in the current epoch
-        while self.max_num_steps is None or at.step < self.max_num_steps:
-            found = self._next(at)
-            if found is not None:
-                after = StreamPosition(at.epoch, at.position + found[0], at.step + 1)
-                yield at, after, found[1]
-                at, found_any = after, True
-            elif not self.infinite_loop:
+    def _made(self, bounds: StepBounds, ranks: Sequence[int]) -> Iterator[Step]:
+        work, after = self._steps.work(bounds), self.cursor(bounds.after)
+        return self._maker.steps(work, bounds.before, after, ranks)
+
+    @cached_property
+    def _maker(self) -> StepMaker:
+        return StepMaker(self._lookup, self._loss_tokens, self.fingerprint)
+
+    def _bounds(self, at: StreamPosition) -> Iterator[StepBounds]:
+        """Where every step begins and ends, over epochs."""
+        while True:
+            found_any = at.position > 0  # in the current epoch
+            for bounds in self._epoch_from(at, self.max_num_steps):
+                yield bounds
+                at, found_any = bounds.after, True
+            if not self.infinite_loop or at.step == self.max_num_steps:
                 return
-            elif found_any:
-                at, found_any = StreamPosition(at.epoch + 1, 0, at.step), False
-            else:
+            if not found_any:
                 raise InputError(
                     f"epoch {at.epoch} has no sample to run, so an endless stream cannot continue. "
                     f"Add samples, or use another overflow than 'drop'."
                 )
+            at = StreamPosition(at.epoch + 1, 0, at.step)
 
-    def _next(self, at: StreamPosition) -> tuple[int, bool] | None:
-        """(units of the next step, whether they are the last of the epoch); None at its end.
-
-        Looks at no more units than needed.
-        """
-        rest = len(self._units) - at.position
-        fixed = self.recipe.steps.samples
-        if fixed is not None and self._units.groups is None and self.recipe.overflow != "drop":
-            return (min(fixed, rest), fixed >= rest) if rest else None
-        window = min(rest, fixed or self._window)
-        while True:
-            sample_ids, ends = self._sample_ids(at, window)
-            lengths, complete = self.source.lengths_of(sample_ids), window == rest
-            size = step_size(
-                lengths, self._recipe_at(at), complete=complete, **self._about(sample_ids)
-            )
-            if size == 0:
-                return None
-            if size is not None:
-                units = int(np.searchsorted(ends, size)) + 1
-                self._window = units + units // 4 + 64
-                if self.recipe.overflow == "drop" and self._all_dropped(at, units):
-                    units = rest  # the last step reports all that were dropped
-                return units, units == rest
-            window = min(rest, 2 * window)
-
-    def _recipe_at(self, at: StreamPosition) -> Recipe:
-        """The recipe for the number of ranks that began the step at this position."""
-        if not at.inside:
-            return self.recipe
-        return replace(self.recipe, topology=replace(self.recipe.topology, dp=at.inside[0][0]))
-
-    def _all_dropped(self, at: StreamPosition, units: int) -> bool:
-        """Whether everything after the next `units` units of the epoch is dropped."""
-        first, window, longest = at.position + units, 64, self.recipe.longest_segment
-        while first < len(self._units):
-            count = min(window, len(self._units) - first)
-            sample_ids, _ = self._sample_ids(replace(at, position=first), count)
-            if longest is None or (self.source.lengths_of(sample_ids) <= longest).any():
-                return False
-            first, window = first + count, 2 * window
-        return True
-
-    def _sample_ids(self, at: StreamPosition, units: int) -> tuple[IntArray, IntArray]:
-        """(sample ids of the next units, number of samples up to the end of each unit)."""
-        count = len(self._units)
-        order = EpochOrder(count=count, seed=self.seed, epoch=at.epoch, shuffle=self.shuffle)
-        return self._units.members(order.samples(at.position + np.arange(units)))
-
-    def _about(self, sample_ids: IntArray) -> dict[str, Any]:
-        return {
-            "groups": self._units.groups_of(sample_ids),
-            "columns": {name: column[sample_ids] for name, column in self._columns.items()},
-            "names": sample_ids,
-        }
-
-    def _step(self, at: StreamPosition, after: StreamPosition, last: bool, rank: int) -> Step:
-        sample_ids, _ = self._sample_ids(at, after.position - at.position)
-        plan, micro_batches = self._planned(sample_ids, at, last, rank)
-        over = plan.recipe.longest_segment
-        beyond = 0 if over is None else int((plan.lengths > over).sum())
-        overflow = {"drop": "dropped", "truncate": "truncated"}.get(self.recipe.overflow)
-        totals = {} if at.inside else self._totals(sample_ids, plan)
-        return Step(
-            number=at.step,
-            epoch=at.epoch,
-            micro_batches=tuple(micro_batches),
-            samples=self._lookup,
-            cursor=self.cursor(after),
-            totals=totals,
-            lost={overflow: beyond} if overflow and beyond else {},
-            budget=self.recipe.layout.budget,
-            ranks=self.world.size,
-            loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
-            plan=None if at.inside else plan,
-            sample_ids=None if at.inside else frozen(sample_ids),
-        )
-
-    def _labels(self, micro_batches: list[MicroBatch]) -> dict[int, int]:
-        """The number of loss tokens of each sample of the micro-batches."""
-        assert self._loss_tokens is not None
-        ids = sorted({i for micro in micro_batches for i in micro.segments.sample.tolist()})
-        return dict(zip(ids, self._loss_tokens[ids].tolist(), strict=True))
-
-    def _planned(
-        self, sample_ids: IntArray, at: StreamPosition, last: bool, rank: int
-    ) -> tuple[Plan, list[MicroBatch]]:
-        """The plan of a step, and the micro-batches that a rank has not done yet."""
-        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
-        ranks = self.world.size
-        plan = plan_step(lengths, self._recipe_at(at), last=last, **about)
-        if not at.inside:
-            return plan, [micro.renumbered(sample_ids) for micro in plan[0, rank]]
-        rest = StepRemainder.of(plan, sample_ids, about)
-        return plan, rest.micro_batches(at.inside, rank, ranks)
-
-    def _totals(self, sample_ids: IntArray, plan: Plan) -> dict[str, float]:
-        """Totals over all ranks; loss tokens only if they are known and no sample can be lost."""
-        run = plan.step_of >= 0
-        costs = plan.costs.reshape(plan.num_ranks, -1)  # (ranks, micro-batches)
-        ideal = costs.sum() / plan.num_ranks
-        totals: dict[str, float] = {
-            "tokens": int(plan.segments.length.sum()),
-            "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
-            "imbalance_step": float(costs.sum(axis=1).max() / ideal) if ideal else 1.0,
-            "imbalance_micro_batch": float(costs.max(axis=0).sum() / ideal) if ideal else 1.0,
-        }
-        if self._lookup.on_error == "skip":
-            return totals  # unreadable samples are not known yet
-        totals["samples"] = int(run.sum())
-        if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
-            labels = self._loss_tokens[sample_ids[run]]
-            totals["loss_tokens"] = int(labels.sum())
-            totals["sequences"] = int((labels > 0).sum())
-            if plan.groups is not None:
-                totals["groups"] = len(np.unique(plan.groups[run][labels > 0]))
-        return totals
+    def _epoch_from(self, at: StreamPosition, most: int | None = None) -> Iterator[StepBounds]:
+        """Where every step of the rest of an epoch begins and ends, up to `most` steps in all."""
+        while most is None or at.step < most:
+            found = self._steps.next_step(at)
+            if found is None:
+                return
+            after = StreamPosition(at.epoch, at.position + found[0], at.step + 1)
+            yield StepBounds(at, after, found[1])
+            at = after
 
     # Position --------------------------------------------------------------------------------
 
@@ -281,11 +215,14 @@ class PlannedStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start after the step that this state was taken at, on any number of ranks."""
         cursor = Cursor.from_dict(state)
-        cursor.check(self._belongs(inside="inside" in cursor.place))
+        belongs = self._belongs(inside="inside" in cursor.place)
+        if "lengths" not in cursor.belongs:  # written by version 0.1.0
+            del belongs["lengths"]
+        cursor.check(belongs)
         at = StreamPosition.from_dict(cursor.place, cursor.step)
-        if not 0 <= at.position <= len(self._units):
+        if not 0 <= at.position <= len(self._steps):
             raise CursorError(
-                f"the cursor is at position {at.position}, but an epoch has {len(self._units)} "
+                f"the cursor is at position {at.position}, but an epoch has {len(self._steps)} "
                 f"units, so it was taken from other data or groups. Restore them, or use a cursor "
                 f"of this stream."
             )
@@ -319,8 +256,8 @@ class PlannedStream:
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. Nothing is read or planned."""
         steps = whole_number("steps to skip", steps, least=0)
-        for _, after, _ in islice(self._bounds(self._start), steps):
-            self._start_at(after)
+        for bounds in islice(self._bounds(self._start), steps):
+            self._start_at(bounds.after)
 
     def _start_at(self, at: StreamPosition) -> None:
         self._start, self._now, self._iterated = at, at, False
@@ -333,66 +270,103 @@ class PlannedStream:
             place=at.to_dict(),
         )
 
-    def _belongs(self, inside: bool) -> dict[str, str]:
-        """What a cursor belongs to. Ranks, layout and balance may change, because they do not
-        affect which samples a step holds; within a step only the ranks may."""
-        belongs = dict(self._owner)
-        if inside:
-            recipe = self.recipe.to_dict()
-            recipe["topology"] = {**recipe["topology"], "dp": None}
-            belongs["recipe"] = digest_of(recipe)
-        return belongs
+    # Identity ----------------------------------------------------------------------------------
 
     @cached_property
-    def _owner(self) -> dict[str, str]:
-        belongs = {
+    def fingerprint(self) -> str:
+        """A digest of all that determines the steps: data, order, recipe, ranks. Not the rank, so
+        it is the same on all ranks unless they would train on different plans."""
+        held = {} if self._loss_tokens is None else {"loss_tokens": self._loss_tokens}
+        return digest_of(
+            {
+                **self._belongs(inside=False),
+                **self._steps.details(),
+                "recipe": self.recipe.to_dict(),
+                "per sample": {name: values_digest(array) for name, array in held.items()},
+                "end": [self.max_num_steps, self.infinite_loop],
+            }
+        )
+
+    def _belongs(self, inside: bool) -> dict[str, str]:
+        """What a cursor belongs to."""
+        return {**self._data, **self._steps.belongs(inside=inside)}
+
+    @cached_property
+    def _data(self) -> dict[str, str]:
+        return {
             "stream": "planned",
             "data": f"{len(self.source)} samples, {self.source.fingerprint}",
-            "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
+            "lengths": lengths_digest(self.source),
         }
-        if self._units.groups is not None:
-            belongs["groups"] = column_digest(self._units.groups)
-        return belongs
 
     # Length ------------------------------------------------------------------------------------
 
+    def epoch_size(
+        self, epoch: int = 0, *, drop_last: bool = False, progress: Progress | None = None
+    ) -> EpochSize:
+        """The exact number of steps and of micro-batches per rank of an epoch. Reads no samples.
+
+        Plans every step, unless steps are counted in micro-batches, and remembers the result.
+        With `drop_last`, steps in which a rank has an empty micro-batch are not counted.
+        `progress(done, total)` is called after each step with units of the epoch.
+        """
+        key = self._steps.same_epoch(whole_number("epoch", epoch, least=0)), drop_last
+        if key not in self._sizes:
+            self._sizes[key] = self._measured(StreamPosition(key[0]), drop_last, progress)
+        return self._sizes[key]
+
+    def size_left(self, *, drop_last: bool = False, progress: Progress | None = None) -> EpochSize:
+        """The same for the rest of the epoch, from the start that was set."""
+        if self._start.position == 0 and not self._start.inside:
+            return self.epoch_size(self._start.epoch, drop_last=drop_last, progress=progress)
+        return self._measured(self._start, drop_last, progress)
+
+    def micro_batches_per_epoch(
+        self, epochs: int = 1, *, drop_last: bool = False, progress: Progress | None = None
+    ) -> list[int]:
+        """Micro-batches per rank of the epochs 0, 1, ... as `epoch_size` counts them."""
+        total = len(self._steps) * whole_number("epochs", epochs, least=0)
+        found = []
+        for epoch in range(epochs):
+
+            def advance(done: int, _: int, before: int = epoch * len(self._steps)) -> None:
+                if progress is not None:
+                    progress(before + done, total)
+
+            size = self.epoch_size(epoch, drop_last=drop_last, progress=advance)
+            found.append(size.micro_batches)
+        return found
+
+    def _measured(
+        self, at: StreamPosition, drop_last: bool, progress: Progress | None
+    ) -> EpochSize:
+        total = len(self._steps)
+        advance = None if progress is None else (lambda done: progress(done, total))
+        bounds = self._epoch_from(at)
+        return measure(self._steps, bounds, drop_last=drop_last, progress=advance)
+
+    def plan_epoch(self, epoch: int = 0, *, progress: Progress | None = None) -> Plan:
+        """One plan of all steps of an epoch, to save, to show, or to run with `from_plan`.
+
+        Samples are numbered in the epoch's order; `plan.sample_ids` are their ids in the source.
+        `progress(done, total)` is called after each step.
+        """
+        return self._steps.plan_epoch(whole_number("epoch", epoch, least=0), progress)
+
     @property
     def steps_per_epoch(self) -> Estimate:
-        """Number of steps in an epoch; exact if steps are counted in samples."""
-        steps, n = self.recipe.steps, len(self.source)
-        if steps.samples is not None:
-            exact = self._units.groups is None and self.recipe.overflow != "drop"
-            return Estimate(divided_up(n, steps.samples), exact)
-        spread = np.linspace(0, max(n - 1, 0), min(n, _SAMPLED_LENGTHS)).astype(np.int64)
-        tokens = float(self.source.lengths_of(np.unique(spread)).mean()) * n if n else 0.0
-        if steps.tokens is not None:
-            return Estimate(divided_up(int(tokens), steps.tokens), False)
-        if steps.micro_batches is None:
-            return Estimate(int(n > 0), True)
-        per_step = steps.micro_batches * self.world.size
-        return Estimate(
-            math.ceil(n / (self._per_micro_batch(tokens / max(n, 1)) * per_step)), False
-        )
-
-    def _per_micro_batch(self, length: float) -> float:
-        """About how many samples of this length a micro-batch holds."""
-        layout, unit = self.recipe.layout, self.recipe.topology.alignment
-        aligned = rounded_up(math.ceil(length), unit)
-        slots, most = layout.pack_bounds(self.recipe, np.array([aligned]))
-        each = min(float(most[0]), math.inf if slots is None else slots / max(aligned, 1))
-        return max(1.0, each * layout.packs_per_micro_batch)
+        """Number of steps in an epoch; exact if steps are counted in samples, and after
+        `epoch_size` has counted the epoch of the start."""
+        counted = self._sizes.get((self._steps.same_epoch(self._start.epoch), False))
+        return self._steps.steps_per_epoch if counted is None else Estimate(counted.steps, True)
 
     @property
     def micro_batches_per_step(self) -> int:
         """Micro-batches per rank and step: those of the first step of the epoch."""
         if self.recipe.steps.micro_batches is not None:
             return self.recipe.steps.micro_batches
-        found = self._next(StreamPosition(self._start.epoch))
-        if found is None:
-            return 0
-        before = StreamPosition(self._start.epoch)
-        after = StreamPosition(self._start.epoch, found[0])
-        return len(self._step(before, after, found[1], self.world.rank))
+        first = islice(self._epoch_from(StreamPosition(self._start.epoch)), 1)
+        return measure(self._steps, first).micro_batches
 
     def __len__(self) -> int:
         """Steps of one pass: those left of `max_num_steps`, or those of an epoch, which may be an

@@ -46,10 +46,8 @@ class StepRemainder:
         }
         return cls(replace(plan.recipe, steps=Steps()), by_rank, known)
 
-    def micro_batches(
-        self, inside: Sequence[tuple[int, int]], rank: int, ranks: int
-    ) -> list[MicroBatch]:
-        """What `rank` of `ranks` still has to do after the work in `inside`, applied in order.
+    def after(self, inside: Sequence[tuple[int, int]], ranks: int) -> StepRemainder:
+        """What `ranks` ranks still have to do after the work in `inside`, applied in order.
 
         inside [(4, 2)], resumed on 4 ranks: their third micro-batch onwards. Resumed on 2 ranks:
         the same segments, planned for two ranks.
@@ -60,7 +58,7 @@ class StepRemainder:
             rest = rest.without(done)
             if following != len(rest.by_rank):
                 rest = rest.on(following)
-        return rest.by_rank[rank]
+        return rest
 
     def without(self, done: int) -> StepRemainder:
         """Without the first `done` micro-batches of every rank."""
