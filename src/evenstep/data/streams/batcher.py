@@ -9,10 +9,12 @@ from itertools import accumulate
 import numpy as np
 
 from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST
+from evenstep.data.streams.leader import leader
 from evenstep.data.streams.pool import Entry, Pool
 from evenstep.errors import ConfigError
 from evenstep.planning.batching.selection import Room, select
@@ -149,11 +151,23 @@ class PoolBatcher:
         room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
         if left is not None and room.counted is not None and left < room.counted:
             room = replace(room, counted=left)
-        chosen = select(self.strategy, lengths, room, counted).tolist()
+        chosen = self._selected(lengths, room, counted)
         pack = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
             del waiting[at]
         return pack
+
+    def _selected(self, lengths: IntArray, room: Room, counted: IntArray | None) -> list[int]:
+        """Indices in the pool of the next pack. The first is the oldest, or its leader."""
+        at = leader(lengths) if self.strategy == "fullest" else 0
+        chosen: list[int]
+        if at == 0:
+            chosen = select(self.strategy, lengths, room, counted).tolist()
+            return chosen
+        order = np.concatenate(([at], np.arange(at), np.arange(at + 1, len(lengths))))
+        counts = None if counted is None else counted[order]
+        chosen = order[select(self.strategy, lengths[order], room, counts)].tolist()
+        return chosen
 
     @cached_property
     def _alignment(self) -> int:

@@ -23,8 +23,9 @@ class Pool:
     """Size of the pool, and the strategy that selects micro-batches from it.
 
     The pool fills until it holds `samples` samples and `tokens` tokens. Then one micro-batch is
-    taken. It always includes the oldest sample, so a sample waits for at most as many
-    micro-batches as there are samples in the pool.
+    taken. It includes the oldest sample, so a sample waits for at most as many micro-batches as
+    there are samples in the pool. With `fullest` it includes a sample drawn by tokens (`leader`),
+    which is the oldest in at least every other draw on average.
 
     samples         least number of samples before a micro-batch is taken
     tokens          least number of tokens; by default twice the budget, so that a micro-batch can

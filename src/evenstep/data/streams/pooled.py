@@ -20,8 +20,8 @@ from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.lookup import OnError
 from evenstep.data.streams.pool import Measure, Pool
-from evenstep.data.streams.reader import PoolReader, fresh, redealt
-from evenstep.data.streams.remaining import ReaderState
+from evenstep.data.streams.reader import PoolReader
+from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError
 
@@ -178,7 +178,7 @@ class PooledStream:
         count = EpochSource(self.source, self.seed, self.shuffle).count
         mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
-            return fresh(mine, readers, self._epoch, count), worker
+            return ReaderState.fresh(mine, readers, self._epoch, count), worker
         position = self._begin.place
         held = _states(position)
         if (position["ranks"], position["workers"]) == (ranks, workers):

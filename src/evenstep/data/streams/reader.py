@@ -9,15 +9,16 @@ import numpy as np
 
 from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.rounding import divided_up
 from evenstep.data.sources.source import Sample, unreadable
 from evenstep.data.streams.batcher import PoolBatcher, micro_batch
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.pool import Entry, Measure, entries_of
-from evenstep.data.streams.remaining import ReaderState, RemainingEpoch, merged
+from evenstep.data.streams.reader_state import ReaderState
+from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 
+_AHEAD = 256  # items that are looked up at once
 _EMPTY_EPOCHS = 16  # per reader: give up after so many epochs without a sample that can run
 
 
@@ -41,6 +42,7 @@ class PoolReader:
         self._endless, self._skip = endless, skip
         self._epochs = list(state.epochs)
         self._number, self._readers, self._read = state.reader, state.readers, state.read
+        self._coming: list[int] = []  # the next items of the current epoch, the last one first
         self._found_any = True  # in the current epoch; unknown before this state, so assumed
         self._empty_epochs = 0
         self._ended = False
@@ -107,29 +109,25 @@ class PoolReader:
                 self._tokens += entry.length
 
     def _next(self) -> list[Entry] | None:
-        """The entries of the next element of the remaining epochs; None at the end."""
+        """The entries of the next item of the remaining epochs; None at the end."""
         while not self._ended:
-            remaining = self._epochs[0]
-            index = self._number + self._readers * self._read
-            element = remaining[index]
-            entries: list[Entry] | None
-            if element is None:
-                entries = None
-            elif isinstance(element, int):
-                entries = self._at(remaining, index, element)
-                span_end = remaining.span_end(index) if entries is None else None
-                if span_end is not None:  # past the end of the data; the next span may not be
-                    self._read = divided_up(span_end - self._number, self._readers)
-                    continue
-            else:
-                sample_id, start = element
-                entries = [e for e in self._again(remaining.epoch, sample_id) if e.start == start]
+            item = self._next_item()
+            entries = None if item is None else self._at(self._epochs[0].epoch, item)
             if entries is not None:
+                self._coming.pop()
                 self._read += 1
                 self._found_any = self._found_any or len(entries) > 0
                 return entries
-            self._next_epoch(remaining)
+            self._next_epoch(self._epochs[0])
         return None
+
+    def _next_item(self) -> int | None:
+        """The next item of the current epoch; None at its end, if that is known."""
+        if not self._coming:
+            remaining = self._epochs[0]
+            places = remaining.positions(self._number, self._readers, self._read, _AHEAD)
+            self._coming = self._items.items(remaining.epoch, places)[::-1]
+        return self._coming[-1] if self._coming else None
 
     def _next_epoch(self, remaining: RemainingEpoch) -> None:
         """Continue with the next remaining epoch, or with a new one if the stream is endless."""
@@ -139,10 +137,10 @@ class PoolReader:
         if len(self._epochs) == 1:
             self._empty_epochs = 0 if self._found_any else self._empty_epochs + 1
             self._check_found(remaining.epoch)
-            self._epochs.append(RemainingEpoch.whole(remaining.epoch + 1, self._items.count))
+            self._epochs.append(RemainingEpoch(remaining.epoch + 1, self._items.count))
             self._found_any = False
         del self._epochs[0]
-        self._read = 0
+        self._read, self._coming = 0, []
 
     def _check_found(self, epoch: int) -> None:
         """Raise if no sample can be expected. A shuffled epoch may give this reader others."""
@@ -161,11 +159,10 @@ class PoolReader:
                 f"{lost or 'none'}). Add samples, or use another overflow than 'drop'."
             )
 
-    def _at(self, remaining: RemainingEpoch, index: int, position: int) -> list[Entry] | None:
-        """The entries of the item at a position; None past the end of the data."""
-        stride = remaining.stride(index, self._readers)
+    def _at(self, epoch: int, item: int) -> list[Entry] | None:
+        """The entries of an item; None past the end of the data."""
         try:
-            samples = self._items.read(remaining.epoch, position, stride)
+            samples = self._items.read(epoch, item)
         except SampleError:
             if not self._skip or self._items.failed:
                 raise
@@ -174,11 +171,11 @@ class PoolReader:
         if samples is None:
             return None
         if len(samples) == 1:
-            return self._readable(remaining.epoch, *samples[0])
+            return self._readable(epoch, *samples[0])
         return [
             entry
             for sample_id, sample in samples
-            for entry in self._readable(remaining.epoch, sample_id, sample)
+            for entry in self._readable(epoch, sample_id, sample)
         ]
 
     def _readable(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
@@ -265,33 +262,3 @@ def _distinct(
     segments = replace(micro.segments, sample=np.array(sample_ids, np.int64))
     renamed = [entry._replace(sample_id=i) for entry, i in zip(taken, sample_ids, strict=True)]
     return replace(micro, segments=segments), renamed
-
-
-def fresh(reader: int, readers: int, epoch: int, count: int | None) -> ReaderState:
-    """The state of a reader at the beginning of an epoch."""
-    return ReaderState(reader=reader, readers=readers, epochs=(RemainingEpoch.whole(epoch, count),))
-
-
-def redealt(states: list[ReaderState], reader: int, readers: int, count: int | None) -> ReaderState:
-    """The state of one of `readers` new readers that share what remains of `states`.
-
-    Segments in the old pools are distributed over the new pools, so that a state holds no more
-    than its reader's share.
-    """
-    epochs = merged(states, count)
-    waiting = [
-        (remaining.epoch, sample_id, start)
-        for remaining in epochs
-        for sample_id, start in remaining.segments
-    ]
-    lost = {
-        reason: sum(state.lost.get(reason, 0) for state in states)
-        for reason in sorted({reason for state in states for reason in state.lost})
-    }
-    return ReaderState(
-        reader=reader,
-        readers=readers,
-        epochs=tuple(RemainingEpoch(remaining.epoch, (), remaining.spans) for remaining in epochs),
-        waiting=tuple(waiting[reader::readers]),
-        lost=lost if reader == 0 else {},
-    )
