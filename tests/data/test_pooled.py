@@ -21,7 +21,8 @@ from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import Mapped
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream, merge_cursors
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.pooled_cursor import merge_cursors
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
 from tests.data.datasets import MapStyle
 
@@ -259,11 +260,12 @@ def test_one_item_may_give_several_samples() -> None:
 def test_over_long_samples_follow_the_policy(overflow: Any) -> None:
     lengths = [5, 23, 7, 41, 3, 3]
     recipe = Recipe(layout=Packed(max_tokens=10), overflow=overflow)
-    stream = PooledStream(InMemory(samples_of(lengths)), recipe, shuffle=False)
     if overflow == "error":
+        stream = PooledStream(Mapped(samples_of(lengths)), recipe, shuffle=False)
         with pytest.raises(SampleError, match="sample 1 has 23 tokens but a micro-batch holds 10"):
             list(stream)
         return
+    stream = PooledStream(InMemory(samples_of(lengths)), recipe, shuffle=False)
     steps = list(stream)
     tokens = sum(m.tokens for step in steps for m in step.micro_batches)
     expected = {"split": 82, "truncate": 38, "drop": 18, "alone": 82}
@@ -414,8 +416,12 @@ def test_a_cursor_of_another_stream_is_refused_with_the_reason() -> None:
     others = {
         "data was": PooledStream(InMemory(data[:-1]), recipe),
         "seed 0 and is shuffled by seed 1": PooledStream(InMemory(data), recipe, seed=1),
-        "layout was": PooledStream(InMemory(data), Recipe(layout=Packed(max_tokens=10))),
-        "pool was": PooledStream(InMemory(data), recipe, pool=Pool(samples=3)),
+        "layout.max_tokens was 9 and is 10": PooledStream(
+            InMemory(data), Recipe(layout=Packed(max_tokens=10))
+        ),
+        "pool.samples was not given and is 3": PooledStream(
+            InMemory(data), recipe, pool=Pool(samples=3)
+        ),
     }
     for reason, stream in others.items():
         with pytest.raises(CursorError, match=reason):

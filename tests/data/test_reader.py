@@ -21,7 +21,8 @@ from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream, merge_cursors
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.pooled_cursor import merge_cursors
 from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
 

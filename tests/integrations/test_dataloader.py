@@ -29,7 +29,8 @@ from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream, merge_cursors
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.pooled_cursor import merge_cursors
 from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError, SampleError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -201,9 +201,10 @@ class StreamLoader:
         now = self.stream.start(max(1, self.num_workers)) if self._now is None else self._now
         return now.to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start after the step that the state was taken at."""
-        self.stream.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start after the step that the state was taken at. `allow` names settings of a pooled
+        stream that may have changed since; see `PooledStream.load_state_dict`."""
+        self.stream.load_state_dict(state, allow)
         self._loader, self._now = None, None  # persistent workers have a copy of the old stream
 
     def set_epoch(self, epoch: int) -> None:

@@ -14,11 +14,11 @@ from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST
+from evenstep.data.streams.cut import Cut
 from evenstep.data.streams.leader import leader
 from evenstep.data.streams.pool import Entry, Pool
 from evenstep.errors import ConfigError
 from evenstep.planning.batching.selection import Room, select
-from evenstep.planning.overflow import refused, segments_of
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,14 @@ class PoolBatcher:
         """Micro-batches per step."""
         return self.recipe.steps.micro_batches or 1
 
+    @cached_property
+    def cut(self) -> Cut:
+        """How over-long samples become segments."""
+        return Cut(self.longest, self.recipe.overflow)
+
     def segments(self, length: int) -> list[tuple[int, int]] | None:
         """(start, length) of each segment of a sample; [] if it is dropped, None if refused."""
-        if self.longest is None or length <= self.longest:
-            return [(0, length)]
-        lengths, overflow = np.array([length], np.int64), self.recipe.overflow
-        if len(refused(lengths, self.longest, overflow)):
-            return None
-        found, _ = segments_of(lengths, self.longest, overflow)
-        return list(zip(found.start.tolist(), found.length.tolist(), strict=True))
+        return self.cut.segments(length)
 
     def take(self, waiting: list[Entry], step: int) -> tuple[MicroBatch, list[Entry]]:
         """Remove the next micro-batch from `waiting`; return it and its entries in row order."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from evenstep.core.validate import whole_field
 from evenstep.data.sources.source import Sample
+from evenstep.data.streams.cut import Piece
 from evenstep.errors import ConfigError
 
 Measure: TypeAlias = Callable[[Sample], int]
@@ -89,7 +90,7 @@ class Entry(NamedTuple):
     loss_tokens: int
     sample: Sample
     key: Sequence[int] = ()
-    """[epoch, sample_id, start], as cursors hold it. Cursors share this list; do not change it."""
+    """What cursors hold (see `Waiting`). Cursors share this list; do not change it."""
 
 
 def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
@@ -111,22 +112,20 @@ def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
     return max(labels.stop - labels.start, 0)
 
 
+def entry_of(epoch: int, sample_id: int, sample: Sample, length: int, piece: Piece) -> Entry:
+    """The pool entry of a piece of a sample of this length."""
+    start, size, stop = piece
+    counted = loss_tokens_of(sample, start, start + size, stop)
+    key = [epoch, sample_id, start]
+    return Entry(epoch, sample_id, start, size, length, stop, counted, sample, key)
+
+
 def entries_of(
     epoch: int, sample_id: int, sample: Sample, length: int, segments: list[tuple[int, int]]
 ) -> list[Entry]:
     """The pool entries of a sample, one for each (start, length) in `segments`."""
     stop = segments[-1][0] + segments[-1][1] if segments else 0
     return [
-        Entry(
-            epoch,
-            sample_id,
-            start,
-            size,
-            length,
-            stop,
-            loss_tokens_of(sample, start, start + size, stop),
-            sample,
-            [epoch, sample_id, start],
-        )
+        entry_of(epoch, sample_id, sample, length, Piece(start, size, stop))
         for start, size in segments
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,10 @@ from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.data.sources.source import Sample, unreadable
 from evenstep.data.streams.batcher import PoolBatcher, micro_batch
+from evenstep.data.streams.cut import Cut, pieces_of
 from evenstep.data.streams.epoch_source import EpochSource
-from evenstep.data.streams.pool import Entry, Measure, entries_of
-from evenstep.data.streams.reader_state import ReaderState
+from evenstep.data.streams.pool import Entry, Measure, entries_of, entry_of
+from evenstep.data.streams.reader_state import ReaderState, Waiting, piece_of
 from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
@@ -67,6 +69,7 @@ class PoolReader:
             "epochs": [remaining.to_list() for remaining in self._epochs],
             "read": self._read,
             "waiting": [entry.key for entry in self._waiting],
+            "cuts": [self._batcher.cut.to_list()],
             "lost": dict(self._lost),
         }
 
@@ -188,32 +191,44 @@ class PoolReader:
             self._lose("skipped")
             return []
 
-    def _again(self, epoch: int, sample_id: int) -> list[Entry]:
-        """The entries of a sample that this or another reader has read before; none if it is no
-        longer readable and may be skipped."""
-        before = dict(self._lost)
-        try:
-            entries = self._entries(epoch, sample_id, self._items.again(epoch, sample_id))
-        except SampleError:
-            if not self._skip or self._items.failed:
-                raise
-            self._lose("skipped")
-            return []
-        self._lost = before  # counted when it was first read
-        return entries
-
     def _restored(self, state: ReaderState) -> list[Entry]:
         """The pool of a state. Reads in order of items, which is cheap for every source."""
-        samples = {(epoch, sample_id) for epoch, sample_id, _ in state.waiting}
-        found = {
-            (epoch, sample_id, entry.start): entry
-            for epoch, sample_id in sorted(samples, key=lambda s: (s[0], item_and_part(s[1])))
-            for entry in self._again(epoch, sample_id)
-        }
-        return [found[key] for key in state.waiting if key in found]
+        keys: dict[tuple[int, int], list[Waiting]] = {}
+        for key in state.waiting:
+            keys.setdefault((key[0], key[1]), []).append(key)
+        found: dict[Waiting, list[Entry]] = {}
+        for epoch, sample_id in sorted(keys, key=lambda s: (s[0], item_and_part(s[1]))):
+            try:
+                found |= self._again(keys[epoch, sample_id], state.cuts or (self._batcher.cut,))
+            except SampleError:
+                if not self._skip or self._items.failed:
+                    raise
+                self._lose("skipped")
+        return [entry for key in state.waiting for entry in found.get(key, ())]
 
-    def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
-        """The entries of a sample, after `recipe.overflow` is applied."""
+    def _again(self, keys: list[Waiting], cuts: Sequence[Cut]) -> dict[Waiting, list[Entry]]:
+        """The entries of segments of a sample that this or another reader has read before. They
+        are cut again if they no longer fit."""
+        epoch, sample_id = keys[0][:2]
+        sample = self._items.again(epoch, sample_id)
+        length = self._length(sample_id, sample)
+        usual = pieces_of(self._batcher.cut, length)
+        found: dict[Waiting, list[Entry]] = {}
+        for key in keys:
+            pieces = self._batcher.cut.again(piece_of(key, length, cuts))
+            if pieces is None:
+                raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
+            if not pieces or pieces[-1].end < piece_of(key, length, cuts).end:
+                self._lose("truncated" if pieces else "dropped")
+            found[key] = []
+            for piece in pieces:
+                entry = entry_of(epoch, sample_id, sample, length, piece)
+                if usual.get(piece.start) != piece:
+                    entry = entry._replace(key=[epoch, sample_id, *piece])
+                found[key].append(entry)
+        return found
+
+    def _length(self, sample_id: int, sample: Sample) -> int:
         try:
             length = int(self._length_of(sample))
         except Exception as error:
@@ -223,6 +238,11 @@ class PoolReader:
                 f"sample {sample_name(sample_id)} has length {length}; expected at least 1. Remove "
                 f"it, or skip such samples with on_error='skip'."
             )
+        return length
+
+    def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
+        """The entries of a sample, after `recipe.overflow` is applied."""
+        length = self._length(sample_id, sample)
         longest, counts = self._batcher.longest, self._batcher.pool.loss_tokens is not None
         if (longest is None or length <= longest) and not counts:
             key = [epoch, sample_id, 0]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from evenstep.core.identity import item_and_part
+from evenstep.core.identity import item_and_part, sample_name
+from evenstep.data.streams.cut import Cut, Piece, pieces_of
 from evenstep.data.streams.deal import Deal
 from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import CursorError
 
-Waiting: TypeAlias = tuple[int, int, int]
-"""(epoch, sample id, start) of a segment in a pool."""
+Waiting: TypeAlias = tuple[int, ...]
+"""A segment in a pool.
+
+    epoch, sample id, start                 as cut by the first of `ReaderState.cuts`
+    epoch, sample id, start, number         as cut by another of them
+    epoch, sample id, start, length, end    cut in no such way; where the sample ends (see `Piece`)
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +31,7 @@ class ReaderState:
     epochs           what remains to be read; the first is being read
     read             number of elements of the first epoch that this reader has read
     waiting          the segments in the pool, oldest first
+    cuts             how the waiting samples were cut; the first is usually the only one
     lost             number of samples lost so far, by reason
     step             number of the next step as this reader counts. It determines a growing budget,
                      and runs ahead of the loader's count when other workers have ended
@@ -35,6 +42,7 @@ class ReaderState:
     epochs: tuple[RemainingEpoch, ...]
     read: int = 0
     waiting: tuple[Waiting, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
 
@@ -46,9 +54,7 @@ class ReaderState:
     @property
     def open_epochs(self) -> set[int]:
         """The numbers of all epochs with segments in the pool or elements to read."""
-        return {remaining.epoch for remaining in self.epochs} | {
-            epoch for epoch, _, _ in self.waiting
-        }
+        return {remaining.epoch for remaining in self.epochs} | {key[0] for key in self.waiting}
 
     @property
     def goes_on(self) -> bool:
@@ -66,6 +72,7 @@ class ReaderState:
             "epochs": [remaining.to_list() for remaining in self.epochs],
             "read": self.read,
             "waiting": [list(key) for key in self.waiting],
+            "cuts": [cut.to_list() for cut in self.cuts],
             "lost": dict(self.lost),
         }
         return data if self.step is None else {**data, "step": self.step}
@@ -79,7 +86,8 @@ class ReaderState:
                 readers=readers,
                 epochs=tuple(RemainingEpoch.from_list(remaining) for remaining in data["epochs"]),
                 read=int(data["read"]),
-                waiting=tuple((int(e), int(n), int(start)) for e, n, start in data["waiting"]),
+                waiting=tuple(_waiting(key) for key in data["waiting"]),
+                cuts=tuple(Cut.from_list(cut) for cut in data["cuts"]),
                 lost={str(reason): int(count) for reason, count in data["lost"].items()},
                 step=None if data.get("step") is None else int(data["step"]),
             )
@@ -98,7 +106,8 @@ def redealt(
     Segments in the old pools are distributed over the new pools, so that a state holds no more
     than its reader's share. `count` is the number of items in an epoch, None if unknown.
     """
-    waiting = all_waiting(states, in_order=count is None)
+    cuts = tuple(dict.fromkeys(cut for state in states for cut in state.cuts))
+    waiting = all_waiting([_with_cuts(s, cuts) for s in states], in_order=count is None)
     share = Deal(readers, key=0).elements(reader, np.arange(-(-len(waiting) // readers)))
     lost = {
         reason: sum(state.lost.get(reason, 0) for state in states)
@@ -109,8 +118,46 @@ def redealt(
         readers=readers,
         epochs=merged(states, count),
         waiting=tuple(waiting[at] for at in share.tolist() if at < len(waiting)),
+        cuts=cuts,
         lost=lost if reader == 0 else {},
     )
+
+
+def _waiting(key: Any) -> Waiting:
+    found = tuple(int(number) for number in key)
+    if not 3 <= len(found) <= 5:
+        raise ValueError(f"a segment of {len(found)} numbers")
+    return found
+
+
+def piece_of(key: Waiting, length: int, cuts: Sequence[Cut]) -> Piece:
+    """The tokens of a waiting segment, given the length of its sample."""
+    if len(key) == 5:
+        piece: Piece | None = Piece(*key[2:])
+    else:
+        piece = pieces_of(cuts[key[3] if len(key) == 4 else 0], length).get(key[2])
+    if piece is None or piece.end > length:
+        raise CursorError(
+            f"the cursor names tokens of sample {sample_name(key[1])} from token {key[2]} on, but "
+            f"it has {length} tokens now, so the data has changed. Restore the data, or start "
+            f"without the cursor."
+        )
+    return piece
+
+
+def _with_cuts(state: ReaderState, cuts: Sequence[Cut]) -> ReaderState:
+    """The same state, with its cuts numbered as in `cuts`."""
+    numbers = [cuts.index(cut) for cut in state.cuts]
+    if numbers in ([], [0]):
+        return state
+
+    def renumbered(key: Waiting) -> Waiting:
+        if len(key) == 5:
+            return key
+        number = numbers[key[3] if len(key) == 4 else 0]
+        return (*key[:3], number) if number else key[:3]
+
+    return replace(state, waiting=tuple(map(renumbered, state.waiting)), cuts=tuple(cuts))
 
 
 def all_waiting(states: Sequence[ReaderState], in_order: bool) -> list[Waiting]:

@@ -1,0 +1,37 @@
+"""Checks of lengths that a source knows, before anything is read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evenstep.core.recipe import Recipe
+from evenstep.data.sources.source import Source, has_random_access
+from evenstep.errors import InputError, SampleError
+from evenstep.planning.overflow import refusal, refused
+
+_CHUNK = 1 << 20
+
+
+def check_lengths(source: Source, recipe: Recipe) -> None:
+    """Raise if a sample is empty or too long for the recipe, if the source knows its lengths."""
+    if not (has_random_access(source) and hasattr(source, "lengths_of")):
+        return
+    limit, first, count = recipe.longest_segment, None, 0
+    for begin in range(0, len(source), _CHUNK):
+        items = np.arange(begin, min(begin + _CHUNK, len(source)))
+        try:
+            lengths = source.lengths_of(items)
+        except InputError:  # an item of several samples, or one without a length
+            return
+        if len(lengths) and lengths.min() < 1:
+            at = int(np.argmax(lengths < 1))
+            raise SampleError(
+                f"sample {begin + at} has length {lengths[at]}; expected at least 1. Remove it, or "
+                f"skip such samples with on_error='skip'."
+            )
+        long = refused(lengths, limit, recipe.overflow)
+        count += len(long)
+        if len(long) and first is None:
+            first = begin + int(long[0]), int(lengths[long[0]])
+    if first is not None:
+        raise SampleError(refusal(*first, recipe, more=count - 1))
