@@ -19,6 +19,7 @@ from evenstep.core.identity import sample_number
 from evenstep.core.step import Step
 from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.mapped import Mapped
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
@@ -344,7 +345,7 @@ def test_cursors_of_different_steps_are_not_merged(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", [InMemory, Iterated])
+@pytest.mark.parametrize("kind", [Mapped, Iterated])
 def test_cursors_of_ended_ranks_are_merged_with_those_that_go_on(kind: Any, workers: int) -> None:
     # The samples of rank 0 are short, so it ends before rank 1.
     dealt = [RemainingEpoch(0, 40).positions(w, 2 * workers).tolist() for w in range(workers)]

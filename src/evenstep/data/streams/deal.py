@@ -55,6 +55,17 @@ class Deal:
         shifts: IntArray = (begin + self._step * turn) % self.readers
         return shifts
 
+    def nth(self, readers: IntArray, turns: IntArray, which: IntArray) -> IntArray:
+        """In each of these turns, element number `which` of those that some readers take.
+
+        `readers` ascend.
+        """
+        shifts = self.shifts(turns)
+        first = np.searchsorted(readers, self.readers - shifts)  # the first that wraps around
+        reader = readers[(first + which) % len(readers)]
+        found: IntArray = turns * self.readers + (reader + shifts) % self.readers
+        return found
+
     def num_turns(self, size: int) -> IntArray:
         """The number of elements that each reader takes of a list of this size."""
         whole, rest = divmod(size, self.readers)

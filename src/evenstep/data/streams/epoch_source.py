@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from evenstep.core.identity import item_and_part
 from evenstep.core.ragged import IntArray
 from evenstep.data.sources.source import (
+    MeasuredSource,
     Sample,
     SequentialSource,
     Source,
@@ -15,6 +18,7 @@ from evenstep.data.sources.source import (
     read_samples,
 )
 from evenstep.data.streams.order import EpochOrder
+from evenstep.data.streams.remaining import LengthsAt
 from evenstep.errors import CursorError
 
 
@@ -25,15 +29,27 @@ class EpochSource:
     own order, and opened again to go back.
     """
 
-    def __init__(self, source: Source, seed: int, shuffle: bool) -> None:
+    def __init__(self, source: Source, seed: int, shuffle: bool, measured: bool = False) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.count = len(source) if has_random_access(source) else None
+        self.measured = measured
+        """Whether the lengths of all items are known."""
         self.failed = False
         """Whether the source's iterator raised. It is finished then, so nothing can be skipped."""
         self._open: Iterator[Any] | None = None
         self._at = (-1, -1)  # epoch, position of the next raw item
         self._again_for = (-1, -1)  # epoch, item that was read again last
         self._again: list[tuple[int, Sample]] = []
+
+    @property
+    def lengths(self) -> LengthsAt | None:
+        """The lengths of the items at positions of an epoch, if the source knows them."""
+        return self._lengths_at if self.measured else None
+
+    def _lengths_at(self, epoch: int, positions: IntArray) -> IntArray:
+        assert self.measured
+        source = cast("MeasuredSource", self.source)
+        return source.lengths_of(np.array(self.items(epoch, positions), np.int64))
 
     def items(self, epoch: int, positions: IntArray) -> list[int]:
         """The items at these positions."""

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 
 from evenstep.core.recipe import Recipe
-from evenstep.data.sources.source import Source, has_random_access
+from evenstep.data.sources.source import MeasuredSource, Source, has_random_access
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal, refused
 
 _CHUNK = 1 << 20
 
 
-def check_lengths(source: Source, recipe: Recipe) -> None:
-    """Raise if a sample is empty or too long for the recipe, if the source knows its lengths."""
+def knows_lengths(source: Source) -> TypeGuard[MeasuredSource]:
+    """Whether the source knows the lengths of all its items, each of which is one sample."""
     if not (has_random_access(source) and hasattr(source, "lengths_of")):
-        return
+        return False
+    try:
+        source.lengths_of(np.arange(min(1, len(source))))
+    except InputError:  # an item of several samples, or one without a length
+        return False
+    return True
+
+
+def check_lengths(source: MeasuredSource, recipe: Recipe) -> None:
+    """Raise if a sample is empty or too long for the recipe."""
     limit, first, count = recipe.longest_segment, None, 0
     for begin in range(0, len(source), _CHUNK):
         items = np.arange(begin, min(begin + _CHUNK, len(source)))
-        try:
-            lengths = source.lengths_of(items)
-        except InputError:  # an item of several samples, or one without a length
-            return
+        lengths = source.lengths_of(items)
         if len(lengths) and lengths.min() < 1:
             at = int(np.argmax(lengths < 1))
             raise SampleError(

@@ -20,7 +20,7 @@ from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
-from evenstep.data.streams.known_lengths import check_lengths
+from evenstep.data.streams.known_lengths import check_lengths, knows_lengths
 from evenstep.data.streams.lookup import OnError
 from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
@@ -83,8 +83,11 @@ class PooledStream:
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self.on_error, self.length_of, self.fingerprint = on_error, length_of, fingerprint
         self._batcher = PoolBatcher(recipe, self.pool)
-        if on_error == "raise" and length_of is count_tokens:
-            check_lengths(source, recipe)
+        self._measured = False
+        if length_of is count_tokens and knows_lengths(source):
+            self._measured = True
+            if on_error == "raise":
+                check_lengths(source, recipe)
         self._epoch = 0
         self._skip = 0
         self._begin: Cursor | None = None
@@ -146,7 +149,7 @@ class PooledStream:
         )
         reader = PoolReader(
             state,
-            EpochSource(self.source, self.seed, self.shuffle),
+            self._items(),
             self._batcher,
             self.length_of,
             endless=self.infinite_loop,
@@ -185,10 +188,10 @@ class PooledStream:
         therefore gets the state of the reader whose turn is next, unless the loaded cursor is the
         worker's `own`."""
         rank, ranks = self.world.rank, self.world.size
-        count = EpochSource(self.source, self.seed, self.shuffle).count
+        items = self._items()
         mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
-            return ReaderState.fresh(mine, readers, self._epoch, count), worker
+            return ReaderState.fresh(mine, readers, self._epoch, items.count, items.lengths), worker
         position = self._begin.place
         held = states_of(position)
         if (position["ranks"], position["workers"]) == (ranks, workers):
@@ -197,7 +200,7 @@ class PooledStream:
             if own:
                 turn = min(held, default=first) - first
             if first + turn in held:
-                return held[first + turn], turn
+                return held[first + turn].measured(items.lengths), turn
         then = position["ranks"] * position["workers"]
         missing = sorted(set(range(then)) - held.keys())
         if missing:
@@ -207,7 +210,11 @@ class PooledStream:
                 f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
                 f"ranks and workers with merge_cursors."
             )
-        return redealt(list(held.values()), mine, readers, count), worker
+        states = list(held.values())
+        return redealt(states, mine, readers, items.count, items.lengths), worker
+
+    def _items(self) -> EpochSource:
+        return EpochSource(self.source, self.seed, self.shuffle, self._measured)
 
     def _cursor(self, step: int, workers: int, turn: int, readers: Mapping[str, Any]) -> Cursor:
         position = {

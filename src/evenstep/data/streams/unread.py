@@ -17,6 +17,7 @@ import numpy as np
 
 from evenstep.core.ragged import IntArray
 from evenstep.data.streams.deal import Deal
+from evenstep.data.streams.length_deal import LengthDeal
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Unread:
     [3, 4, 5, 6, 7]
     """
 
-    deal: Deal
+    deal: Deal | LengthDeal
     read: Sequence[int | None]
     size_before: int | None
 
@@ -85,8 +86,4 @@ class Unread:
         """Elements of the turns that `left` readers have left, in the order of their places."""
         readers = np.sort([reader for _, reader in self._reading[:left]])
         turns, which = np.divmod(indices, left)
-        turns += self._reading[left - 1][0]
-        shifts = self.deal.shifts(turns)
-        first = np.searchsorted(readers, self.deal.readers - shifts)  # the first that wraps around
-        reader = readers[(first + which) % left]
-        return turns * self.deal.readers + (reader + shifts) % self.deal.readers
+        return self.deal.nth(readers, turns + self._reading[left - 1][0], which)
