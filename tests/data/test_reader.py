@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -160,8 +160,8 @@ def test_malformed_labels_raise_an_error_that_names_the_sample() -> None:
     pool = Pool(samples=2, tokens=0, loss_tokens=4)
     with pytest.raises(SampleError, match="sample 0 cannot be read"):
         list(stream_of(source, pool=pool))
-    with pytest.warns(UserWarning, match="1 skipped"):
-        assert list(stream_of(source, pool=pool, on_error="skip")) == []
+    with pytest.raises(InputError, match=r"skipped all of the 1 items.* sample 0 cannot be read"):
+        list(stream_of(source, pool=pool, on_error="skip"))
 
 
 def test_samples_lost_after_the_last_step_give_a_warning() -> None:
@@ -171,6 +171,45 @@ def test_samples_lost_after_the_last_step_give_a_warning() -> None:
     with pytest.warns(UserWarning, match="after its last step: 1 dropped, 1 skipped"):
         steps = list(stream)
     assert [dict(step.lost) for step in steps] == [{}]
+
+
+def test_the_first_skipped_sample_is_named_once() -> None:
+    def transform(item: int) -> dict[str, Any]:
+        if item % 2 == 0:
+            raise KeyError("typo")
+        return sample(item, 3)
+
+    source = Transformed(transform)
+    with pytest.warns(UserWarning, match=r"The first: sample 0 cannot be read \(KeyError") as seen:
+        steps = list(stream_of(source, on_error="skip"))
+    assert len(seen) == 1
+    assert sum(step.lost.get("skipped", 0) for step in steps) == 20
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_skipping_everything_is_an_error_that_names_the_first(endless: bool) -> None:
+    def transform(item: int) -> dict[str, Any]:
+        raise KeyError("typo")
+
+    for ranks in (1, 2):
+        stream = stream_of(Transformed(transform), 0, ranks, on_error="skip", infinite_loop=endless)
+        with pytest.raises(InputError, match=r"skipped all of the \d+ items.*KeyError: 'typo'"):
+            list(stream)
+
+
+class Transformed:
+    """Forty items, each made by a function."""
+
+    fingerprint = "transformed"
+
+    def __init__(self, transform: Callable[[int], Any]) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, item: int) -> Any:
+        return self.transform(item)
 
 
 def test_resuming_reads_an_item_of_several_samples_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -166,13 +167,13 @@ class StreamLoader:
         self._now: Cursor | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        if self._loader is None:
-            # A separate generator: drawing from torch's would change the dropout of a resumed run.
-            seeds = torch.Generator().manual_seed(torch.initial_seed())
-            options = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
-            self._loader = DataLoader(self._dataset, **{**options, **self._options})
         # Includes the start of every worker, also of those that have not yielded a step yet.
         self._now = now = start = self.stream.start(max(1, self.num_workers))
+        if self._loader is None:
+            # A separate generator: drawing from torch's would change the dropout of a resumed run.
+            seeds = torch.Generator().manual_seed(_seed_of_workers(start))
+            options = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
+            self._loader = DataLoader(self._dataset, **{**options, **self._options})
         with torch.device("cpu"):  # torch draws the seeds of workers on the default device
             ready = iter(self._loader)
         steps: Iterator[Step] = _received(ready)
@@ -248,6 +249,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
             "in_order must be True: a cursor cannot express steps that are done out of order. "
             "Remove the option."
         )
+
+
+def _seed_of_workers(start: Cursor) -> int:
+    """Differs between ranks and starts, so that a resumed run does not repeat random numbers."""
+    text = f"{torch.initial_seed()} {start.to_dict()['digest']}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
 def _worker() -> tuple[int, int]:

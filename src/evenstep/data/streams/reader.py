@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 
 _AHEAD = 256  # items that are looked up at once
+_FEW = 16  # items that may all be unreadable, if other readers have more
 _EMPTY_EPOCHS = 16  # per reader: give up after so many epochs without a sample that can run
 
 
@@ -48,6 +50,8 @@ class PoolReader:
         self._found_any = True  # in the current epoch; unknown before this state, so assumed
         self._empty_epochs = 0
         self._ended = False
+        self._tried, self._usable = 0, state.read > 0 or len(state.waiting) > 0
+        self._first_error: str | None = None
         self._lost, self._reported = dict(state.lost), dict(state.lost)
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
@@ -119,7 +123,9 @@ class PoolReader:
             if entries is not None:
                 self._coming.pop()
                 self._read += 1
-                self._found_any = self._found_any or len(entries) > 0
+                self._tried += 1
+                if entries:
+                    self._found_any = self._usable = True
                 return entries
             self._next_epoch(self._epochs[0])
         return None
@@ -134,6 +140,7 @@ class PoolReader:
 
     def _next_epoch(self, remaining: RemainingEpoch) -> None:
         """Continue with the next remaining epoch, or with a new one if the stream is endless."""
+        self._check_skipped()
         if len(self._epochs) == 1 and not self._endless:
             self._ended = True
             return
@@ -167,10 +174,10 @@ class PoolReader:
         """The entries of an item; None past the end of the data."""
         try:
             samples = self._items.read(epoch, item)
-        except SampleError:
+        except SampleError as error:
             if not self._skip or self._items.failed:
                 raise
-            self._lose("skipped")
+            self._skipped(error)
             return []
         if samples is None:
             return None
@@ -186,10 +193,10 @@ class PoolReader:
         """The entries of one sample; none if it is unreadable and may be skipped."""
         try:
             return self._entries(epoch, sample_id, sample)
-        except SampleError:
+        except SampleError as error:
             if not self._skip:
                 raise
-            self._lose("skipped")
+            self._skipped(error)
             return []
 
     def _restored(self, state: ReaderState) -> list[Entry]:
@@ -201,10 +208,10 @@ class PoolReader:
         for epoch, sample_id in sorted(keys, key=lambda s: (s[0], item_and_part(s[1]))):
             try:
                 found |= self._again(keys[epoch, sample_id], state.cuts or (self._batcher.cut,))
-            except SampleError:
+            except SampleError as error:
                 if not self._skip or self._items.failed:
                     raise
-                self._lose("skipped")
+                self._skipped(error)
         return [entry for key in state.waiting for entry in found.get(key, ())]
 
     def _again(self, keys: list[Waiting], cuts: Sequence[Cut]) -> dict[Waiting, list[Entry]]:
@@ -258,6 +265,22 @@ class PoolReader:
         if not entries or entries[0].end < length:
             self._lose("truncated" if entries else "dropped")
         return entries
+
+    def _skipped(self, error: SampleError) -> None:
+        """Count a sample that is skipped; warn of the first, which may be due to a bug."""
+        if self._first_error is None:
+            self._first_error = str(error)
+            warnings.warn(f"skipping unreadable samples. The first: {error}", stacklevel=2)
+        self._lose("skipped")
+
+    def _check_skipped(self) -> None:
+        """Raise if every item so far was skipped, unless these are few of many readers' items."""
+        few = self._readers > 1 and self._tried < _FEW
+        if self._first_error is not None and not self._usable and not few:
+            raise InputError(
+                f"reader {self._number} of {self._readers} skipped all of the {self._tried} items "
+                f"that it read. The first error: {self._first_error}"
+            )
 
     def _lose(self, reason: str) -> None:
         self._lost[reason] = self._lost.get(reason, 0) + 1
