@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenstep.core.cursor import Cursor
 from evenstep.core.step import Step
 from evenstep.core.validate import truth_value, whole_number
+from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.parcel import Parcel, register
@@ -185,6 +186,8 @@ class StreamLoader:
             for number, step in enumerate(islice(steps, left), start.step):
                 if self._dataset.collate and step.batches is None:  # an empty step after the end
                     step = step.collated(self._dataset.collate)
+                if self.num_workers and isinstance(self.stream, PooledStream):
+                    self.stream.observe(step)
                 joined = self.stream.join([now, step.cursor]) if step.cursor.place else now
                 self._now = now = replace(joined, step=number + 1)
                 yield replace(step, number=number, cursor=now)

@@ -11,7 +11,7 @@ from evenstep.data.sources.source import MeasuredSource, Source, has_random_acce
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal, refused
 
-_CHUNK = 1 << 20
+_CHUNK, _SAMPLED = 1 << 20, 4096
 
 
 def knows_lengths(source: Source) -> TypeGuard[MeasuredSource]:
@@ -43,3 +43,11 @@ def check_lengths(source: MeasuredSource, recipe: Recipe) -> None:
             first = begin + int(long[0]), int(lengths[long[0]])
     if first is not None:
         raise SampleError(refusal(*first, recipe, more=count - 1))
+
+
+def estimated_tokens(source: MeasuredSource) -> float:
+    """The number of tokens of all samples, from the lengths of up to 4096 of them."""
+    if not len(source):
+        return 0.0
+    spread = np.linspace(0, len(source) - 1, min(len(source), _SAMPLED)).astype(np.int64)
+    return float(source.lengths_of(spread).mean()) * len(source)

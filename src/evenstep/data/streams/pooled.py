@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from evenstep.core.cursor import Cursor
 from evenstep.core.recipe import Recipe
@@ -14,18 +15,19 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.sources.source import Source, check_source, has_random_access
+from evenstep.data.sources.source import MeasuredSource, Source, check_source, has_random_access
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
-from evenstep.data.streams.known_lengths import check_lengths, knows_lengths
+from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
 from evenstep.data.streams.lookup import OnError
 from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
 from evenstep.data.streams.reader import PoolReader
 from evenstep.data.streams.reader_state import ReaderState, redealt
+from evenstep.data.streams.samples_seen import SamplesSeen
 from evenstep.data.streams.stream import steps_of_pass, world_for
 from evenstep.errors import CursorError
 
@@ -94,6 +96,7 @@ class PooledStream:
         self._now: Cursor | None = None
         self._done = 0
         self._iterated = False  # since the start was set
+        self._seen = SamplesSeen()
 
     @property
     def done(self) -> int:
@@ -128,7 +131,7 @@ class PooledStream:
                 _warn_lost(lost, reader)
                 return
             state = {str(reader.number): {**reader.state_dict(), "step": number + workers}}
-            yield Step(
+            step = Step(
                 number=number,
                 epoch=epoch,
                 micro_batches=tuple(found[0]),
@@ -138,6 +141,8 @@ class PooledStream:
                 budget=self.recipe.layout.budget,
                 ranks=self.world.size,
             )
+            self._seen.add(step)
+            yield step
             number += workers
 
     def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[PoolReader, int, int]:
@@ -292,14 +297,25 @@ class PooledStream:
 
     @property
     def steps_per_epoch(self) -> Estimate:
-        """An upper bound on the steps of an epoch, from the number of samples."""
+        """An estimate of the steps of an epoch, from the samples per micro-batch so far; before
+        that from the lengths, if they are known, else an upper bound."""
         if not has_random_access(self.source):
             raise TypeError("a sequential source has no length. Set max_num_steps.")
-        each = self.world.size * self._batcher.micro_batches
-        return Estimate(divided_up(len(self.source), each), False)
+        items, budget = len(self.source), self.recipe.layout.budget
+        found = self._seen.micro_batches_of(items)
+        if found is None and self._measured and budget is not None:
+            found = estimated_tokens(cast("MeasuredSource", self.source)) / budget
+        micro_batches = items if found is None else min(items, math.ceil(found))
+        return Estimate(
+            divided_up(micro_batches, self.world.size * self._batcher.micro_batches), False
+        )
+
+    def observe(self, step: Step) -> None:
+        """Count a step that another process has made, for `steps_per_epoch`."""
+        self._seen.add(step)
 
     def __len__(self) -> int:
-        """Steps of one pass: those left of `max_num_steps`, or an upper bound for an epoch."""
+        """Steps of one pass: those left of `max_num_steps`, or an estimate for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
 
