@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Packed, Recipe, Steps, Topology
+from evenstep import Limits, Packed, Recipe, Steps, Topology
 from evenstep.core.cursor import Cursor
 from evenstep.core.identity import sample_number
 from evenstep.core.step import Step
@@ -157,11 +157,11 @@ def test_skipping_one_sample_of_an_item_keeps_the_others() -> None:
 
 def test_malformed_labels_raise_an_error_that_names_the_sample() -> None:
     source = InMemory([{"input_ids": [1, 2], "labels": [[1], [2, 3]]}])
-    pool = Pool(samples=2, tokens=0, loss_tokens=4)
+    recipe = replace(PACKED, limits=Limits(columns={"loss_tokens": 4}))
     with pytest.raises(SampleError, match="sample 0 cannot be read"):
-        list(stream_of(source, pool=pool))
+        list(stream_of(source, recipe=recipe))
     with pytest.raises(InputError, match=r"skipped all of the 1 items.* sample 0 cannot be read"):
-        list(stream_of(source, pool=pool, on_error="skip"))
+        list(stream_of(source, recipe=recipe, on_error="skip"))
 
 
 def test_samples_lost_after_the_last_step_give_a_warning() -> None:
@@ -301,19 +301,20 @@ def test_an_item_with_fewer_samples_than_before_raises() -> None:
 def test_rows_of_a_micro_batch_share_its_loss_tokens_and_its_warmup() -> None:
     source = InMemory([sample(i, 5) for i in range(200)])
     recipe = Recipe(layout=Packed(rows=4, pad_to=20))
-    limited = stream_of(source, recipe=recipe, pool=Pool(samples=16, loss_tokens=10))
-    assert {m.tokens for step in limited for m in step.micro_batches} == {10}
+    limits = Limits(columns={"loss_tokens": 16})
+    limited = stream_of(source, recipe=replace(recipe, limits=limits), pool=Pool(samples=16))
+    assert {m.tokens for step in limited for m in step.micro_batches} == {20}
     warming = Pool(samples=16, warmup_steps=4, warmup_tokens=20)
     grown = stream_of(source, recipe=recipe, pool=warming)
     assert [step.micro_batches[0].tokens for step in islice(grown, 6)] == [20, 20, 40, 60, 80, 80]
 
 
 def test_limits_that_rows_cannot_share_are_refused() -> None:
-    source, layout = InMemory([sample(0, 5)]), Packed(rows=4, pad_to=20)
+    layout = Packed(rows=4, pad_to=20)
     with pytest.raises(ConfigError, match=r"layout\.samples must be at least layout\.rows, 4"):
         Packed(rows=4, pad_to=20, samples=3)
-    with pytest.raises(ConfigError, match=r"pool\.loss_tokens must be at least 4"):
-        stream_of(source, recipe=Recipe(layout=layout), pool=Pool(loss_tokens=3))
+    with pytest.raises(ConfigError, match=r"loss_tokens must be at least layout\.rows, 4"):
+        Recipe(layout=layout, limits=Limits(columns={"loss_tokens": 3}))
 
 
 # Positions -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
 from evenstep.data.streams.reader import PoolReader
 from evenstep.data.streams.reader_state import ReaderState, redealt
+from evenstep.data.streams.sample_columns import ColumnOf
 from evenstep.data.streams.samples_seen import SamplesSeen
 from evenstep.data.streams.stream import steps_of_pass, world_for
 from evenstep.errors import CursorError
@@ -48,8 +49,9 @@ class PooledStream:
     `until_all_end`. With `on_error="skip"` unreadable samples are left out and counted, also when
     the pool is read again on resume.
 
-    Lengths that the source knows are checked at once. `fingerprint` names the data in cursors
-    instead of the source's own.
+    `columns` maps the names in `recipe.limits.columns` to functions of a sample; `loss_tokens`
+    needs none. Lengths that the source knows are checked at once. `fingerprint` names the data in
+    cursors instead of the source's own.
 
     >>> from evenstep import Packed
     >>> from evenstep.data.sources.memory import InMemory
@@ -72,6 +74,7 @@ class PooledStream:
         infinite_loop: bool = False,
         on_error: OnError = "raise",
         length_of: Measure = count_tokens,
+        columns: Mapping[str, ColumnOf] | None = None,
         fingerprint: str | None = None,
     ) -> None:
         check_source(source)
@@ -84,7 +87,7 @@ class PooledStream:
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self.on_error, self.length_of, self.fingerprint = on_error, length_of, fingerprint
-        self._batcher = PoolBatcher(recipe, self.pool)
+        self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
         self._measured = False
         if length_of is count_tokens and knows_lengths(source):
             self._measured = True

@@ -13,9 +13,9 @@ from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.data.sources.source import Sample, unreadable
 from evenstep.data.streams.batcher import PoolBatcher, micro_batch
-from evenstep.data.streams.cut import Cut, pieces_of
+from evenstep.data.streams.cut import Cut, Piece, pieces_of
 from evenstep.data.streams.epoch_source import EpochSource
-from evenstep.data.streams.pool import Entry, Measure, entries_of, entry_of
+from evenstep.data.streams.pool import Entry, Measure, entry_of
 from evenstep.data.streams.reader_state import ReaderState, Waiting, piece_of
 from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import InputError, SampleError
@@ -230,7 +230,7 @@ class PoolReader:
                 self._lose("truncated" if pieces else "dropped")
             found[key] = []
             for piece in pieces:
-                entry = entry_of(epoch, sample_id, sample, length, piece)
+                entry = self._entry(epoch, sample_id, sample, length, piece)
                 if usual.get(piece.start) != piece:
                     entry = entry._replace(key=[epoch, sample_id, *piece])
                 found[key].append(entry)
@@ -251,20 +251,32 @@ class PoolReader:
     def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
         """The entries of a sample, after `recipe.overflow` is applied."""
         length = self._length(sample_id, sample)
-        longest, counts = self._batcher.longest, self._batcher.pool.loss_tokens is not None
-        if (longest is None or length <= longest) and not counts:
+        longest, columns = self._batcher.longest, self._batcher.sample_columns
+        if (longest is None or length <= longest) and not columns.names:
             key = [epoch, sample_id, 0]
-            return [Entry(epoch, sample_id, 0, length, length, length, length - 1, sample, key)]
+            return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
         segments = self._batcher.segments(length)
         if segments is None:
             raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
-        try:
-            entries = entries_of(epoch, sample_id, sample, length, segments)
-        except Exception as error:
-            raise unreadable(sample_id, error) from error
+        end = sum(size for _, size in segments)
+        entries = [
+            self._entry(epoch, sample_id, sample, length, Piece(start, size, end))
+            for start, size in segments
+        ]
         if not entries or entries[0].end < length:
             self._lose("truncated" if entries else "dropped")
         return entries
+
+    def _entry(
+        self, epoch: int, sample_id: int, sample: Sample, length: int, piece: Piece
+    ) -> Entry:
+        try:
+            columns = self._batcher.sample_columns
+            return entry_of(epoch, sample_id, sample, length, piece, columns)
+        except SampleError:
+            raise
+        except Exception as error:
+            raise unreadable(sample_id, error) from error
 
     def _skipped(self, error: SampleError) -> None:
         """Count a sample that is skipped; warn of the first, which may be due to a bug."""
