@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH := torch==2.13.0
 PLANS ?= 100000
+CASES ?= 20000
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -11,16 +12,23 @@ INSTALL := $(PIP) install -c constraints.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format bench fuzz coverage constraints clean
+.PHONY: help demo test test-slow models check format bench fuzz fuzz-resume coverage constraints clean
 
 help: ## List the targets
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: .venv/.demo ## Train on a real corpus in three ways and show the difference
 	@$(BIN)/python -m evenstep.demo
 
 test: .venv/.dev ## Run the tests
 	@$(BIN)/python -m pytest
+
+test-slow: .venv/.dev ## Run what takes longer: crashes, all models, long property tests
+	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest --hypothesis-profile=long
+
+models: .venv/.dev ## Measure every model of transformers and write docs/models.md
+	@$(BIN)/python -m tests.slow.models
 
 check: .venv/.dev ## Lint, check formatting, types and import layers
 	@echo "ruff check";    $(BIN)/ruff check
@@ -41,6 +49,9 @@ bench: .venv/.bench ## Run the benchmarks against peers (needs a C++ compiler)
 
 fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
 	@$(BIN)/python -m tests.fuzz --plans $(PLANS)
+
+fuzz-resume: .venv/.dev ## Stop and resume CASES random streams of each kind (20000)
+	@$(BIN)/python -m tests.fuzz_resume --cases $(CASES)
 
 coverage: .venv/.dev ## Measure test coverage, kernels run as plain Python
 	@NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -n 0

@@ -1,22 +1,19 @@
-"""Hypothesis profiles: `ci` by default, `pytest --hypothesis-profile=fuzz` to search longer."""
+"""Hypothesis profiles: `ci` by default, `pytest --hypothesis-profile=long` to draw more."""
 
 from hypothesis import HealthCheck, Phase, settings
 
 # No deadline: the first example of a test may compile kernels.
 settings.register_profile(
-    "ci",
+    "long",
     deadline=None,
     derandomize=True,
     max_examples=100,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("ci", settings.get_profile("long"), max_examples=25)
 settings.register_profile(
-    "fuzz",
-    deadline=None,
-    max_examples=5000,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    "fuzz", settings.get_profile("long"), derandomize=False, max_examples=5000
 )
 settings.register_profile(
     "quick",  # no shrinking, so a failure is reported at once

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +366,34 @@ def test_missing_permissions_are_reported(
     lengths.chmod(0)
     run("plan", lengths, *BUDGET, code=2)
     assert "Permission denied" in capsys.readouterr().err
+
+
+def test_a_plan_in_the_order_of_a_stream_is_what_the_stream_runs(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from evenstep import PlannedStream, Steps, World
+    from evenstep.data import Lengths
+
+    out, again = tmp_path / "epoch.plan", tmp_path / "again.plan"
+    steps = ["--set", "steps.samples=3"]
+    run("plan", lengths, *BUDGET, *steps, "--seed", 3, "--epoch", 1, "--out", out)
+    assert "seed 3, epoch 1" in capsys.readouterr().out
+    plan, source = Plan.load(out), Lengths(np.array(LENGTHS))
+    recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), steps=Steps(samples=3))
+    stream = PlannedStream(source, recipe, world=World(1, 2), seed=3)
+    stream.set_epoch(1)
+    saved = PlannedStream.from_plan(source, plan, world=World(1, 2))
+    for one, other in zip(stream, saved, strict=True):
+        assert one.plan == other.plan
+        assert one.own_sample_ids.tolist() == other.own_sample_ids.tolist()
+    run("check", out)
+    run("plan", out, "--set", "steps.samples=4", "--out", again)  # keeps the order
+    assert plan.sample_ids is not None
+    assert Plan.load(again).sample_ids is not None
+    assert Plan.load(again).lengths.tolist() == plan.lengths.tolist()
+    capsys.readouterr()
+    run("plan", out, "--seed", 3, code=2)
+    assert "already has the order of a stream" in capsys.readouterr().err
+    run("plan", lengths, *BUDGET, "--epoch", 2, "--json")
+    stream = PlannedStream(source, replace(recipe, steps=Steps()), world=World(0, 2))
+    assert printed(capsys)["fingerprint"] == stream.plan_epoch(2).fingerprint

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Recipe, Topology
@@ -17,6 +17,7 @@ from evenstep.core.makespan import makespans
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import SyncEvery
 from tests.core.exhaustive import fewest_packs, least_lock_step, least_makespan, least_step
+from tests.examples import examples
 
 MORE = 1 + 1e-9
 COSTS = [(1, 0, 0), (1, 1, 0), (1, 0.05, 0), (0, 1, 0), (1, 0.1, 3), (0, 0, 1), (1, 0, 5)]
@@ -38,7 +39,7 @@ def items(draw: st.DrawFn, most: int = 7) -> Items:
     return sizes, costs, capacity
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(items(), st.integers(2, 4))
 def test_no_plan_is_faster_than_the_lock_step_bound(drawn: Items, ranks: int) -> None:
     sizes, costs, capacity = drawn
@@ -145,7 +146,7 @@ MODELS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=2), min_size=1, max_size=4),
     st.sampled_from(OPTIONS),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Plan, PlannedStream, Recipe, Steps, Topology, World, make_plan
@@ -16,6 +16,7 @@ from evenstep.data.sources.lengths import Lengths
 from evenstep.errors import InputError
 from evenstep.testing import assert_valid_plan
 from tests.data.test_planned import LAYOUTS, STEPS
+from tests.examples import examples
 
 
 def joined(stream: PlannedStream) -> Plan:
@@ -28,7 +29,7 @@ def joined(stream: PlannedStream) -> Plan:
     return join_plans(plans, ids)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     layout=st.sampled_from(LAYOUTS),
     steps=st.sampled_from(STEPS),
@@ -48,7 +49,7 @@ def test_the_steps_of_a_stream_in_order_make_the_plan_of_all_samples(
     assert joined(stream) == make_plan(lengths, recipe, groups=groups)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(layout=st.sampled_from(LAYOUTS), ranks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_shuffled_steps_keep_what_they_run(layout: Layout, ranks: int, seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, 30, 25)

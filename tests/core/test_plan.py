@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from evenstep import (
     Cost,
@@ -25,6 +25,7 @@ from evenstep import (
 from evenstep.core.segments import Segments
 from evenstep.errors import EvenstepError, FileError, InputError
 from evenstep.testing import Case, cases
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -242,7 +243,7 @@ def test_a_plan_crosses_processes_and_can_be_copied() -> None:
 # Equality --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(cases())
 def test_equal_plans_compare_equal_and_hash_alike(case: Case) -> None:
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import evenstep
 from evenstep import Cost, Limits, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
@@ -13,6 +13,7 @@ from evenstep.core.segments import Segments
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, cases
 from tests.core.test_checks import FAULTS, LENGTHS, Fault, changed, packed
+from tests.examples import examples
 
 SHOWN = re.compile(
     r"Plan\(\d[\d,]* steps?, \d[\d,]* ranks?, \d[\d,]* samples?, \d[\d,]* micro-batch(es)?"
@@ -28,7 +29,7 @@ def test_a_plan_shows_its_sizes_fill_and_imbalance() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(cases())
 def test_what_a_plan_shows_is_what_its_stats_say(case: Case) -> None:
     try:
@@ -81,10 +82,12 @@ def test_a_damaged_plan_still_prints_its_sizes(damage: dict[str, Any]) -> None:
     assert "\n" not in shown
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases())
 def test_a_recipe_prints_as_the_call_that_makes_it(case: Case) -> None:
-    assert eval(repr(case.recipe), vars(evenstep)) == case.recipe
+    packer = case.recipe.layout.packer
+    own = {packer.__name__: packer} if callable(packer) else {}
+    assert eval(repr(case.recipe), {**vars(evenstep), **own}) == case.recipe
 
 
 def test_a_recipe_shows_what_differs_from_the_defaults() -> None:

@@ -86,7 +86,11 @@ def test_a_topology_derives_what_a_plan_must_keep(
         (lambda: Padded(samples=2, pad_to=8, max_tokens=15), "micro-batch has at least 16 slots"),
         (
             lambda: Packed(rows=2, pad_to=8, samples=1),
-            "must be at least layout.rows, 2, got 1",
+            "must be a multiple of layout.rows, 2, because rows share it evenly, got 1. Use 2",
+        ),
+        (
+            lambda: Packed(rows=2, pad_to=8, samples=5),
+            "must be a multiple of layout.rows, 2, because rows share it evenly, got 5. Use 6",
         ),
         (lambda: Packed(max_tokens=8, packer="best"), "unknown layout.packer 'best'"),
         (lambda: Packed(max_tokens=8, packer=WORD), "unknown layout.packer '3'"),

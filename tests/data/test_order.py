@@ -85,7 +85,7 @@ def test_every_distance_between_neighbours_is_equally_likely(count: int) -> None
     orders = [
         EpochOrder(count=count, seed=3, epoch=n).samples(np.arange(count)) for n in range(10_000)
     ]
-    distances = np.diff(np.stack(orders)) % count
+    distances = np.mod(np.diff(np.stack(orders)), count)
     assert chance(np.bincount(distances.ravel(), minlength=count)[1:]) > 0.001
 
 

@@ -311,7 +311,7 @@ def test_rows_of_a_micro_batch_share_its_loss_tokens_and_its_warmup() -> None:
 
 def test_limits_that_rows_cannot_share_are_refused() -> None:
     layout = Packed(rows=4, pad_to=20)
-    with pytest.raises(ConfigError, match=r"layout\.samples must be at least layout\.rows, 4"):
+    with pytest.raises(ConfigError, match=r"layout\.samples must be a multiple of layout\.rows, 4"):
         Packed(rows=4, pad_to=20, samples=3)
     with pytest.raises(ConfigError, match=r"loss_tokens must be at least layout\.rows, 4"):
         Recipe(layout=layout, limits=Limits(columns={"loss_tokens": 3}))

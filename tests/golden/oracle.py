@@ -30,7 +30,8 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
     """The stored recipe, in today's names.
 
     0.1.0 had four layouts, `limits.segments` and `clock`. It ignored a packer under the default
-    balance and under any limit, a cut in pipelines of one width, and a balance under greedy cuts.
+    balance and under any limit, a cut in pipelines of one width, a balance under greedy cuts, and
+    samples that rows cannot share evenly.
     """
     stored = dict(case["recipe"])
     layout, limits = dict(stored.pop("layout")), dict(stored.pop("limits", {}))
@@ -42,6 +43,8 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
         bound for bound in (layout.pop("samples", None), limits.pop("segments", None)) if bound
     ]
     samples = min(given, default=None)
+    if samples is not None:
+        samples -= samples % layout.get("rows", 1)
     if samples is not None or limits or stored["balance"] == "refined":
         packer = None
     cut = None if topology.equal_widths else cut

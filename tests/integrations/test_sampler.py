@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -22,6 +22,7 @@ from evenstep.data.sources.lengths import Lengths
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.sampler import PlannedBatchSampler
+from tests.examples import examples
 
 LENGTHS = np.random.default_rng(0).integers(1, 20, 96)
 
@@ -109,7 +110,7 @@ def test_accelerate_gives_every_sample_once_to_its_planned_rank(
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.data())
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_resuming_within_a_step_is_exact_and_elastic(
     size: int, later: int, padded: bool, data: st.DataObject
 ) -> None:

@@ -5,15 +5,16 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Padded, Recipe, Topology, make_plan
 from evenstep.planning.batching.cuts import divide_cuts, feasible_starts, fewest_cuts, optimal_cuts
 from evenstep.testing import assert_valid_plan
+from tests.examples import examples
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3)), min_size=1, max_size=9),
     st.integers(60, 90),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import (
@@ -29,9 +29,10 @@ from evenstep.data.streams.position import StreamPosition
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.integrations.sampler import PlannedBatchSampler
 from evenstep.planning.planner import step_size
+from tests.examples import examples
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.lists(st.integers(1, 12), min_size=2, max_size=30),
     st.sampled_from(["refined", "lpt", "karmarkar_karp", "stride"]),

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.testing import Case, assert_valid_plan, cases
+from tests.examples import examples
 
 
 def samples_of(plan: Plan) -> list[list[list[list[int]]]]:
@@ -88,7 +89,7 @@ def test_a_step_of_micro_batches_is_exactly_full() -> None:
     assert [m for m in split if m] == [m for m in micros if m]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(cases())
 def test_samples_run_in_order_wave_by_wave(case: Case) -> None:
     try:

@@ -4,7 +4,7 @@ import heapq
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import pack
@@ -14,9 +14,10 @@ from evenstep.core.ragged import IntArray, Ragged
 from evenstep.planning.packing.best_fit import _best_fit_few, best_fit
 from evenstep.planning.packing.more_bins import divide_bins, even_bins
 from evenstep.planning.packing.optimal import at_most, by_length, take
+from tests.examples import examples
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 300))
 def test_few_items_are_packed_as_with_a_table(lengths: list[int], capacity: int) -> None:
     array = np.array(lengths)
@@ -76,7 +77,7 @@ def divided(sizes: IntArray, bins: list[list[int]], target: int) -> list[list[in
     return rows
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 10), st.integers(1, 40)
 )

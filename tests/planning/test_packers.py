@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import pack
@@ -14,6 +14,7 @@ from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import PACKER_NAMES
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.packing import best_fit
+from tests.examples import examples
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -125,7 +126,7 @@ def test_first_fit_decreasing_is_that_of_the_definition(lengths: list[int], capa
     )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(items, st.integers(40, 120))
 def test_modified_first_fit_is_that_of_the_definition(lengths: list[int], capacity: int) -> None:
     ours = pack(lengths, capacity, "modified_first_fit_decreasing").tolist()
@@ -201,7 +202,7 @@ def test_two_threads_pack_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(alone.offsets, together.offsets)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(30, 50))
 def test_the_bound_never_exceeds_the_fewest_bins_and_optimal_often_meets_them(
     lengths: list[int], capacity: int
@@ -277,3 +278,9 @@ def test_kernels_give_the_same_plan_without_their_compiler() -> None:
     ]
     assert len(outputs[0].splitlines()) == 45
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["Optimal", "BEST_FIT_DECREASING", "best fit decreasing", ""])
+def test_packers_have_one_spelling(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown packer '{name}'; expected one of: concat"):
+        pack([3, 2], 4, name)

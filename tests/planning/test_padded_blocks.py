@@ -4,7 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.core.ragged import offsets_of
@@ -22,6 +22,7 @@ from evenstep.planning.batching.levels import levels_of, lower_levels
 from evenstep.planning.batching.lock_step import levels_to_try, wave_cuts, wave_table
 from evenstep.planning.batching.rank_sums import deal_blocks
 from evenstep.planning.batching.shifts import slowest_lowered
+from tests.examples import examples
 
 BUDGET = 120
 
@@ -65,7 +66,7 @@ def test_a_block_starts_as_early_as_its_level_and_the_limits_allow(
         assert block_start(units, end, level) == (fitting[0] if fitting else end)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(some_units(8), st.integers(1, 4))
 def test_even_blocks_have_the_least_dearest_block_of_all_cuts(
     units: SortedUnits, most: int
@@ -99,7 +100,7 @@ def test_the_table_of_waves_is_one_block_after_another(units: SortedUnits, ranks
             assert (reach[at, end], most[at, end]) == (j, dearest)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(some_units(30), st.integers(2, 4), st.integers(0, 2), st.booleans())
 def test_waves_fit_and_lowering_their_levels_never_makes_them_slower(
     units: SortedUnits, ranks: int, more: int, relative: bool
@@ -117,7 +118,7 @@ def test_waves_fit_and_lowering_their_levels_never_makes_them_slower(
     assert after <= before * (1 + 1e-12)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(some_units(30), st.integers(2, 4), st.integers(0, 2))
 def test_moves_keep_the_limits_and_never_make_the_slowest_rank_slower(
     units: SortedUnits, ranks: int, more: int

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Padded, Plan, Recipe, Steps, Topology, make_plan
@@ -14,6 +14,7 @@ from evenstep.core.segments import Segments
 from evenstep.planning.batching.dynamic import cut_optimal
 from evenstep.planning.units import Units, units_of
 from evenstep.testing import assert_valid_plan
+from tests.examples import examples
 
 COSTS = [
     Cost(),
@@ -85,7 +86,7 @@ def test_generated_lengths_are_never_slower_than_other_cuts(
                 assert time_of(plan) <= time_of(make_plan(lengths, other)) * (1 + 1e-9), other
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
     ranks=st.sampled_from([1, 2, 3, 8]),

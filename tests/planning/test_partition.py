@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import partition
@@ -15,6 +15,7 @@ from evenstep.planning.balance.lowering import heaviest_bound
 from evenstep.planning.balance.multifit import best_fit_parts, multifit_kernel
 from evenstep.planning.balance.parts import exchange_items, gather_parts
 from evenstep.planning.balance.swapping import swap_kernel
+from tests.examples import examples
 
 costs_lists = st.lists(st.integers(0, 60) | st.floats(0, 60), min_size=1, max_size=30)
 
@@ -43,7 +44,7 @@ def test_many_costs_are_sorted_heaviest_first_and_ties_by_number() -> None:
     assert np.array_equal(heaviest_first(costs), np.argsort(-costs, kind="stable"))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(costs_lists, st.integers(1, 9), st.booleans())
 def test_no_other_algorithm_is_better_by_more_than_a_hundredth_of_a_percent(
     costs: list[float], parts: int, equal_sizes: bool
@@ -55,7 +56,7 @@ def test_no_other_algorithm_is_better_by_more_than_a_hundredth_of_a_percent(
     assert best <= heaviest(array, parts, "lpt", equal_sizes) * (1 + 1e-12)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 3), st.booleans())
 def test_few_items_are_close_to_the_very_best(
     costs: list[int], parts: int, equal_sizes: bool

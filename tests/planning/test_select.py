@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.core.ragged import IntArray
@@ -16,6 +16,7 @@ from evenstep.errors import ConfigError
 from evenstep.planning.batching.selection import PADDED, STRATEGIES, Room, select
 from evenstep.planning.packing.knapsack import fill_under_weight, search
 from evenstep.planning.packing.subset_sum import fill_space, from_records, from_stages
+from tests.examples import examples
 
 LENGTHS = np.array([7, 6, 8, 5, 1, 3, 8, 6])
 DRAWN = [4, 1, 5, 2, 0, 3, 7, 6]
@@ -105,7 +106,7 @@ def test_subset_sum_and_fullest_need_no_more_micro_batches_in_the_replay() -> No
     assert len(replay("fullest", LENGTHS, DRAWN, Room(capacity=16), 8)) <= 4
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(cases(), names)
 def test_the_oldest_comes_first_nothing_comes_twice_and_every_limit_holds(
     case: tuple[IntArray, Room, IntArray], strategy: str
@@ -126,7 +127,7 @@ def test_an_oldest_sample_at_or_over_the_capacity_goes_alone(
     assert select(strategy, np.array(sizes), Room(capacity=capacity)).tolist() == [0]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(cases())
 def test_greedy_takes_in_order_whatever_still_fits(
     case: tuple[IntArray, Room, IntArray],
@@ -139,7 +140,7 @@ def test_greedy_takes_in_order_whatever_still_fits(
     assert select("greedy", sizes, room, counted).tolist() == taken
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(cases())
 def test_subset_sum_holds_the_most_that_any_choice_holds(
     case: tuple[IntArray, Room, IntArray],
@@ -162,7 +163,7 @@ def test_of_equal_sums_subset_sum_takes_the_one_whose_youngest_is_oldest(
     assert select("subset_sum", sizes, room).tolist() == best
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data(), st.integers(1, 200), st.integers(1, 3000), st.sampled_from([1, 6]))
 def test_a_space_is_filled_as_by_a_table_of_first_makers(
     data: st.DataObject, longest: int, space: int, unit: int
@@ -196,7 +197,7 @@ def first_made(sizes: list[int], space: int) -> list[int]:
     return taken[::-1]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data(), st.integers(1, 60), st.integers(1, 600), st.integers(1, 900))
 def test_the_most_value_under_a_weight_is_that_of_the_plain_table(
     data: st.DataObject, largest: int, most_value: int, most_weight: int
@@ -251,7 +252,7 @@ def test_large_pools_fill_micro_batches_completely(capacity: int, unit: int) -> 
     assert sizes[chosen].sum() == capacity - capacity % unit
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(cases(), st.sampled_from(["prefer_closest", "prefer_first"]))
 def test_growing_by_the_fewest_slots_is_that_of_cosmos_rl(
     case: tuple[IntArray, Room, IntArray], strategy: str
@@ -278,7 +279,7 @@ def test_growing_by_the_fewest_slots_is_that_of_cosmos_rl(
     assert select(strategy, sizes, room, counted).tolist() == chosen
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(cases())
 def test_fullest_holds_the_most_tokens_then_the_fewest_slots_then_the_oldest(
     case: tuple[IntArray, Room, IntArray],

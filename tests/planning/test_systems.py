@@ -52,9 +52,6 @@ class TestNeMoPackers:
         assert bins(lengths, 5, "concatenative") == [[0, 1], [2, 3], [4, 5], [6], [7]]
         assert bins(lengths, 8, "concatenative") == [[0, 1, 2], [3, 4, 5], [6], [7]]
 
-    def test_names_may_be_written_in_capitals(self) -> None:
-        assert bins([1, 2], 3, "FIRST_FIT_DECREASING") == [[1, 0]]
-
     def test_too_many_bins_for_the_sequences_are_refused(self) -> None:
         with pytest.raises(InputError, match="2 items cannot fill 3 bins"):
             pack([1, 1], 10, min_bin_count=3)

@@ -157,8 +157,10 @@ def partition_then_pack(lengths: IntArray, recipe: Recipe) -> float:
     costs, ranks = recipe.cost.of_lengths(lengths), recipe.topology.dp
     rank = partition(costs, ranks)
     counts = [len(pack(lengths[rank == r], 32768)) for r in range(ranks)]
-    slowest = np.bincount(rank, costs, ranks).max()
-    return float(slowest + max(counts) * recipe.cost.per_micro_batch)
+    most = max(counts)
+    # An empty micro-batch has one slot.
+    loads = np.bincount(rank, costs, ranks) + (most - np.array(counts)) * recipe.cost.per_token
+    return float(loads.max() + most * recipe.cost.per_micro_batch)
 
 
 def images(samples: int, share: float, seed: int = 0) -> tuple[IntArray, IntArray]:

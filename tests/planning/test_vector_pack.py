@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.core.bounds import bins_bound
@@ -13,6 +13,7 @@ from evenstep.planning.packing.room_tree import tightest_fit_kernel
 from evenstep.planning.packing.spread import fewest_spread, spread_over, spread_units
 from evenstep.planning.packing.vector_pack import vector_pack
 from evenstep.planning.units import Units
+from tests.examples import examples
 
 SCORES = {
     "dot": lambda item, left: -(item * left).sum(axis=1),
@@ -95,7 +96,7 @@ limited = st.lists(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(limited, st.integers(10, 40), st.integers(0, 12), st.integers(4, 9))
 def test_every_item_is_packed_once_within_all_limits(
     items: list[tuple[int, int, int]], capacity: int, first: int, second: int
@@ -108,7 +109,7 @@ def test_every_item_is_packed_once_within_all_limits(
     assert len(bins) >= bins_bound(taken, np.append(float(capacity), caps))
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(limited, st.integers(30, 60), st.integers(9, 20), st.integers(5, 12))
 def test_no_usual_best_fit_needs_fewer_bins(
     items: list[tuple[int, int, int]], capacity: int, first: int, second: int
@@ -167,7 +168,7 @@ def test_an_item_without_room_is_swapped_for_a_smaller_one() -> None:
     assert bin_of.tolist() == [0, 1, 0, 1]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(limited, st.integers(0, 99))
 def test_emptying_bins_keeps_every_limit(items: list[tuple[int, int, int]], seed: int) -> None:
     taken, caps = np.array(items, float), np.array([40.0, 12.0, 9.0])
@@ -187,7 +188,7 @@ def test_nothing_packs_into_nothing_and_no_limit_means_one_bin() -> None:
     assert vector_pack(np.array([1, 2]), np.ones((2, 1)), 5, np.array([1e30])).tolist() == [[0, 1]]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=8),
     st.integers(9, 14),
@@ -203,7 +204,7 @@ def test_the_bound_never_exceeds_the_fewest_bins(
     assert len(found) <= fewest + 1
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60))
 def test_the_tree_finds_room_wherever_there_is_some(items: list[tuple[int, int]]) -> None:
     """A bin is opened only if no open bin has room."""

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, get_args
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology, make_plan
@@ -17,6 +17,7 @@ from evenstep.core.ragged import sum_by
 from evenstep.core.recipe import Balance, SyncEvery
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.testing import Case, cases
+from tests.examples import examples
 
 MORE = 1 + 1e-9
 
@@ -56,7 +57,7 @@ def alternatives(recipe: Recipe) -> Iterator[Recipe]:
             yield replace(recipe, layout=replace(layout, **change), balance=balance)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(cases(max_samples=16))
 def test_no_other_packer_cut_or_balance_is_below_the_floor(case: Case) -> None:
     try:
@@ -140,7 +141,7 @@ def best_time(lengths: list[int], recipe: Recipe) -> float:
     return best
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.integers(1, 16), min_size=1, max_size=5),
     st.sampled_from([Packed, Padded]),

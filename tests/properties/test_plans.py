@@ -5,16 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Limits, Packed, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.core.ragged import IntArray
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, assert_valid_plan, cases
+from tests.examples import examples
 
 
-@settings(max_examples=1500)
+@examples(1500)
 @given(cases())
 def test_every_plan_is_valid(case: Case) -> None:
     try:
@@ -31,7 +32,7 @@ def test_every_plan_is_valid(case: Case) -> None:
     assert stats["imbalance_cost_micro_batch"] >= stats["imbalance_cost_step"] - 1e-9
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases())
 def test_restore_is_the_inverse_of_the_order(case: Case) -> None:
     try:
@@ -43,7 +44,7 @@ def test_restore_is_the_inverse_of_the_order(case: Case) -> None:
     assert (np.diff(plan.restore(plan.segments.sample)) >= 0).all()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases())
 def test_the_same_arguments_give_the_same_plan(case: Case) -> None:
     try:
@@ -53,7 +54,7 @@ def test_the_same_arguments_give_the_same_plan(case: Case) -> None:
     assert first.fingerprint == second.fingerprint
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.lists(st.integers(1, 64), min_size=1, max_size=60),
     st.integers(1, 20),
@@ -78,7 +79,7 @@ def test_the_samples_of_a_step_do_not_depend_on_how_it_is_cut(
     assert (steps[0] == np.arange(len(lengths)) // samples).all()
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(cases())
 def test_a_saved_plan_comes_back_equal(case: Case) -> None:
     try:
@@ -94,7 +95,7 @@ def test_a_saved_plan_comes_back_equal(case: Case) -> None:
     assert again.stats() == plan.stats()
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.integers(1, 3000), st.integers(0, 2**32))
 def test_a_thousand_ranks_are_planned_like_eight(count: int, seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, 2000, count)
@@ -104,7 +105,7 @@ def test_a_thousand_ranks_are_planned_like_eight(count: int, seed: int) -> None:
     assert_valid_plan(make_plan(lengths, recipe))
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(cases())
 def test_nothing_is_refused_without_a_limit_that_forces_it(case: Case) -> None:
     """Over-long samples may be handled, nothing is grouped or limited: then a plan must exist."""

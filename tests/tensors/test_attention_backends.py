@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -20,6 +20,7 @@ from evenstep.tensors.attention_call import Call
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.boundaries import Boundaries
 from evenstep.tensors.masks import block_mask, sdpa_mask
+from tests.examples import examples
 from tests.tensors.batches import RECIPES, batch_of, distance
 
 torch.set_num_threads(1)
@@ -71,7 +72,7 @@ def real(batch: Batch, out: Tensor) -> Tensor:
     return out.transpose(1, 2)[batch.token_mask]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(LENGTHS, st.sampled_from(sorted(RECIPES)), WINDOWS, st.sampled_from([1, 2, 4]))
 def test_every_backend_agrees_with_the_definition(
     lengths: list[int], recipe: str, window: int | None, kv_heads: int
@@ -89,7 +90,7 @@ def test_every_backend_agrees_with_the_definition(
         assert distance(real(batch, found).double(), expected) < 1e-5, name
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(LENGTHS, st.sampled_from(sorted(RECIPES)), WINDOWS)
 def test_gradients_agree_too(lengths: list[int], recipe: str, window: int | None) -> None:
     batch = batch_of(lengths, recipe)
@@ -115,7 +116,7 @@ def test_bidirectional_attention_stays_within_segments(name: str, window: int | 
     assert distance(found.double(), plain(q, k, v, batch, False, window)) < 1e-5
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     LENGTHS,
     st.sampled_from(sorted(RECIPES)),
@@ -151,7 +152,7 @@ def test_soft_caps_and_sinks_agree_with_the_definition(
             assert distance(found, expected) < 1e-5, name
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     LENGTHS,
     st.sampled_from(["packed", "packed static"]),
@@ -271,7 +272,7 @@ def test_an_empty_micro_batch_gives_finite_outputs_and_gradients() -> None:
 # Masks ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=5),
     st.sampled_from(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
@@ -17,6 +17,7 @@ from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.extras import Extra, RaggedTensor
 from evenstep.testing import Case, cases
+from tests.examples import examples
 
 
 def ids(*values: int) -> torch.Tensor:
@@ -146,7 +147,7 @@ def test_extras_are_laid_out_as_declared() -> None:
     assert (patches.values.tolist(), patches.offsets.tolist()) == ([[1, 1]], [0, 0, 1])
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(cases(), st.booleans())
 def test_every_slot_of_every_batch_is_what_the_plan_says(case: Case, labelled: bool) -> None:
     try:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +16,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard, join_shards
 from evenstep.tensors.context_parallel import context_work, join_context, shard_context
 from evenstep.tensors.extras import RaggedTensor
+from tests.examples import examples
 from tests.tensors.works import VOCABULARY, Work, handmade, make_work, same, works
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
@@ -125,7 +126,7 @@ def test_a_shard_moves_as_a_whole() -> None:
 # Properties --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works())
 def test_joining_the_shards_gives_the_batch_again(work: Work) -> None:
     size = work.plan.recipe.topology.cp
@@ -139,7 +140,7 @@ def test_joining_the_shards_gives_the_batch_again(work: Work) -> None:
         assert same(join_context(parts, shards[0].cu_seqlens), results)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works())
 def test_local_lengths_describe_the_slots_of_a_shard(work: Work) -> None:
     size = work.plan.recipe.topology.cp
@@ -156,7 +157,7 @@ def test_local_lengths_describe_the_slots_of_a_shard(work: Work) -> None:
             assert same(real, shard.token_mask.flatten())
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works())
 def test_zigzag_work_is_even_and_agrees_with_positions(work: Work) -> None:
     size = work.plan.recipe.topology.cp
@@ -169,7 +170,7 @@ def test_zigzag_work_is_even_and_agrees_with_positions(work: Work) -> None:
         assert found.contiguous_imbalance >= 1.0
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(works(cp=(2, 4)))
 def test_every_chunk_can_be_shared_by_tensor_parallel_ranks(work: Work) -> None:
     topology = work.plan.recipe.topology
@@ -227,7 +228,7 @@ def gathered(toy: Toy, batch: Batch, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@settings(max_examples=25)
+@examples(25)
 @given(work=works(cp=(2, 4)))
 def test_attention_over_gathered_keys_is_the_same_as_without_shards(
     dtype: torch.dtype, tolerance: float, work: Work
@@ -245,7 +246,7 @@ def test_attention_over_gathered_keys_is_the_same_as_without_shards(
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
-@settings(max_examples=6)
+@examples(6)
 def test_padded_rows_are_sharded_row_by_row(size: int, tp: int) -> None:
     recipe = Recipe(
         layout=Padded(max_tokens=128), topology=Topology(cp=size, tp=tp), min_saving=0.99

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.core.micro_batch import MicroBatch
@@ -16,6 +16,7 @@ from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.extras import Extra
 from evenstep.tensors.view import View
+from tests.examples import examples
 from tests.tensors.works import Work, works
 
 SPLIT = Recipe(layout=Packed(max_tokens=4), overflow="split")
@@ -121,7 +122,7 @@ def test_a_micro_batch_made_by_hand_holds_whole_samples() -> None:
     assert micro.sample_ends is micro.sample_lengths
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works(overflow=("split",)))
 def test_no_label_is_lost_or_counted_twice_however_samples_are_split(work: Work) -> None:
     found = [0] * len(work.samples)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.losses import Head, cross_entropy, label_log_probs, policy_gradient
 from evenstep.tensors.losses.head import Wanted
 from evenstep.tensors.losses.scores import score
+from tests.examples import examples
 from tests.tensors.scored import (
     VOCABULARY,
     batch_with,
@@ -46,7 +47,7 @@ def by_hand(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(max_examples=10)
+@examples(10)
 @given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_loss_and_gradient_are_those_of_torch_in_any_layout(
     options: dict[str, Any], lengths: list[int], seed: int
@@ -95,7 +96,7 @@ HEADS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("wanted", [frozenset(), ALL], ids=["log-probs", "all"])
 @pytest.mark.parametrize("options", HEADS, ids=str)
-@settings(max_examples=8)
+@examples(8)
 @given(count=st.integers(0, 11), seed=st.integers(0, 99), temperature=st.sampled_from([1.0, 0.6]))
 def test_chunked_scores_are_those_of_the_logits_with_gradients(
     options: dict[str, Any], wanted: Wanted, count: int, seed: int, temperature: float

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from evenstep import Packed, Plan, Recipe, Topology
@@ -19,6 +19,7 @@ from evenstep.tensors.metrics import Metric, merge
 from evenstep.tensors.per_sequence import Outcome, PerSequence, Sums
 from evenstep.tensors.restore import restore_sequences, restore_tokens
 from evenstep.tensors.view import View
+from tests.examples import examples
 from tests.tensors.works import VOCABULARY, Work, make_work, works
 
 PER_TOKEN = ("old_log_probs", "advantages")
@@ -91,7 +92,7 @@ def assert_same_metrics(first: dict[str, Metric], second: dict[str, Metric]) -> 
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=30)
+@examples(30)
 @given(work=works(cp=(1, 2)))
 def test_packed_looped_and_by_hand_agree_with_gradients(name: str, work: Work) -> None:
     model, loss, plan = Model(), LOSSES[name], work.plan
@@ -118,7 +119,7 @@ def test_packed_looped_and_by_hand_agree_with_gradients(name: str, work: Work) -
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "clipped"])
-@settings(max_examples=30)
+@examples(30)
 @given(work=works(cp=(2, 4)))
 def test_the_shards_of_a_batch_add_up_to_it(name: str, work: Work) -> None:
     model, loss, size = Model(), LOSSES[name], work.plan.recipe.topology.cp
@@ -133,7 +134,7 @@ def test_the_shards_of_a_batch_add_up_to_it(name: str, work: Work) -> None:
         assert_same_metrics(merge(part.metrics for part in parts), whole.metrics)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(works(cp=(1, 2)))
 def test_log_probs_of_packed_batches_come_back_token_by_token(work: Work) -> None:
     plan, model = work.plan, Model()
@@ -169,7 +170,7 @@ def pairwise(outputs: Tensor, sequence: View) -> Outcome:
     }
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(works(cp=(1, 2), overflow=("drop", "truncate")))
 def test_any_function_runs_in_a_loop_and_sees_one_sequence(work: Work) -> None:
     model, plan = Model(), work.plan

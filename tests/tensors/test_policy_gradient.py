@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import policy_gradient
+from tests.examples import examples
 from tests.tensors.scored import batch_with, close, flat_logits
 
 EXTRAS = ("old_log_probs", "advantages", "reference_log_probs", "rollout_log_probs")
@@ -120,7 +121,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(max_examples=10)
+@examples(10)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_loss_and_gradient_are_those_of_the_definition(
     options: dict[str, Any], lengths: list[int], seed: int

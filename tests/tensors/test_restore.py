@@ -4,17 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.core.recipe import Overflow
-from evenstep.errors import InputError
+from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.context_parallel import shard_context
+from evenstep.tensors.batch_shard import Sharding, join_shards
+from evenstep.tensors.context_parallel import join_context, shard_context
 from evenstep.tensors.origin import Key
 from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
+from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
+from evenstep.train import context_exchange
+from tests.examples import examples
 from tests.tensors.works import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]
@@ -164,7 +168,7 @@ def test_the_result_of_an_empty_micro_batch_is_ignored() -> None:
 # Properties --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(works(), st.integers(0, 3), st.booleans())
 def test_tokens_return_to_their_samples(work: Work, more: int, shifted: bool) -> None:
     plan, size = work.plan, work.plan.recipe.topology.cp
@@ -192,7 +196,7 @@ def test_tokens_return_to_their_samples(work: Work, more: int, shifted: bool) ->
     assert same(restore_tokens(plan, parts, width=width, pad=-1, shifted=shifted), expected)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works(cp=(1, 2)), st.data())
 def test_some_micro_batches_restore_their_own_tokens(work: Work, data: st.DataObject) -> None:
     plan, keys = work.plan, keys_of(work.plan)
@@ -213,7 +217,7 @@ def test_some_micro_batches_restore_their_own_tokens(work: Work, data: st.DataOb
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@settings(max_examples=20)
+@examples(20)
 @given(works())
 def test_results_on_a_gpu_stay_there_and_agree(work: Work) -> None:
     plan, size = work.plan, work.plan.recipe.topology.cp
@@ -244,3 +248,111 @@ def test_entries_of_any_shape_come_back() -> None:
         length = len(sample["input_ids"])
         assert same(row[:length], torch.as_tensor(sample["features"]).float())
         assert not row[length:].any()
+
+
+# Shards ------------------------------------------------------------------------------------------
+
+SHARD: dict[Sharding, Any] = {"context": shard_context, "sequence": shard_sequence}
+
+
+@examples(60)
+@given(works(cp=(2, 4)), st.sampled_from(["context", "sequence"]), st.booleans())
+def test_results_of_ranks_are_joined_as_their_batches_were_sharded(
+    work: Work, sharding: Sharding, shifted: bool
+) -> None:
+    plan, size = work.plan, work.plan.recipe.topology.cp
+    if not plan.num_micro_batches:
+        return
+    results = [values_of(batch) for batch in work.batches]
+    shards = [
+        [SHARD[sharding](batch, rank, size) for rank in range(size)] for batch in work.batches
+    ]
+    parts = [
+        [shard.take(result) for shard in each] for each, result in zip(shards, results, strict=True)
+    ]
+    expected = restore_tokens(plan, results, pad=-1, shifted=shifted)
+    how = shards[0][0].sharding
+    assert same(restore_tokens(plan, parts, pad=-1, shifted=shifted, sharding=how), expected)
+    ragged = restore_ragged(plan, parts, pad=-1, shifted=shifted, sharding=how)
+    assert same(ragged.values, restore_ragged(plan, results, pad=-1, shifted=shifted).values)
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "sharding"),
+    [
+        (Topology(cp=2), 2, "context"),
+        (Topology(tp=2, sequence_parallel=True), 2, "sequence"),
+        (Topology(cp=2, tp=4, sequence_parallel=True), 2, "context"),
+        (Topology(cp=2, tp=4, sequence_parallel=True), 4, "sequence"),
+        (Topology(cp=2, tp=2, sequence_parallel=True), 2, None),
+        (Topology(cp=2, tp=2), 4, None),
+        (Topology(), 2, None),
+    ],
+    ids=repr,
+)
+def test_the_topology_of_a_plan_says_how_results_are_joined(
+    topology: Topology, size: int, sharding: Sharding | None
+) -> None:
+    work = make_work([5, 8, 3], Recipe(layout=Packed(max_tokens=32, pad_to=32), topology=topology))
+    results = [values_of(batch) for batch in work.batches]
+
+    def parts_of(sharding: Sharding) -> list[list[Tensor]]:
+        return [
+            [SHARD[sharding](batch, rank, size).take(result) for rank in range(size)]
+            for batch, result in zip(work.batches, results, strict=True)
+        ]
+
+    if sharding is not None:
+        assert same(
+            restore_tokens(work.plan, parts_of(sharding)), restore_tokens(work.plan, results)
+        )
+        return
+    parts = parts_of("sequence")
+    with pytest.raises(InputError, match=rf"come from {size} ranks, .* Set sharding='context' or"):
+        restore_tokens(work.plan, parts)
+    found = restore_tokens(work.plan, parts, sharding="sequence")
+    assert same(found, restore_tokens(work.plan, results))
+
+
+def test_micro_batches_without_a_plan_need_the_sharding() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=32), topology=Topology(cp=2))
+    work = make_work([5, 8, 3], recipe)
+    (batch,), micros = work.batches, work.plan[0, 0]
+    parts = [[shard_context(batch, rank, 2).take(values_of(batch)) for rank in range(2)]]
+    with pytest.raises(InputError, match="its plan does not say how they share a batch"):
+        restore_tokens(micros, parts)
+    found = restore_tokens(micros, parts, sharding="context")
+    assert same(found, restore_tokens(micros, [values_of(batch)]))
+    with pytest.raises(ConfigError, match="unknown sharding 'zigzag'; expected one of: context,"):
+        restore_tokens(micros, parts, sharding="zigzag")  # type: ignore[arg-type]
+
+
+def test_shards_of_both_kinds_do_not_join() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=32), topology=Topology(cp=2))
+    (batch,) = make_work([5, 8, 3], recipe).batches
+    with pytest.raises(InputError, match="got both context- and sequence-parallel ones"):
+        join_shards([shard_context(batch, 0, 2), shard_sequence(batch, 1, 2)])
+
+
+def test_attention_over_ranks_joins_keys_as_the_batch_was_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = Recipe(layout=Packed(max_tokens=32), topology=Topology(cp=2))
+    (batch,) = make_work([5, 8, 3], recipe).batches
+    shape = (batch.rows, batch.width, 2, 4)  # rows, width, heads, dim
+    q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).double()
+    found = {}
+    for sharding, shard_of in SHARD.items():
+        shards = [shard_of(batch, rank, 2) for rank in range(2)]
+        own = [tuple(shard.take(x).transpose(1, 2) for x in (q, k, v)) for shard in shards]
+        stacked = [torch.stack(mine[1:]).permute(1, 3, 0, 2, 4) for mine in own]
+        monkeypatch.setattr(context_exchange, "gather", lambda x, group, all=stacked: all)
+        outs = [
+            context_exchange.context_attention(mine[0], mine[1], mine[2], shard, None).transpose(
+                1, 2
+            )
+            for mine, shard in zip(own, shards, strict=True)
+        ]
+        join = {"context": lambda o: join_context(o, batch.cu_seqlens), "sequence": join_sequence}
+        found[sharding] = join[sharding](outs)
+    torch.testing.assert_close(found["context"], found["sequence"])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.context_parallel import shard_context
 from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
+from tests.examples import examples
 from tests.tensors.works import CAPACITY, layouts, same
 
 COLLATOR = Collator()
@@ -101,7 +102,7 @@ def recipe_of(
 LENGTHS = st.lists(st.sampled_from([1, 1, 2, 3, 7, 8, 15, 31, 40, 70]), min_size=1, max_size=12)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     lengths=LENGTHS,
     layout=layouts(),
@@ -126,7 +127,7 @@ def test_a_planned_step_restores_the_samples_of_its_rank(
             check_step(step, lengths, more)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=LENGTHS,
     layout=layouts(),
@@ -148,7 +149,7 @@ def test_a_pooled_step_restores_its_samples(
         check_step(step, lengths)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=LENGTHS,
     layout=layouts(),
@@ -173,7 +174,7 @@ def test_a_step_that_was_resumed_inside_restores_what_is_left_of_it(
             assert (step.plan is None) == (step.number == 0)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, layout=layouts(), overflow=st.sampled_from(["split", "truncate"]))
 def test_fed_micro_batches_restore_their_samples(
     lengths: list[int], layout: Layout, overflow: Overflow
@@ -212,7 +213,7 @@ class Faulty:
         return self.lengths[samples]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=LENGTHS,
     layout=layouts(),
@@ -229,7 +230,7 @@ def test_a_step_without_the_samples_that_could_not_be_read_restores_the_others(
         assert not broken & set(step.own_sample_ids.tolist())
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(lengths=LENGTHS, cp=st.sampled_from([1, 2, 4]))
 def test_results_of_context_parallel_ranks_are_joined_for_a_step(
     lengths: list[int], cp: int

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Recipe, make_plan
@@ -10,6 +10,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch_shard import join_shards
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
+from tests.examples import examples
 from tests.tensors.works import Work, make_work, same, works
 
 
@@ -50,7 +51,7 @@ def test_shards_of_unequal_shapes_are_refused() -> None:
         join_sequence([torch.zeros(1, 4), torch.zeros(1, 3)])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works(), st.sampled_from([1, 2, 4]))
 def test_joining_the_runs_gives_the_batch_again(work: Work, size: int) -> None:
     for batch in work.batches:

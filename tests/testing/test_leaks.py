@@ -154,3 +154,41 @@ def test_tests_of_plans_need_no_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "True"
+
+
+class Longest(nn.Module):  # type: ignore[misc]
+    """Scales everything by whether the longest segment has more than `limit` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, batch: Batch) -> Tensor:
+        factor = 2.0 if int(batch.seqlens.max()) > self.limit else 1.0
+        return self.head(self.embed(batch.tokens) * factor)
+
+
+@pytest.mark.parametrize("recipe", ["packed", "padded", "packed static"])
+@pytest.mark.parametrize("limit", [8, 12])
+def test_an_effect_of_a_neighbours_length_is_a_leak(recipe: str, limit: int) -> None:
+    # 8: the longest segment has 9 tokens and is shortened. 12: a segment is lengthened to 18.
+    leaks = find_leaks(Longest(limit), batch_of(LENGTHS, recipe))
+    assert leaks
+    assert {leak.change for leak in leaks} == {"length"}
+    assert "changing the length of segment" in str(leaks[0])
+    assert find_leaks(Longest(limit), batch_of(LENGTHS, recipe), lengths=False) == []
+    assert find_leaks(Longest(100), batch_of(LENGTHS, recipe)) == []
+
+
+def test_kept_tokens_are_neither_changed_nor_inserted() -> None:
+    batch, seen = batch_of(LENGTHS, "packed with a tail"), []
+
+    def model(batch: Batch) -> Tensor:
+        seen.append(int(torch.isin(batch.tokens[batch.token_mask], kept).sum()))
+        return batch.tokens.double()[..., None]
+
+    kept = torch.tensor(sorted(set(batch.tokens[0, :6].tolist())))
+    assert find_leaks(model, batch, vocab=VOCAB, keep_tokens=kept.tolist()) == []
+    assert len(set(seen)) == 1

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -45,7 +46,7 @@ class Case:
     """A way to wrap a model and to run a step with it."""
 
     wrap: str = "plain"
-    """plain, ddp or fsdp, optionally with + checkpoint and + compile."""
+    """plain, ddp or fsdp, optionally with + checkpoint, + buffer and + compile."""
     plan: Plan = field(default_factory=lambda: Plan("planned", Packed(max_tokens=LIMIT)))
     name: str = "token mean"
     known: bool = False
@@ -107,6 +108,8 @@ def decoder(dtype: torch.dtype, context: Any = None) -> Decoder:
 def wrapped(model: nn.Module, how: str, world: int) -> tuple[Any, list[int]]:
     """(the wrapped model, a list that gets one entry per gradient exchange)."""
     exchanges: list[int] = []
+    if "buffer" in how:
+        model.register_buffer("counted", torch.zeros(1))  # DDP broadcasts it in forwards
     if "checkpoint" in how:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     if "fsdp" in how:
@@ -285,9 +288,12 @@ def fed(
     work, found = _work(samples), {}
     for wrap in wraps:
         model, exchanges = wrapped(decoder(torch.float64, context), wrap, size)
-        result = run_fed(
-            model, Distributed(), work, shares[rank // cp], cp=cp, shard=_shard(rank % cp, cp)
-        )
+        for _ in range(2 if "twice" in wrap else 1):
+            model.zero_grad()
+            exchanges.clear()
+            result = run_fed(
+                model, Distributed(), work, shares[rank // cp], cp=cp, shard=_shard(rank % cp, cp)
+            )
         outcome = Outcome(result.loss, gradient(model), len(exchanges), result.num_micro_batches)
         found[wrap] = (outcome, result.ages)
     return found
@@ -298,13 +304,19 @@ def _shard(rank: int, cp: int) -> Any:
 
 
 def run_fed(
-    model: Any, ranks: Any, work: Work, share: list[int], *, cp: int = 1, **options: Any
+    model: Any,
+    ranks: Any,
+    work: Work,
+    share: list[int],
+    *,
+    cp: int = 1,
+    lock_step: bool | None = None,
+    **options: Any,
 ) -> StepResult:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=ranks.size, cp=cp))
     feed = Feed(recipe)
-    runner = Runner(
-        model=model, loss=cross_entropy(), collective=ranks, collate=COLLATOR, **options
-    )
+    options = {"loss": cross_entropy(), **options}
+    runner = Runner(model=model, collective=ranks, collate=COLLATOR, **options)
 
     def fill() -> None:
         for number in share:
@@ -312,7 +324,48 @@ def run_fed(
         feed.close()
 
     with feeding(fill):
-        return runner.run_fed(feed)
+        return runner.run_fed(feed, lock_step=lock_step)
+
+
+def fed_one_after_the_other(
+    rank: int, size: int, wraps: list[str], samples: Samples, folder: str
+) -> dict[str, Outcome]:
+    """Feed each rank once the rank before it has run all its micro-batches; rank 0 gets most."""
+    found, last = {}, len(samples) - size + 1
+    share = list(range(last)) if rank == 0 else [last + rank - 1]
+    for wrap in wraps:
+        model, exchanges = wrapped(decoder(torch.float64), wrap, size)
+        feed = Feed(Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=size)))
+        tokens = sum(len(samples[number]["input_ids"]) for number in share)
+        left = [tokens]
+
+        def forward(model: Any, batch: Any, left: list[int] = left, wrap: str = wrap) -> Tensor:
+            outputs = model(batch)
+            left[0] -= int(batch.seqlens.sum())
+            if not left[0]:
+                Path(folder, f"{wrap}-{rank}").touch()
+            return outputs
+
+        def fill(feed: Feed = feed, wrap: str = wrap) -> None:
+            with feed:
+                deadline = time.monotonic() + 20
+                while rank and not Path(folder, f"{wrap}-{rank - 1}").exists():
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("the rank before waits for this one")
+                    time.sleep(0.01)
+                for number in share:
+                    feed.put(samples[number])
+
+        runner = Runner(
+            model=model, loss=cross_entropy(), collective=Distributed(), collate=COLLATOR,
+            forward=forward,
+        )  # fmt: skip
+        with feeding(fill):
+            result = runner.run_fed(feed)
+        found[wrap] = Outcome(
+            result.loss, gradient(model), len(exchanges), result.num_micro_batches
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.core.layout import Layout
+from evenstep.core.recipe import Scope
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
 from evenstep.core.world import World
@@ -72,6 +73,9 @@ class Plan:
     in_order: bool = False
     prefetch: int = 1
     micro_batches: int = 12
+    groups: Scope = "step"
+    equal_sizes: bool = False
+    equal_tokens: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -84,7 +88,9 @@ class Plan:
             topology=Topology(dp=self.dp, cp=self.cp),
             steps=Steps(micro_batches=self.micro_batches) if pooled else Steps(),
             overflow="split" if self.split else "error",
-            groups="micro_batch" if pooled else "step",
+            groups="micro_batch" if pooled else self.groups,
+            equal_sizes=self.equal_sizes,
+            equal_tokens=self.equal_tokens,
             balance="none" if self.in_order and not self.layout.options else "refined",
         )
 

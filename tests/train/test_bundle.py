@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from evenstep.tensors.view import View
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Alone, Collective
+from tests.examples import examples
 
 
 def metrics_of(values: list[float]) -> dict[str, Metric]:
@@ -30,7 +31,7 @@ def metrics_of(values: list[float]) -> dict[str, Metric]:
     }
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=3), min_size=1, max_size=5))
 def test_a_reduced_bundle_has_the_values_of_all_ranks(per_rank: list[list[float]]) -> None:
     def reduce(ranks: Collective) -> Bundle:

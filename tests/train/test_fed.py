@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
@@ -21,6 +21,7 @@ from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.runner import Runner
 from evenstep.train.watch import Watch
+from tests.examples import examples
 from tests.train.on_ranks import feeding, run_fed
 from tests.train.running import Plan, expected, samples_of, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
@@ -29,15 +30,16 @@ from tests.train.test_lazy import TIMEOUT, prefetching
 GIANT = Plan("batches", Packed(max_tokens=999))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     work=worlds(),
     size=st.integers(1, 3),
     dealt=st.lists(st.integers(0, 2), min_size=10, max_size=10),
     prefetch=st.integers(0, 2),
+    lock_step=st.sampled_from([None, True, False]),
 )
 def test_ranks_that_are_fed_unequal_numbers_have_the_exact_gradient(
-    work: Work, size: int, dealt: list[int], prefetch: int
+    work: Work, size: int, dealt: list[int], prefetch: int, lock_step: bool | None
 ) -> None:
     shares: list[list[int]] = [[] for _ in range(size)]
     for number in range(len(work.samples)):
@@ -47,11 +49,14 @@ def test_ranks_that_are_fed_unequal_numbers_have_the_exact_gradient(
 
     def rank(ranks: Collective) -> tuple[Any, Tensor]:
         own = copy.deepcopy(model)
-        result = run_fed(own, ranks, work, shares[ranks.rank], prefetch=prefetch)
+        result = run_fed(
+            own, ranks, work, shares[ranks.rank], prefetch=prefetch, lock_step=lock_step
+        )
         return result, gradient_of(own)
 
     ran = run_ranks(size, rank)
-    assert len({result.num_micro_batches for result, _ in ran}) == 1
+    if lock_step:
+        assert len({result.num_micro_batches for result, _ in ran}) == 1
     for share, (result, found) in zip(shares, ran, strict=True):
         assert distance(found, gradient) < 1e-12
         assert result.loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
@@ -84,6 +89,39 @@ def test_a_step_runs_what_is_there_while_more_is_made() -> None:
     with feeding(fill):
         result = runner(forward=forward).run_fed(feed, number=7)
     assert (result.num_micro_batches, result.tokens) == (4, 4 * LIMIT)
+
+
+def test_a_rank_runs_everything_while_another_has_no_sample_yet() -> None:
+    work = samples_of([LIMIT] * 5, masked=0.0)
+    model, done = model_of(), threading.Event()
+    _, gradient = expected("token mean", model, work, steps_of(GIANT, work))
+
+    def rank(ranks: Collective) -> Tensor:
+        own, feed, ran = copy.deepcopy(model), Feed(recipe()), list[int]()
+
+        def forward(model: Any, batch: Any) -> Tensor:
+            outputs = model(batch)
+            ran.append(ranks.rank)
+            if ran == [0] * 4:
+                done.set()
+            return outputs
+
+        def fill() -> None:
+            with feed:
+                if ranks.rank == 1 and not done.wait(TIMEOUT):
+                    raise TimeoutError("rank 0 waits for rank 1")
+                for sample in work.samples[4:] if ranks.rank else work.samples[:4]:
+                    feed.put(sample)
+
+        with feeding(fill):
+            Runner(
+                model=own, loss=cross_entropy(), collate=COLLATOR, collective=ranks,
+                forward=forward,
+            ).run_fed(feed)  # fmt: skip
+        return gradient_of(own)
+
+    for found in run_ranks(2, rank):
+        assert distance(found, gradient) < 1e-12
 
 
 def test_ages_are_from_the_making_of_a_sample_to_its_forward() -> None:
@@ -207,3 +245,35 @@ def test_waiting_for_samples_can_be_interrupted(
     assert not prefetching()
     with pytest.raises(InputError, match="the step of this feed has failed"):
         feed.put({"input_ids": [1]})
+
+
+# Ranks that share a batch ---------------------------------------------------------------------
+
+
+@examples(50)
+@given(
+    lengths=st.lists(st.integers(1, 2 * LIMIT), min_size=1, max_size=15),
+    topology=st.sampled_from(
+        [Topology(cp=2), Topology(tp=2), Topology(tp=2, sequence_parallel=True)]
+    ),
+    pads=st.booleans(),
+    reads=st.lists(st.integers(0, 3), min_size=15, max_size=15),
+)
+def test_ranks_that_share_a_batch_form_the_same_micro_batches_whenever_they_take_them(
+    lengths: list[int], topology: Topology, pads: bool, reads: list[int]
+) -> None:
+    layout: Layout = Padded(max_tokens=4 * LIMIT) if pads else Packed(max_tokens=2 * LIMIT)
+    found = []
+    for counts in (reads, [0] * 15):
+        feed = Feed(Recipe(layout=layout, topology=topology, overflow="split"))
+        fed, taken = iter(feed), list[list[int]]()
+        for length, count in zip(lengths, counts, strict=False):
+            feed.put({"input_ids": [1] * length})
+            while count and feed._ready():
+                taken.append(next(fed).micro.segments.sample.tolist())
+                count -= 1
+        feed.close()
+        taken += [each.micro.segments.sample.tolist() for each in fed]
+        found.append(taken)
+    assert found[0] == found[1]
+    assert sorted({number for each in found[0] for number in each}) == [*range(len(lengths))]

@@ -145,13 +145,6 @@ def test_gradients_are_separate_if_and_only_if_the_step_loss_is() -> None:
     with pytest.raises(InputError, match="separate=True requires SeparateGradients"):
         StepLoss(losses=TOKENS, separate=True).finish([], reduced)
 
-    class Sharded(torch.Tensor):  # type: ignore[misc]
-        device_mesh = "of FSDP"
-
-    sharded = torch.ones(1).as_subclass(Sharded).requires_grad_()
-    with pytest.raises(ConfigError, match="do not support sharded parameters"):
-        SeparateGradients([sharded])
-
 
 def test_a_batch_shared_by_context_parallel_ranks_counts_once() -> None:
     work = make_work([5, 3], Recipe(layout=Packed(max_tokens=LIMIT)), masked=0.0)

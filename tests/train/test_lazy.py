@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from evenstep import Cost, MicroBatch, Packed, Padded, Recipe, make_plan
 from evenstep.core.step import Step
+from evenstep.data.streams.feed import FedMicroBatch
 from evenstep.errors import SampleError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
@@ -147,6 +148,61 @@ def test_an_error_of_the_source_is_raised_in_its_turn_and_leaves_no_thread(
         )  # fmt: skip
     assert len(ran) == broken
     assert not prefetching()
+
+
+class OddError(Exception):
+    """An error of the user's own."""
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("where", ["read", "collate", "fed"])
+def test_an_error_while_preparing_keeps_its_type_and_names_micro_batch_and_samples(
+    where: str, prefetch: int
+) -> None:
+    step, samples = recorded()
+    at, error = samples.order[2], OddError("what is this")
+
+    def collate(micro: MicroBatch, samples: Any) -> Batch:
+        if where != "read" and at in micro.segments.sample:
+            raise error
+        return COLLATOR(micro, samples)
+
+    class Broken:
+        def __getitem__(self, number: int) -> Any:
+            if where == "read" and number == at:
+                raise error
+            return WORK.samples[number]
+
+    runner = Runner(model=model_of(), loss=cross_entropy(), collate=collate, prefetch=prefetch)
+
+    def run() -> Any:
+        if where == "fed":
+            return runner.run_fed((FedMicroBatch(*item, {}) for item in step), number=7)
+        return runner.run(replace(step, samples=Broken(), number=7))
+
+    with pytest.raises(OddError, match="what is this") as caught:
+        run()
+    assert caught.value is error
+    total = "" if where == "fed" else " of 6"
+    assert error.__notes__[-1] == (
+        f"while preparing micro-batch 2{total} of step 7 on rank 0 (1 x 8 slots, 1 segments of "
+        f"samples {at})"
+    )
+    assert error.__notes__[:-1] == [f"while reading sample {at}"] * (where == "read")
+    assert not prefetching()
+
+
+def test_an_error_of_a_source_names_the_position() -> None:
+    def items() -> Any:
+        yield 0
+        raise OddError("what is this")
+
+    for ahead in (0, 2):
+        prefetched = iter(Prefetch(items(), ahead))
+        assert next(prefetched) == 0
+        with pytest.raises(OddError) as caught:
+            next(prefetched)
+        assert caught.value.__notes__ == ["while preparing item 1"]
 
 
 def test_an_error_of_the_model_names_the_micro_batch_and_leaves_no_thread() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, PlannedStream, Recipe, make_plan
@@ -17,6 +17,7 @@ from evenstep.train.all_tokens import AllTokens
 from evenstep.train.normalization import Constant, SequenceMean, TokenMean
 from evenstep.train.runner import Loss, Runner
 from evenstep.train.step_loss import Mode
+from tests.examples import examples
 from tests.train.loss_cases import CASES, Table, expected_of, run_case, samples_of
 
 LAYOUTS: list[Layout] = [
@@ -28,7 +29,7 @@ LAYOUTS: list[Layout] = [
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=6)
+@examples(6)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     seed=st.integers(0, 99),

@@ -11,22 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed, Padded
+from evenstep import MicroBatch, Packed, Padded
 from evenstep.core.layout import Layout
 from evenstep.core.step import Step
-from evenstep.errors import ConfigError, MicroBatchError
+from evenstep.errors import ConfigError, MicroBatchError, PlanError
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.runner import Runner
+from tests.examples import examples
 from tests.train.on_ranks import Small
 from tests.train.running import Plan, Way, expected, samples_of, steps_of, worlds
-from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
+from tests.train.steps import (
+    COLLATOR,
+    LIMIT,
+    NORMALIZATIONS,
+    Work,
+    distance,
+    gradient_of,
+    model_of,
+)
 from tests.train.test_lazy import prefetching
 
 WIDE: list[Layout] = [
@@ -53,7 +63,7 @@ def run(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@settings(max_examples=12)
+@examples(12)
 @given(
     work=worlds(),
     layout=st.sampled_from(WIDE),
@@ -163,7 +173,7 @@ def test_a_batch_without_memory_ahead_is_copied_when_it_runs() -> None:
     assert distance(gradient_of(model), gradient) < 1e-12
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(work=worlds(), dp=st.integers(1, 3), known=st.booleans())
 def test_a_copy_without_memory_is_split_on_all_ranks(work: Work, dp: int, known: bool) -> None:
     plan = Plan("planned", Packed(max_tokens=3 * LIMIT), dp=dp)
@@ -209,6 +219,120 @@ def test_a_segment_that_cannot_be_split_is_an_error_on_every_rank() -> None:
     whose = next(rank for rank in range(2) if "(1 x 8 slots" in messages[rank])
     for message in messages:
         assert f"of step 0 on rank {whose}" in message
+
+
+GROUPED: list[Layout] = [
+    *WIDE,
+    Packed(max_tokens=4 * LIMIT, pad_to=4 * LIMIT, round_to=LIMIT),
+    Packed(rows=2, pad_to=2 * LIMIT),
+    Padded(samples=5, pad_to=LIMIT),
+]
+
+
+@examples(40)
+@given(
+    work=worlds(),
+    layout=st.sampled_from(GROUPED),
+    dp=st.integers(1, 3),
+    most=st.integers(LIMIT, 3 * LIMIT),
+    equal=st.booleans(),
+    normalization=st.sampled_from(["token mean", "group mean"]),
+    known=st.booleans(),
+)
+def test_splitting_keeps_groups_of_a_micro_batch_together(
+    work: Work, layout: Layout, dp: int, most: int, equal: bool, normalization: str, known: bool
+) -> None:
+    plan = Plan("planned", layout, dp=dp, groups="micro_batch", equal_sizes=equal)
+    try:
+        steps = steps_of(plan, work, known)
+    except PlanError:
+        return  # a group that no micro-batch can hold
+    model = model_of()
+    loss, gradient = expected(normalization, model, work, steps)
+
+    def rank(ranks: Collective) -> tuple[list[set[int]], float, Tensor] | str:
+        own, seen = Small(copy.deepcopy(model), most, "forward"), list[set[int]]()
+
+        def forward(model: Any, batch: Any) -> Tensor:
+            outputs = model(batch)
+            seen.append({work.samples[n]["group"] for n in batch.sample_ids.tolist() if n >= 0})
+            return outputs
+
+        runner = Runner(
+            model=own, loss=cross_entropy(), collective=ranks, collate=without_group_tokens,
+            forward=forward, on_memory="split", normalization=NORMALIZATIONS[normalization],
+        )  # fmt: skip
+        try:
+            result = runner.run(steps[ranks.rank]).reduce(ranks)
+        except MicroBatchError as error:
+            return str(error)
+        return seen[-result.num_micro_batches :], result.loss, gradient_of(own)
+
+    ran = run_ranks(dp, rank)
+    if any(isinstance(found, str) for found in ran):
+        assert all("with a single" in found for found in ran if isinstance(found, str))
+        assert all(isinstance(found, str) for found in ran)
+        return
+    for found in ran:
+        assert not isinstance(found, str)
+        groups, value, grad = found
+        assert sum(map(len, groups)) == len(set().union(*groups))
+        assert value == pytest.approx(loss, rel=1e-12, abs=1e-15)
+        assert distance(grad, gradient) < 1e-12
+
+
+def without_group_tokens(micro: MicroBatch, samples: Any) -> Batch:
+    """Collate such that GroupMean counts the tokens of groups in each batch."""
+    extras = {name: extra for name, extra in COLLATOR.extras.items() if name != "group_tokens"}
+    without = {
+        number: {key: value for key, value in sample.items() if key != "group_tokens"}
+        for number, sample in samples.items()
+        if sample is not None  # skipped
+    }
+    return Collator(extras=extras)(micro, without)
+
+
+def test_a_group_that_cannot_be_split_is_an_error_on_every_rank() -> None:
+    work = samples_of([4, 4, 4, 4], masked=0.0)
+    for number, sample in enumerate(work.samples):
+        sample["group"] = number // 2
+    steps = steps_of(Plan("planned", Packed(max_tokens=8), dp=2, groups="micro_batch"), work)
+    model = model_of()
+
+    def rank(ranks: Collective) -> str:
+        own = Small(copy.deepcopy(model), 7 if ranks.rank else 99, "forward")
+        runner = Runner(
+            model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR, on_memory="split"
+        )
+        with pytest.raises(MicroBatchError) as caught:
+            runner.run(steps[ranks.rank])
+        return str(caught.value)
+
+    assert run_ranks(2, rank) == [
+        "micro-batch 0 of 1 of step 0 on rank 1 ran out of memory with a single group, which "
+        "groups='micro_batch' keeps together. Lower max_tokens or the samples per group, or plan "
+        "with groups='step'.",
+        "micro-batch 0 of 1 of step 0 on rank 1 (1 x 8 slots, 2 segments of samples "
+        f"{held(steps[1])}) ran out of memory with a single group, which groups='micro_batch' "
+        "keeps together. Lower max_tokens or the samples per group, or plan with groups='step'.",
+    ]
+
+
+def held(step: Any) -> str:
+    return ", ".join(map(str, step.micro_batches[0].segments.sample.tolist()))
+
+
+def test_splitting_would_change_a_loss_per_micro_batch() -> None:
+    with pytest.raises(ConfigError, match="on which the loss of mode='per_micro_batch' depends"):
+        Runner(model=model_of(), loss=cross_entropy(), on_memory="split", mode="per_micro_batch")
+
+
+def test_splitting_cannot_keep_equal_tokens() -> None:
+    work = samples_of([4, 4, 2, 2], masked=0.0)
+    steps = steps_of(Plan("planned", Packed(max_tokens=8), dp=2, equal_tokens=True), work)
+    runner = Runner(model=model_of(), loss=cross_entropy(), on_memory="split")
+    with pytest.raises(ConfigError, match="equal_tokens makes those of a wave equally wide"):
+        runner.run(steps[0])
 
 
 def test_gradients_that_were_there_before_are_not_lost_by_trying_again() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep import Packed, Recipe, Topology, make_plan
@@ -27,8 +28,9 @@ from evenstep.train.normalization import (
     TokenMean,
     weighted,
 )
+from tests.examples import examples
 from tests.train import steps
-from tests.train.steps import LIMIT, Work, make_work, works
+from tests.train.steps import COLLATOR, LIMIT, Work, make_work, works
 
 EXTRAS = {"group": Extra(aligned="sequence"), "weight": Extra(aligned="sequence")}
 
@@ -111,6 +113,18 @@ def test_a_custom_normalization_is_zero_where_labels_are_ignored() -> None:
     assert both(own, batch_of(*THREE))[1] == 4.0
 
 
+def test_weights_of_further_labels_count_at_the_end_of_a_prompt() -> None:
+    # targets [-100, -100, -100, 13, 14]: two ahead, slots 1 and 2 have a label; one ahead, 2 and 3
+    batch = batch_of([0, 0, 0, 1, 1])
+    assert batch.labels_at(2).ne(-100).tolist() == [[False, True, True, False, False]]
+    second = Custom("second", lambda batch: torch.ones(batch.labels.shape), distance=2)
+    assert both(second, batch) == ([0, 1, 1, 0, 0], 2)
+    first = Custom("first", lambda batch: torch.ones(batch.labels.shape))
+    assert both(first, batch) == ([0, 0, 1, 1, 0], 2)
+    with pytest.raises(ConfigError, match="distance must be an integer in"):
+        Custom("odd", lambda batch: batch.loss_weights, distance=-1)
+
+
 def test_weights_multiply_what_tokens_weighed_before() -> None:
     batch = batch_of(*THREE)
     halved = replace(batch, loss_weights=batch.loss_weights / 2)
@@ -138,7 +152,7 @@ def test_a_config_finds_them_by_name() -> None:
 # Properties --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(works())
 def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> None:
     batches = [batch for rank in range(work.plan.num_ranks) for batch in work.batches(rank)]
@@ -149,7 +163,7 @@ def test_amounts_of_all_micro_batches_are_the_totals_of_the_step(work: Work) -> 
         assert amount == pytest.approx(normalization.known(work.totals), rel=1e-13)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(works())
 def test_weights_are_finite_and_zero_where_labels_are_ignored(work: Work) -> None:
     for rank in range(work.plan.num_ranks):
@@ -183,6 +197,23 @@ def test_a_weighted_batch_is_sharded_for_context_parallel_ranks() -> None:
             for function in (normalization.weights, normalization.amount):
                 with pytest.raises(InputError, match="Weight the batch before"):
                     function(wrong)
+
+
+@examples(25)
+@given(works(), st.integers(0, 3))
+def test_a_loss_on_further_labels_does_not_depend_on_the_plan(work: Work, distance: int) -> None:
+    every = Custom("every", lambda b: torch.ones(b.labels.shape), distance=distance)
+    collator = replace(COLLATOR, lookahead=max(distance, 1))
+    found = counted = 0.0
+    for rank in range(work.plan.num_ranks):
+        for micro in work.plan[0, rank]:
+            batch = collator(micro, work.samples)
+            labels = batch.labels_at(distance).masked_fill(every.weights(batch) == 0, 0)
+            found += float((labels * every.weights(batch)).sum())
+            counted += float(every.amount(batch))
+    labels = [s["input_ids"][distance:][s["loss_mask"][distance:]] for s in work.samples]
+    assert counted == sum(map(len, labels))
+    assert found == sum(int(each.sum()) for each in labels)
 
 
 # Errors -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,12 +20,13 @@ from evenstep.tensors.losses import Head
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
 from evenstep.train.scoring import compute_log_probs
+from tests.examples import examples
 from tests.train.running import LAYOUTS, samples_of, scores_alone, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, model_of
 from tests.train.test_lazy import prefetching
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     work=worlds(),
     layout=st.sampled_from(LAYOUTS),
@@ -161,7 +162,7 @@ def test_a_model_output_is_read_by_name() -> None:
     assert torch.equal(found[0], compute_log_probs(model, samples, recipe)[0])
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(work=worlds(), layout=st.sampled_from(LAYOUTS), temperature=st.sampled_from([0.5, 1.0, 2.0]))
 def test_temperature_and_entropy_are_those_of_each_sample_alone(
     work: Work, layout: Layout, temperature: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evenstep.cli.input import Input
@@ -26,19 +26,44 @@ class Job:
         samples = self.samples
         groups = None if samples.groups is None else samples.groups[:count]
         columns = {name: column[:count] for name, column in samples.columns.items()}
-        return Job(Samples(samples.lengths[:count], groups, columns), self.recipe)
+        ids = None if samples.ids is None else samples.ids[:count]
+        return Job(Samples(samples.lengths[:count], groups, columns, ids), self.recipe)
 
     def plan(self, recipe: Recipe, progress: Callable[[int, int], None] | None = None) -> Plan:
         """Plan the samples with a recipe, the job's own or another."""
         from evenstep import make_plan
 
-        return make_plan(
+        made = make_plan(
             self.samples.lengths,
             recipe,
             groups=self.samples.groups,
             columns=dict(self.samples.columns),
             progress=progress,
         )
+        return made if self.samples.ids is None else replace(made, sample_ids=self.samples.ids)
+
+    def plan_epoch(
+        self, seed: int, epoch: int, progress: Callable[[int, int], None] | None = None
+    ) -> Plan:
+        """Plan the samples in the order of a stream with this seed in this epoch."""
+        from evenstep import PlannedStream, World
+        from evenstep.data import Lengths
+        from evenstep.planning.inputs import checked_lengths
+
+        if self.samples.ids is not None:
+            raise InputError(
+                "the saved plan already has the order of a stream. Remove --seed and --epoch, or "
+                "pass the file of lengths."
+            )
+        stream = PlannedStream(
+            Lengths(checked_lengths(self.samples.lengths, None)),
+            self.recipe,
+            world=World(0, self.recipe.topology.dp),
+            seed=seed,
+            groups=self.samples.groups,
+            columns=self.samples.columns,
+        )
+        return stream.plan_epoch(epoch, progress=progress)
 
 
 def load_job(

@@ -52,6 +52,24 @@ Groups: TypeAlias = Annotated[
     str | None,
     typer.Option(help="Column of the group ids.", metavar="NAME", show_default=False),
 ]
+Seed: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Plan in the order of a stream with this seed. Default: as stored.",
+        metavar="N",
+        min=0,
+        show_default=False,
+    ),
+]
+Epoch: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Plan in the order of a stream in this epoch, counted from 0. Default: as stored.",
+        metavar="N",
+        min=0,
+        show_default=False,
+    ),
+]
 Out: TypeAlias = Annotated[
     Path | None,
     typer.Option(help="Save the plan to this file.", metavar="FILE", show_default=False),

@@ -18,6 +18,8 @@ def plan(
     model: options.Model = None,
     column: options.Column = None,
     groups: options.Groups = None,
+    seed: options.Seed = None,
+    epoch: options.Epoch = None,
     out: options.Out = None,
     picture: options.Picture = None,
     json: options.Json = False,
@@ -30,16 +32,21 @@ def plan(
     from evenstep.report import plan_page, plan_picture
     from evenstep.screen import progress
 
+    in_order = seed is not None or epoch is not None
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, config, *files.of_model(model)], out, picture)
     with progress(f"Reading {lengths.name}"):
         job = load_job(lengths, config, set_ or [], column, groups, model)
     with progress("Planning") as advance:
-        made = job.plan(job.recipe, advance)
+        if in_order:
+            made = job.plan_epoch(seed or 0, epoch or 0, advance)
+        else:
+            made = job.plan(job.recipe, advance)
         assert_valid(made)
     with progress("Measuring") as advance:
         stats = made.stats(progress=advance)
-    title = f"Plan of {lengths.name}"
+    order = f", seed {seed or 0}, epoch {epoch or 0}" if in_order else ""
+    title = f"Plan of {lengths.name}{order}"
     contents: dict[Path, bytes] = {}
     if out is not None:
         contents[out] = made.to_bytes()

@@ -34,6 +34,8 @@ class Samples:
     lengths: NDArray[Any]
     groups: IntArray | None = None
     columns: Mapping[str, IntArray] = field(default_factory=dict)
+    ids: IntArray | None = None
+    """Ids of the samples in a source, if a saved plan has another order."""
 
 
 def saved_plan(source: Input) -> Plan | None:
@@ -50,7 +52,7 @@ def saved_plan(source: Input) -> Plan | None:
 
 def samples_of(plan: Plan) -> Samples:
     """The samples of a plan."""
-    return Samples(plan.lengths, plan.groups, plan.columns)
+    return Samples(plan.lengths, plan.groups, plan.columns, plan.sample_ids)
 
 
 def read_samples(

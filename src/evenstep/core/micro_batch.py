@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from evenstep.core.placement import Placement, place
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, by_first_appearance, sum_by
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 
@@ -34,6 +35,10 @@ class MicroBatch:
     alignment: int = 1
     truncated_to: IntArray | None = None
     """The length of each segment's sample after truncation; None if no sample is truncated."""
+    groups: IntArray | None = None
+    """The group of each segment, if the plan keeps groups in one micro-batch; else None."""
+    width_unit: int = 1
+    """Widths are multiples of this (`Recipe.width_unit`)."""
 
     @property
     def rows(self) -> int:
@@ -78,6 +83,7 @@ class MicroBatch:
             row_offsets=kept_before[self.row_offsets],
             sample_lengths=self.sample_lengths[keep],
             truncated_to=self.sample_ends[keep],
+            groups=None if self.groups is None else self.groups[keep],
         )
 
     def renumbered(self, numbers: IntArray) -> MicroBatch:
@@ -86,29 +92,44 @@ class MicroBatch:
         named = Segments(numbers[segments.sample], segments.start, segments.length)
         return replace(self, segments=named)
 
-    def halves(self) -> tuple[MicroBatch, MicroBatch]:
-        """Two micro-batches of about half the tokens each.
+    @property
+    def parts(self) -> IntArray:
+        """The part of each segment that stays together: its group, or the segment alone.
 
-        The second is empty if there are fewer than two segments. Padded rows keep their width;
-        packed rows are as wide as needed.
+        Parts are numbered by first appearance: groups [7, 3, 7] -> [0, 1, 0].
         """
-        count = len(self.segments)
-        if count < 2:
-            return self, self._some(slice(count, count))
-        done = np.cumsum(self.segments.length)
-        half = int(np.searchsorted(done, done[-1] / 2)) + 1
-        half = min(max(half, 1), count - 1)
-        return self._some(slice(0, half)), self._some(slice(half, count))
+        if self.groups is None:
+            return np.arange(len(self.segments))
+        return by_first_appearance(self.groups)[0]
 
-    def _some(self, chosen: slice) -> MicroBatch:
-        """Some of the segments, in the same kind of rows."""
-        per_row = np.diff(self.row_offsets)
-        count = chosen.stop - chosen.start
-        padded = len(per_row) > 1 and int(per_row.max(initial=0)) <= 1
+    def halves(self) -> tuple[MicroBatch, MicroBatch]:
+        """Two micro-batches of about half the slots each, with groups whole.
+
+        The second is empty if there are fewer than two parts. Padded rows keep their width; packed
+        rows are as wide as needed.
+        """
+        part, count = self.parts, int(self.parts.max(initial=-1)) + 1
+        if count < 2:
+            return self, self._some(np.empty(0, np.int64))
+        size = rounded_up(self.segments.length, self.alignment)
+        done = np.cumsum(sum_by(part, np.ones(len(part)) if self._padded else size, count))[:-1]
+        total = len(part) if self._padded else int(size.sum())
+        first = part <= int(np.argmin(np.maximum(done, total - done)))
+        return self._some(np.flatnonzero(first)), self._some(np.flatnonzero(~first))
+
+    @property
+    def _padded(self) -> bool:
+        """Whether it has several rows of at most one segment each."""
+        return self.rows > 1 and int(np.diff(self.row_offsets).max()) <= 1
+
+    def _some(self, chosen: IntArray) -> MicroBatch:
+        """The segments at `chosen`, in the same kind of rows."""
+        count = len(chosen)
         width, offsets = self.width, np.arange(count + 1)
-        if not padded or count == 0:
-            aligned = rounded_up(self.segments.length[chosen], self.alignment)
-            width, offsets = max(int(aligned.sum()), self.alignment), np.array([0, count])
+        if not self._padded or count == 0:
+            slots = int(rounded_up(self.segments.length[chosen], self.alignment).sum())
+            unit = math.lcm(self.width_unit, self.alignment)
+            width, offsets = max(rounded_up(slots, unit), unit), np.array([0, count])
         return replace(
             self,
             segments=self.segments.take(chosen),
@@ -116,6 +137,7 @@ class MicroBatch:
             width=width,
             sample_lengths=self.sample_lengths[chosen],
             truncated_to=self.sample_ends[chosen],
+            groups=None if self.groups is None else self.groups[chosen],
         )
 
 

@@ -12,10 +12,10 @@ from evenstep.core.rounding import rounded_up
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Intervals that cover all rows * width slots: one per segment with its alignment, and one for
-    the padding at the end of each row.
+    """Tiles that cover all rows * width slots: one per segment with its alignment, and one for the
+    padding at the end of each row.
 
-    Interval i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
+    Tile i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
     is segment `segment[i]` (-1 for padding).
     """
 
@@ -25,7 +25,7 @@ class Placement:
 
     @property
     def slots(self) -> IntArray:
-        """The slots of each interval, padding included."""
+        """The slots of each tile, padding included."""
         return np.diff(self.offsets)
 
 

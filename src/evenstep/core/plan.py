@@ -128,6 +128,7 @@ class Plan:
     def _micro(self, micro: int) -> MicroBatch:
         rows = self.row_offsets[self.micro_offsets[micro] : self.micro_offsets[micro + 1] + 1]
         segments = self.segments.take(slice(int(rows[0]), int(rows[-1])))
+        together = self.groups if self.recipe.groups == "micro_batch" else None
         return MicroBatch(
             segments,
             rows - rows[0],
@@ -135,6 +136,8 @@ class Plan:
             self.lengths[segments.sample],
             self.recipe.topology.alignment,
             self.ends(segments.sample),
+            None if together is None else together[segments.sample],
+            self.recipe.width_unit,
         )
 
     def ends(self, samples: IntArray) -> IntArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -96,12 +97,20 @@ class Step:
         The micro-batch does not contain samples that the source skipped, for which it gives None.
         """
         micro = self.micro_batches[k]
-        found = {id_: self.samples[id_] for id_ in micro.segments.sample.tolist()}
+        found = {id_: self._sample(id_) for id_ in micro.segments.sample.tolist()}
         missing = [id_ for id_, sample in found.items() if sample is None]
         if not missing:
             return micro, found
         self._read[micro] = micro.without(missing)
         return self._read[micro], found
+
+    def _sample(self, sample_id: int) -> Any:
+        try:
+            return self.samples[sample_id]
+        except Exception as error:
+            with suppress(Exception):
+                error.add_note(f"while reading sample {sample_id}")
+            raise
 
     @property
     def read_micro_batches(self) -> tuple[MicroBatch, ...]:

@@ -52,14 +52,6 @@ def step_plan(plan: Plan, step: int, samples: IntArray) -> Plan:
     )
 
 
-def in_waves(count: int, ranks: int) -> IntArray:
-    """The micro-batches of a step in the order of its waves, rank by rank within a wave.
-
-    3 micro-batches on each of 2 ranks are numbered 0 1 2 and 3 4 5 -> [0, 3, 1, 4, 2, 5]
-    """
-    return np.arange(ranks * count).reshape(ranks, count).T.ravel()
-
-
 def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     """The same micro-batches of a plan of one step on `ranks` ranks, which divide the plan's.
 
@@ -67,8 +59,10 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     """
     if ranks == plan.num_ranks:
         return plan
-    waves = in_waves(int(plan.cell_offsets[1]), plan.num_ranks)
-    order = waves.reshape(-1, ranks).T.ravel()
+    # 2 micro-batches on 4 ranks: 0 1 | 2 3 | 4 5 | 6 7, as waves 0 2 4 6 | 1 3 5 7; on 2 ranks:
+    # 0 4 1 5 | 2 6 3 7
+    numbers = np.arange(plan.num_micro_batches).reshape(plan.num_ranks, -1)
+    order = numbers.T.reshape(-1, ranks).T.ravel()
     rows = plan.rows[order]
     row = _ranges(plan.micro_offsets[order], rows)
     held = np.diff(plan.row_offsets)[row]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from evenstep.data.streams.feed import FedMicroBatch, Feed
     from evenstep.data.streams.pool import Pool
     from evenstep.data.streams.pooled_cursor import merge_cursors
+    from evenstep.data.streams.separate import separate_lengths
     from evenstep.data.streams.stream import until_all_end
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "TokenFile",
     "TokenFileWriter",
     "merge_cursors",
+    "separate_lengths",
     "until_all_end",
     "write_token_file",
 ]
@@ -66,6 +68,7 @@ if not TYPE_CHECKING:
             "streams.feed": ["FedMicroBatch", "Feed"],
             "streams.pool": ["Pool"],
             "streams.pooled_cursor": ["merge_cursors"],
+            "streams.separate": ["separate_lengths"],
             "streams.stream": ["until_all_end"],
         },
     )

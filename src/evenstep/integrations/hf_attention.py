@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_boundaries import Hints
-from evenstep.integrations.hf_mask import mask_function, padding_of, window_of
+from evenstep.integrations.hf_mask import mask_function, padding_of, rule_of, window_of
 from evenstep.integrations.hf_probe import Seen, probed, switch
 from evenstep.tensors.attention_backends import attend
 from evenstep.tensors.attention_call import Call
@@ -77,7 +77,7 @@ def attention_function(
     """
     _refuse_keywords(module, keywords)
     _refuse_lengths(module, query, key, cu_seq_lens_q, cu_seq_lens_k)
-    causal = _is_causal(module, is_causal)
+    causal = _is_causal(module, is_causal, attention_mask)
     hints = Hints(
         rows=query.shape[0],
         width=query.shape[2],
@@ -90,8 +90,7 @@ def attention_function(
     )
     window = window_of(attention_mask, sliding_window)
     if not torch.compiler.is_compiling() and (probe := probed()) is not None:
-        bounds = None if query.device.type == "meta" else hints.boundaries()
-        probe.append(Seen(module, causal, window, bounds))
+        probe.append(Seen(module, causal, window, hints.boundaries()))
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return value.new_zeros(shape), None
     query, key, value = _one_dtype(query, key, value)
@@ -127,11 +126,12 @@ def use_attention(model: Any, **inputs: Any) -> Any:
     return model
 
 
-def _is_causal(module: nn.Module, given: bool | None) -> bool:
-    if given is not None:
-        return bool(given)
-    config = getattr(module, "config", None)
-    return bool(getattr(module, "is_causal", True)) and bool(getattr(config, "is_causal", True))
+def _is_causal(module: nn.Module, given: bool | None, mask: Any) -> bool:
+    """What the mask says, as in eager attention; without a mask, what the layer says."""
+    rule = rule_of(mask)
+    if rule is not None:
+        return rule.causal
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

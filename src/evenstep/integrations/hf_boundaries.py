@@ -88,28 +88,26 @@ def _whole_rows(hints: Hints) -> Boundaries:
 
 def _read(hints: Hints) -> Boundaries:
     """Boundaries with the number of segments read on the host."""
-    rows, width = hints.rows, hints.width
-    if hints.cu_seqlens is not None:
-        _check_ends(hints)
+    rows, width, ends = hints.rows, hints.width, hints.cu_seqlens
+    if ends is not None:
+        ends = ends.to(hints.device, torch.int32)
+        _check_ends(ends, rows, width)
         if hints.padding is None:
-            ends = hints.cu_seqlens.to(torch.int32)
-            longest = hints.longest or int(ends.diff().max())
-            return Boundaries(rows, width, ends, longest)
+            return Boundaries(rows, width, ends, hints.longest or int(ends.diff().max()))
     if hints.padding is None and hints.positions is None:
         return _whole_rows(hints)
     begins = torch.zeros(rows, width, dtype=torch.bool, device=hints.device)
     begins[:, 0] = True
-    if hints.cu_seqlens is not None:
-        ends = hints.cu_seqlens.long()
-        begins.view(-1)[ends[:-1][ends.diff() > 0]] = True
+    if ends is not None:
+        begins.view(-1)[ends[:-1][ends.diff() > 0].long()] = True
     elif hints.positions is not None and hints.padding is None:
         begins |= hints.restarts()
     real = None
     if hints.padding is not None:
         begins, real = _split_padding(hints, begins)
-    ends = begins.view(-1).nonzero().flatten()
-    real = None if real is None else real.reshape(-1)[ends]
-    ends = torch.cat((ends, ends.new_tensor([rows * width]))).to(torch.int32)
+    first = begins.view(-1).nonzero().flatten()
+    real = None if real is None else real.reshape(-1)[first]
+    ends = torch.cat((first, first.new_tensor([rows * width]))).to(torch.int32)
     return Boundaries(rows, width, ends, int(ends.diff().max()), real)
 
 
@@ -138,20 +136,26 @@ def _split_padding(hints: Hints, begins: Tensor) -> tuple[Tensor, Tensor]:
     return tiles, real
 
 
-def _check_ends(hints: Hints) -> None:
-    ends, slots = hints.cu_seqlens, hints.rows * hints.width
-    assert ends is not None
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return
-    if ends.ndim != 1 or len(ends) < 2 or int(ends[-1]) != slots or int(ends[0]) != 0:
-        last = int(ends[-1]) if ends.numel() else 0
+def _check_ends(ends: Tensor, rows: int, width: int) -> None:
+    slots = rows * width
+    if ends.ndim != 1 or len(ends) < 2:
         raise ConfigError(
-            f"cu_seq_lens_q ends at {last}, but there are {slots} tokens "
-            f"({hints.rows} × {hints.width}). Give boundaries of all tokens that the model "
-            f"sees, virtual ones of prompt tuning included, or use the padded layout."
+            f"cu_seq_lens_q has shape {tuple(ends.shape)}, expected (segments + 1,). Pass "
+            f"Batch.cu_seqlens."
         )
-    rows = torch.arange(hints.rows, device=ends.device) * hints.width
-    if bool((ends.diff() < 0).any()) or not bool(torch.isin(rows, ends).all()):
+    if ends.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    begins = torch.arange(rows, device=ends.device) * width
+    inside = torch.isin(begins, ends).all() & (ends.diff() >= 0).all()
+    # One transfer from the device.
+    first, last, fits = torch.stack((ends[0], ends[-1], inside.to(ends.dtype))).tolist()
+    if first != 0 or last != slots:
+        raise ConfigError(
+            f"cu_seq_lens_q ends at {last}, but there are {slots} tokens ({rows} × {width}). Give "
+            f"boundaries of all tokens that the model sees, virtual ones of prompt tuning "
+            f"included, or use the padded layout."
+        )
+    if not fits:
         raise ConfigError(
             "cu_seq_lens_q must not decrease, and every row must begin a segment. Pass "
             "Batch.cu_seqlens."
@@ -174,7 +178,7 @@ def _traced(hints: Hints) -> Boundaries:
         torch._assert_async(
             hints.cu_seqlens[-1] == slots, "cu_seq_lens_q must end at the number of tokens"
         )
-        ends = hints.cu_seqlens.to(torch.int32)
+        ends = hints.cu_seqlens.to(hints.device, torch.int32)
         return Boundaries(rows, width, ends, hints.longest or width)
     if hints.padding is not None:
         real = hints.padding.bool()

@@ -1,21 +1,29 @@
 """The mask function that transformers calls for attn_implementation="evenstep".
 
-No mask is built. What comes back is the padding mask of the caller, or None. Rules that attention
-within segments cannot follow are refused: chunks, image blocks that see both ways, unknown rules.
+No width × width mask is built. What comes back is the 2-D padding mask of the caller, or ones, and
+carries the rule that the mask stands for: some layers say themselves neither that they are causal
+nor what their window is. Rules that attention within segments cannot follow are refused: chunks,
+image blocks that see both ways, and unknown ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError
 
-WINDOW = "_evenstep_window"
-"""Attribute of a returned mask: the window that it stands for, which some models pass only so."""
+
+class Rule(NamedTuple):
+    """What a mask stands for."""
+
+    causal: bool
+    window: int | None
+    padded: bool  # whether the tensor is a padding mask, not just ones
+
 
 # Rules of transformers.masking_utils that attention within segments follows.
 _FOLLOWED = {
@@ -38,29 +46,35 @@ def mask_function(
     config: Any = None,
     device: Any = None,
     **options: Any,
-) -> Tensor | None:
-    """The 2-D padding mask or None. A windowed mask is a tensor that carries its window."""
+) -> Tensor:
+    """A (rows, width) bool tensor, the padding mask or ones, that carries its `Rule`."""
     _refuse_chunks(local_size, config, kv_length)
-    bidirectional = "allow_is_bidirectional_skip" in options
-    if mask_function is not None and not bidirectional:
-        if device is None:
-            device = "cpu" if attention_mask is None else attention_mask.device
+    causal = "allow_is_bidirectional_skip" not in options
+    if device is None:
+        device = "cpu" if attention_mask is None else attention_mask.device
+    if mask_function is not None and causal:
         _refuse_unknown(mask_function, batch_size, kv_length, device, options.get("use_vmap"))
-    if local_size is None:
-        return attention_mask
+    window = local_size
+    if window is not None and not causal:
+        window += 1  # a window of transformers that sees both ways includes this distance
     if attention_mask is None:
-        attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-        attention_mask._evenstep_full = True
+        mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     else:
-        attention_mask = attention_mask.clone()
-    # A bidirectional window of transformers includes tokens at a distance of local_size.
-    setattr(attention_mask, WINDOW, local_size + 1 if bidirectional else local_size)
-    return attention_mask
+        mask = attention_mask.view(attention_mask.shape)  # the caller's own gets no attribute
+    mask._evenstep_rule = Rule(causal, window, attention_mask is not None)
+    return mask
+
+
+def rule_of(mask: Any) -> Rule | None:
+    """The rule that a mask carries; None for other masks."""
+    rule: Rule | None = getattr(mask, "_evenstep_rule", None)
+    return rule
 
 
 def padding_of(mask: Any) -> Tensor | None:
     """The padding that a mask stands for: None without padding. Refuses other masks."""
-    if mask is None or getattr(mask, "_evenstep_full", False):
+    rule = rule_of(mask)
+    if mask is None or (rule is not None and not rule.padded):
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
         shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
@@ -73,16 +87,17 @@ def padding_of(mask: Any) -> Tensor | None:
 
 
 def window_of(mask: Any, sliding_window: int | None) -> int | None:
-    """The window of a layer: what it passes, else what its mask stands for."""
-    built: int | None = getattr(mask, WINDOW, None)
-    if sliding_window is None or built is None:
-        return built if sliding_window is None else sliding_window
-    if sliding_window != built:
+    """The window of a layer: that of its mask, which must agree with what the layer passes."""
+    rule = rule_of(mask)
+    if rule is None or rule.window == sliding_window:
+        return sliding_window
+    if sliding_window is not None:
         raise ConfigError(
-            f"a layer passes sliding_window={sliding_window}, but its mask has a window of "
-            f"{built}. Use attn_implementation='sdpa' for this model."
+            f"a layer passes sliding_window={sliding_window}, but its mask has "
+            f"{'no window' if rule.window is None else f'a window of {rule.window}'}. Use "
+            f"attn_implementation='sdpa' for this model."
         )
-    return sliding_window
+    return rule.window
 
 
 def _refuse_chunks(local_size: int | None, config: Any, length: int) -> None:

@@ -26,7 +26,7 @@ class Seen:
     module: nn.Module
     causal: bool
     window: int | None
-    bounds: Boundaries | None
+    bounds: Boundaries
 
 
 _calls: ContextVar[list[Seen] | None] = ContextVar("evenstep_attention_calls", default=None)
@@ -44,6 +44,11 @@ def switch(model: Any, name: str, inputs: dict[str, Any]) -> None:
         raise ConfigError(
             f"{type(model).__name__} holds no transformers model. Use evenstep.tensors.attention "
             f"in your own attention layers."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__} has parameters on the meta device, so it cannot be checked. "
+            f"Load its weights first, or build it with attn_implementation={name!r}."
         )
     before = {id(config): (config, config._attn_implementation) for config in _configs(roots)}
     try:
@@ -78,8 +83,7 @@ def _fault(model: Any, root: Any, inputs: dict[str, Any]) -> str | None:
             return f"its {type(layer).__name__} does not call transformers' attention interface"
     expected = [0, LENGTHS[0], sum(LENGTHS)]
     for call in calls:
-        got = None if call.bounds is None else call.bounds.cu_seqlens.tolist()
-        if got is not None and got != expected:
+        if call.bounds.cu_seqlens.tolist() != expected:
             kind = type(call.module).__name__
             return f"its {kind} receives neither cu_seq_lens_q nor position_ids that restart"
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.slots import PER_SLOT, PER_TILE, Slots
+
+Sharding: TypeAlias = Literal["context", "sequence"]
+"""How a batch was sharded: by `shard_context` (zigzag) or `shard_sequence` (contiguous runs)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -31,6 +34,8 @@ class BatchShard(Slots):
     slot_ids: Tensor  # (rows, width / size) int64: slot numbers in the whole batch
     rank: int
     size: int
+    sharding: Sharding
+    """Which slots the ranks hold. Pass it to `restore_tokens` with the results of all ranks."""
 
     @property
     def real_cu_seqlens(self) -> Tensor:
@@ -58,7 +63,9 @@ class BatchShard(Slots):
         return _take(values, self.slot_ids)
 
 
-def take_slots(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> BatchShard:
+def take_slots(
+    batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding
+) -> BatchShard:
     """The shard of `batch` with these slots, (rows, width / size), in order."""
     return BatchShard(
         **{name: _take(getattr(batch, name), slot_ids) for name in PER_SLOT},
@@ -66,6 +73,7 @@ def take_slots(batch: Batch, slot_ids: Tensor, rank: int, size: int) -> BatchSha
         slot_ids=slot_ids,
         rank=rank,
         size=size,
+        sharding=sharding,
         extras={
             name: _take(extra, slot_ids) if _is_per_slot(batch, name) else extra
             for name, extra in batch.extras.items()
@@ -83,6 +91,11 @@ def join_shards(shards: Sequence[BatchShard]) -> Batch:
         raise InputError(
             f"expected one shard from each of {size} ranks, got shards of ranks {ranks}. Pass "
             f"each rank's shard of one batch exactly once."
+        )
+    if len({shard.sharding for shard in shards}) > 1:
+        raise InputError(
+            "expected shards of one kind, got both context- and sequence-parallel ones. Shard all "
+            "ranks' batches with the same function."
         )
     whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
     return Batch(

@@ -37,7 +37,7 @@ def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
     check_rank(rank, size)
     _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
     slot_ids = _slots(batch.cu_seqlens, rank, size)
-    return take_slots(batch, slot_ids.view(batch.rows, -1), rank, size)
+    return take_slots(batch, slot_ids.view(batch.rows, -1), rank, size, "context")
 
 
 def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
+from evenstep.core.topology import Topology
 from evenstep.data.streams.feed import FedMicroBatch
 from evenstep.errors import InputError
 
@@ -41,6 +42,7 @@ class Origin:
     micro_offsets: IntArray
     widths: IntArray  # per micro-batch
     alignments: IntArray  # per micro-batch
+    topology: Topology | None  # that the micro-batches were planned for, if known
 
     @classmethod
     def of(cls, work: Work) -> Origin:
@@ -56,6 +58,7 @@ class Origin:
                 work.micro_offsets,
                 work.widths,
                 np.full(work.num_micro_batches, work.recipe.topology.alignment),
+                work.recipe.topology,
             )
         return cls._of_micro_batches(work, _micro_batches(work))
 
@@ -79,6 +82,7 @@ class Origin:
             offsets_of(np.array([micro.rows for micro in micros], np.int64)),
             np.array([micro.width for micro in micros], np.int64),
             np.array([micro.alignment for micro in micros], np.int64),
+            work.plan.recipe.topology if isinstance(work, Step) and work.plan else None,
         )
 
     def __len__(self) -> int:

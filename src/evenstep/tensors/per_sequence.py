@@ -36,6 +36,7 @@ class Sums:
     metrics: dict[str, Metric]
     by_tile: Tensor | None  # per tile, or per segment if `real` is None
     real: Tensor | None = None  # per tile, whether it is a segment
+    by_slot: Tensor | None = None  # (rows * width), if the function returns values per slot
 
     @property
     def by_sequence(self) -> Tensor:
@@ -111,20 +112,27 @@ class PerSequence:
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-        return Sums(values.sum(), metrics, view.sum_by_segment(values), batch.sample_ids >= 0)
+        by_tile = view.sum_by_segment(values)
+        return Sums(values.sum(), metrics, by_tile, batch.sample_ids >= 0, values.detach())
 
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Sums:
         # The empty slice keeps the outputs in the graph: an empty micro-batch has a backward too.
         losses, flat = [outputs[:0].sum()], outputs.flatten(0, 1)
         metrics: list[dict[str, Metric]] = []
+        by_slot: Tensor | None = outputs.new_zeros(len(flat))
         for view in View.of_segments(batch):
             value, found = _value_and_metrics(self.function(flat[view.slots], view))
             losses.append(value.sum())
             metrics.append(found)
+            if by_slot is not None and value.shape == by_slot[view.slots].shape:
+                by_slot = by_slot.to(torch.promote_types(by_slot.dtype, value.dtype))
+                by_slot[view.slots] = value.detach()
+            else:
+                by_slot = None
         if not metrics:
             metrics.append(self._empty_metrics(flat, batch))
         by_sequence = torch.stack(losses)[1:]
-        return Sums(by_sequence.sum(), merge(metrics), by_sequence)
+        return Sums(by_sequence.sum(), merge(metrics), by_sequence, by_slot=by_slot)
 
     def _empty_metrics(self, flat: Tensor, batch: Batch) -> dict[str, Metric]:
         """Empty metrics for an empty micro-batch; ranks that reduce them need the same names.

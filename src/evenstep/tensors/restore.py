@@ -7,8 +7,8 @@
 
 Works for any stream and layout, and for a step resumed in the middle. Where samples could not be
 read, pass the micro-batches that were read. A result may be one tensor, or one tensor per
-context-parallel rank. Results of empty micro-batches are ignored. Split samples are joined; tokens
-that did not run here (dropped, truncated, or on another rank) get the pad value.
+context- or sequence-parallel rank. Results of empty micro-batches are ignored. Split samples are
+joined; tokens that did not run here (dropped, truncated, or on another rank) get the pad value.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from torch import Tensor
 
 from evenstep.core.placement import place
 from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.validate import one_of
 from evenstep.errors import InputError
+from evenstep.tensors.batch_shard import Sharding
 from evenstep.tensors.context_parallel import join_context
 from evenstep.tensors.extras import RaggedTensor
 from evenstep.tensors.metrics import Reduction
 from evenstep.tensors.origin import Key, Origin, Work
+from evenstep.tensors.sequence_parallel import join_sequence
 
 Result: TypeAlias = Tensor | Sequence[Tensor]
-"""Result of one micro-batch: a tensor, or one tensor per context-parallel rank."""
+"""Result of one micro-batch: a tensor, or one tensor per context- or sequence-parallel rank."""
 Results: TypeAlias = Sequence[Result] | Mapping[Key, Result]
 """All micro-batches' in execution order (for a plan: steps, ranks, positions), or some by key."""
 
@@ -42,6 +45,7 @@ def restore_tokens(
     width: int | None = None,
     pad: float = 0.0,
     shifted: bool = False,
+    sharding: Sharding | None = None,
 ) -> Tensor:
     """Per-token results, (rows, width, ...) each -> (samples, width, ...).
 
@@ -53,6 +57,9 @@ def restore_tokens(
     restored position i then belongs to token i, and the first token of a sample gets 0. The first
     token of a later segment of a split sample is predicted in the segment before it; it gets 0 if
     that segment is not among the results.
+
+    `sharding` says how results of several ranks are joined (`BatchShard.sharding`). By default, as
+    the topology of the plan says; a plan without context or sequence parallelism does not say.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> plan = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))
@@ -70,7 +77,7 @@ def restore_tokens(
             [10,  0,  0]])
     """
     origin = Origin.of(work)
-    found = _Found.of(origin, results)
+    found = _Found.of(origin, results, sharding)
     longest = int(origin.lengths.max(initial=0))
     width = longest if width is None else width
     if width < longest:
@@ -85,7 +92,12 @@ def restore_tokens(
 
 
 def restore_ragged(
-    work: Work, results: Results, *, pad: float = 0.0, shifted: bool = False
+    work: Work,
+    results: Results,
+    *,
+    pad: float = 0.0,
+    shifted: bool = False,
+    sharding: Sharding | None = None,
 ) -> RaggedTensor:
     """Like `restore_tokens` without padding: sample i is `values[offsets[i]:offsets[i + 1]]`.
 
@@ -97,7 +109,8 @@ def restore_ragged(
     """
     origin = Origin.of(work)
     offsets = offsets_of(origin.lengths)
-    values = _scatter(_Found.of(origin, results), offsets[:-1], int(offsets[-1]), pad, shifted)
+    found = _Found.of(origin, results, sharding)
+    values = _scatter(found, offsets[:-1], int(offsets[-1]), pad, shifted)
     return RaggedTensor(values, torch.from_numpy(offsets).to(values.device))
 
 
@@ -164,11 +177,13 @@ class _Found:
     continues: IntArray  # 1 where the sample was split after this segment
 
     @classmethod
-    def of(cls, origin: Origin, results: Results) -> _Found:
+    def of(cls, origin: Origin, results: Results, sharding: Sharding | None) -> _Found:
+        if sharding is not None:
+            one_of("sharding", sharding, Sharding)
         chosen, given = origin.choose(results)
         rows = origin.rows[chosen]
         checked = [
-            _whole(origin, number, height, result)
+            _whole(origin, number, height, result, sharding)
             for number, height, result in zip(chosen.tolist(), rows.tolist(), given, strict=True)
         ]
         values = _join(origin, chosen, [result.flatten(0, 1) for result in checked])
@@ -206,17 +221,23 @@ def _runs(first: IntArray, length: IntArray) -> IntArray:
 # Checking results --------------------------------------------------------------------------------
 
 
-def _whole(origin: Origin, number: int, rows: int, result: Result) -> Tensor:
-    """Result of one micro-batch, (rows, width, ...), joined over context-parallel ranks."""
+def _whole(
+    origin: Origin, number: int, rows: int, result: Result, sharding: Sharding | None
+) -> Tensor:
+    """Result of one micro-batch, (rows, width, ...), joined over ranks."""
     expected = (rows, int(origin.widths[number]))
     if not isinstance(result, Tensor):
-        found = [tuple(shard.shape) for shard in result]
-        share = (expected[0], expected[1] // max(len(found), 1))
-        if any(shape[:2] != share for shape in found) or expected[1] % max(len(found), 1):
+        found, size = [tuple(shard.shape) for shard in result], max(len(result), 1)
+        share = (expected[0], expected[1] // size)
+        if not found or any(shape[:2] != share for shape in found) or expected[1] % size:
             raise InputError(
-                f"{origin.describe(number)} has shape {expected}, but its results per "
-                f"context-parallel rank have shapes {found}. Pass {share} from each rank."
+                f"{origin.describe(number)} has shape {expected}, but its results per rank have "
+                f"shapes {found}. Pass {share} from each context- or sequence-parallel rank."
             )
+        if size == 1:
+            return result[0]
+        if (sharding or _planned_sharding(origin, number, size)) == "sequence":
+            return join_sequence(result)
         return join_context(result, _boundaries(origin, number))
     if tuple(result.shape[:2]) != expected:
         raise InputError(
@@ -224,6 +245,21 @@ def _whole(origin: Origin, number: int, rows: int, result: Result) -> Tensor:
             f"{tuple(result.shape)}. Return (rows, width, ...), padding included."
         )
     return result
+
+
+def _planned_sharding(origin: Origin, number: int, size: int) -> Sharding:
+    """How the topology of the plan shards a batch over `size` ranks."""
+    planned: dict[Sharding, int] = {}
+    if origin.topology is not None:
+        sequence = origin.topology.tp if origin.topology.sequence_parallel else 1
+        planned = {"context": origin.topology.cp, "sequence": sequence}
+    possible: list[Sharding] = [name for name, ranks in planned.items() if ranks == size]
+    if len(possible) == 1:
+        return possible[0]
+    raise InputError(
+        f"the results of {origin.describe(number)} come from {size} ranks, and its plan does not "
+        f"say how they share a batch. Set sharding='context' or 'sequence' (`shard.sharding`)."
+    )
 
 
 def _boundaries(origin: Origin, number: int) -> Tensor:

@@ -39,7 +39,7 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     run = batch.width // size
     slots = torch.arange(batch.rows * batch.width, device=batch.device)
     mine = slots.view(batch.rows, batch.width)[:, rank * run : (rank + 1) * run]
-    return take_slots(batch, mine, rank, size)
+    return take_slots(batch, mine, rank, size, "sequence")
 
 
 def join_sequence(shards: Sequence[Tensor]) -> Tensor:

@@ -231,7 +231,15 @@ def _refuses(call: Call) -> str | None:
         return f"requires head dimensions of at most {LARGEST}"
     if call.softcap is not None:
         return "does not support a soft cap"
+    if call.bounds.tiles > max(call.bounds.rows * call.bounds.width // 2, 4096):
+        return "is slow for tiles of one slot"  # a compiled model may not know how many there are
     return None
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    if x.shape[2] == size:  # pad would copy
+        return x if x.stride(2) == 1 else x.contiguous()
+    return functional.pad(x, (0, size - x.shape[2]))
 
 
 def _varlen(call: Call) -> Tensor:
@@ -242,13 +250,13 @@ def _varlen(call: Call) -> Tensor:
     if q.is_cuda:
         # The kernels take one dimension, a multiple of 8. Zeros change neither scores nor outputs.
         size = -(-max(q.shape[2], dim) // 8) * 8
-        q, k, v = (functional.pad(x, (0, size - x.shape[2])) for x in (q, k, v))
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (_widened(x, size) for x in (q, k, v))
     out, _ = varlen(
         q, k, v, bounds.cu_seqlens, bounds.max_seqlen, call.causal, call.window or 0,
         call.scaling, call.softcap or 0.0, call.sinks,
     )  # fmt: skip
-    return out[..., :dim].unflatten(0, (bounds.rows, bounds.width)).transpose(1, 2)
+    out = out if out.shape[2] == dim else out[..., :dim]
+    return out.unflatten(0, (bounds.rows, bounds.width)).transpose(1, 2)
 
 
 VARLEN = Backend(_varlen, _refuses)

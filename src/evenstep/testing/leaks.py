@@ -1,12 +1,13 @@
 """Leaks: checks that neither other segments nor padding affect a segment.
 
-Works by perturbation, for any model. All tokens of one segment are changed. Outputs at the slots
-of other segments, and the gradients of these outputs, must not change. The same for padding.
+Works by perturbation, for any model. All tokens of one segment are changed, then its length.
+Outputs of other segments, and the gradients of these outputs, must not change. The same for padding
+and its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from evenstep.core.validate import seed_number
 from evenstep.errors import EvenstepError, InputError
 from evenstep.tensors.batch import Batch
+from evenstep.testing.relaid import relaid
 
 Model: TypeAlias = Callable[[Batch], Tensor]
 
@@ -44,9 +46,12 @@ class Leak:
     layer: str | None = None
     """Name of the first layer whose outputs changed while its inputs did not."""
     layer_type: str | None = None
+    change: Literal["tokens", "length"] = "tokens"
+    """What was changed in the segment."""
 
     def __str__(self) -> str:
         changed = "padding" if self.changed == PADDING else f"segment {self.changed}"
+        changed = f"the length of {changed}" if self.change == "length" else changed
         where = f", first in {self.layer} ({self.layer_type})" if self.layer_type else ""
         segments = ", ".join(map(str, self.moved))
         return f"changing {changed} moved the {self.what} of {segments} by {self.by:.1e}{where}"
@@ -59,6 +64,8 @@ def find_leaks(
     module: nn.Module | None = None,
     vocab: int | None = None,
     gradients: bool = True,
+    lengths: bool = True,
+    keep_tokens: Sequence[int] = (),
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> list[Leak]:
@@ -69,6 +76,9 @@ def find_leaks(
                and to name the layer that leaks
     vocab      number of token ids (default: the size of the last axis of the outputs)
     gradients  whether to check gradients of parameters
+    lengths    whether to shorten each segment to one token and to lengthen it to twice the longest;
+               the model gets batches of other widths
+    keep_tokens  token ids that are neither changed nor inserted, such as those of images
     tolerance  changes up to this, relative to the largest value, count as rounding
 
     >>> from evenstep import Packed, Recipe, make_plan
@@ -81,12 +91,14 @@ def find_leaks(
     """
     if module is None and isinstance(model, nn.Module):
         module = model
-    probe = _Probe(model, batch, module, vocab, tolerance, seed)
+    probe = _Probe(model, batch, module, vocab, tolerance, seed, keep_tokens)
     leaks = []
     for segment in probe.segments():
         leak = probe.outputs(segment)
         if leak is None and gradients and module is not None:
             leak = probe.gradients(segment)
+        if leak is None and lengths and segment != PADDING:
+            leak = probe.lengths(segment)
         if leak is not None:
             leaks.append(leak)
     return leaks
@@ -116,6 +128,7 @@ class _Probe:
         vocab: int | None,
         tolerance: float,
         seed: int,
+        keep_tokens: Sequence[int] = (),
     ) -> None:
         self.model, self.batch, self.module, self.tolerance = model, batch, module, tolerance
         self.real = batch.token_mask
@@ -125,6 +138,9 @@ class _Probe:
             again = model(batch)
         self.vocab = vocab or int(self.base.shape[-1])
         self._check(again)
+        self.kept = torch.tensor(sorted(keep_tokens), dtype=torch.int64, device=batch.device)
+        every = torch.arange(self.vocab, device=batch.device)
+        self.choices = every[~torch.isin(every, self.kept)]
         draw = torch.randn(self.base.shape, generator=self.random)
         self.weights = draw.to(self.base.device, self.base.dtype)
 
@@ -169,7 +185,39 @@ class _Probe:
         scale = self.base[self.real].abs().max()
         moved = self.batch.segment_ids[others & (size > self.tolerance * scale)].unique()
         by = float(size[others].max() / scale)
-        return Leak(segment, tuple(moved.tolist()), "outputs", by, *self._locate(changed, others))
+        layer = self._locate(changed, others, others)
+        return Leak(segment, tuple(moved.tolist()), "outputs", by, *layer)
+
+    def lengths(self, segment: int) -> Leak | None:
+        """Shorten and lengthen the segment and compare the outputs of others."""
+        others = self._others(segment)
+        if not others.any():
+            return None
+        scale = self.base[self.real].abs().max()
+        for tokens in self._resized(segment):
+            found = relaid(self.batch, segment, tokens)
+            with torch.no_grad():
+                size = (self.model(found.batch)[found.others] - self.base[others]).abs()
+            size = size.flatten(1).amax(1)
+            if not bool((size <= self.tolerance * scale).all()):
+                moved = self.batch.segment_ids[others][size > self.tolerance * scale].unique()
+                layer = self._locate(found.batch, others, found.others)
+                by = float(size.max() / scale)
+                leak = Leak(segment, tuple(moved.tolist()), "outputs", by, *layer)
+                return replace(leak, change="length")
+        return None
+
+    def _resized(self, segment: int) -> Iterator[Tensor]:
+        """The tokens of a segment cut to one, but with all kept tokens; then continued to twice
+        the length of the longest segment."""
+        tokens = self.batch.tokens[self._slots(segment)]
+        kept = torch.isin(tokens, self.kept).nonzero()[:, 0].tolist()
+        least = max([1, *(at + 1 for at in kept)])
+        if least < len(tokens):
+            yield tokens[:least]
+        more = 2 * int(self.batch.seqlens.max()) - len(tokens)
+        drawn = torch.randint(len(self.choices), (more,), generator=self.random)
+        yield torch.cat((tokens, self.choices[drawn.to(self.batch.device)]))
 
     def gradients(self, segment: int) -> Leak | None:
         """Change the segment and compare the parameters' gradients of the outputs of others."""
@@ -200,11 +248,11 @@ class _Probe:
 
     def _change(self, segment: int) -> Batch:
         """The batch with every token of the segment replaced by another one."""
-        shift = torch.randint(1, self.vocab, self.batch.tokens.shape, generator=self.random)
-        other = (self.batch.tokens + shift.to(self.batch.device)) % self.vocab
-        return replace(
-            self.batch, tokens=torch.where(self._slots(segment), other, self.batch.tokens)
-        )
+        tokens, count = self.batch.tokens, len(self.choices)
+        shift = torch.randint(1, count, tokens.shape, generator=self.random)
+        place = torch.searchsorted(self.choices, tokens) + shift.to(self.batch.device)
+        changes = self._slots(segment) & ~torch.isin(tokens, self.kept)
+        return replace(self.batch, tokens=torch.where(changes, self.choices[place % count], tokens))
 
     def _moved(self, difference: Tensor, slots: Tensor) -> bool:
         if not slots.any():
@@ -214,13 +262,15 @@ class _Probe:
 
     # Locating the layer --------------------------------------------------------------------------
 
-    def _locate(self, changed: Batch, others: Tensor) -> tuple[str, str] | tuple[None, None]:
-        """Name and type of the first layer, in order of completion, whose outputs changed at
-        `others` while its inputs did not."""
+    def _locate(
+        self, changed: Batch, slots: Tensor, changed_slots: Tensor
+    ) -> tuple[str, str] | tuple[None, None]:
+        """Name and type of the first layer, in order of completion, whose outputs at these slots
+        changed while its inputs did not."""
         if self.module is None:
             return None, None
         runs = []
-        for batch in (self.batch, changed):
+        for batch, others in ((self.batch, slots), (changed, changed_slots)):
             with torch.no_grad(), self._recorded(others) as layers:
                 self.model(batch)
             runs.append(layers)

@@ -13,6 +13,7 @@ from evenstep.core.layout import PACKER_NAMES, Cut, Layout, Packed, Padded
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.recipe import Balance, Limits, Overflow, Recipe, Scope, Steps, SyncEvery
+from evenstep.core.rounding import rounded_up
 from evenstep.core.second_work import SecondWork
 from evenstep.core.topology import Topology
 
@@ -178,7 +179,7 @@ def _layouts() -> SearchStrategy[Layout]:
             least = (samples or 1) * (pad_to or 1)
         else:
             count = draw(rows) if pad_to is not None else 1
-            samples = None if samples is None else max(samples, count)
+            samples = None if samples is None else rounded_up(samples, count)
             if budget is None and samples is None and pad_to is None:
                 budget = 64
             least = count * (pad_to or 1)

@@ -3,6 +3,7 @@
 runner            one step: micro-batches one at a time, then one exact gradient
 normalization     what the loss of a step is divided by; all_tokens is one of them
 collectives       how ranks exchange sums
+forwards          how models of a library are called with a batch
 result            what a step returns
 scoring           log-probs by forward passes alone
 experts           how often each expert is chosen in a step
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from evenstep.train.collectives import Alone, Collective, Distributed
     from evenstep.train.context_exchange import context_attention
     from evenstep.train.experts import expert_frequencies
+    from evenstep.train.forwards import register_forward
+    from evenstep.train.kept import Kept
     from evenstep.train.normalization import (
         Constant,
         Custom,
@@ -43,6 +46,7 @@ __all__ = [
     "Distributed",
     "FixedLength",
     "GroupMean",
+    "Kept",
     "Loss",
     "Normalization",
     "Runner",
@@ -54,6 +58,7 @@ __all__ = [
     "compute_log_probs",
     "context_attention",
     "expert_frequencies",
+    "register_forward",
     "run_step",
 ]
 
@@ -65,6 +70,8 @@ if not TYPE_CHECKING:
             "collectives": ["Alone", "Collective", "Distributed"],
             "context_exchange": ["context_attention"],
             "experts": ["expert_frequencies"],
+            "forwards": ["register_forward"],
+            "kept": ["Kept"],
             "normalization": [
                 "Constant",
                 "Custom",

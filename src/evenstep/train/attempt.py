@@ -3,91 +3,47 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import IntArray
-from evenstep.core.segments import Segments
+from evenstep.core.step import Step
 from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.metrics import Metric
 from evenstep.tensors.per_sequence import Sums
+from evenstep.train.backward import Backward
 from evenstep.train.bundle import Bundle
-from evenstep.train.framework import Framework, sum_gradients
+from evenstep.train.framework import Framework
+from evenstep.train.kept import Keeper, Places
+from evenstep.train.measures import Measures
+from evenstep.train.memory import TooLargeError, out_of_memory
+from evenstep.train.nonfinite import Suspects
 from evenstep.train.normalization import weighted
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS, StepResult, Timings
+from evenstep.train.result import StepResult, Timings
 from evenstep.train.step_checks import (
-    check_constants,
     check_counts,
     check_groups_whole,
     check_labels,
     check_none_skipped,
     extremes,
     extremes_of,
+    extremes_of_scale,
 )
 from evenstep.train.step_loss import Mode, StepLoss, power_of_two
 from evenstep.train.stopwatch import Busy, Stopwatch
+from evenstep.train.work import Ready, Work, described
 
 if TYPE_CHECKING:
     from evenstep.train.runner import Runner
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ready:
-    """A collated micro-batch, with host-side copies of what results and errors report."""
-
-    batch: Batch
-    lengths: IntArray
-    sample_ids: IntArray
-    labels: int
-    born: tuple[float, ...] = ()
-    moved: bool = True
-    """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
-
-
-def empty_micro_batch() -> MicroBatch:
-    """An empty micro-batch of one slot."""
-    none = np.empty(0, np.int64)
-    return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """The micro-batches of one step and what is known about it."""
-
-    items: Iterable[Batch | FedMicroBatch | tuple[MicroBatch, Mapping[int, Any]]]
-    count: int | None  # None while a step is being fed
-    number: int
-    totals: Mapping[str, float]
-    budget: int | None
-    loss_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Loss tokens of each sample, if `totals` is computed from them."""
-    empty: MicroBatch = field(default_factory=empty_micro_batch)
-    """Empty micro-batch for ranks without work."""
-
-
-_SINGLE_SEGMENT = (
-    "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, set "
-    "overflow='split', or use context parallelism."
-)
-
-
-class TooLargeError(Exception):
-    """A micro-batch ran out of memory on some rank; raised on every rank."""
-
-    def __init__(self, position: int) -> None:
-        super().__init__(position)
-        self.position = position
 
 
 class Attempt:
@@ -98,102 +54,135 @@ class Attempt:
         self.framework = Framework.of(runner.model)
         self.losses = runner.losses
         self.compute, self.communicate, self.busy = Stopwatch(), Stopwatch(), Busy(runner.device)
-        self.tokens = self.slots = self.labels = self.position = 0
-        self.flops = 0.0
-        self.share = 1.0  # 1 / number of context-parallel ranks
+        self.position = 0
+        self.measures = Measures(runner.cost)
         self.stream = _stream(runner.device)
         self.ages: list[float] = []
         self.groups: set[int] = set()  # counted by GroupMean on this rank
+        self.fed: MicroBatch | None = None  # being prepared
         self.bundles: list[Bundle] = []
-        self.step_loss = StepLoss(
-            losses={name: (loss.normalization, loss.weight) for name, loss in self.losses.items()},
-            mode=runner.mode or self._mode(),
-            averaged_over=1
-            if self._sums_gradients
-            else self.framework.averaged_over(runner.collective),
-            constant=power_of_two(work.budget) if work.budget else 1.0,
-        )
-        if self.step_loss.mode == "per_micro_batch" and work.count is None:
+        self.backward = self._make_backward()
+        self.suspects = Suspects() if runner.on_nonfinite else None
+        self.keeper = Keeper(runner.keep) if runner.keep else None
+        if self.step_loss.mode in ("per_micro_batch", "counted") and work.count is None:
             raise ConfigError(
-                "mode='per_micro_batch' needs the number of micro-batches, which is unknown while "
-                "a step is being fed. Use mode='deferred'."
+                f"mode={self.step_loss.mode!r} needs all micro-batches, which are unknown while a "
+                f"step is being fed. Use mode='deferred'."
             )
+
+    def _make_backward(self) -> Backward:
+        runner, budget, mode = self.runner, self.work.budget, self.runner.mode or self._mode()
+        losses = {name: (loss.normalization, loss.weight) for name, loss in self.losses.items()}
+        separate = mode == "deferred" and len({n.name for n, _ in losses.values()}) > 1
+        kind, ranks = self.framework.kind, runner.collective
+        sums = kind == "plain" or runner.on_memory == "split" or (kind == "ddp" and separate)
+        step_loss = StepLoss(
+            losses=losses,
+            mode=mode,
+            averaged_over=1 if sums else self.framework.averaged_over(ranks),
+            constant=power_of_two(budget) if budget else 1.0,
+            separate=separate,
+        )
+        parameters = list(runner.model.parameters())
+        return Backward(self.framework, parameters, step_loss, ranks, sums, runner.scaler)
+
+    @property
+    def step_loss(self) -> StepLoss:
+        """The losses of the step and their denominators."""
+        return self.backward.step_loss
 
     def _mode(self) -> Mode:
         """'known' if the totals, which are equal on all ranks, give every denominator."""
-        known = (loss.normalization.known(self.work.totals) for loss in self.losses.values())
-        return "known" if all(value is not None for value in known) else "deferred"
-
-    @property
-    def _sums_gradients(self) -> bool:
-        """Whether the runner, not the framework, sums gradients over ranks."""
-        return self.framework.kind == "plain" or self.runner.on_memory == "split"
+        norms = {loss.normalization.name: loss.normalization for loss in self.losses.values()}
+        if all(each.known(self.work.totals) is not None for each in norms.values()):
+            return "known"
+        return "counted" if len(norms) > 1 and self.work.count is not None else "deferred"
 
     def result(self) -> StepResult:
         """Run all micro-batches and finish the gradients."""
-        runner, work, began = self.runner, self.work, time.perf_counter()
-        prefetch = Prefetch(self._prepared(), runner.prefetch)
-        if isinstance(work.items, Feed):
-            prefetch = Prefetch(self._prepared(), runner.prefetch, work.items.abandon)
+        runner, began = self.runner, time.perf_counter()
+        if self.step_loss.mode == "counted":
+            self._count()
+        counted, work = time.perf_counter() - began, self.work
+        abandon = work.items.abandon if isinstance(work.items, Feed) else lambda: None
+        prefetch = Prefetch(self._prepared(), runner.prefetch, abandon, self._in_preparation)
         first = self._run(prefetch, began)
-        parameters = list(runner.model.parameters())
-        if self._sums_gradients:
-            with self.communicate:
-                sum_gradients(parameters, runner.collective)
-        bundle = Bundle.merge([*self.bundles, self._measures()])
-        numbers = None
-        if self.step_loss.mode != "known" or runner.collective.size == 1:
-            with self.communicate:
-                reduced = bundle.reduce(runner.collective)
-            check_constants(reduced)
-            numbers = self.step_loss.finish(parameters, reduced, work.totals)
+        bundle, numbers = self.backward.finish(
+            [*self.bundles, self._measures()],
+            work.totals,
+            self.communicate,
+            later=self.suspects is None,
+        )
         often = "micro_batch" if self.framework.kind == "fsdp" else "step"
-        return StepResult(
+        result = StepResult(
             timings=Timings(
-                wait=prefetch.waited,
-                prepare=prefetch.preparing,
+                wait=counted + prefetch.waited,
+                prepare=counted + prefetch.preparing,
                 compute=self.compute.seconds if self.stream is None else self.busy.seconds,
                 communicate=self.communicate.seconds,
                 total=time.perf_counter() - began,
                 first=first,
             ),
-            tokens=self.tokens,
-            slots=self.slots,
+            tokens=self.measures.tokens,
+            slots=self.measures.slots,
             num_micro_batches=self.position,
             planned_imbalance=work.totals.get(f"imbalance_{often}"),
             ages=tuple(self.ages),
             peak_flops=runner.peak_flops,
+            kept=None if self.keeper is None else self.keeper.kept(),
             bundle=bundle,
             numbers=numbers,
             known=(self.step_loss, work.totals),
         )
+        return result if self.suspects is None else self._judged(result, self.suspects)
 
     # Preparing, in the prefetching thread --------------------------------------------------------
 
     def _prepared(self) -> Iterator[Ready]:
         for item in self.work.items:
             if isinstance(item, FedMicroBatch):
-                yield self._ready(
-                    self._collated(item.micro, item.samples), tuple(item.born.values())
-                )
-            elif isinstance(item, tuple):
-                check_none_skipped(item[1], self.step_loss)
-                yield self._ready(self._collated(*item))
-            else:
+                self.fed, born = item.micro, tuple(item.born.values())
+                yield self._ready(self._collated(item.micro, item.samples), born)
+                self.fed = None
+            elif isinstance(item, Batch):
                 yield self._ready(item)
+            elif isinstance(item[1], Batch):  # collated when it was counted
+                yield self._ready(item[1], micro=item[0])
+            else:
+                check_none_skipped(item[1], self.step_loss)
+                yield self._ready(self._collated(item[0], item[1]), micro=item[0])
 
-    def _ready(self, batch: Batch, born: tuple[float, ...] = ()) -> Ready:
-        check_groups_whole(batch, self.step_loss, self.groups, self.runner.on_memory == "split")
+    def _in_preparation(self, position: int) -> str:
+        items, micro = self.work.items, self.fed
+        if isinstance(items, Step) and position < len(items):
+            micro = items.micro_batches[position]
+        held = "" if micro is None else described(micro.rows, micro.width, micro.segments.sample)
+        return self._place(position) + (held and f" ({held})")
+
+    def _ready(
+        self, batch: Batch, born: tuple[float, ...] = (), micro: MicroBatch | None = None
+    ) -> Ready:
+        whole = micro is not None and micro.groups is not None
+        split = self.runner.on_memory == "split" and not whole
+        check_groups_whole(batch, self.step_loss, self.groups, split)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         real = batch.sample_ids >= 0
-        lengths, ids = batch.seqlens[real].cpu().numpy(), batch.sample_ids[real].cpu().numpy()
-        labels = int((batch.labels != IGNORE_INDEX).sum())
-        try:
-            return Ready(self._moved(batch), lengths, ids, labels, born)
-        except torch.OutOfMemoryError:
-            # The micro-batch that runs now holds the memory; move this one when it is its turn.
-            return Ready(batch, lengths, ids, labels, born, moved=False)
+        ids = batch.sample_ids[real].cpu().numpy()
+        ready = Ready(
+            batch,
+            batch.seqlens[real].cpu().numpy(),
+            ids,
+            int((batch.labels != IGNORE_INDEX).sum()),
+            born,
+            moved=False,
+            places=None if self.keeper is None else Places.of(batch),
+            parts=len(ids) if micro is None else int(micro.parts.max(initial=0)) + 1,
+        )
+        # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
+        with suppress(torch.OutOfMemoryError):
+            return replace(ready, batch=self._moved(batch), moved=True)
+        return ready
 
     def _moved(self, batch: Batch) -> Batch:
         if self.stream is not None:
@@ -207,12 +196,38 @@ class Attempt:
         try:
             return self.runner.collate(micro, samples)
         except torch.OutOfMemoryError as error:
-            held = _described(micro.rows, micro.width, micro.segments.sample)
+            held = described(micro.rows, micro.width, micro.segments.sample)
             raise MicroBatchError(
                 f"a micro-batch of step {self.work.number} on rank {self.runner.collective.rank} "
                 f"({held}) ran out of memory while it was collated. Collate on the CPU and pass "
                 f"Runner(device=...), lower prefetch, or lower max_tokens."
             ) from error
+
+    def _count(self) -> None:
+        """Collate all micro-batches, and sum what they add to each denominator over ranks."""
+        items: list[Batch | tuple[MicroBatch, Batch]] = []
+        for position, item in enumerate(self.work.items):
+            assert not isinstance(item, FedMicroBatch)
+            if isinstance(item, Batch):
+                items.append(item)
+                continue
+            assert not isinstance(item[1], Batch)
+            try:
+                items.append((item[0], self._collated(item[0], item[1])))
+            except Exception as error:
+                with suppress(Exception):
+                    error.add_note(f"while preparing {self._in_preparation(position)}")
+                raise
+        batches = [item[1] if isinstance(item, tuple) else item for item in items]
+        # A rank without micro-batches runs an empty one.
+        counted = batches or [self.runner.collate(self.work.empty, {})]
+        first = getattr((self.runner.shard or _whole)(counted[0]), "rank", 0) == 0
+        found = [self.step_loss.amounts(batch, first) for batch in counted]
+        named = [{f"amount/{name}": value for name, value in each.items()} for each in found]
+        with self.communicate:
+            reduced = Bundle.merge(map(Bundle, named)).reduce(self.runner.collective)
+        self.backward.step_loss = self.step_loss.counted(reduced)
+        self.work = replace(self.work, items=items)
 
     def _empty(self) -> Ready:
         return self._ready(self.runner.collate(self.work.empty, {}))
@@ -235,11 +250,12 @@ class Attempt:
         """Run all micro-batches; returns the seconds from `began` to the first forward."""
         work, first = self.work, 0.0
         with closing(iter(prefetch)) as items:
-            for ready in items if work.count is not None else self._in_lock_step(items):
+            for ready in self._in_lock_step(items) if work.lock_step else items:
                 first = first or time.perf_counter() - began
                 self._micro_batch(ready, exchange=self.position + 1 == work.count)
                 del ready  # before requesting the next one: prefetch + 1 are alive
-        if self.position == 0 or (work.count is None and not self._sums_gradients):
+        exchanged = self.backward.sums or self.backward.separate is not None
+        if self.position == 0 or (work.count is None and not exchanged):
             # The last micro-batch was not known in advance: an empty one exchanges gradients.
             self._micro_batch(self._empty(), exchange=True)
         return first
@@ -248,17 +264,18 @@ class Attempt:
         failure: BaseException | None = None
         now = time.time()
         self.ages += [now - born for born in ready.born]
+        exchange = self.backward.exchanges(last=exchange)
         try:
             batch = ready.batch if ready.moved else self._moved(ready.batch)
             shard = (self.runner.shard or _whole)(batch)
             amounts = self.step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
             scales = self._scales(amounts)
-            with (
-                self.compute,
-                self.busy,
-                self.framework.exchange(exchange and not self._sums_gradients),
-            ):
-                self._forward_backward(batch, shard, amounts, scales)
+            if self.suspects is not None:
+                self.suspects.begin(ready.sample_ids, exchange)
+            with self.compute, self.busy, self.framework.exchange(exchange):
+                self._forward_backward(ready, batch, shard, amounts, scales)
+            if self.suspects is not None:
+                self.suspects.gradients(self.backward.gradients())
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # its frames keep the memory alive
         except Exception as error:
@@ -273,12 +290,7 @@ class Attempt:
                 f"{ready.batch.rows * ready.batch.width} slots, set limits.cost, or set "
                 f"on_memory='split'."
             ) from failure
-        self.share = 1 / getattr(shard, "size", 1)
-        self.tokens += int(ready.lengths.sum())
-        self.slots += ready.batch.rows * ready.batch.width
-        self.labels += ready.labels
-        if self.runner.cost is not None:
-            self.flops += float(self.runner.cost.of_lengths(ready.lengths).sum())
+        self.measures.add(ready, getattr(shard, "size", 1))
         self.position += 1
 
     def _scales(self, amounts: Mapping[str, Tensor]) -> dict[str, float]:
@@ -296,79 +308,83 @@ class Attempt:
 
     def _forward_backward(
         self,
+        ready: Ready,
         batch: Batch,
         shard: Batch | BatchShard,
         amounts: Mapping[str, Tensor],
         scales: Mapping[str, float],
     ) -> None:
+        assert self.runner.forward is not None
         outputs = self.runner.forward(self.runner.model, shard)
         sums: dict[str, Tensor] = {}
         metrics: dict[str, Metric] = {}
+        found: dict[str, Sums | Tensor] = {}
+        take = self.runner.shard or _whole
         for name, loss in self.losses.items():
-            take = self.runner.shard or _whole
-            found = loss.function(outputs, take(weighted(batch, loss.normalization)))
-            sums[name] = found.loss if isinstance(found, Sums) else found
-            if isinstance(found, Sums):
+            each = loss.function(outputs, take(weighted(batch, loss.normalization)))
+            sums[name] = each.loss if isinstance(each, Sums) else each
+            found[name] = each
+            if isinstance(each, Sums):
                 prefix = f"{name}/" if len(self.losses) > 1 else ""
-                metrics |= {prefix + key: metric for key, metric in found.metrics.items()}
-        self.step_loss.objective(sums, scales).backward()
+                metrics |= {prefix + key: metric for key, metric in each.metrics.items()}
+        if self.suspects is not None:
+            self.suspects.watch(outputs, shard)
+            self.suspects.losses(found.values())
+        if self.keeper is not None and ready.places is not None:
+            self.keeper.add(ready.places, found)
+        self.backward.run(sums, scales)
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
         """Raise on all ranks if this micro-batch ran out of memory on any of them."""
-        ranks = self.runner.collective
-        # Per rank: 0 ran, 1 out of memory, 2 out of memory with one segment; and its count.
-        flags = torch.zeros(2, ranks.size)
-        if failure is not None:
-            flags[0, ranks.rank] = 1 if len(ready.sample_ids) > 1 else 2
-        flags[1, ranks.rank] = self.work.count or 0
         with self.communicate:
-            found, counts = ranks.all_reduce_sum(flags).tolist()
-        check_counts(counts)
-        if 2 in found and failure is not None:
-            raise MicroBatchError(f"{self._where(ready)} {_SINGLE_SEGMENT}") from failure
-        if 2 in found:
-            where = f"micro-batch {self.position} of step {self.work.number}"
-            raise MicroBatchError(f"{where} on rank {found.index(2)} {_SINGLE_SEGMENT}")
-        if any(found):
+            found = out_of_memory(
+                self.runner.collective, self.work.count or 0, None if failure is None else ready
+            )
+        if found is None:
+            return
+        if found.why is None:
             raise TooLargeError(self.position)
+        mine = found.rank == self.runner.collective.rank
+        where = self._where(ready) if mine else self._place(self.position, found.rank)
+        raise MicroBatchError(f"{where} {found.why}") from failure
+
+    def _place(self, position: int, rank: int | None = None) -> str:
+        total = "" if self.work.count is None else f" of {self.work.count}"
+        rank = self.runner.collective.rank if rank is None else rank
+        return f"micro-batch {position}{total} of step {self.work.number} on rank {rank}"
 
     def _where(self, ready: Ready) -> str:
-        total = "" if self.work.count is None else f" of {self.work.count}"
-        return (
-            f"micro-batch {self.position}{total} of step {self.work.number} on rank "
-            f"{self.runner.collective.rank} "
-            f"({_described(ready.batch.rows, ready.batch.width, ready.sample_ids)})"
-        )
+        held = described(ready.batch.rows, ready.batch.width, ready.sample_ids)
+        return f"{self._place(self.position)} ({held})"
+
+    # The end of the step --------------------------------------------------------------------------
 
     def _measures(self) -> Bundle:
         """Busy time and counts of this rank, reduced with the bundle."""
-        busy = torch.tensor(self.busy.seconds, dtype=torch.float64)
-        metrics = {
-            BUSY: Metric.mean(busy, 1),
-            BUSY_MOST: Metric.max(busy),
-            TOKENS: Metric.sum(torch.tensor(self.tokens * self.share, dtype=torch.float64)),
-            LABELS: Metric.sum(torch.tensor(self.labels * self.share, dtype=torch.float64)),
-            SLOTS: Metric.sum(torch.tensor(self.slots * self.share, dtype=torch.float64)),
-        }
+        metrics = self.measures.metrics(self.busy.seconds)
         if self.step_loss.mode == "deferred":
             metrics |= extremes(self.step_loss.constant)
-        if self.runner.cost is not None:
-            # A mean over ranks: MFU compares with the peak of one rank.
-            mine = torch.tensor(self.flops * self.share, dtype=torch.float64)
-            metrics[FLOPS] = Metric.mean(mine, 1)
+        if self.backward.scale is not None:
+            metrics |= extremes_of_scale(self.backward.scale)
         return Bundle({}, metrics)
+
+    def _judged(self, result: StepResult, suspects: Suspects) -> StepResult:
+        """The result, marked as skipped, or an error, if it is not finite; alike on all ranks."""
+        if result.finite:
+            return result
+        if self.runner.on_nonfinite == "skip":
+            return replace(result, skipped=True)
+        source = suspects.source(self.runner.collective, self.work.count)
+        raise MicroBatchError(
+            f"step {self.work.number} has a loss of {result.loss:g} and a gradient of norm "
+            f"{result.grad_norm:g}; the first number that is not finite is in {source}. Inspect "
+            f"these samples and the learning rate, or set on_nonfinite='skip'."
+        )
 
 
 def _whole(batch: Batch) -> Batch:
     return batch
-
-
-def _described(rows: int, width: int, sample_ids: IntArray) -> str:
-    """1 x 8 slots, 3 segments of samples 4, 0, 7"""
-    shown = ", ".join(map(str, sample_ids[:4])) + ("..." if len(sample_ids) > 4 else "")
-    held = f"{len(sample_ids)} segments of samples {shown}" if shown else "no segment"
-    return f"{rows} x {width} slots, {held}"
 
 
 def _stream(device: torch.device | str | None) -> Any:

@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks: local queries, keys gathered from all ranks."""
+"""Attention over the ranks that share a batch: local queries, keys gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.context_parallel import join_context
+from evenstep.tensors.sequence_parallel import join_sequence
 
 
 def context_attention(
@@ -26,7 +27,9 @@ def context_attention(
     """
     # (rows, heads, width / size, dim) -> (rows, width / size, 2, heads, dim), and the whole width
     own = torch.stack((k, v)).permute(1, 3, 0, 2, 4)
-    every = join_context(gather(own, group), shard.cu_seqlens)
+    parts = gather(own, group)
+    context = shard.sharding == "context"
+    every = join_context(parts, shard.cu_seqlens) if context else join_sequence(parts)
     k, v = every.permute(2, 0, 3, 1, 4)
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=visible(shard, window), enable_gqa=q.shape[1] != k.shape[1]

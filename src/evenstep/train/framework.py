@@ -8,7 +8,7 @@ fsdp    fully_shard averages them by reduce-scatter; all ranks must run the same
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,10 +89,23 @@ class Framework:
                     "backward, but a step of several micro-batches exchanges them only in the "
                     "last. Set static_graph=False."
                 )
-            return nullcontext() if now else self.model.no_sync()
+            return self._ddp() if now else self.model.no_sync()
         if self.kind == "fsdp":
             return self._fsdp(now)
         return nullcontext()
+
+    @contextmanager
+    def _ddp(self) -> Iterator[None]:
+        """Raises at the end if no forward went through DDP: it has exchanged nothing then."""
+        calls: list[bool] = []
+        with _noticing(self.model, lambda: calls.append(True)):
+            yield
+        if not calls and self.ranks > 1:
+            raise ConfigError(
+                "forward did not call the DistributedDataParallel module, so gradients were not "
+                "exchanged between ranks. Call the model that forward is given (`model(...)`, not "
+                "`model.module(...)`)."
+            )
 
     @contextmanager
     def _fsdp(self, now: bool) -> Iterator[None]:
@@ -105,20 +118,26 @@ class Framework:
             self.model.set_is_last_backward(True)
 
 
+def fsdp_groups(model: Any) -> list[Any]:
+    """The parameter groups of all modules that fully_shard wraps, each once."""
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return list({id(group): group for state in states for group in groups_of(state)}.values())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one call of fully_shard."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch < 2.13
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
 def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
     """(ranks over which fully_shard exchanges gradients, its divide factor if one was set)."""
     found = set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [
-                getattr(state, "_fsdp_param_group", None)  # torch < 2.13
-            ]
-            for group in filter(None, groups):
-                mesh = group.mesh_info
-                sizes = [getattr(mesh, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
-                factor = getattr(group, "gradient_divide_factor", None)
-                found.add((math.prod(sizes), factor))
+    for group in fsdp_groups(model):
+        sizes = [getattr(group.mesh_info, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
+        found.add((math.prod(sizes), getattr(group, "gradient_divide_factor", None)))
     if len(found) > 1 or any(factor and factor != int(factor) for _, factor in found):
         shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(found, key=str))
         raise ConfigError(
@@ -139,8 +158,32 @@ def _refuse_unsharded(model: Any) -> None:
             )
 
 
+@contextmanager
+def _noticing(ddp: Any, notice: Callable[[], None]) -> Iterator[None]:
+    """Calls `notice` when a forward of DDP begins, whether compiled, called or by `.forward`."""
+    begin = getattr(ddp, "_pre_forward", None)
+    if begin is None or getattr(ddp, "_use_python_reducer", False):
+        notice()  # torch without this method, or exchanges that were compiled into the graph
+        yield
+        return
+
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        notice()
+        return begin(*args, **kwargs)
+
+    ddp.__dict__["_pre_forward"] = noticed
+    try:
+        yield
+    finally:
+        del ddp.__dict__["_pre_forward"]
+
+
 def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
     """Sum gradients over ranks in place, in buckets. Missing gradients count as zeros.
+
+    A parameter without a gradient on every rank stays without one, as on a single rank: with
+    zeros, an optimizer would apply weight decay. Ranks learn this from one entry per parameter in
+    the first bucket.
 
     A sparse gradient (`nn.Embedding(sparse=True)`) is reduced as a dense one and made sparse again:
     row 1 on one rank and row 3 on another -> rows 1 and 3 on both. On a rank without a gradient
@@ -148,8 +191,11 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
     """
     if collective.size == 1:
         return
-    # Frozen parameters keep no gradient: with zeros, an optimizer would apply weight decay.
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if not parameters:
+        return
+    used = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
+    missing = any(parameter.grad is None for parameter in parameters)
     sparse: list[tuple[Tensor, int]] = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -157,20 +203,27 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
         elif parameter.grad.is_sparse:
             sparse.append((parameter, parameter.grad.sparse_dim()))
             parameter.grad = parameter.grad.to_dense()
-    bucket: list[Tensor] = []
-    held = 0
-    for parameter in parameters:
-        grad = parameter.grad
-        assert grad is not None
-        if bucket and (held > _BUCKET or grad.dtype != bucket[0].dtype):
-            _sum_bucket(bucket, collective)
-            bucket, held = [], 0
-        bucket.append(grad)
-        held += grad.numel() * grad.element_size()
-    if bucket:
+    for bucket in _buckets([used, *(parameter.grad for parameter in parameters)]):
         _sum_bucket(bucket, collective)
     for parameter, dimensions in sparse:
         parameter.grad = parameter.grad.to_sparse(dimensions)
+    if missing:  # others need not wait for the device
+        for parameter, count in zip(parameters, used.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive gradients of one dtype, about `_BUCKET` bytes each."""
+    bucket: list[Tensor] = []
+    held = 0
+    for gradient in gradients:
+        if bucket and (held > _BUCKET or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(gradient)
+        held += gradient.numel() * gradient.element_size()
+    yield bucket
 
 
 def _sum_bucket(gradients: list[Tensor], collective: Collective) -> None:

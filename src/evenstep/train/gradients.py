@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from evenstep.errors import ConfigError
-
 
 def rescale(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients by `factor` in place; a factor of 0 sets them to zero."""
@@ -22,14 +20,26 @@ def rescale(parameters: Iterable[Tensor], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
+class Aside:
+    """Gradients from before a step; `drop` discards those of the step."""
+
+    def __init__(self) -> None:
+        self.dropped = False
+
+    def drop(self) -> None:
+        """Discard the gradients of the step when its context ends."""
+        self.dropped = True
+
+
 @contextmanager
-def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[None]:
+def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Aside]:
     """Context for a step: earlier gradients are removed inside and added back at the end.
 
-    So rescaling and summing over ranks apply to the gradients of the step only. On an error, the
-    earlier gradients are restored. Set `copied` if the framework writes into their tensors.
+    So rescaling and summing over ranks apply to the gradients of the step only. On an error, and
+    after `drop`, the earlier gradients are restored. Set `copied` if the framework writes into
+    their tensors.
     """
-    parameters = list(parameters)
+    parameters, aside = list(parameters), Aside()
     earlier = [
         gradient.clone() if copied and gradient is not None else gradient
         for gradient in (parameter.grad for parameter in parameters)
@@ -37,11 +47,16 @@ def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[No
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield
+        yield aside
     except BaseException:
-        for parameter, before in zip(parameters, earlier, strict=True):
-            parameter.grad = before
+        aside.drop()
         raise
+    finally:
+        if aside.dropped:
+            for parameter, before in zip(parameters, earlier, strict=True):
+                parameter.grad = before
+    if aside.dropped:
+        return
     for parameter, before in zip(parameters, earlier, strict=True):
         if before is None:
             continue
@@ -56,8 +71,10 @@ def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[No
 class SeparateGradients:
     """One gradient accumulator per denominator, combined when all denominators are known.
 
-    Each needs its own backward and the memory of a gradient. For plain parameters only: frameworks
-    that reduce gradients during backward (DDP, FSDP) do not reduce these.
+    Each denominator after the first needs a backward of its own and the memory of one more
+    gradient. With `fully_shard` the accumulators are shards, and every backward must exchange
+    gradients; DDP must not exchange any (`no_sync`): sum them after `combine`. A compiled model
+    needs `torch._functorch.config.donated_buffer = False`.
 
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> separate = SeparateGradients([x])
@@ -70,36 +87,40 @@ class SeparateGradients:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._sums: dict[str, list[Tensor | None]] = {}
-        if any(hasattr(p, "device_mesh") for p in self.parameters):
-            raise ConfigError(
-                "separate gradients do not support sharded parameters (DTensor), whose framework "
-                "reduces gradients during backward. Use one normalization for all losses, or "
-                "mode='known'."
-            )
 
     def backward(self, objectives: Mapping[str, Tensor]) -> None:
         """Add the gradient of each objective to its own accumulator."""
+        before = self._take()
         left = len(objectives)
-        for name, objective in objectives.items():
-            left -= 1
-            found = torch.autograd.grad(
-                objective, self.parameters, retain_graph=left > 0, allow_unused=True
-            )
-            held = self._sums.get(name, [None] * len(self.parameters))
-            # Out of place: two parameters may share one gradient tensor.
-            self._sums[name] = [
-                old if new is None else new if old is None else old + new
-                for old, new in zip(held, found, strict=True)
-            ]
+        try:
+            for name, objective in objectives.items():
+                left -= 1
+                self._put(self._sums.get(name, [None] * len(self.parameters)))
+                objective.backward(retain_graph=left > 0)
+                self._sums[name] = self._take()
+        finally:
+            self._put(before)
 
     def combine(self, factors: Mapping[str, float]) -> None:
         """Add the sum of factor times gradient to each `.grad`, and clear the accumulators."""
         for name, held in self._sums.items():
             both = [(p, g) for p, g in zip(self.parameters, held, strict=True) if g is not None]
-            if not both:
-                continue
-            scaled = torch._foreach_mul([gradient for _, gradient in both], factors[name])
-            for (parameter, _), gradient in zip(both, scaled, strict=True):
+            for parameter, gradient in both:
+                scaled = gradient * factors[name] if factors[name] else torch.zeros_like(gradient)
                 known = parameter.grad
-                parameter.grad = gradient if known is None else known + gradient
+                parameter.grad = scaled if known is None else known + scaled
         self._sums.clear()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All accumulators."""
+        return [each for held in self._sums.values() for each in held if each is not None]
+
+    def _take(self) -> list[Tensor | None]:
+        taken = [parameter.grad for parameter in self.parameters]
+        self._put([None] * len(taken))
+        return taken
+
+    def _put(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient

@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from evenstep.core.validate import whole_field
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.train.tile_values import (
@@ -262,14 +263,21 @@ class SampleWeights:
 class Custom:
     """Weights from a function of the batch; the denominator is their sum or `of_batch`.
 
+    Weights count where a slot has a label. Set `distance` for a loss on labels further ahead
+    (multi-token prediction): the last slots of a prompt have a label two tokens ahead, but none
+    one token ahead.
+
     >>> half = Custom("half", lambda batch: batch.loss_weights / 2)
+    >>> second = Custom("second", lambda batch: torch.ones(batch.labels.shape), distance=2)
     """
 
     name: str
     of_slots: Callable[[Batch], Tensor]
     of_batch: Callable[[Batch], Tensor] | None = None
+    distance: int = 1
 
     def __post_init__(self) -> None:
+        whole_field(self, "distance", least=0)
         if self.name in _PLAN_TOTALS:
             raise ConfigError(
                 f"the custom normalization {self.name!r} has the name of a total of plans. Use "
@@ -277,14 +285,15 @@ class Custom:
             )
 
     def weights(self, batch: Batch) -> Tensor:
-        """The result of `of_slots`, 0 where the label is ignored."""
+        """The result of `of_slots`, 0 where the label `distance` tokens ahead is ignored."""
         weights = self.of_slots(whole_batch(batch))
         if weights.shape != batch.labels.shape:
             raise InputError(
                 f"the weights {self.name!r} have shape {tuple(weights.shape)}, but the batch has "
                 f"shape {tuple(batch.labels.shape)}. Return one weight per slot."
             )
-        return weights.masked_fill(batch.labels == IGNORE_INDEX, 0)
+        labels = batch.labels if self.distance == 1 else batch.labels_at(self.distance)
+        return weights.masked_fill(labels == IGNORE_INDEX, 0)
 
     def amount(self, batch: Batch) -> Tensor:
         """The result of `of_batch`; by default the sum of the weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -18,17 +18,21 @@ class Prefetch(Generic[T]):
     """Iterates over items in a thread, at most `ahead` items in advance of the consumer.
 
     With the one in use, `ahead + 1` items are alive. With `ahead=0` there is no thread. An error
-    in the thread is raised in place of the item. `abandon` is called when no more items are
-    taken, so that a blocked source can end.
+    in the thread is raised in place of the item, with a note that says which item: `name` of its
+    position. `abandon` is called when no more items are taken, so that a blocked source can end.
 
     >>> list(Prefetch(iter("abc"), ahead=2))
     ['a', 'b', 'c']
     """
 
     def __init__(
-        self, items: Iterable[T], ahead: int, abandon: Callable[[], None] = lambda: None
+        self,
+        items: Iterable[T],
+        ahead: int,
+        abandon: Callable[[], None] = lambda: None,
+        name: Callable[[int], str] = "item {}".format,
     ) -> None:
-        self._items, self._ahead, self._abandon = items, ahead, abandon
+        self._items, self._ahead, self._abandon, self._name = items, ahead, abandon, name
         self.waited = 0.0
         """Seconds that the consumer waited."""
         self.preparing = 0.0
@@ -38,8 +42,8 @@ class Prefetch(Generic[T]):
         return self._threaded() if self._ahead else self._direct()
 
     def _direct(self) -> Generator[T, None, None]:
-        items = iter(self._items)
         try:
+            items = self._named()
             while True:
                 began = time.perf_counter()
                 try:
@@ -86,6 +90,19 @@ class Prefetch(Generic[T]):
             # A thread blocked in its source for longer ends with the next item.
             thread.join(_JOIN_TIMEOUT)
 
+    def _named(self) -> Iterator[T]:
+        """The items; an error that is raised instead of one has a note with its name."""
+        position = 0
+        try:
+            for item in self._items:
+                position += 1
+                yield item
+                del item
+        except Exception as error:
+            with suppress(Exception):
+                error.add_note(f"while preparing {self._name(position)}")
+            raise
+
     def _prepare(
         self,
         put: Callable[[tuple[T] | BaseException | None], None],
@@ -93,7 +110,7 @@ class Prefetch(Generic[T]):
         stop: threading.Event,
     ) -> None:
         try:
-            items = iter(self._items)
+            items = self._named()
             while True:
                 room.acquire()
                 if stop.is_set():

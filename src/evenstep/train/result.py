@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -9,10 +10,12 @@ from evenstep.core import summary
 from evenstep.errors import InputError
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
+from evenstep.train.kept import Kept
 from evenstep.train.step_loss import LossValues, StepLoss
 
 BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
 TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
+SQUARE = "evenstep/gradient_square"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,10 @@ class StepResult:
     ages: tuple[float, ...] = ()
     """Seconds from the creation of each fed sample to its forward."""
     peak_flops: float | None = None
+    skipped: bool = False
+    """Whether the step was not finite and its gradient was discarded (`on_nonfinite="skip"`)."""
+    kept: Kept | None = field(default=None, repr=False)
+    """Loss values of this rank's samples, with `Runner(keep=...)`."""
     bundle: Bundle = field(repr=False)
     numbers: LossValues | None = None
     known: tuple[StepLoss, Mapping[str, float]] | None = field(default=None, repr=False)
@@ -72,6 +79,7 @@ class StepResult:
             summary.fill(self.tokens, self.slots),
             "" if planned is None else f"imbalance {planned:.3f} planned",
             summary.attempt(lambda: f"imbalance {self.measured_imbalance:.3f} measured"),
+            "skipped" if self.skipped else "",
             f"{self.timings.total:.3g} s",
         )
         return summary.line("StepResult", parts)
@@ -108,6 +116,21 @@ class StepResult:
     def losses(self) -> dict[str, float]:
         """Each loss by name, not weighted."""
         return self._numbers.losses
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of this step's gradient, over all parameters, ranks and shards.
+
+        Of the exact gradient: before clipping, without a scaler's scale, and without gradients
+        that were in `.grad` before the step.
+        """
+        square, factor = float(self._numbers.metrics[SQUARE].value), self._numbers.factor
+        return math.sqrt(square) * factor if factor else 0.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and all gradients of the step are finite, on all ranks."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def empty(self) -> bool:
@@ -163,6 +186,7 @@ class StepResult:
             **self.metrics,
             "loss": self.loss,
             **{f"loss/{name}": value for name, value in self.losses.items()},
+            "grad_norm": self.grad_norm,
             "tokens_per_second": self.tokens_per_second,
             "padding": self.padding,
             "imbalance/planned": self.planned_imbalance,

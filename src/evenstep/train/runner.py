@@ -19,18 +19,24 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.per_sequence import Sums
-from evenstep.train.attempt import Attempt, TooLargeError, Work, empty_micro_batch
+from evenstep.train.attempt import Attempt
 from evenstep.train.collectives import Alone, Collective
+from evenstep.train.forwards import Forward, forward_of
 from evenstep.train.framework import Framework
 from evenstep.train.gradients import set_aside
+from evenstep.train.kept import Keep
+from evenstep.train.memory import TooLargeError
 from evenstep.train.normalization import Normalization, TokenMean
+from evenstep.train.recovery import recover
 from evenstep.train.result import StepResult
-from evenstep.train.step_checks import check_collective, check_pair_losses
+from evenstep.train.step_checks import check_collective, check_fingerprints, check_pair_losses
 from evenstep.train.step_loss import Mode
+from evenstep.train.work import Work, empty_micro_batch
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
 """(the model's outputs, batch) -> unnormalized sums, or a scalar."""
 OnMemory: TypeAlias = Literal["raise", "split"]
+OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,27 +52,28 @@ class Loss:
     weight: float = 1.0
 
 
-def call(model: Any, batch: Any) -> Any:
-    """The default `forward`: `model(batch)`."""
-    return model(batch)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
     """Runs the steps of a model. `run(step)` adds the exact gradient of the step to `.grad`.
 
-    If a step fails, `.grad` is unchanged.
+    If a step fails, `.grad` is unchanged and nothing of the step is left in DDP or fully_shard.
 
     model         a plain module, DDP or fully_shard, compiled or not
     loss          a function written for one sequence (`cross_entropy()`), or several `Loss`es by
                   name, each with its own normalization
     normalization what a single loss is divided by, over all micro-batches and ranks
-    mode          None uses `known` if the totals of the step give every denominator, else
-                  `deferred`: one all-reduce at the end of the step for denominators, losses and
-                  metrics. `per_micro_batch` is a different loss; see `evenstep.train.step_loss`
+    mode          None uses `known` if the totals of the step give every denominator. Else, with
+                  one denominator, `deferred`: one all-reduce at the end of the step for
+                  denominators, losses and metrics. With several, `counted`: all micro-batches are
+                  collated before the first one runs. A fed step with several is `deferred`, which
+                  then costs one more backward per micro-batch and one more gradient in memory for
+                  each further denominator. `per_micro_batch` is a different loss; see
+                  `evenstep.train.step_loss`
     collective    the ranks that share a step: `Distributed()`, or `Alone()` for one process
     collate       (micro-batch, samples) -> Batch
-    forward       (model, batch) -> outputs, as the loss function takes them
+    forward       (model, batch) -> outputs, as the loss function takes them; None uses `hf_forward`
+                  for Hugging Face models and `model(batch)` for others. Of a `ModelOutput`, losses
+                  get the logits; return `dict(outputs)` to pass on all of it
     shard         Batch -> BatchShard of this context-parallel rank, e.g.
                   `lambda batch: shard_context(batch, rank, size)`
     device        where batches are moved before they run; None leaves them
@@ -74,7 +81,16 @@ class Runner:
                   no memory for the next one yet, it is copied when it runs
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second
     on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
-                  run the step again. Needs a small all-reduce per micro-batch
+                  run the step again; groups stay whole if the plan keeps them in one micro-batch.
+                  Needs a small all-reduce per micro-batch
+    on_nonfinite  what to do if the loss or gradient of a step is inf or NaN, on all ranks alike.
+                  `raise`: an error that names the micro-batch and the samples. `skip`: discard
+                  the gradient of the step; `StepResult.skipped` is True. None leaves the gradient
+                  as it is; see `StepResult.finite`
+    scaler        a `torch.amp.GradScaler`: gradients are scaled, ready for its `unscale_`, `step`
+                  and `update`, which skips steps that are not finite
+    keep          `samples` or `tokens`: return the loss values of each sample, or also of each
+                  token, in `StepResult.kept`
     """
 
     model: Any
@@ -83,18 +99,40 @@ class Runner:
     mode: Mode | None = None
     collective: Collective = field(default_factory=Alone)
     collate: Callable[[MicroBatch, Any], Batch] = field(default_factory=Collator)
-    forward: Callable[[Any, Any], Any] = call
+    forward: Forward | None = None
     shard: Callable[[Batch], BatchShard] | None = None
     device: torch.device | str | None = None
     prefetch: int = 1
     cost: Cost | None = None
     peak_flops: float | None = None
     on_memory: OnMemory = "raise"
+    on_nonfinite: OnNonfinite | None = None
+    scaler: Any = None
+    keep: Keep | None = None
+    _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The fingerprint of the first step, once ranks have compared it."""
 
     def __post_init__(self) -> None:
+        if self.forward is None:
+            object.__setattr__(self, "forward", forward_of(self.model))
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
         check_pair_losses(self.losses)
+        if self.on_memory == "split" and self.mode == "per_micro_batch":
+            raise ConfigError(
+                "on_memory='split' changes the number of micro-batches, on which the loss of "
+                "mode='per_micro_batch' depends. Use mode='deferred'."
+            )
+        if self.on_nonfinite is not None:
+            one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
+        if self.keep is not None:
+            one_of("keep", self.keep, Keep)
+        if self.on_nonfinite and self.scaler is not None and self.scaler.is_enabled():
+            raise ConfigError(
+                f"on_nonfinite={self.on_nonfinite!r} and a scaler exclude each other: the scaler "
+                f"has to see gradients that are not finite, to skip the step and lower its scale. "
+                f"Set on_nonfinite=None."
+            )
         if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":
             raise ConfigError(
                 "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "
@@ -115,21 +153,43 @@ class Runner:
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
                 "whose samples the runner collates."
             )
+        if self.collective.size > 1 and not self._compared:
+            self._compared.append(getattr(step, "fingerprint", ""))
+            check_fingerprints(self._compared[0], self.collective)
         if not isinstance(step, Step):
             return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
         check_collective(step.ranks, self.collective)
+        if self.on_memory == "split" and step.plan is not None and step.plan.recipe.equal_tokens:
+            raise ConfigError(
+                "on_memory='split' divides micro-batches without regard to other ranks, but "
+                "equal_tokens makes those of a wave equally wide. Leave one of them out."
+            )
         return self._until_it_fits(step) if self.on_memory == "split" else self._once(_work(step))
 
-    def run_fed(self, feed: Iterable[FedMicroBatch], number: int = 0) -> StepResult:
+    def run_fed(
+        self, feed: Iterable[FedMicroBatch], number: int = 0, *, lock_step: bool | None = None
+    ) -> StepResult:
         """Run a step that is filled while it runs (`evenstep.data.Feed`).
 
-        Before each micro-batch, ranks exchange whether any of them has one; ranks without work run
-        an empty micro-batch. `StepResult.ages` holds the age of each sample when it ran.
+        Each rank runs its micro-batches as they arrive, and ranks exchange gradients at the end.
+        With `lock_step`, they exchange before each micro-batch whether any of them has one, and
+        ranks without work run an empty one, so that every rank waits for the slowest producer.
+        Only models whose forward communicates between data-parallel ranks need that. By default,
+        those are the models of fully_shard; set it for expert parallelism. DDP broadcasts buffers
+        in the first forward of a step, so ranks wait there unless `broadcast_buffers=False`.
+
+        `StepResult.ages` holds the age of each sample when it ran.
         """
         if self.on_memory == "split":
             raise ConfigError(
                 "on_memory='split' runs a step again, but a feed yields each sample once. Use "
                 "on_memory='raise'."
+            )
+        needed = Framework.of(self.model).kind == "fsdp"
+        if needed and lock_step is False:
+            raise ConfigError(
+                "lock_step=False does not support fully_shard, whose ranks synchronise inside a "
+                "micro-batch. Leave it out."
             )
         work = Work(
             items=feed,
@@ -138,13 +198,21 @@ class Runner:
             totals={},
             budget=feed.budget if isinstance(feed, Feed) else None,
             empty=feed.empty_micro_batch if isinstance(feed, Feed) else empty_micro_batch(),
+            lock_step=needed if lock_step is None else lock_step,
         )
         return self._once(work)
 
     def _once(self, work: Work) -> StepResult:
         attempt = Attempt(self, work)
-        with set_aside(self.model.parameters(), attempt.framework.owns_gradients):
-            return attempt.result()
+        with set_aside(self.model.parameters(), attempt.framework.owns_gradients) as aside:
+            try:
+                result = attempt.result()
+            except BaseException:
+                recover(attempt.framework)
+                raise
+            if result.skipped:
+                aside.drop()
+        return result
 
     def _until_it_fits(self, step: Step) -> StepResult:
         while True:

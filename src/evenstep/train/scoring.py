@@ -23,8 +23,8 @@ from evenstep.tensors.losses.scores import score
 from evenstep.tensors.outputs import select_output
 from evenstep.tensors.restore import restore_ragged
 from evenstep.train.collectives import Alone, Collective
+from evenstep.train.forwards import Forward, forward_of
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.runner import call
 
 
 def compute_log_probs(
@@ -34,7 +34,7 @@ def compute_log_probs(
     *,
     collective: Collective | None = None,
     collate: Callable[[MicroBatch, Any], Batch] | None = None,
-    forward: Callable[[Any, Any], Any] = call,
+    forward: Forward | None = None,
     device: torch.device | str | None = None,
     prefetch: int = 1,
     temperature: float = 1.0,
@@ -60,6 +60,7 @@ def compute_log_probs(
     [3, 1]
     """
     ranks = Alone() if collective is None else collective
+    run = forward_of(model) if forward is None else forward
     if recipe.topology.dp != ranks.size:
         raise ConfigError(
             f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "
@@ -85,7 +86,7 @@ def compute_log_probs(
         closing(iter(Prefetch(batches(), prefetch))) as prepared,
     ):
         for key, batch in prepared:
-            outputs = select_output(forward(model, batch), "logits", batch.rows, batch.width)
+            outputs = select_output(run(model, batch), "logits", batch.rows, batch.width)
             # All tokens, not only loss tokens.
             labels = batch.ahead("tokens", fill=IGNORE_INDEX)
             found = score(outputs.flatten(0, 1), labels.flatten(), **options)

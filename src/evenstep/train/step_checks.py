@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
@@ -17,6 +18,7 @@ from evenstep.train.step_loss import StepLoss
 from evenstep.train.tile_values import group_ids
 
 LEAST, MOST = "evenstep/least", "evenstep/most"
+SCALE_LEAST, SCALE_MOST = "evenstep/scale_least", "evenstep/scale_most"
 
 
 # Losses ----------------------------------------------------------------------------------------
@@ -52,15 +54,16 @@ def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split:
     """Raise if GroupMean counts groups per batch and a group is in two micro-batches.
 
     `seen` holds the groups of this rank's earlier micro-batches; those of `batch` are added.
+    `split`: whether the micro-batch may be divided without regard to groups.
     """
     means = (isinstance(n, GroupMean) for n in step_loss.denominators.values())
     if "group_tokens" in batch.aligned or not any(means):
         return
-    if split:
+    if split and not batch.is_empty:
         raise ConfigError(
             "on_memory='split' may divide a group between two micro-batches, but GroupMean "
-            "counts a group's tokens per micro-batch. Add the sequence-aligned extra "
-            "'group_tokens' to samples."
+            "counts a group's tokens per micro-batch. Plan with groups='micro_batch', or add the "
+            "sequence-aligned extra 'group_tokens' to samples."
         )
     groups = group_ids(batch)[batch.loss_tokens > 0].unique().tolist()
     again = sorted(seen.intersection(groups))
@@ -104,6 +107,11 @@ def extremes_of(reduced: Bundle) -> tuple[float, float]:
     return float(reduced.metrics[LEAST].value), float(reduced.metrics[MOST].value)
 
 
+def extremes_of_scale(scale: Tensor) -> dict[str, Metric]:
+    """Metrics to check that all ranks have the same scale of their GradScaler."""
+    return {SCALE_LEAST: Metric.min(scale), SCALE_MOST: Metric.max(scale)}
+
+
 def check_collective(ranks: int, collective: Collective) -> None:
     """Raise if the ranks of a step run in several processes but the collective has one rank.
 
@@ -117,6 +125,26 @@ def check_collective(ranks: int, collective: Collective) -> None:
         )
 
 
+def check_fingerprints(fingerprint: str, collective: Collective) -> None:
+    """Raise on all ranks if one of them has another stream or position than the first.
+
+    Ranks without a fingerprint are not compared. All ranks must call this together.
+    """
+    found = torch.zeros(collective.size, dtype=torch.float64)
+    # 48 bits: a float64 represents them exactly.
+    found[collective.rank] = int(fingerprint[:12], 16) if fingerprint else 0
+    values = collective.all_reduce_sum(found).tolist()
+    known = {rank: value for rank, value in enumerate(values) if value}
+    first = next(iter(known), 0)
+    others = [rank for rank, value in known.items() if value != known[first]]
+    if others:
+        raise InputError(
+            f"rank {others[0]} runs another step than rank {first}"
+            f"{f' ({len(others)} ranks differ)' if len(others) > 1 else ''}. Give all ranks the "
+            f"same data in the same order, seed, recipe and cursor."
+        )
+
+
 def check_counts(counts: Sequence[float]) -> None:
     """Raise if ranks that synchronise at every micro-batch have different numbers of them."""
     if min(counts) != max(counts):
@@ -127,7 +155,14 @@ def check_counts(counts: Sequence[float]) -> None:
 
 
 def check_constants(reduced: Bundle) -> None:
-    """Raise if ranks scaled deferred gradients by different constants."""
+    """Raise if ranks scaled their gradients by different constants."""
+    if SCALE_LEAST in reduced.metrics:
+        scales = [float(reduced.metrics[name].value) for name in (SCALE_LEAST, SCALE_MOST)]
+        if scales[0] != scales[1]:
+            raise InputError(
+                f"the GradScalers of ranks have different scales, from {scales[0]:g} to "
+                f"{scales[1]:g}. Create them alike and call scaler.update() on every rank."
+            )
     if LEAST not in reduced.metrics:
         return
     least, most = extremes_of(reduced)

@@ -6,11 +6,15 @@ runs. Frameworks average gradients over F ranks; the factor F undoes this.
 
 known            Every D_k is known before the step. The backward of a micro-batch is of
                  F * sum of w_k s_k / D_k. Gradients are exact; D_k is verified at the end.
+counted          As known: all micro-batches are collated before the first one runs, and what they
+                 add to D_k is summed over ranks by one small all-reduce. Costs the memory of a
+                 step's batches on the host, and collating does not overlap with the model.
 deferred         A backward is of sum of w_k s_k / c, with one constant c for all micro-batches and
                  ranks. At the end every gradient is multiplied by F * c / D. This is exact for ONE
                  denominator D: a second loss would need w_j S_j / D_j * D / c in its backward, and
-                 D is unknown then, even if D_j is known. So two denominators are an error, unless
-                 `separate` gives each its own backward and accumulator.
+                 D is unknown then, even if D_j is known. With `separate`, each denominator has its
+                 own backward and accumulator: every further one costs one more backward per
+                 micro-batch (about 2/3 of a forward and backward) and one more gradient in memory.
 per_micro_batch  A backward is of F * sum of w_k s_k / (A_k M). A_k is the sum over ranks of what
                  their micro-batches at this position add to D_k; M is the number of positions. This
                  is the exact loss only if all A_k are equal; the deviation is reported.
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -37,7 +41,7 @@ from evenstep.train.bundle import Bundle
 from evenstep.train.gradients import SeparateGradients, rescale
 from evenstep.train.normalization import Normalization
 
-Mode: TypeAlias = Literal["known", "deferred", "per_micro_batch"]
+Mode: TypeAlias = Literal["known", "counted", "deferred", "per_micro_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class LossValues:
     empty: bool
     """Whether all denominators are 0, so loss and gradients are 0."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    factor: float = 1.0
+    """By which `finish` multiplied the gradients."""
 
     @property
     def deviation(self) -> float:
@@ -91,6 +97,8 @@ class StepLoss:
     """c in deferred mode, a power of two; see `power_of_two`."""
     separate: bool = False
     """In deferred mode, one backward per denominator, accumulated in `SeparateGradients`."""
+    counts: Mapping[str, float] | None = None
+    """In counted mode, each denominator; see `counted`."""
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, Mode)
@@ -110,9 +118,9 @@ class StepLoss:
                 )
         if self.mode == "deferred" and len(self.denominators) > 1 and not self.separate:
             raise ConfigError(
-                f"mode='deferred' supports one denominator, got {sorted(self.denominators)}. Use "
-                f"one normalization for all losses, or mode='known' with totals from the plan or "
-                f"Constant, or separate=True for one backward each (plain parameters only)."
+                f"mode='deferred' has one factor for one denominator, got "
+                f"{sorted(self.denominators)}. Use mode='counted', or separate=True for one "
+                f"backward each."
             )
         if self.separate and self.mode != "deferred":
             raise ConfigError(
@@ -124,6 +132,15 @@ class StepLoss:
     def denominators(self) -> dict[str, Normalization]:
         """Distinct normalizations by name."""
         return {n.name: n for n, _ in reversed(list(self.losses.values()))}
+
+    @property
+    def ahead(self) -> bool:
+        """Whether every denominator is known before the first backward."""
+        return self.mode in ("known", "counted")
+
+    def counted(self, amounts: Bundle) -> StepLoss:
+        """With the denominators of counted mode: `amounts` of all micro-batches, over all ranks."""
+        return replace(self, counts=self._denominators(amounts))
 
     # Each micro-batch --------------------------------------------------------------------------
 
@@ -151,7 +168,7 @@ class StepLoss:
         """
         if self.mode == "deferred":
             return {name: weight / self.constant for name, (_, weight) in self.losses.items()}
-        over = self._known(totals or {}) if self.mode == "known" else {}
+        over = self._known(totals or {}) if self.ahead else {}
         if self.mode == "per_micro_batch":
             if reduced is None or not micro_batches:
                 raise InputError(
@@ -215,14 +232,16 @@ class StepLoss:
                 f"{'SeparateGradients' if self.separate else 'the parameters'} as gradients."
             )
         over = self._denominators(reduced)
-        if self.mode == "known":
+        if self.ahead:
             _verify(self._known(totals or {}), over)
         undo = self.averaged_over * self.constant
         factors = {name: _over(undo, value) for name, value in over.items()}
+        factor = 1.0
         if isinstance(gradients, SeparateGradients):
             gradients.combine(factors)
         elif self.mode == "deferred":
-            rescale(gradients, next(iter(factors.values())))
+            factor = next(iter(factors.values()))
+            rescale(gradients, factor)
         losses = {
             name: float(reduced.sums[f"sum/{name}"]) * _over(1.0, over[normalization.name])
             for name, (normalization, _) in self.losses.items()
@@ -239,9 +258,12 @@ class StepLoss:
             reported=reported,
             empty=bool(counted) and not any(counted),
             metrics=reduced.metrics,
+            factor=factor,
         )
 
     def _known(self, totals: Mapping[str, float]) -> dict[str, float]:
+        if self.counts is not None:
+            return dict(self.counts)
         known = {name: n.known(totals) for name, n in self.denominators.items()}
         missing = [name for name, value in known.items() if value is None]
         if missing:

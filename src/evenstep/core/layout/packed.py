@@ -13,7 +13,7 @@ from evenstep.core.layout.frame import Entry, Frame, Whole
 from evenstep.core.layout.padded import Padded
 from evenstep.core.packed_floor import packed_times, second_times
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
-from evenstep.core.rounding import divided_up
+from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.core.validate import MOST, one_of, whole_field
 from evenstep.errors import ConfigError
 
@@ -71,9 +71,11 @@ class Packed(Frame):
             )
         if self.rows > 1 and self.pad_to is None:
             raise ConfigError(f"layout.rows={self.rows} needs a fixed width. Set layout.pad_to.")
-        if self.samples is not None and self.samples < self.rows:
+        if self.samples is not None and self.samples % self.rows:
             raise ConfigError(
-                f"layout.samples must be at least layout.rows, {self.rows}, got {self.samples}."
+                f"layout.samples must be a multiple of layout.rows, {self.rows}, because rows "
+                f"share it evenly, got {self.samples}. Use "
+                f"{rounded_up(self.samples, self.rows)}."
             )
         if self.packer is not None and self.samples is not None:
             raise ConfigError(

@@ -229,4 +229,5 @@ def micro_batch(
     sample, start, length, whole, end = columns
     offsets = np.array([0, *accumulate(map(len, rows))], np.int64)
     width = layout.widths(used, unit)
-    return MicroBatch(Segments(sample, start, length), offsets, width, whole, align, end)
+    segments = Segments(sample, start, length)
+    return MicroBatch(segments, offsets, width, whole, align, end, width_unit=unit)

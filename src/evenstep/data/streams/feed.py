@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from evenstep.core.validate import MOST
 from evenstep.data.sources.source import Sample, length_of
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.pool import Entry, Measure, Pool, entries_of
+from evenstep.data.streams.producers import Producers
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.overflow import refusal
 
@@ -45,6 +48,14 @@ class Feed:
     micro-batch is yielded as soon as the pool holds enough for a full one, so that samples are
     used early. The remaining samples follow when the feed is closed.
 
+    With context-, tensor- or pipeline-parallel ranks, micro-batches depend on the samples and their
+    order alone, not on when they are taken. Put the same samples in the same order on all ranks
+    that share a batch.
+
+    `with feed:` closes the feed at the end of the block and passes an error on to the runner. A
+    producer that ends without `close` or `fail` would be waited for without end: pass its thread,
+    process or future to `watch`, or set `timeout`, the most seconds without a new sample.
+
     >>> from evenstep import Packed
     >>> feed = Feed(Recipe(layout=Packed(max_tokens=4)))
     >>> for n in (3, 1, 2):
@@ -55,7 +66,12 @@ class Feed:
     """
 
     def __init__(
-        self, recipe: Recipe, *, pool: Pool | None = None, length_of: Measure = length_of
+        self,
+        recipe: Recipe,
+        *,
+        pool: Pool | None = None,
+        length_of: Measure = length_of,
+        timeout: float | None = None,
     ) -> None:
         if pool is not None and pool.warmup_tokens is not None:
             raise ConfigError(
@@ -65,7 +81,11 @@ class Feed:
         self._samples = _most_samples(recipe) if pool is None else MOST
         pool = _just_enough(recipe) if pool is None else pool
         self._batcher, self._length_of = PoolBatcher(recipe, pool), length_of
+        topology = recipe.topology
+        self._shared = topology.cp * topology.tp * topology.pp > 1
+        self._formed: deque[FedMicroBatch] = deque()  # if shared, micro-batches not yet taken
         self._waiting: list[Entry] = []
+        self._producers = Producers(timeout)
         self._born: dict[int, float] = {}
         self._count = 0
         self._closed = self._abandoned = False
@@ -87,6 +107,11 @@ class Feed:
                     "the step of this feed has failed, so the feed takes no more samples. Put the "
                     "sample into the feed of the next step."
                 )
+            if self._failure is not None:
+                raise InputError(
+                    f"producing samples for this feed has failed ({self._failure!r}), so it takes "
+                    f"no more. Put the sample into the feed of the next step."
+                )
             sample_id = self._count
             if segments is None:
                 if length < 1:
@@ -98,6 +123,9 @@ class Feed:
             self._born[sample_id] = time.time() if born is None else born
             columns = self._batcher.sample_columns
             self._waiting += entries_of(0, sample_id, sample, length, segments, columns)
+            self._producers.active = time.monotonic()
+            while self._shared and self._full():
+                self._formed.append(self._taken())
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -105,6 +133,25 @@ class Feed:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close the feed, or pass an error on."""
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+    def watch(self, *producers: Any) -> None:
+        """Raise in the runner if these threads, processes or futures end without closing the feed.
+
+        A process with an exit code other than 0 or a future with an error fails the step at once.
+        Otherwise it fails when all of them have ended and the feed is not closed soon after.
+        """
+        with self._changed:
+            self._producers.watch(producers)
 
     def fail(self, error: BaseException) -> None:
         """Report that producing samples failed. Iterating raises `error`."""
@@ -131,23 +178,39 @@ class Feed:
     def __iter__(self) -> Iterator[FedMicroBatch]:
         while True:
             with self._changed:
-                while not self._changed.wait_for(self._ready, timeout=_WAKE_UP):
-                    pass  # wake up regularly, so that signals and other threads can interrupt
+                self._wait()
                 if self._failure is not None:
                     raise self._failure
-                if self._abandoned or not self._waiting:
+                if self._abandoned or not (self._formed or self._waiting):
                     return
-                micro, taken = self._batcher.take(self._waiting, 0)
-                samples = {entry.sample_id: entry.sample for entry in taken}
-                born = {sample_id: self._born[sample_id] for sample_id in samples}
-            yield FedMicroBatch(micro, samples, born)
+                fed = self._formed.popleft() if self._formed else self._taken()
+            yield fed
+            del fed
+
+    def _wait(self) -> None:
+        """Wait for a full micro-batch or the end. Called with the lock."""
+        self._producers.active = time.monotonic()
+        # Wake up regularly: for producers that ended, and so that signals can interrupt.
+        while not self._changed.wait_for(self._ready, timeout=_WAKE_UP):
+            self._failure = self._producers.fault()
+
+    def _taken(self) -> FedMicroBatch:
+        micro, taken = self._batcher.take(self._waiting, 0)
+        samples = {entry.sample_id: entry.sample for entry in taken}
+        return FedMicroBatch(micro, samples, {number: self._born[number] for number in samples})
 
     def _ready(self) -> bool:
+        """Whether there is a micro-batch to take, or nothing to wait for."""
+        there = bool(self._formed) or (not self._shared and self._full())
+        return there or self._closed or self._abandoned or self._failure is not None
+
+    def _full(self) -> bool:
+        """Whether the waiting samples are enough for a micro-batch."""
         count, pool = len(self._waiting), self._batcher.pool
-        full = count >= self._samples
-        if count >= pool.samples and not full:
-            full = sum(entry.length for entry in self._waiting) >= self._batcher.enough
-        return full or self._closed or self._abandoned or self._failure is not None
+        if count >= self._samples:
+            return True
+        enough = self._batcher.enough
+        return count >= pool.samples and sum(entry.length for entry in self._waiting) >= enough
 
 
 def _most_samples(recipe: Recipe) -> int:

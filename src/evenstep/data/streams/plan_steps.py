@@ -13,7 +13,6 @@ from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.core.step_plan import (
-    in_waves,
     on_fewer_ranks,
     recipe_on_fewer_ranks,
     samples_by_step,
@@ -93,19 +92,28 @@ class PlanSteps:
     def _rest(
         self, plan: Plan, ids: IntArray, inside: tuple[tuple[int, int], ...]
     ) -> list[list[MicroBatch]]:
-        """What is left of a step, dealt wave by wave. Its end is filled with empty micro-batches.
+        """What each rank still has to do of a step, after the work in `inside`."""
+        first = on_fewer_ranks(plan, inside[0][0])
+        rest = [[micro.renumbered(ids) for micro in each] for each in first[0]]
+        followed = [*(ranks for ranks, _ in inside[1:]), self.ranks]
+        for (ranks, done), following in zip(inside, followed, strict=True):
+            empty = rest[0][-1].without(rest[0][-1].segments.sample.tolist())
+            rest = [micros[done:] for micros in rest]
+            if following != ranks:
+                rest = self._dealt(rest, following, empty)
+        return rest
 
-        4 micro-batches, of which one rank has done 1, on 2 ranks -> [[1, 3], [2, empty]]
+    def _dealt(
+        self, rest: list[list[MicroBatch]], ranks: int, empty: MicroBatch
+    ) -> list[list[MicroBatch]]:
+        """The same micro-batches on other ranks, wave by wave. Empty ones fill the last wave.
+
+        1, 2 and 3 are left on one rank -> [[1, 3], [2, empty]] on two
         """
-        by_rank = [micro.renumbered(ids) for each in plan[0] for micro in each]
-        order = in_waves(int(plan.cell_offsets[1]), plan.num_ranks)
-        done = sum(ranks * count for ranks, count in inside)
-        left = [by_rank[number] for number in order[done:].tolist()]
-        count = rounded_up(divided_up(len(left), self.ranks), self.recipe.topology.multiple)
-        last = by_rank[order[-1]]
-        empty = last.without(last.segments.sample.tolist())
-        left += [empty] * (self.ranks * count - len(left))
-        return [left[rank :: self.ranks] for rank in range(self.ranks)]
+        left = [micro for wave in zip(*rest, strict=True) for micro in wave if not micro.is_empty]
+        count = rounded_up(max(divided_up(len(left), ranks), 1), self.recipe.topology.multiple)
+        left += [empty] * (ranks * count - len(left))
+        return [left[rank::ranks] for rank in range(ranks)]
 
     def plan_epoch(self, epoch: int, progress: Progress | None = None) -> Plan:
         """The plan itself."""

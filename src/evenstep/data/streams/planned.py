@@ -51,6 +51,7 @@ class PlannedStream:
                  before anything is read
     on_error     `skip` leaves unreadable samples out of their micro-batch and counts them
 
+    >>> import numpy as np
     >>> from evenstep import Packed, Steps
     >>> from evenstep.data.sources.lengths import Lengths
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
@@ -113,8 +114,8 @@ class PlannedStream:
         the plan's; a rank then runs the micro-batches of several. A step raises if the length of a
         sample is not the planned one.
 
-        >>> from evenstep import Packed, Steps, make_plan
         >>> import numpy as np
+        >>> from evenstep import Packed, Steps, make_plan
         >>> from evenstep.data.sources.lengths import Lengths
         >>> lengths = np.array([5, 3, 4, 2])
         >>> plan = make_plan(lengths, Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2)))
@@ -123,7 +124,7 @@ class PlannedStream:
         [[0, 1], [2, 3]]
         """
         check_measured(source)
-        found = World() if world is None else world
+        found = world_for(plan.recipe, None) if world is None else world
         steps = PlanSteps(source, plan, found.size)
         stream = cls(
             source,

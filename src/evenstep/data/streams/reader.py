@@ -50,7 +50,9 @@ class PoolReader:
         self._found_any = True  # in the current epoch; unknown before this state, so assumed
         self._empty_epochs = 0
         self._ended = False
-        self._tried, self._usable = 0, state.read > 0 or len(state.waiting) > 0
+        # Whether any item could be used; assumed if others were read before this state.
+        self._usable = state.read > 0 or len(state.waiting) > 0 or state.epochs[0].changes != ()
+        self._tried = 0
         self._first_error: str | None = None
         self._lost, self._reported = dict(state.lost), dict(state.lost)
         self._waiting = self._restored(state)
@@ -281,8 +283,10 @@ class PoolReader:
     def _skipped(self, error: SampleError) -> None:
         """Count a sample that is skipped; warn of the first, which may be due to a bug."""
         if self._first_error is None:
-            self._first_error = str(error)
-            warnings.warn(f"skipping unreadable samples. The first: {error}", stacklevel=2)
+            self._first_error = str(error).split(" Repair it, or skip")[0]
+            warnings.warn(
+                f"skipping unreadable samples. The first: {self._first_error}", stacklevel=2
+            )
         self._lose("skipped")
 
     def _check_skipped(self) -> None:

@@ -44,7 +44,8 @@ class StepRemainder:
             }
             for index, sample_id in enumerate(sample_ids)
         }
-        return cls(replace(plan.recipe, steps=Steps()), by_rank, known)
+        # Ranks need not get equally many segments of a rest: that is not possible in general.
+        return cls(replace(plan.recipe, steps=Steps(), equal_sizes=False), by_rank, known)
 
     def after(self, inside: Sequence[tuple[int, int]], ranks: int) -> StepRemainder:
         """What `ranks` ranks still have to do after the work in `inside`, applied in order.

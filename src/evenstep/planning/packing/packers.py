@@ -86,7 +86,7 @@ def pack(
 def _packed(items: IntArray, capacity: int, packer: str | Packer, seed: int) -> Ragged:
     """The bins of a packer, given by name or as a function. The bins of a function are checked."""
     if isinstance(packer, str):
-        known = PACKERS.get(packer.lower())
+        known = PACKERS.get(packer)
         if known is None:
             if ":" in packer:
                 raise ConfigError(

@@ -1,0 +1,193 @@
+"""hf_forward: (model, batch) -> logits or hidden states of a transformers model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from evenstep.core.validate import one_of
+from evenstep.errors import ConfigError
+from evenstep.integrations.hf_kwargs import hf_kwargs, refuse_shard
+from evenstep.integrations.hf_model import core_of, traits_of
+from evenstep.integrations.packing_code import text_config
+from evenstep.integrations.padded_rows import PaddedRows
+from evenstep.integrations.supports import LONG, Support, judged_once
+from evenstep.tensors.batch import Batch
+from evenstep.tensors.masks import one_segment_per_row
+from evenstep.train.forwards import register_forward, unwrapped
+
+Outputs: TypeAlias = Literal["logits", "hidden"]
+Unsupported: TypeAlias = Literal["raise", "pad"]
+
+
+def hf_forward(
+    model: Any,
+    *,
+    outputs: Outputs = "logits",
+    temperature: float = 1.0,
+    unsupported: Unsupported = "raise",
+) -> Callable[[Any, Batch], Tensor]:
+    """The `forward` of a Hugging Face model for `Runner`, `compute_log_probs` and other loops.
+
+    Both use it by themselves if they are given such a model and no `forward`. At the first packed
+    batch it checks `supports_packing`. The model may be in DDP, torch.compile, peft or fully_shard;
+    the forward calls the wrapper that it is given, so that gradients are exchanged.
+
+    outputs      "logits", or "hidden" for the last hidden states, (rows, width, hidden size); see
+                 `hf_head`. Their logits are computed for one slot only, if the model can
+    temperature  what logits are divided by
+    unsupported  for packed batches that the model does not support: "raise", or "pad", which warns
+                 once and runs each segment in a row of its own. That takes more memory than the
+                 plan allows for; `choose_layout` plans padded rows instead
+
+        forward = hf_forward(model)
+        logits = forward(model, batch)  # (rows, width, vocabulary)
+    """
+    one_of("outputs", outputs, Outputs)
+    one_of("unsupported", unsupported, Unsupported)
+    if not temperature > 0:
+        raise ConfigError(f"temperature must be above 0, got {temperature}.")
+    if outputs == "hidden" and temperature != 1.0:
+        raise ConfigError(
+            "temperature divides logits, but outputs='hidden' has none. Divide the logits that "
+            "you compute from hidden states."
+        )
+    run = _run_hidden if outputs == "hidden" else _run_logits
+
+    def forward(model: Any, batch: Batch) -> Tensor:
+        refuse_shard(batch)
+        if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
+            found = run(model, batch)
+        else:
+            rows = PaddedRows.of(batch)
+            found = rows.restore(run(model, rows.batch))
+        return found if temperature == 1.0 else found / temperature
+
+    return forward
+
+
+def hf_head(model: Any) -> Callable[[Tensor], Tensor]:
+    """Hidden states -> logits, with the scale and soft cap of the model's config.
+
+    For losses that compute logits in parts. Compared once with the model's own logits, on a few
+    tokens; a model whose head does more is refused.
+
+        head, forward = hf_head(model), hf_forward(model, outputs="hidden")
+        logits = head(forward(model, batch))
+    """
+    core = core_of(model)
+    output, config = core.get_output_embeddings(), text_config(core)
+    if output is None:
+        raise ConfigError(f"{type(core).__name__} has no output embeddings.")
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def head(hidden: Tensor) -> Tensor:
+        logits = output(hidden)
+        logits = logits if scale == 1.0 else logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    _check_head(model, core, head)
+    return head
+
+
+def _check_head(model: Any, core: Any, head: Callable[[Tensor], Tensor]) -> None:
+    tokens = torch.full((1, 4), traits_of(core).plain_token, device=next(core.parameters()).device)
+    with torch.no_grad():
+        hidden, own = _hidden_and_logits(unwrapped(model), {"input_ids": tokens})
+        found = head(hidden[:, -own.shape[1] :])
+    if not torch.allclose(found, own, rtol=1e-2, atol=float(own.abs().max()) * 1e-3):
+        raise ConfigError(
+            f"the head of {type(core).__name__} does more than its config says. Use its logits: "
+            f"hf_forward(model)."
+        )
+
+
+# Running ---------------------------------------------------------------------------------------
+
+
+def _run_logits(model: Any, batch: Batch) -> Tensor:
+    found = model(**hf_kwargs(batch, model))
+    logits = getattr(found, "logits", None)
+    if logits is None:
+        raise ConfigError(
+            f"{type(core_of(model)).__name__} returns no logits. Use a class with a language model "
+            f"head, or hf_forward(model, outputs='hidden')."
+        )
+    return logits
+
+
+def _run_hidden(model: Any, batch: Batch) -> Tensor:
+    kwargs = hf_kwargs(batch, model)
+    if core_of(model).get_output_embeddings() is None:
+        return model(**kwargs).last_hidden_state
+    return _hidden_and_logits(model, kwargs)[0]
+
+
+def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Call the model and keep what its base model returns. DDP and fully_shard need the call to go
+    through the wrapper."""
+    core, kept = core_of(model), []
+    base = core.base_model
+    if base is core:
+        raise ConfigError(f"{type(core).__name__} has no base model to take hidden states from.")
+
+    def keep(module: Any, args: Any, found: Any) -> None:
+        kept.append(found[0] if isinstance(found, tuple) else found.last_hidden_state)
+
+    hook = base.register_forward_hook(keep)
+    try:
+        few = {"logits_to_keep": 1} if "logits_to_keep" in traits_of(core).parameters else {}
+        found = model(**kwargs, **few)
+    finally:
+        hook.remove()
+    return kept[-1], found.logits
+
+
+# Checks ----------------------------------------------------------------------------------------
+
+_WARNED: WeakSet[Any] = WeakSet()
+
+
+def _may_pack(model: Any, batch: Batch, unsupported: Unsupported) -> bool:
+    """Whether the model may run the packed batch as it is."""
+    inner = unwrapped(model)
+    support = judged_once(inner)
+    if support.safe:
+        if support.cost and batch.width > LONG:
+            _warn_once(inner, f"{type(inner).__name__}: {support.cost}.")
+        return True
+    if unsupported == "raise":
+        raise ConfigError(_refusal(inner, support))
+    _warn_once(
+        inner,
+        f"{type(inner).__name__} does not support packed batches: {support.why}. Running each "
+        f"segment in a row of its own.",
+    )
+    return False
+
+
+def _refusal(model: Any, support: Support) -> str:
+    return (
+        f"{type(model).__name__} does not support packed batches: {support.why}. Plan with "
+        f"choose_layout(model, layout), try use_attention(model) of "
+        f"evenstep.integrations.hf_attention, or pass forward=hf_forward(model, unsupported='pad')."
+    )
+
+
+def _warn_once(model: Any, text: str) -> None:
+    if model not in _WARNED:
+        _WARNED.add(model)
+        warnings.warn(text, stacklevel=4)
+
+
+for _library in ("transformers", "peft"):
+    register_forward(_library, hf_forward)
