@@ -17,7 +17,7 @@ from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST
 from evenstep.data.streams.cut import Cut
 from evenstep.data.streams.further_limits import further_limits
-from evenstep.data.streams.leader import leader
+from evenstep.data.streams.leader import leader_first
 from evenstep.data.streams.pool import Entry, Pool
 from evenstep.data.streams.sample_columns import ColumnOf, SampleColumns
 from evenstep.errors import ConfigError
@@ -174,12 +174,11 @@ class PoolBatcher:
 
     def _selected(self, lengths: IntArray, room: Room, counted: IntArray | None) -> list[int]:
         """Indices in the pool of the next pack. The first is the oldest, or its leader."""
-        at = leader(lengths) if self.strategy == "fullest" else 0
         chosen: list[int]
-        if at == 0:
+        if self.strategy != "fullest":
             chosen = select(self.strategy, lengths, room, counted).tolist()
             return chosen
-        order = np.concatenate(([at], np.arange(at), np.arange(at + 1, len(lengths))))
+        order = leader_first(lengths)
         counts = None if counted is None else counted[order]
         chosen = order[select(self.strategy, lengths[order], room, counts)].tolist()
         return chosen

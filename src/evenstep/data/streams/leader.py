@@ -11,21 +11,35 @@ from __future__ import annotations
 import numpy as np
 
 from evenstep.core.ragged import IntArray
+from evenstep.planning.kernel import kernel
 
 _OLDEST = 2  # one draw of so many
-_PRIME, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_PRIME, _FACTOR = 2147483647, 48271  # products fit 64 bits
 
 
-def leader(lengths: IntArray) -> int:
-    """The index of the leader among the older half of a pool, by a hash of the lengths.
+@kernel
+def leader_first(lengths: IntArray) -> IntArray:
+    """The indices of a pool, the leader first, then the others in order.
 
-    >>> leader(np.array([5])), leader(np.array([7, 3]))
-    (0, 0)
+    The leader is drawn from the older half by a hash of the lengths.
+
+    >>> leader_first(np.array([7, 3])).tolist()
+    [0, 1]
     """
-    older = lengths[: (len(lengths) + 1) // 2]
-    value = int(lengths @ np.arange(1, len(lengths) + 1)) * _PRIME & _MASK
-    value ^= value >> 29
-    if value % _OLDEST == 0:
-        return 0
-    tokens = np.cumsum(older)
-    return int(np.searchsorted(tokens, (value >> 8) % int(tokens[-1]), side="right"))
+    n = lengths.shape[0]
+    value, tokens = np.int64(1), np.int64(0)
+    for i in range(n):
+        value = (value * _FACTOR + lengths[i]) % _PRIME
+        tokens += lengths[i] if i < (n + 1) // 2 else 0
+    at = 0
+    if value % _OLDEST:
+        drawn = (value * _FACTOR % _PRIME) * tokens // _PRIME
+        before = lengths[0]
+        while before <= drawn:
+            at += 1
+            before += lengths[at]
+    order = np.arange(n)
+    for i in range(at, 0, -1):
+        order[i] = i - 1
+    order[0] = at
+    return order
