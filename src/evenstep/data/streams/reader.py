@@ -120,14 +120,15 @@ class PoolReader:
     def _next(self) -> list[Entry] | None:
         """The entries of the next item of the remaining epochs; None at the end."""
         while not self._ended:
-            item = self._next_item()
+            item, skipped = self._next_item(), self._lost.get("skipped", 0)
             entries = None if item is None else self._at(self._epochs[0].epoch, item)
             if entries is not None:
                 self._coming.pop()
                 self._read += 1
                 self._tried += 1
-                if entries:
-                    self._found_any = self._usable = True
+                self._found_any = self._found_any or len(entries) > 0
+                if entries or self._lost.get("skipped", 0) == skipped:
+                    self._usable = True
                 return entries
             self._next_epoch(self._epochs[0])
         return None
