@@ -127,8 +127,11 @@ class PoolBatcher:
         """(start, length) of each segment of a sample; [] if it is dropped, None if refused."""
         return self.cut.segments(length)
 
-    def take(self, waiting: list[Entry], step: int) -> tuple[MicroBatch, list[Entry]]:
-        """Remove the next micro-batch from `waiting`; return it and its entries in row order."""
+    def take(
+        self, waiting: list[Entry], step: int, ending: bool = False
+    ) -> tuple[MicroBatch, list[Entry]]:
+        """Remove the next micro-batch from `waiting`; return it and its entries in row order.
+        `ending`: nothing will be added to `waiting`."""
         layout = self.recipe.layout
         packs: list[list[Entry]] = []
         left = list(self.recipe.limits.columns.values())
@@ -136,49 +139,52 @@ class PoolBatcher:
             first = waiting[0].columns
             if packs and any(most < max(1, one) for most, one in zip(left, first, strict=True)):
                 break  # nothing left for another row
-            packs.append(self._pack(waiting, step, left))
+            packs.append(self._pack(waiting, step, left, ending))
             for entry in packs[-1] if left else ():
                 left = [most - one for most, one in zip(left, entry.columns, strict=True)]
         taken = packs[0] if len(packs) == 1 else [entry for pack in packs for entry in pack]
         rows = layout.rows_of(packs)
         return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
 
-    def _pack(self, waiting: list[Entry], step: int, left: list[int]) -> list[Entry]:
+    def _pack(self, waiting: list[Entry], step: int, left: list[int], ending: bool) -> list[Entry]:
         lengths = np.array([entry.length for entry in waiting], np.int64)
         if self._alignment > 1:
             lengths = rounded_up(lengths, self._alignment)
         room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
         if not left and self.recipe.limits.cost is None:
-            chosen = self._selected(lengths, room, None)
+            chosen = self._selected(lengths, room, None, ending)
         else:
             columns = np.array([entry.columns for entry in waiting], np.int64)
-            chosen = self._limited(lengths, room, columns.reshape(len(waiting), len(left)), left)
+            columns = columns.reshape(len(waiting), len(left))
+            chosen = self._limited(lengths, room, columns, left, ending)
         pack = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
             del waiting[at]
         return pack
 
     def _limited(
-        self, lengths: IntArray, room: Room, columns: IntArray, left: list[int]
+        self, lengths: IntArray, room: Room, columns: IntArray, left: list[int], ending: bool
     ) -> list[int]:
         """The next pack within the limits on columns and cost. One column is a part of the
         selection. Of several, the samples that would be selected without them come first."""
         shares = np.minimum(self.sample_columns.shares, np.maximum(left, 1))
         if len(left) == 1 and self.recipe.limits.cost is None:
             counted = replace(room, counted=int(shares[0]))
-            return self._selected(lengths, counted, columns[:, 0])
-        first = self._selected(lengths, room, None)
+            return self._selected(lengths, counted, columns[:, 0], ending)
+        first = self._selected(lengths, room, None, ending)
         others = np.delete(np.arange(len(lengths)), first).tolist()
         limits = further_limits(self.recipe, lengths, columns, shares)
         return limits.within(lengths, room, first + others)
 
-    def _selected(self, lengths: IntArray, room: Room, counted: IntArray | None) -> list[int]:
+    def _selected(
+        self, lengths: IntArray, room: Room, counted: IntArray | None, ending: bool
+    ) -> list[int]:
         """Indices in the pool of the next pack. The first is the oldest, or its leader."""
         chosen: list[int]
         if self.strategy != "fullest":
             chosen = select(self.strategy, lengths, room, counted).tolist()
             return chosen
-        order = leader_first(lengths)
+        order = leader_first(lengths, ending)
         counts = None if counted is None else counted[order]
         chosen = order[select(self.strategy, lengths[order], room, counts)].tolist()
         return chosen

@@ -18,13 +18,14 @@ _PRIME, _FACTOR = 2147483647, 48271  # products fit 64 bits
 
 
 @kernel
-def leader_first(lengths: IntArray) -> IntArray:
+def leader_first(lengths: IntArray, ending: bool) -> IntArray:
     """The indices of a pool, the leader first, then the others in order.
 
-    The leader is drawn from the older half by a hash of the lengths.
+    The leader is drawn from the older half by a hash of the lengths. If the epoch is `ending`, so
+    that nothing more will be read, it is the longest: fewer micro-batches hold the rest.
 
-    >>> leader_first(np.array([7, 3])).tolist()
-    [0, 1]
+    >>> leader_first(np.array([3, 7]), ending=True).tolist()
+    [1, 0]
     """
     n = lengths.shape[0]
     value, tokens = np.int64(1), np.int64(0)
@@ -32,7 +33,9 @@ def leader_first(lengths: IntArray) -> IntArray:
         value = (value * _FACTOR + lengths[i]) % _PRIME
         tokens += lengths[i] if i < (n + 1) // 2 else 0
     at = 0
-    if value % _OLDEST:
+    if ending:
+        at = int(np.argmax(lengths))
+    elif value % _OLDEST:
         drawn = (value * _FACTOR % _PRIME) * tokens // _PRIME
         before = lengths[0]
         while before <= drawn:

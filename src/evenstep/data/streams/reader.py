@@ -93,7 +93,7 @@ class PoolReader:
             self._fill()
             if not self._waiting:
                 break
-            micro, taken = self._batcher.take(self._waiting, number)
+            micro, taken = self._batcher.take(self._waiting, number, self._ended)
             if self._items.count is None:
                 micro, taken = _distinct(micro, taken, owners)
             micro_batches.append(micro)
