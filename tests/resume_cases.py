@@ -27,6 +27,7 @@ from evenstep.data.streams.position import StreamPosition
 from evenstep.errors import EvenstepError
 from evenstep.planning.overflow import segments_of
 from evenstep.testing import Case, cases
+from tests.pooled_cases import pooled_cases
 
 SegmentKey: TypeAlias = tuple[int, int, int]
 """(sample, start, length)"""
@@ -214,5 +215,8 @@ def _of_micro_batches(recipe: Recipe, count: int) -> Recipe:
     return replace(recipe, steps=Steps(micro_batches=count * recipe.topology.multiple))
 
 
-KINDS: dict[str, Callable[[int], SearchStrategy[Any]]] = {"planned": planned_cases}
-"""From the largest number of samples to the cases of a kind of stream. Pools follow."""
+KINDS: dict[str, Callable[[int], SearchStrategy[Any]]] = {
+    "planned": planned_cases,
+    "pooled": pooled_cases,
+}
+"""From the largest number of samples to the cases of a kind of stream."""

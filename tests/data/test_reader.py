@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -13,15 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Packed, Recipe, Steps, Topology
+from evenstep import Limits, Packed, Recipe, Steps, Topology
 from evenstep.core.cursor import Cursor
 from evenstep.core.identity import sample_number
 from evenstep.core.step import Step
 from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.mapped import Mapped
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream, merge_cursors
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
 
 PACKED = Recipe(layout=Packed(max_tokens=9))
@@ -154,11 +157,11 @@ def test_skipping_one_sample_of_an_item_keeps_the_others() -> None:
 
 def test_malformed_labels_raise_an_error_that_names_the_sample() -> None:
     source = InMemory([{"input_ids": [1, 2], "labels": [[1], [2, 3]]}])
-    pool = Pool(samples=2, tokens=0, loss_tokens=4)
+    recipe = replace(PACKED, limits=Limits(columns={"loss_tokens": 4}))
     with pytest.raises(SampleError, match="sample 0 cannot be read"):
-        list(stream_of(source, pool=pool))
-    with pytest.warns(UserWarning, match="1 skipped"):
-        assert list(stream_of(source, pool=pool, on_error="skip")) == []
+        list(stream_of(source, recipe=recipe))
+    with pytest.raises(InputError, match=r"skipped all of the 1 items.* sample 0 cannot be read"):
+        list(stream_of(source, recipe=recipe, on_error="skip"))
 
 
 def test_samples_lost_after_the_last_step_give_a_warning() -> None:
@@ -168,6 +171,45 @@ def test_samples_lost_after_the_last_step_give_a_warning() -> None:
     with pytest.warns(UserWarning, match="after its last step: 1 dropped, 1 skipped"):
         steps = list(stream)
     assert [dict(step.lost) for step in steps] == [{}]
+
+
+def test_the_first_skipped_sample_is_named_once() -> None:
+    def transform(item: int) -> dict[str, Any]:
+        if item % 2 == 0:
+            raise KeyError("typo")
+        return sample(item, 3)
+
+    source = Transformed(transform)
+    with pytest.warns(UserWarning, match=r"The first: sample 0 cannot be read \(KeyError") as seen:
+        steps = list(stream_of(source, on_error="skip"))
+    assert len(seen) == 1
+    assert sum(step.lost.get("skipped", 0) for step in steps) == 20
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_skipping_everything_is_an_error_that_names_the_first(endless: bool) -> None:
+    def transform(item: int) -> dict[str, Any]:
+        raise KeyError("typo")
+
+    for ranks in (1, 2):
+        stream = stream_of(Transformed(transform), 0, ranks, on_error="skip", infinite_loop=endless)
+        with pytest.raises(InputError, match=r"skipped all of the \d+ items.*KeyError: 'typo'"):
+            list(stream)
+
+
+class Transformed:
+    """Forty items, each made by a function."""
+
+    fingerprint = "transformed"
+
+    def __init__(self, transform: Callable[[int], Any]) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, item: int) -> Any:
+        return self.transform(item)
 
 
 def test_resuming_reads_an_item_of_several_samples_once() -> None:
@@ -226,7 +268,7 @@ def test_an_unreadable_sample_of_the_pool_is_skipped_on_resume(ranks: int) -> No
     assert sum(step.lost.get("skipped", 0) for step in again) == 0
     strict = stream_of(Fading((2, 4)), ranks - 1, ranks, **more)
     strict.load_state_dict(reloaded(first.cursor))
-    with pytest.raises(SampleError, match="sample 2 cannot be read"):
+    with pytest.raises(SampleError, match=r"sample [24] cannot be read"):
         next(iter(strict))
 
 
@@ -259,19 +301,20 @@ def test_an_item_with_fewer_samples_than_before_raises() -> None:
 def test_rows_of_a_micro_batch_share_its_loss_tokens_and_its_warmup() -> None:
     source = InMemory([sample(i, 5) for i in range(200)])
     recipe = Recipe(layout=Packed(rows=4, pad_to=20))
-    limited = stream_of(source, recipe=recipe, pool=Pool(samples=16, loss_tokens=10))
-    assert {m.tokens for step in limited for m in step.micro_batches} == {10}
+    limits = Limits(columns={"loss_tokens": 16})
+    limited = stream_of(source, recipe=replace(recipe, limits=limits), pool=Pool(samples=16))
+    assert {m.tokens for step in limited for m in step.micro_batches} == {20}
     warming = Pool(samples=16, warmup_steps=4, warmup_tokens=20)
     grown = stream_of(source, recipe=recipe, pool=warming)
     assert [step.micro_batches[0].tokens for step in islice(grown, 6)] == [20, 20, 40, 60, 80, 80]
 
 
 def test_limits_that_rows_cannot_share_are_refused() -> None:
-    source, layout = InMemory([sample(0, 5)]), Packed(rows=4, pad_to=20)
+    layout = Packed(rows=4, pad_to=20)
     with pytest.raises(ConfigError, match=r"layout\.samples must be a multiple of layout\.rows, 4"):
         Packed(rows=4, pad_to=20, samples=3)
-    with pytest.raises(ConfigError, match=r"pool\.loss_tokens must be at least 4"):
-        stream_of(source, recipe=Recipe(layout=layout), pool=Pool(loss_tokens=3))
+    with pytest.raises(ConfigError, match=r"loss_tokens must be at least layout\.rows, 4"):
+        Recipe(layout=layout, limits=Limits(columns={"loss_tokens": 3}))
 
 
 # Positions -----------------------------------------------------------------------------------
@@ -342,10 +385,12 @@ def test_cursors_of_different_steps_are_not_merged(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", [InMemory, Iterated])
+@pytest.mark.parametrize("kind", [Mapped, Iterated])
 def test_cursors_of_ended_ranks_are_merged_with_those_that_go_on(kind: Any, workers: int) -> None:
     # The samples of rank 0 are short, so it ends before rank 1.
-    data = [sample(i, 1 if i // workers % 2 == 0 else 9) for i in range(40)]
+    dealt = [RemainingEpoch(0, 40).positions(w, 2 * workers).tolist() for w in range(workers)]
+    short = {item for items in dealt for item in items}
+    data = [sample(i, 1 if i in short else 9) for i in range(40)]
     cursors: list[Cursor] = []
     seen: list[int] = []
     for rank in range(2):

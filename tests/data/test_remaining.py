@@ -3,155 +3,231 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.data.streams.remaining import ReaderState, RemainingEpoch, merged
+from evenstep.core.ragged import IntArray
+from evenstep.data.streams.deal import Deal
+from evenstep.data.streams.length_deal import WINDOW, LengthDeal
+from evenstep.data.streams.reader_state import ReaderState, all_waiting, merged, redealt
+from evenstep.data.streams.remaining import RemainingEpoch
 
-Element = tuple[int, int] | int
+FAR = 60  # more turns than are compared
 
 
-def elements(remaining: RemainingEpoch, reader: int = 0, readers: int = 1) -> list[Element]:
-    found: list[Element] = []
-    index = reader
-    while (element := remaining[index]) is not None:
-        found.append(element)
-        index += readers
+def positions(remaining: RemainingEpoch, reader: int = 0, readers: int = 1) -> list[int]:
+    found: list[int] = remaining.positions(reader, readers, 0, FAR).tolist()
     return found
 
 
-epochs = st.builds(
-    RemainingEpoch,
-    st.just(0),
-    st.lists(st.tuples(st.integers(100, 200), st.just(0)), max_size=5, unique=True).map(tuple),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 7)), max_size=4).map(
-        tuple
-    ),
+# Deals -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 5))
+def test_readers_take_every_block_one_element_each(readers: int, size: int, key: int) -> None:
+    deal = Deal(readers, key)
+    turns = deal.num_turns(size)
+    taken = [deal.elements(reader, np.arange(n)) for reader, n in enumerate(turns)]
+    assert sorted(np.concatenate(taken).tolist()) == list(range(size))
+    for mine in taken:
+        assert (mine // readers).tolist() == list(range(len(mine)))
+
+
+@given(st.integers(1, 64), st.integers(0, 5), st.data())
+def test_a_reader_visits_every_place_as_often_as_any_other(
+    readers: int, key: int, data: st.DataObject
+) -> None:
+    deal = Deal(readers, key)
+    reader = data.draw(st.integers(0, readers - 1))
+    places = deal.elements(reader, np.arange(3 * readers)) % readers
+    for begin in range(0, 3 * readers, readers):
+        assert sorted(places[begin : begin + readers].tolist()) == list(range(readers))
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 5, 8, 16, 32, 96])
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 7, 13, 16, 64])
+def test_a_reader_sees_every_kind_of_periodic_data_equally_often(readers: int, period: int) -> None:
+    turns, reader = 40_000, readers // 2
+    kinds = Deal(readers, 0).elements(reader, np.arange(turns)) % period
+    shares = np.bincount(kinds, minlength=period) / turns
+    assert np.abs(shares * period - 1).max() < 0.15  # 0.1 is five standard deviations at most
+
+
+@given(st.integers(1, 12), st.integers(0, 900), st.integers(0, 5))
+def test_a_deal_by_length_gives_every_block_to_the_readers_one_element_each(
+    readers: int, size: int, key: int
+) -> None:
+    deal = LengthDeal(Deal(readers, key), size, lambda elements: lengths_at(key, elements))
+    turns = deal.num_turns(size)
+    taken = [deal.elements(reader, np.arange(n)) for reader, n in enumerate(turns)]
+    assert sorted(np.concatenate(taken).tolist()) == list(range(size))
+    for mine in taken:
+        assert (mine // readers).tolist() == list(range(len(mine)))
+    some = np.arange(readers)[: readers // 2 + 1]
+    here = np.arange(min(turns.tolist()))
+    for which in range(len(some)):
+        found = deal.nth(some, here, np.full(len(here), which))
+        places = np.sort([deal.elements(reader, here) for reader in some.tolist()], axis=0)
+        assert found.tolist() == places[which].tolist()
+
+
+@pytest.mark.parametrize("readers", [2, 8, 64])
+def test_readers_get_equal_numbers_of_tokens(readers: int) -> None:
+    lengths = np.random.default_rng(0).lognormal(6, 1.2, WINDOW * 5 * readers + 3).astype(int)
+    deal = LengthDeal(Deal(readers, 0), len(lengths), lambda elements: lengths[elements])
+    turns = deal.num_turns(len(lengths))
+    loads = [lengths[deal.elements(r, np.arange(n))].sum() for r, n in enumerate(turns)]
+    assert max(loads) / np.mean(loads) < 1.005
+    plain = [lengths[r::readers].sum() for r in range(readers)]
+    assert max(plain) / np.mean(plain) > 1.02
+
+
+# What remains ----------------------------------------------------------------------------------
+
+Change = list[int | None]
+
+
+def plainly(count: int, epoch: int, changes: Sequence[Change]) -> list[int]:
+    """What remains, by lists."""
+    left = list(range(count))
+    for change in changes:
+        deal = Deal(len(change), epoch)
+        gone = set()
+        for reader, read in enumerate(change):
+            mine = deal.elements(reader, np.arange(FAR))
+            gone |= set(mine[: FAR if read is None else read].tolist())
+        left = [element for index, element in enumerate(left) if index not in gone]
+    return left
+
+
+changes = st.lists(
+    st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=5), max_size=4
 )
 
 
-@given(epochs, st.integers(1, 5))
-def test_readers_share_an_epoch_without_overlap(remaining: RemainingEpoch, readers: int) -> None:
-    whole = elements(remaining)
-    shares = [elements(remaining, reader, readers) for reader in range(readers)]
-    interleaved = [shares[i % readers][i // readers] for i in range(len(whole))]
-    assert interleaved == whole
+def lengths_at(epoch: int, positions: IntArray) -> IntArray:
+    found: IntArray = (positions * 7919 + epoch) ** 2 % 97 % 23 + 1
+    return found
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+@given(st.integers(0, 40), st.integers(0, 3), changes, st.integers(1, 5))
+@settings(max_examples=200)
+def test_what_remains_is_what_no_reader_has_read(
+    by_length: bool, count: int, epoch: int, changes: list[Change], readers: int
+) -> None:
+    remaining = RemainingEpoch(epoch, count)
+    if by_length:
+        remaining = remaining.measured(lengths_at, new=True)
+        expected = list(range(count))
+    for change in changes:
+        if by_length:
+            taken = [
+                positions(remaining, reader, len(change))[: FAR if read is None else read]
+                for reader, read in enumerate(change)
+            ]
+            expected = [p for p in expected if not any(p in mine for mine in taken)]
+        remaining = remaining.rest(change)
+    if not by_length:
+        expected = plainly(count, epoch, changes)
+    assert remaining.size == len(expected)
+    assert positions(remaining) == expected
+    shares = [positions(remaining, reader, readers) for reader in range(readers)]
+    assert sorted(p for share in shares for p in share) == expected
+    assert all(share == sorted(share) for share in shares)
     assert RemainingEpoch.from_list(json.loads(json.dumps(remaining.to_list()))) == remaining
 
 
-@given(epochs, st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=5))
-@settings(max_examples=300)
-def test_rest_is_what_no_reader_has_read(remaining: RemainingEpoch, read: list[int | None]) -> None:
-    readers = len(read)
-    expected: list[Element] = []
-    for reader, count in enumerate(read):
-        mine = elements(remaining, reader, readers)
-        expected += mine[len(mine) if count is None else count :]
-    rest = elements(remaining.rest(read))
-    assert sorted(map(str, rest)) == sorted(map(str, expected))
+@given(changes, st.integers(1, 3))
+def test_no_position_before_an_unknown_end_is_lost(changes: list[Change], readers: int) -> None:
+    remaining = RemainingEpoch(0, None)
+    for change in changes:
+        remaining = remaining.rest(change)
+    expected = [p for p in plainly(400, 0, changes) if p < 30]
+    shares = [positions(remaining, reader, readers) for reader in range(readers)]
+    assert sorted(p for share in shares for p in share if p < 30) == expected
+    assert all(share == sorted(share) for share in shares)
+
+
+def test_changes_that_have_been_read_past_are_forgotten() -> None:
+    remaining = RemainingEpoch(0, 10_000)
+    for change in ([9, 7, 8, 5], [30, 31], [20, 20, 21], [50]):
+        remaining = remaining.rest(change)
+    assert len(remaining.changes) == 1
+    assert remaining.size == 10_000 - 9 - 7 - 8 - 5 - 61 - 61 - 50
+    again = remaining.rest([1] * 8)
+    assert again.size is not None
+    assert again.changes == ((10_000 - again.size,),)
+
+
+# States of readers -----------------------------------------------------------------------------
 
 
 @given(st.integers(0, 40), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_every_position_is_read_once_after_any_changes_of_reader_count(
     count: int, sizes: list[int], data: st.DataObject
 ) -> None:
-    left_over: tuple[RemainingEpoch, ...] = (RemainingEpoch.whole(0, count),)
+    states = [ReaderState.fresh(0, 1, 0, count)]
     seen: list[int] = []
     for readers in sizes:
+        dealt = [redealt(states, reader, readers, count) for reader in range(readers)]
         states = []
-        for reader in range(readers):
-            mine = [e for remaining in left_over for e in elements(remaining, reader, readers)]
-            read = data.draw(st.integers(0, len(mine)))
+        for reader, state in enumerate(dealt):
+            (left,) = state.epochs
+            pool = [sample for _, sample, _ in state.waiting] + positions(left, reader, readers)
+            read = data.draw(st.integers(len(state.waiting), len(pool)))
             held = data.draw(st.integers(0, read))  # the last of these are in the pool
-            sample_ids = [e if isinstance(e, int) else e[0] for e in mine[:read]]
-            seen += sample_ids[: read - held]
+            seen += pool[: read - held]
             states.append(
                 ReaderState(
-                    reader=reader, readers=readers, epochs=left_over, read=read,
-                    waiting=tuple((0, i, 0) for i in sample_ids[read - held :]),
+                    reader=reader, readers=readers, epochs=(left,), read=read - len(state.waiting),
+                    waiting=tuple((0, i, 0) for i in pool[read - held : read]),
                 )
             )  # fmt: skip
-            state = states[-1]
-            copy = ReaderState.from_dict(json.loads(json.dumps(state.to_dict())), reader, readers)
-            assert copy == state
-        left_over = merged(states, count)
-        assert len(left_over) == 1
-    rest = [e if isinstance(e, int) else e[0] for e in elements(left_over[0])]
-    assert sorted(seen + rest) == list(range(count))
+            now = states[-1]
+            copy = ReaderState.from_dict(json.loads(json.dumps(now.to_dict())), reader, readers)
+            assert copy == now
+    (left,) = merged(states, count)
+    waiting = [sample for _, sample, _ in all_waiting(states, in_order=False)]
+    assert sorted(seen + waiting + positions(left)) == list(range(count))
 
 
 def test_readers_in_different_epochs_leave_a_remainder_of_each() -> None:
-    ahead = ReaderState(reader=0, readers=2, epochs=(RemainingEpoch.whole(1, 6),), read=1)
+    ahead = ReaderState(reader=0, readers=2, epochs=(RemainingEpoch(1, 6),), read=1)
     behind = ReaderState(
-        reader=1, readers=2, epochs=(RemainingEpoch.whole(0, 6),), read=1, waiting=((0, 1, 0),)
+        reader=1, readers=2, epochs=(RemainingEpoch(0, 6),), read=1, waiting=((0, 1, 0),)
     )
+    mine = positions(RemainingEpoch(0, 6), 1, 2)
     first, second = merged([behind, ahead], 6)
-    assert (first.epoch, elements(first)) == (0, [(1, 0), 3, 5])
-    assert (second.epoch, sorted(map(str, elements(second)))) == (1, ["1", "2", "3", "4", "5"])
+    assert (first.epoch, positions(first)) == (0, mine[1:])
+    gone = positions(RemainingEpoch(1, 6), 0, 2)[0]
+    assert (second.epoch, positions(second)) == (1, [p for p in range(6) if p != gone])
 
 
 def test_a_finished_epoch_is_not_read_again() -> None:
-    behind = (
-        RemainingEpoch(3, ((1, 0),)),
-        RemainingEpoch(5, ((2, 0),)),
-        RemainingEpoch.whole(6, 4),
-    )
+    one = RemainingEpoch(3, 4).rest([3])
+    behind = (one, RemainingEpoch(5, 4).rest([2]), RemainingEpoch(6, 4))
     states = [
         ReaderState(reader=0, readers=2, epochs=behind),
-        ReaderState(reader=1, readers=2, epochs=(RemainingEpoch.whole(8, 4),)),
+        ReaderState(reader=1, readers=2, epochs=(RemainingEpoch(8, 4),)),
     ]
-    left = {remaining.epoch: elements(remaining) for remaining in merged(states, 4)}
+    left = {remaining.epoch: positions(remaining) for remaining in merged(states, 4)}
     # Reader 0 has not read its half of epochs 6 and 7, and has nothing left of epoch 4.
-    half = [0, 2]
-    assert left == {3: [(1, 0)], 4: [], 5: [(2, 0)], 6: half, 7: half, 8: [0, 1, 2, 3]}
+    halves = {epoch: positions(RemainingEpoch(epoch, 4), 0, 2) for epoch in (6, 7)}
+    mine = {3: positions(one, 0, 2), 5: positions(behind[1], 0, 2)}
+    expected = {**mine, **halves, 8: [0, 1, 2, 3]}
+    assert left == {epoch: found for epoch, found in expected.items() if found}
 
 
-def test_an_epoch_of_unknown_length_leaves_an_unbounded_tail() -> None:
-    states = [
-        ReaderState(reader=s, readers=2, epochs=(RemainingEpoch.whole(0, None),), read=read)
-        for s, read in enumerate((3, 1))
-    ]
-    (remaining,) = merged(states, None)
-    assert remaining.spans == ((3, 2, 2), (6, 1, None))
-
-
-def test_unbounded_spans_are_interleaved_in_order_of_position() -> None:
-    whole = RemainingEpoch.whole(0, None)
-    rest = whole.rest([None, 2, 4])  # reader 0 of 3 is at the end
-    assert rest.spans == ((7, 3, 2), (13, 3, None), (14, 3, None))
-    assert [rest[index] for index in range(8)] == [7, 10, 13, 14, 16, 17, 19, 20]
-
-
-@given(
-    st.lists(
-        st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=4),
-        min_size=1,
-        max_size=4,
-    ),
-    st.integers(1, 3),
-)
-def test_no_position_before_an_unknown_end_is_lost_when_reader_counts_change(
-    changes: list[list[int | None]], readers: int
-) -> None:
-    """Readers read in order up to an unknown end; `expected` is a plain list of positions."""
-    far = 300  # well past the positions that are compared
-    remaining, expected = RemainingEpoch.whole(0, None), list(range(far))
-    for read in changes:
-        size = len(read)
-        expected = sorted(
-            position
-            for reader, count in enumerate(read)
-            if count is not None
-            for position in _all(remaining, far)[reader::size][count:]
-        )
-        remaining = remaining.rest(read)
-    found = [p for reader in range(readers) for p in _all(remaining, far)[reader::readers]]
-    assert sorted(p for p in found if p < 60) == [p for p in expected if p < 60]
-    unbounded = [remaining[i] for i in range(far) if remaining.span_end(i) is None]
-    assert [p for p in unbounded if p is not None] == sorted(p for p in unbounded if p is not None)
-
-
-def _all(remaining: RemainingEpoch, far: int) -> list[int]:
-    found = (remaining[index] for index in range(far))
-    return [position for position in found if isinstance(position, int)]
+def test_an_epoch_of_unknown_length_is_left_in_order() -> None:
+    rest = RemainingEpoch(0, None).rest([None, 2, 4])  # reader 0 of 3 is at the end
+    found = positions(rest)
+    assert all(one < other for one, other in pairwise(found))
+    others = [positions(RemainingEpoch(0, None), reader, 3) for reader in (1, 2)]
+    expected = sorted(others[0][2:] + others[1][4:])
+    assert found[:30] == expected[:30]

@@ -1,4 +1,4 @@
-"""Planned streams stop after any micro-batch and continue on other ranks, each sample once."""
+"""Streams stop anywhere and continue on other ranks, each sample once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from evenstep import Packed, Padded, Recipe, Steps
 from evenstep.core.layout import Layout
 from evenstep.testing import Case
 from tests.examples import examples
+from tests.pooled_cases import PooledCase, pooled_cases
 from tests.resume_cases import PlannedCase, Stage, planned_cases
 
 CHANGES = ((1, 2), (2, 1), (2, 4), (3, 2), (4, 1), (4, 4))
@@ -26,6 +27,19 @@ def test_a_run_that_stops_anywhere_runs_every_sample_once(case: PlannedCase) -> 
 @examples(1000)
 @pytest.mark.slow
 def test_a_thousand_runs_that_stop_anywhere(case: PlannedCase) -> None:
+    case.check()
+
+
+@given(pooled_cases())
+@examples(100)
+def test_a_pooled_run_that_stops_anywhere_runs_every_token_once(case: PooledCase) -> None:
+    case.check()
+
+
+@given(pooled_cases())
+@examples(1000)
+@pytest.mark.slow
+def test_a_thousand_pooled_runs_that_stop_anywhere(case: PooledCase) -> None:
     case.check()
 
 

@@ -29,7 +29,8 @@ from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream, merge_cursors
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.pooled_cursor import merge_cursors
 from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError, SampleError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
@@ -626,3 +627,32 @@ def test_pin_memory_pins_the_batches_of_a_step() -> None:
     step = next(iter(stream_of("planned")))
     assert replace(step, batches=(Pinnable(), 3)).pin_memory().batches == ("pinned", 3)
     assert step.pin_memory() is step
+
+
+class Noisy:
+    """Samples with a random number of the process that reads them."""
+
+    fingerprint = "noisy"
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, item: int) -> Any:
+        return {"input_ids": [item] * 3, "noise": float(torch.rand(()))}
+
+
+def test_random_numbers_of_workers_do_not_start_over_on_resume() -> None:
+    def loader() -> StreamLoader:
+        stream = PooledStream(
+            Noisy(), Recipe(layout=Packed(max_tokens=9)), pool=Pool(samples=2, tokens=0)
+        )
+        return StreamLoader(stream, num_workers=1)
+
+    def noise(step: Step) -> set[float]:
+        return {sample["noise"] for sample in step.samples.values()}
+
+    first = next(iter(loader()))
+    resumed = loader()
+    resumed.load_state_dict(first.cursor.to_dict())
+    assert not noise(next(iter(resumed))) & noise(first)
+    assert noise(next(iter(loader()))) == noise(first)

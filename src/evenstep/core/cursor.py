@@ -64,18 +64,22 @@ class Cursor:
         assert isinstance(step, int)
         return cls(belongs=dict(belongs), step=step, place=dict(place))
 
-    def check(self, belongs: Mapping[str, str]) -> None:
-        """Raise if the cursor belongs to another stream."""
-        differing = [
-            f"{name} was {self.belongs.get(name, 'not given')!s} and is "
+    def differences(self, belongs: Mapping[str, str]) -> dict[str, str]:
+        """What differs from the stream of this cursor, by name, in words."""
+        return {
+            name: f"{name} was {self.belongs.get(name, 'not given')!s} and is "
             f"{belongs.get(name, 'not given')!s}"
             for name in sorted({*self.belongs, *belongs})
             if self.belongs.get(name) != belongs.get(name)
-        ]
+        }
+
+    def check(self, belongs: Mapping[str, str]) -> None:
+        """Raise if the cursor belongs to another stream."""
+        differing = self.differences(belongs)
         if differing:
             raise CursorError(
-                f"the cursor belongs to another stream: {'; '.join(differing)}. Resuming would "
-                f"repeat or lose samples. Restore the stream as it was, or start without the "
+                f"the cursor belongs to another stream: {'; '.join(differing.values())}. Resuming "
+                f"would repeat or lose samples. Restore the stream as it was, or start without the "
                 f"cursor."
             )
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from evenstep.data.sources.token_writer import TokenFileWriter, write_token_file
     from evenstep.data.streams.feed import FedMicroBatch, Feed
     from evenstep.data.streams.pool import Pool
-    from evenstep.data.streams.pooled import merge_cursors
+    from evenstep.data.streams.pooled_cursor import merge_cursors
     from evenstep.data.streams.separate import separate_lengths
     from evenstep.data.streams.stream import until_all_end
 
@@ -67,7 +67,7 @@ if not TYPE_CHECKING:
             "sources.token_writer": ["TokenFileWriter", "write_token_file"],
             "streams.feed": ["FedMicroBatch", "Feed"],
             "streams.pool": ["Pool"],
-            "streams.pooled": ["merge_cursors"],
+            "streams.pooled_cursor": ["merge_cursors"],
             "streams.separate": ["separate_lengths"],
             "streams.stream": ["until_all_end"],
         },

@@ -1,6 +1,7 @@
 """Streams and batches -> **what other systems take**. Everything here needs torch.
 
 dataloader   a stream as a torch dataset, and a loader that knows its position
+run_state    the state of a whole run, gathered from all ranks
 sampler      a planned stream as a batch sampler, for DataLoader, accelerate and the HF Trainer
 hf_attention attention within segments for transformers models: attn_implementation="evenstep"
 huggingface  how transformers models are called, and which keep segments apart; in hf_forward,

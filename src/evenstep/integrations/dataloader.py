@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenstep.core.cursor import Cursor
 from evenstep.core.step import Step
 from evenstep.core.validate import truth_value, whole_number
+from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.parcel import Parcel, register
@@ -166,13 +168,13 @@ class StreamLoader:
         self._now: Cursor | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        if self._loader is None:
-            # A separate generator: drawing from torch's would change the dropout of a resumed run.
-            seeds = torch.Generator().manual_seed(torch.initial_seed())
-            options = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
-            self._loader = DataLoader(self._dataset, **{**options, **self._options})
         # Includes the start of every worker, also of those that have not yielded a step yet.
         self._now = now = start = self.stream.start(max(1, self.num_workers))
+        if self._loader is None:
+            # A separate generator: drawing from torch's would change the dropout of a resumed run.
+            seeds = torch.Generator().manual_seed(_seed_of_workers(start))
+            options = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
+            self._loader = DataLoader(self._dataset, **{**options, **self._options})
         with torch.device("cpu"):  # torch draws the seeds of workers on the default device
             ready = iter(self._loader)
         steps: Iterator[Step] = _received(ready)
@@ -184,6 +186,8 @@ class StreamLoader:
             for number, step in enumerate(islice(steps, left), start.step):
                 if self._dataset.collate and step.batches is None:  # an empty step after the end
                     step = step.collated(self._dataset.collate)
+                if self.num_workers and isinstance(self.stream, PooledStream):
+                    self.stream.observe(step)
                 joined = self.stream.join([now, step.cursor]) if step.cursor.place else now
                 self._now = now = replace(joined, step=number + 1)
                 yield replace(step, number=number, cursor=now)
@@ -201,9 +205,10 @@ class StreamLoader:
         now = self.stream.start(max(1, self.num_workers)) if self._now is None else self._now
         return now.to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start after the step that the state was taken at."""
-        self.stream.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start after the step that the state was taken at. `allow` names settings of a pooled
+        stream that may have changed since; see `PooledStream.load_state_dict`."""
+        self.stream.load_state_dict(state, allow)
         self._loader, self._now = None, None  # persistent workers have a copy of the old stream
 
     def set_epoch(self, epoch: int) -> None:
@@ -247,6 +252,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
             "in_order must be True: a cursor cannot express steps that are done out of order. "
             "Remove the option."
         )
+
+
+def _seed_of_workers(start: Cursor) -> int:
+    """Differs between ranks and starts, so that a resumed run does not repeat random numbers."""
+    text = f"{torch.initial_seed()} {start.to_dict()['digest']}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
 def _worker() -> tuple[int, int]:

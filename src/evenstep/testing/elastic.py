@@ -15,7 +15,7 @@ from evenstep.core.cursor import Cursor
 from evenstep.core.identity import sample_name
 from evenstep.core.step import Step
 from evenstep.core.world import World
-from evenstep.data.streams.pooled import merge_cursors
+from evenstep.data.streams.pooled_cursor import merge_cursors
 from evenstep.errors import InputError
 from evenstep.testing.content import content_of
 from evenstep.testing.resume import Key, Resumable, ResumeError, compared, copied, is_cursor

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 
 from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.core.validate import MOST
+from evenstep.data.streams.cut import Cut
+from evenstep.data.streams.further_limits import further_limits
+from evenstep.data.streams.leader import leader_first
 from evenstep.data.streams.pool import Entry, Pool
+from evenstep.data.streams.sample_columns import ColumnOf, SampleColumns
 from evenstep.errors import ConfigError
 from evenstep.planning.batching.selection import Room, select
-from evenstep.planning.overflow import refused, segments_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class PoolBatcher:
 
     recipe: Recipe
     pool: Pool
+    columns: Mapping[str, ColumnOf] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         recipe, layout = self.recipe, self.recipe.layout
@@ -34,6 +40,7 @@ class PoolBatcher:
                 f"{', '.join(layout.pool_strategies)}."
             )
         self._refuse_options()
+        assert self.sample_columns is not None  # refuses columns without a function
         if recipe.steps.samples is not None or recipe.steps.tokens is not None:
             raise ConfigError(
                 "steps.samples and steps.tokens cannot be used with a pool, because a rank does "
@@ -49,12 +56,6 @@ class PoolBatcher:
                 "pool.warmup_steps grows a budget of slots, and this layout has none. Set "
                 "layout.max_tokens, or leave the warm-up out."
             )
-        limit = self.pool.loss_tokens
-        if limit is not None and limit < layout.packs_per_micro_batch:
-            raise ConfigError(
-                f"pool.loss_tokens must be at least {layout.packs_per_micro_batch}, one per row, "
-                f"got {limit}."
-            )
         if recipe.topology.equal_widths and not layout.static:
             raise ConfigError(
                 "this pipeline needs micro-batches of equal shape, which a pool does not guarantee "
@@ -64,7 +65,7 @@ class PoolBatcher:
 
     def _refuse_options(self) -> None:
         """Refuse options that only planning supports."""
-        recipe, limits = self.recipe, self.recipe.limits
+        recipe = self.recipe
         given = dict(recipe.layout.options)
         default = {
             "balance": "refined",
@@ -79,13 +80,15 @@ class PoolBatcher:
             for name, value in default.items()
             if getattr(recipe, name) != value
         }
-        if limits.cost is not None:
-            given["limits.cost"] = limits.cost
-        given |= {f"limits.columns.{name}": most for name, most in limits.columns.items()}
         for name, value in given.items():
             raise ConfigError(
                 f"{name}={value!r} has no effect with a pool. Remove it, or use a PlannedStream."
             )
+
+    @cached_property
+    def sample_columns(self) -> SampleColumns:
+        """What samples take of the limited columns."""
+        return SampleColumns(self.recipe, self.columns)
 
     @cached_property
     def strategy(self) -> str:
@@ -115,45 +118,76 @@ class PoolBatcher:
         """Micro-batches per step."""
         return self.recipe.steps.micro_batches or 1
 
+    @cached_property
+    def cut(self) -> Cut:
+        """How over-long samples become segments."""
+        return Cut(self.longest, self.recipe.overflow)
+
     def segments(self, length: int) -> list[tuple[int, int]] | None:
         """(start, length) of each segment of a sample; [] if it is dropped, None if refused."""
-        if self.longest is None or length <= self.longest:
-            return [(0, length)]
-        lengths, overflow = np.array([length], np.int64), self.recipe.overflow
-        if len(refused(lengths, self.longest, overflow)):
-            return None
-        found, _ = segments_of(lengths, self.longest, overflow)
-        return list(zip(found.start.tolist(), found.length.tolist(), strict=True))
+        return self.cut.segments(length)
 
-    def take(self, waiting: list[Entry], step: int) -> tuple[MicroBatch, list[Entry]]:
-        """Remove the next micro-batch from `waiting`; return it and its entries in row order."""
+    def take(
+        self, waiting: list[Entry], step: int, ending: bool = False
+    ) -> tuple[MicroBatch, list[Entry]]:
+        """Remove the next micro-batch from `waiting`; return it and its entries in row order.
+        `ending`: nothing will be added to `waiting`."""
         layout = self.recipe.layout
         packs: list[list[Entry]] = []
-        left = self.pool.loss_tokens
+        left = list(self.recipe.limits.columns.values())
         while len(packs) < layout.packs_per_micro_batch and waiting:
-            if packs and left is not None and left < max(1, waiting[0].loss_tokens):
-                break  # no loss tokens left for another row
-            packs.append(self._pack(waiting, step, left))
-            left = None if left is None else left - sum(entry.loss_tokens for entry in packs[-1])
+            first = waiting[0].columns
+            if packs and any(most < max(1, one) for most, one in zip(left, first, strict=True)):
+                break  # nothing left for another row
+            packs.append(self._pack(waiting, step, left, ending))
+            for entry in packs[-1] if left else ():
+                left = [most - one for most, one in zip(left, entry.columns, strict=True)]
         taken = packs[0] if len(packs) == 1 else [entry for pack in packs for entry in pack]
         rows = layout.rows_of(packs)
         return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
 
-    def _pack(self, waiting: list[Entry], step: int, left: int | None) -> list[Entry]:
+    def _pack(self, waiting: list[Entry], step: int, left: list[int], ending: bool) -> list[Entry]:
         lengths = np.array([entry.length for entry in waiting], np.int64)
-        counted = None
         if self._alignment > 1:
             lengths = rounded_up(lengths, self._alignment)
-        if self.pool.loss_tokens is not None:
-            counted = np.array([entry.loss_tokens for entry in waiting], np.int64)
         room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
-        if left is not None and room.counted is not None and left < room.counted:
-            room = replace(room, counted=left)
-        chosen = select(self.strategy, lengths, room, counted).tolist()
+        if not left and self.recipe.limits.cost is None:
+            chosen = self._selected(lengths, room, None, ending)
+        else:
+            columns = np.array([entry.columns for entry in waiting], np.int64)
+            columns = columns.reshape(len(waiting), len(left))
+            chosen = self._limited(lengths, room, columns, left, ending)
         pack = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
             del waiting[at]
         return pack
+
+    def _limited(
+        self, lengths: IntArray, room: Room, columns: IntArray, left: list[int], ending: bool
+    ) -> list[int]:
+        """The next pack within the limits on columns and cost. One column is a part of the
+        selection. Of several, the samples that would be selected without them come first."""
+        shares = np.minimum(self.sample_columns.shares, np.maximum(left, 1))
+        if len(left) == 1 and self.recipe.limits.cost is None:
+            counted = replace(room, counted=int(shares[0]))
+            return self._selected(lengths, counted, columns[:, 0], ending)
+        first = self._selected(lengths, room, None, ending)
+        others = np.delete(np.arange(len(lengths)), first).tolist()
+        limits = further_limits(self.recipe, lengths, columns, shares)
+        return limits.within(lengths, room, first + others)
+
+    def _selected(
+        self, lengths: IntArray, room: Room, counted: IntArray | None, ending: bool
+    ) -> list[int]:
+        """Indices in the pool of the next pack. The first is the oldest, or its leader."""
+        chosen: list[int]
+        if self.strategy != "fullest":
+            chosen = select(self.strategy, lengths, room, counted).tolist()
+            return chosen
+        order = leader_first(lengths, ending)
+        counts = None if counted is None else counted[order]
+        chosen = order[select(self.strategy, lengths[order], room, counts)].tolist()
+        return chosen
 
     @cached_property
     def _alignment(self) -> int:
@@ -170,13 +204,12 @@ class PoolBatcher:
     def _room(self, step: int) -> Room:
         """Limits of one pack in a step."""
         layout, unit = self.recipe.layout, self._width_unit
-        packs, counted = layout.packs_per_micro_batch, self.pool.loss_tokens
+        packs = layout.packs_per_micro_batch
         slots, rounding = layout.room(self.recipe)
         budget = self.pool.budget((MOST if slots is None else slots) * packs, step) // packs
         return Room(
             capacity=max(unit, budget // unit * unit),
             unit=rounding,
-            counted=None if counted is None else counted // packs,
             most=None if layout.samples is None else layout.samples // packs,
         )
 

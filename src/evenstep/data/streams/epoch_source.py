@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from evenstep.core.identity import item_and_part
+from evenstep.core.ragged import IntArray
 from evenstep.data.sources.source import (
+    MeasuredSource,
     Sample,
     SequentialSource,
     Source,
@@ -16,23 +18,22 @@ from evenstep.data.sources.source import (
     read_samples,
 )
 from evenstep.data.streams.order import EpochOrder
+from evenstep.data.streams.remaining import LengthsAt
 from evenstep.errors import CursorError
-
-_AHEAD = 256  # positions that are looked up at once
 
 
 class EpochSource:
-    """Reads the samples at a position of an epoch, and samples that were read before.
+    """The items of an epoch by position; reads them, and samples that were read before.
 
     A source with random access is read in the epoch's order. A sequential source is read in its
     own order, and opened again to go back.
     """
 
-    def __init__(self, source: Source, seed: int, shuffle: bool) -> None:
+    def __init__(self, source: Source, seed: int, shuffle: bool, measured: bool = False) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.count = len(source) if has_random_access(source) else None
-        self._found: dict[int, int] = {}
-        self._found_for = -1
+        self.measured = measured
+        """Whether the lengths of all items are known."""
         self.failed = False
         """Whether the source's iterator raised. It is finished then, so nothing can be skipped."""
         self._open: Iterator[Any] | None = None
@@ -40,18 +41,30 @@ class EpochSource:
         self._again_for = (-1, -1)  # epoch, item that was read again last
         self._again: list[tuple[int, Sample]] = []
 
-    def read(self, epoch: int, position: int, stride: int) -> list[tuple[int, Sample]] | None:
-        """(sample id, sample) of every sample at a position; None past the end of the epoch. The
-        next call is likely to be for `position + stride`."""
+    @property
+    def lengths(self) -> LengthsAt | None:
+        """The lengths of the items at positions of an epoch, if the source knows them."""
+        return self._lengths_at if self.measured else None
+
+    def _lengths_at(self, epoch: int, positions: IntArray) -> IntArray:
+        assert self.measured
+        source = cast("MeasuredSource", self.source)
+        return source.lengths_of(np.array(self.items(epoch, positions), np.int64))
+
+    def items(self, epoch: int, positions: IntArray) -> list[int]:
+        """The items at these positions."""
         if self.count is not None:
-            if position >= self.count:
-                return None
-            item = self._found.get(position) if epoch == self._found_for else None
-            if item is None:
-                item = self._look_up(epoch, position, stride)
+            order = EpochOrder(count=self.count, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+            positions = order.samples(positions)
+        items: list[int] = positions.tolist()
+        return items
+
+    def read(self, epoch: int, item: int) -> list[tuple[int, Sample]] | None:
+        """(sample id, sample) of every sample of an item; None past an end that was unknown."""
+        if self.count is not None:
             return read_samples(self.source, item)
-        found, raw = self._raw(epoch, position)
-        return read_samples(self.source, position, raw) if found else None
+        found, raw = self._raw(epoch, item)
+        return read_samples(self.source, item, raw) if found else None
 
     def again(self, epoch: int, sample_id: int) -> Sample:
         """A sample that was read before. Consecutive samples of one item are read once."""
@@ -70,16 +83,6 @@ class EpochSource:
                 f"of it, so the data has changed. Restore the data, or start without the cursor."
             )
         return samples[part][1]
-
-    def _look_up(self, epoch: int, position: int, stride: int) -> int:
-        """The item at a position. Looks up the positions that are likely to follow, too."""
-        assert self.count is not None
-        positions = np.arange(position, min(self.count, position + _AHEAD * stride), stride)
-        order = EpochOrder(count=self.count, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-        items = order.samples(positions)
-        self._found = dict(zip(positions.tolist(), items.tolist(), strict=True))
-        self._found_for = epoch
-        return self._found[position]
 
     def _raw(self, epoch: int, position: int) -> tuple[bool, Any]:
         """(whether there is an item, the raw item) at a position of a sequential source."""

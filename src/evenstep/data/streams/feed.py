@@ -121,7 +121,8 @@ class Feed:
                 raise SampleError(refusal(sample_id, length, self._batcher.recipe))
             self._count += 1
             self._born[sample_id] = time.time() if born is None else born
-            self._waiting += entries_of(0, sample_id, sample, length, segments)
+            columns = self._batcher.sample_columns
+            self._waiting += entries_of(0, sample_id, sample, length, segments, columns)
             self._producers.active = time.monotonic()
             while self._shared and self._full():
                 self._formed.append(self._taken())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, TypeAlias
 
 from evenstep.core.identity import sample_name
@@ -29,9 +30,11 @@ class SampleLookup:
     def __getitem__(self, sample_id: int) -> Sample | None:
         try:
             return self._read(sample_id)
-        except SampleError:
+        except SampleError as error:
             if self.on_error == "raise":
                 raise
+            if not self.skipped:
+                warnings.warn(f"skipping unreadable samples. The first: {error}", stacklevel=2)
             self.skipped.append(sample_id)
             return None
 

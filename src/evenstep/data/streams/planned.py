@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -213,8 +213,12 @@ class PlannedStream:
         """The cursor after the last step that was yielded, as plain data."""
         return self.cursor(self._now).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start after the step that this state was taken at, on any number of ranks."""
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start after the step that this state was taken at, on any number of ranks.
+
+        Between steps, layout, limits and overflow may always change; within a step they cannot.
+        `allow` has no effect; pooled streams need it.
+        """
         cursor = Cursor.from_dict(state)
         belongs = self._belongs(inside="inside" in cursor.place)
         if "lengths" not in cursor.belongs:  # written by version 0.1.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import Literal, NamedTuple, TypeAlias
 
 from evenstep.core.validate import whole_field
 from evenstep.data.sources.source import Sample
+from evenstep.data.streams.cut import Piece
+from evenstep.data.streams.sample_columns import SampleColumns
 from evenstep.errors import ConfigError
 
 Measure: TypeAlias = Callable[[Sample], int]
@@ -23,8 +23,9 @@ class Pool:
     """Size of the pool, and the strategy that selects micro-batches from it.
 
     The pool fills until it holds `samples` samples and `tokens` tokens. Then one micro-batch is
-    taken. It always includes the oldest sample, so a sample waits for at most as many
-    micro-batches as there are samples in the pool.
+    taken. It includes the oldest sample, so a sample waits for at most as many micro-batches as
+    there are samples in the pool. With `fullest` it includes a sample drawn by tokens (`leader`),
+    which is the oldest in at least every other draw on average.
 
     samples         least number of samples before a micro-batch is taken
     tokens          least number of tokens; by default twice the budget, so that a micro-batch can
@@ -33,7 +34,6 @@ class Pool:
                     `greedy` takes what fits, in order. Padded rows: `fullest` chooses the width
                     and rows that hold the most tokens; `prefer_closest` and `prefer_first` are
                     those of cosmos-rl. The default is the first of each.
-    loss_tokens     most loss tokens in a micro-batch, in addition to the bounds of the layout
     warmup_steps    number of steps over which the budget grows from `warmup_tokens` to its full
                     size
 
@@ -44,7 +44,6 @@ class Pool:
     samples: int = 64
     tokens: int | None = None
     strategy: PackedStrategy | PaddedStrategy | None = None
-    loss_tokens: int | None = None
     warmup_steps: int = 0
     warmup_tokens: int | None = None
 
@@ -53,8 +52,6 @@ class Pool:
         if self.tokens is not None:
             whole_field(self, "pool.tokens", least=0)
         whole_field(self, "pool.warmup_steps", least=0)
-        if self.loss_tokens is not None:
-            whole_field(self, "pool.loss_tokens")
         if (self.warmup_steps > 0) != (self.warmup_tokens is not None):
             raise ConfigError(
                 "pool.warmup_steps and pool.warmup_tokens have no effect without each other. Set "
@@ -85,47 +82,34 @@ class Entry(NamedTuple):
     """The length of the sample."""
     end: int
     """Where the sample ends after truncation; its length if it was not truncated."""
-    loss_tokens: int
+    columns: tuple[int, ...]
+    """What it takes of each limited column."""
     sample: Sample
     key: Sequence[int] = ()
-    """[epoch, sample_id, start], as cursors hold it. Cursors share this list; do not change it."""
+    """What cursors hold (see `Waiting`). Cursors share this list; do not change it."""
 
 
-def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
-    """Count the loss tokens of tokens `start` to `end` of a sample that ends at `stop`.
-
-    Uses the sample's `labels` or `loss_mask` if it has one. Token i is predicted at i - 1, so the
-    first token of a sample is not a label, and the first token after a segment is.
-
-    >>> sample = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
-    >>> loss_tokens_of(sample, 0, 3, 3), loss_tokens_of(sample, 0, 1, 3)
-    (2, 1)
-    """
-    labels = slice(start + 1, min(end + 1, stop))
-    if isinstance(sample, Mapping):
-        if "labels" in sample:
-            return int((np.asarray(sample["labels"])[labels] != -100).sum())
-        if "loss_mask" in sample:
-            return int((np.asarray(sample["loss_mask"])[labels] != 0).sum())
-    return max(labels.stop - labels.start, 0)
+def entry_of(
+    epoch: int, sample_id: int, sample: Sample, length: int, piece: Piece, columns: SampleColumns
+) -> Entry:
+    """The pool entry of a piece of a sample of this length."""
+    start, size, stop = piece
+    taken = columns.of(sample_id, sample, piece)
+    key = [epoch, sample_id, start]
+    return Entry(epoch, sample_id, start, size, length, stop, taken, sample, key)
 
 
 def entries_of(
-    epoch: int, sample_id: int, sample: Sample, length: int, segments: list[tuple[int, int]]
+    epoch: int,
+    sample_id: int,
+    sample: Sample,
+    length: int,
+    segments: list[tuple[int, int]],
+    columns: SampleColumns,
 ) -> list[Entry]:
     """The pool entries of a sample, one for each (start, length) in `segments`."""
     stop = segments[-1][0] + segments[-1][1] if segments else 0
     return [
-        Entry(
-            epoch,
-            sample_id,
-            start,
-            size,
-            length,
-            stop,
-            loss_tokens_of(sample, start, start + size, stop),
-            sample,
-            [epoch, sample_id, start],
-        )
+        entry_of(epoch, sample_id, sample, length, Piece(start, size, stop), columns)
         for start, size in segments
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from evenstep.core.cursor import Cursor
 from evenstep.core.recipe import Recipe
@@ -14,15 +15,21 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.sources.source import Source, check_source, has_random_access, length_of
+from evenstep.data.sources.source import MeasuredSource, Source, check_source, has_random_access
+from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
+from evenstep.data.streams.changes import check_changes, described
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
+from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
 from evenstep.data.streams.lookup import OnError
 from evenstep.data.streams.pool import Measure, Pool
-from evenstep.data.streams.reader import PoolReader, fresh, redealt
-from evenstep.data.streams.remaining import ReaderState
-from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
+from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
+from evenstep.data.streams.reader import PoolReader
+from evenstep.data.streams.reader_state import ReaderState, redealt
+from evenstep.data.streams.sample_columns import ColumnOf
+from evenstep.data.streams.samples_seen import SamplesSeen
+from evenstep.data.streams.stream import steps_of_pass, world_for
 from evenstep.errors import CursorError
 
 
@@ -41,6 +48,10 @@ class PooledStream:
     Readers of a finite stream end at different times, so ranks must agree on the end; see
     `until_all_end`. With `on_error="skip"` unreadable samples are left out and counted, also when
     the pool is read again on resume.
+
+    `columns` maps the names in `recipe.limits.columns` to functions of a sample; `loss_tokens`
+    needs none. Lengths that the source knows are checked at once. `fingerprint` names the data in
+    cursors instead of the source's own.
 
     >>> from evenstep import Packed
     >>> from evenstep.data.sources.memory import InMemory
@@ -62,7 +73,9 @@ class PooledStream:
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
         on_error: OnError = "raise",
-        length_of: Measure = length_of,
+        length_of: Measure = count_tokens,
+        columns: Mapping[str, ColumnOf] | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         check_source(source)
         one_of("on_error", on_error, OnError)
@@ -73,14 +86,20 @@ class PooledStream:
         self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
-        self.on_error, self.length_of = on_error, length_of
-        self._batcher = PoolBatcher(recipe, self.pool)
+        self.on_error, self.length_of, self.fingerprint = on_error, length_of, fingerprint
+        self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
+        self._measured = False
+        if length_of is count_tokens and knows_lengths(source):
+            self._measured = True
+            if on_error == "raise":
+                check_lengths(source, recipe)
         self._epoch = 0
         self._skip = 0
         self._begin: Cursor | None = None
         self._now: Cursor | None = None
         self._done = 0
         self._iterated = False  # since the start was set
+        self._seen = SamplesSeen()
 
     @property
     def done(self) -> int:
@@ -115,7 +134,7 @@ class PooledStream:
                 _warn_lost(lost, reader)
                 return
             state = {str(reader.number): {**reader.state_dict(), "step": number + workers}}
-            yield Step(
+            step = Step(
                 number=number,
                 epoch=epoch,
                 micro_batches=tuple(found[0]),
@@ -125,6 +144,8 @@ class PooledStream:
                 budget=self.recipe.layout.budget,
                 ranks=self.world.size,
             )
+            self._seen.add(step)
+            yield step
             number += workers
 
     def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[PoolReader, int, int]:
@@ -136,7 +157,7 @@ class PooledStream:
         )
         reader = PoolReader(
             state,
-            EpochSource(self.source, self.seed, self.shuffle),
+            self._items(),
             self._batcher,
             self.length_of,
             endless=self.infinite_loop,
@@ -175,19 +196,19 @@ class PooledStream:
         therefore gets the state of the reader whose turn is next, unless the loaded cursor is the
         worker's `own`."""
         rank, ranks = self.world.rank, self.world.size
-        count = EpochSource(self.source, self.seed, self.shuffle).count
+        items = self._items()
         mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
-            return fresh(mine, readers, self._epoch, count), worker
+            return ReaderState.fresh(mine, readers, self._epoch, items.count, items.lengths), worker
         position = self._begin.place
-        held = _states(position)
+        held = states_of(position)
         if (position["ranks"], position["workers"]) == (ranks, workers):
             first = rank * workers
             turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
             if own:
                 turn = min(held, default=first) - first
             if first + turn in held:
-                return held[first + turn], turn
+                return held[first + turn].measured(items.lengths), turn
         then = position["ranks"] * position["workers"]
         missing = sorted(set(range(then)) - held.keys())
         if missing:
@@ -197,7 +218,11 @@ class PooledStream:
                 f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
                 f"ranks and workers with merge_cursors."
             )
-        return redealt(list(held.values()), mine, readers, count), worker
+        states = list(held.values())
+        return redealt(states, mine, readers, items.count, items.lengths), worker
+
+    def _items(self) -> EpochSource:
+        return EpochSource(self.source, self.seed, self.shuffle, self._measured)
 
     def _cursor(self, step: int, workers: int, turn: int, readers: Mapping[str, Any]) -> Cursor:
         position = {
@@ -212,13 +237,22 @@ class PooledStream:
         """The cursor after the last step that was yielded, as plain data."""
         return (self.start() if self._now is None else self._now).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start after the step that this state was taken at."""
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start after the step that this state was taken at.
+
+        `allow` names what may have changed since (see `CHANGES`): `budget`, `overflow`, `pool`,
+        `steps`. Segments in the pool that no longer fit are cut by the new policy; each token
+        still runs once. Data and order cannot change.
+        """
         cursor = Cursor.from_dict(state)
-        cursor.check(self._belongs)
-        _states(cursor.place)
-        self._begin = self._now = cursor
+        check_changes(cursor, self._belongs, allow)
+        states_of(cursor.place)
+        self._begin = self._now = replace(cursor, belongs=self._belongs)
         self._skip, self._iterated = 0, False
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """What differs between this stream and that of a state, in words; [] if nothing does."""
+        return list(Cursor.from_dict(state).differences(self._belongs).values())
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
         """Start at the first sample of `epoch`, after `done` steps (default: those yielded so far).
@@ -238,7 +272,7 @@ class PooledStream:
         """The epochs of the start. Readers of an endless stream can be in different ones."""
         if self._begin is None:
             return {self._epoch}
-        return {e for state in _states(self._begin.place).values() for e in state.open_epochs}
+        return {e for state in states_of(self._begin.place).values() for e in state.open_epochs}
 
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. This reads their samples; to resume, load a cursor instead."""
@@ -253,31 +287,38 @@ class PooledStream:
 
     @cached_property
     def _belongs(self) -> dict[str, str]:
-        recipe = self.recipe.to_dict()
-        shape = {name: recipe[name] for name in ("layout", "overflow", "steps", "limits")}
-        topology = {**recipe["topology"], "dp": None}
-        pool = asdict(self.pool) | {"strategy": self._batcher.strategy}
-        count = f"{len(self.source)} items, " if has_random_access(self.source) else ""
+        source, given = self.source, self.fingerprint
+        count = f"{len(source)} items, " if has_random_access(source) else ""
         return {
             "stream": "pooled",
-            "data": f"{count}{self.source.fingerprint}",
+            "data": f"{count}{source.fingerprint if given is None else given}",
             "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
-            "layout": digest_of({**shape, "topology": topology}),
-            "pool": digest_of(pool),
+            **described(self.recipe, self.pool, self._batcher.strategy),
         }
 
     # Length ------------------------------------------------------------------------------------
 
     @property
     def steps_per_epoch(self) -> Estimate:
-        """An upper bound on the steps of an epoch, from the number of samples."""
+        """An estimate of the steps of an epoch, from the samples per micro-batch so far; before
+        that from the lengths, if they are known, else an upper bound."""
         if not has_random_access(self.source):
             raise TypeError("a sequential source has no length. Set max_num_steps.")
-        each = self.world.size * self._batcher.micro_batches
-        return Estimate(divided_up(len(self.source), each), False)
+        items, budget = len(self.source), self.recipe.layout.budget
+        found = self._seen.micro_batches_of(items)
+        if found is None and self._measured and budget is not None:
+            found = estimated_tokens(cast("MeasuredSource", self.source)) / budget
+        micro_batches = items if found is None else min(items, math.ceil(found))
+        return Estimate(
+            divided_up(micro_batches, self.world.size * self._batcher.micro_batches), False
+        )
+
+    def observe(self, step: Step) -> None:
+        """Count a step that another process has made, for `steps_per_epoch`."""
+        self._seen.add(step)
 
     def __len__(self) -> int:
-        """Steps of one pass: those left of `max_num_steps`, or an upper bound for an epoch."""
+        """Steps of one pass: those left of `max_num_steps`, or an estimate for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
 
@@ -291,76 +332,3 @@ def _warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
             f"`lost` of any step.",
             stacklevel=3,
         )
-
-
-def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
-    """Merge cursors of several readers of a `PooledStream`, taken after the same step on all ranks.
-
-    The merged cursor of all ranks and workers can be resumed on any number of either. Of several
-    cursors of one reader, the last counts. A rank that has ended may be at an earlier step.
-
-        merge_cursors([state_of_rank_0, state_of_rank_1]).to_dict()
-    """
-    found = [c if isinstance(c, Cursor) else Cursor.from_dict(c) for c in cursors]
-    if not found:
-        raise CursorError("no cursors to merge; expected those of all ranks and workers.")
-    first = found[0]
-    kind = first.belongs.get("stream", "foreign")
-    if kind != "pooled":
-        raise CursorError(
-            f"expected cursors of a PooledStream, got one of a {kind} stream. The cursor of a "
-            f"PlannedStream needs no merging: load that of any rank."
-        )
-    shape = (first.place.get("ranks"), first.place.get("workers"))
-    turns: dict[str, int] = {}
-    readers: dict[str, Any] = {}
-    for cursor in sorted(found, key=lambda cursor: cursor.step):
-        cursor.check(first.belongs)
-        _states(cursor.place)
-        if (cursor.place["ranks"], cursor.place["workers"]) != shape:
-            raise CursorError(
-                f"cursors come from different runs: {shape[0]} ranks x {shape[1]} workers and "
-                f"{cursor.place['ranks']} x {cursor.place['workers']}. Merge those of one run."
-            )
-        turns |= cursor.place["turns"]
-        readers |= cursor.place["readers"]
-    _check_steps(found, readers)
-    position = {"ranks": shape[0], "workers": shape[1], "turns": turns, "readers": readers}
-    return Cursor(belongs=first.belongs, step=max(c.step for c in found), place=position)
-
-
-def _check_steps(cursors: Sequence[Cursor], readers: Mapping[str, Any]) -> None:
-    """Refuse cursors of ranks at different steps. Ignores ranks with a reader that may have ended:
-    they have no more steps, or their other workers count ahead."""
-    position, steps = cursors[0].place, dict[int, int]()
-    for cursor in cursors:
-        for number in cursor.place["readers"]:
-            rank = int(number) // position["workers"]
-            steps[rank] = max(cursor.step, steps.get(rank, 0))
-    if len(set(steps.values())) <= 1:
-        return
-    for number, state in _states({**position, "readers": readers}).items():
-        if not state.goes_on:
-            steps.pop(number // position["workers"], None)
-    if len(set(steps.values())) > 1:
-        (behind, fewest), *_, (ahead, most) = sorted(steps.items(), key=lambda pair: pair[1])
-        raise CursorError(
-            f"the cursor of rank {behind} was taken after {fewest} steps, that of rank {ahead} "
-            f"after {most}. Merge cursors that all ranks took after the same step."
-        )
-
-
-def _states(position: Mapping[str, Any]) -> dict[int, ReaderState]:
-    """The readers' states in a cursor, by reader."""
-    try:
-        readers = int(position["ranks"]) * int(position["workers"])
-        given = {int(name): data for name, data in position["readers"].items()}
-        if not (readers > 0 and isinstance(position["turns"], Mapping)):
-            raise ValueError(f"{readers} readers")
-        if not all(0 <= number < readers for number in given):
-            raise ValueError(f"readers {sorted(given)} of {readers}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CursorError(
-            f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
-        ) from None
-    return {number: ReaderState.from_dict(data, number, readers) for number, data in given.items()}

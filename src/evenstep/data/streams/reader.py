@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +11,18 @@ import numpy as np
 
 from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.rounding import divided_up
 from evenstep.data.sources.source import Sample, unreadable
 from evenstep.data.streams.batcher import PoolBatcher, micro_batch
+from evenstep.data.streams.cut import Cut, Piece, pieces_of
 from evenstep.data.streams.epoch_source import EpochSource
-from evenstep.data.streams.pool import Entry, Measure, entries_of
-from evenstep.data.streams.remaining import ReaderState, RemainingEpoch, merged
+from evenstep.data.streams.pool import Entry, Measure, entry_of
+from evenstep.data.streams.reader_state import ReaderState, Waiting, piece_of
+from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import InputError, SampleError
 from evenstep.planning.overflow import refusal
 
+_AHEAD = 256  # items that are looked up at once
+_FEW = 16  # items that may all be unreadable, if other readers have more
 _EMPTY_EPOCHS = 16  # per reader: give up after so many epochs without a sample that can run
 
 
@@ -41,9 +46,14 @@ class PoolReader:
         self._endless, self._skip = endless, skip
         self._epochs = list(state.epochs)
         self._number, self._readers, self._read = state.reader, state.readers, state.read
+        self._coming: list[int] = []  # the next items of the current epoch, the last one first
         self._found_any = True  # in the current epoch; unknown before this state, so assumed
         self._empty_epochs = 0
         self._ended = False
+        # Whether any item could be used; assumed if others were read before this state.
+        self._usable = state.read > 0 or len(state.waiting) > 0 or state.epochs[0].changes != ()
+        self._tried = 0
+        self._first_error: str | None = None
         self._lost, self._reported = dict(state.lost), dict(state.lost)
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
@@ -65,6 +75,7 @@ class PoolReader:
             "epochs": [remaining.to_list() for remaining in self._epochs],
             "read": self._read,
             "waiting": [entry.key for entry in self._waiting],
+            "cuts": [self._batcher.cut.to_list()],
             "lost": dict(self._lost),
         }
 
@@ -82,7 +93,7 @@ class PoolReader:
             self._fill()
             if not self._waiting:
                 break
-            micro, taken = self._batcher.take(self._waiting, number)
+            micro, taken = self._batcher.take(self._waiting, number, self._ended)
             if self._items.count is None:
                 micro, taken = _distinct(micro, taken, owners)
             micro_batches.append(micro)
@@ -107,42 +118,43 @@ class PoolReader:
                 self._tokens += entry.length
 
     def _next(self) -> list[Entry] | None:
-        """The entries of the next element of the remaining epochs; None at the end."""
+        """The entries of the next item of the remaining epochs; None at the end."""
         while not self._ended:
-            remaining = self._epochs[0]
-            index = self._number + self._readers * self._read
-            element = remaining[index]
-            entries: list[Entry] | None
-            if element is None:
-                entries = None
-            elif isinstance(element, int):
-                entries = self._at(remaining, index, element)
-                span_end = remaining.span_end(index) if entries is None else None
-                if span_end is not None:  # past the end of the data; the next span may not be
-                    self._read = divided_up(span_end - self._number, self._readers)
-                    continue
-            else:
-                sample_id, start = element
-                entries = [e for e in self._again(remaining.epoch, sample_id) if e.start == start]
+            item, skipped = self._next_item(), self._lost.get("skipped", 0)
+            entries = None if item is None else self._at(self._epochs[0].epoch, item)
             if entries is not None:
+                self._coming.pop()
                 self._read += 1
+                self._tried += 1
                 self._found_any = self._found_any or len(entries) > 0
+                if entries or self._lost.get("skipped", 0) == skipped:
+                    self._usable = True
                 return entries
-            self._next_epoch(remaining)
+            self._next_epoch(self._epochs[0])
         return None
+
+    def _next_item(self) -> int | None:
+        """The next item of the current epoch; None at its end, if that is known."""
+        if not self._coming:
+            remaining = self._epochs[0]
+            places = remaining.positions(self._number, self._readers, self._read, _AHEAD)
+            self._coming = self._items.items(remaining.epoch, places)[::-1]
+        return self._coming[-1] if self._coming else None
 
     def _next_epoch(self, remaining: RemainingEpoch) -> None:
         """Continue with the next remaining epoch, or with a new one if the stream is endless."""
+        self._check_skipped()
         if len(self._epochs) == 1 and not self._endless:
             self._ended = True
             return
         if len(self._epochs) == 1:
             self._empty_epochs = 0 if self._found_any else self._empty_epochs + 1
             self._check_found(remaining.epoch)
-            self._epochs.append(RemainingEpoch.whole(remaining.epoch + 1, self._items.count))
+            following = RemainingEpoch(remaining.epoch + 1, self._items.count)
+            self._epochs.append(following.measured(self._items.lengths, new=True))
             self._found_any = False
         del self._epochs[0]
-        self._read = 0
+        self._read, self._coming = 0, []
 
     def _check_found(self, epoch: int) -> None:
         """Raise if no sample can be expected. A shuffled epoch may give this reader others."""
@@ -161,62 +173,73 @@ class PoolReader:
                 f"{lost or 'none'}). Add samples, or use another overflow than 'drop'."
             )
 
-    def _at(self, remaining: RemainingEpoch, index: int, position: int) -> list[Entry] | None:
-        """The entries of the item at a position; None past the end of the data."""
-        stride = remaining.stride(index, self._readers)
+    def _at(self, epoch: int, item: int) -> list[Entry] | None:
+        """The entries of an item; None past the end of the data."""
         try:
-            samples = self._items.read(remaining.epoch, position, stride)
-        except SampleError:
+            samples = self._items.read(epoch, item)
+        except SampleError as error:
             if not self._skip or self._items.failed:
                 raise
-            self._lose("skipped")
+            self._skipped(error)
             return []
         if samples is None:
             return None
         if len(samples) == 1:
-            return self._readable(remaining.epoch, *samples[0])
+            return self._readable(epoch, *samples[0])
         return [
             entry
             for sample_id, sample in samples
-            for entry in self._readable(remaining.epoch, sample_id, sample)
+            for entry in self._readable(epoch, sample_id, sample)
         ]
 
     def _readable(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
         """The entries of one sample; none if it is unreadable and may be skipped."""
         try:
             return self._entries(epoch, sample_id, sample)
-        except SampleError:
+        except SampleError as error:
             if not self._skip:
                 raise
-            self._lose("skipped")
+            self._skipped(error)
             return []
-
-    def _again(self, epoch: int, sample_id: int) -> list[Entry]:
-        """The entries of a sample that this or another reader has read before; none if it is no
-        longer readable and may be skipped."""
-        before = dict(self._lost)
-        try:
-            entries = self._entries(epoch, sample_id, self._items.again(epoch, sample_id))
-        except SampleError:
-            if not self._skip or self._items.failed:
-                raise
-            self._lose("skipped")
-            return []
-        self._lost = before  # counted when it was first read
-        return entries
 
     def _restored(self, state: ReaderState) -> list[Entry]:
         """The pool of a state. Reads in order of items, which is cheap for every source."""
-        samples = {(epoch, sample_id) for epoch, sample_id, _ in state.waiting}
-        found = {
-            (epoch, sample_id, entry.start): entry
-            for epoch, sample_id in sorted(samples, key=lambda s: (s[0], item_and_part(s[1])))
-            for entry in self._again(epoch, sample_id)
-        }
-        return [found[key] for key in state.waiting if key in found]
+        keys: dict[tuple[int, int], list[Waiting]] = {}
+        for key in state.waiting:
+            keys.setdefault((key[0], key[1]), []).append(key)
+        found: dict[Waiting, list[Entry]] = {}
+        for epoch, sample_id in sorted(keys, key=lambda s: (s[0], item_and_part(s[1]))):
+            try:
+                found |= self._again(keys[epoch, sample_id], state.cuts or (self._batcher.cut,))
+            except SampleError as error:
+                if not self._skip or self._items.failed:
+                    raise
+                self._skipped(error)
+        return [entry for key in state.waiting for entry in found.get(key, ())]
 
-    def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
-        """The entries of a sample, after `recipe.overflow` is applied."""
+    def _again(self, keys: list[Waiting], cuts: Sequence[Cut]) -> dict[Waiting, list[Entry]]:
+        """The entries of segments of a sample that this or another reader has read before. They
+        are cut again if they no longer fit."""
+        epoch, sample_id = keys[0][:2]
+        sample = self._items.again(epoch, sample_id)
+        length = self._length(sample_id, sample)
+        usual = pieces_of(self._batcher.cut, length)
+        found: dict[Waiting, list[Entry]] = {}
+        for key in keys:
+            pieces = self._batcher.cut.again(piece_of(key, length, cuts))
+            if pieces is None:
+                raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
+            if not pieces or pieces[-1].end < piece_of(key, length, cuts).end:
+                self._lose("truncated" if pieces else "dropped")
+            found[key] = []
+            for piece in pieces:
+                entry = self._entry(epoch, sample_id, sample, length, piece)
+                if usual.get(piece.start) != piece:
+                    entry = entry._replace(key=[epoch, sample_id, *piece])
+                found[key].append(entry)
+        return found
+
+    def _length(self, sample_id: int, sample: Sample) -> int:
         try:
             length = int(self._length_of(sample))
         except Exception as error:
@@ -226,20 +249,55 @@ class PoolReader:
                 f"sample {sample_name(sample_id)} has length {length}; expected at least 1. Remove "
                 f"it, or skip such samples with on_error='skip'."
             )
-        longest, counts = self._batcher.longest, self._batcher.pool.loss_tokens is not None
-        if (longest is None or length <= longest) and not counts:
+        return length
+
+    def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
+        """The entries of a sample, after `recipe.overflow` is applied."""
+        length = self._length(sample_id, sample)
+        longest, columns = self._batcher.longest, self._batcher.sample_columns
+        if (longest is None or length <= longest) and not columns.names:
             key = [epoch, sample_id, 0]
-            return [Entry(epoch, sample_id, 0, length, length, length, length - 1, sample, key)]
+            return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
         segments = self._batcher.segments(length)
         if segments is None:
             raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
-        try:
-            entries = entries_of(epoch, sample_id, sample, length, segments)
-        except Exception as error:
-            raise unreadable(sample_id, error) from error
+        end = sum(size for _, size in segments)
+        entries = [
+            self._entry(epoch, sample_id, sample, length, Piece(start, size, end))
+            for start, size in segments
+        ]
         if not entries or entries[0].end < length:
             self._lose("truncated" if entries else "dropped")
         return entries
+
+    def _entry(
+        self, epoch: int, sample_id: int, sample: Sample, length: int, piece: Piece
+    ) -> Entry:
+        try:
+            columns = self._batcher.sample_columns
+            return entry_of(epoch, sample_id, sample, length, piece, columns)
+        except SampleError:
+            raise
+        except Exception as error:
+            raise unreadable(sample_id, error) from error
+
+    def _skipped(self, error: SampleError) -> None:
+        """Count a sample that is skipped; warn of the first, which may be due to a bug."""
+        if self._first_error is None:
+            self._first_error = str(error).split(" Repair it, or skip")[0]
+            warnings.warn(
+                f"skipping unreadable samples. The first: {self._first_error}", stacklevel=2
+            )
+        self._lose("skipped")
+
+    def _check_skipped(self) -> None:
+        """Raise if every item so far was skipped, unless these are few of many readers' items."""
+        few = self._readers > 1 and self._tried < _FEW
+        if self._first_error is not None and not self._usable and not few:
+            raise InputError(
+                f"reader {self._number} of {self._readers} skipped all of the {self._tried} items "
+                f"that it read. The first error: {self._first_error}"
+            )
 
     def _lose(self, reason: str) -> None:
         self._lost[reason] = self._lost.get(reason, 0) + 1
@@ -265,33 +323,3 @@ def _distinct(
     segments = replace(micro.segments, sample=np.array(sample_ids, np.int64))
     renamed = [entry._replace(sample_id=i) for entry, i in zip(taken, sample_ids, strict=True)]
     return replace(micro, segments=segments), renamed
-
-
-def fresh(reader: int, readers: int, epoch: int, count: int | None) -> ReaderState:
-    """The state of a reader at the beginning of an epoch."""
-    return ReaderState(reader=reader, readers=readers, epochs=(RemainingEpoch.whole(epoch, count),))
-
-
-def redealt(states: list[ReaderState], reader: int, readers: int, count: int | None) -> ReaderState:
-    """The state of one of `readers` new readers that share what remains of `states`.
-
-    Segments in the old pools are distributed over the new pools, so that a state holds no more
-    than its reader's share.
-    """
-    epochs = merged(states, count)
-    waiting = [
-        (remaining.epoch, sample_id, start)
-        for remaining in epochs
-        for sample_id, start in remaining.segments
-    ]
-    lost = {
-        reason: sum(state.lost.get(reason, 0) for state in states)
-        for reason in sorted({reason for state in states for reason in state.lost})
-    }
-    return ReaderState(
-        reader=reader,
-        readers=readers,
-        epochs=tuple(RemainingEpoch(remaining.epoch, (), remaining.spans) for remaining in epochs),
-        waiting=tuple(waiting[reader::readers]),
-        lost=lost if reader == 0 else {},
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -55,8 +55,8 @@ class Stream(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the step that was yielded last, as plain data."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start after the step that the state was taken at."""
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start after the step that the state was taken at. `allow` names what has changed."""
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
         """Start at the beginning of an epoch, or at a loaded position within it."""

@@ -1,0 +1,91 @@
+"""The state of a whole run: gathered from the streams of all ranks, and loaded by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from evenstep.core.cursor import Cursor
+from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
+from evenstep.errors import CursorError
+
+__all__ = ["gather_state", "load_gathered_state"]
+
+Gather: TypeAlias = Callable[[Any], Sequence[Any]]
+"""An all-gather: every rank passes an object and gets those of all ranks."""
+
+
+class HasState(Protocol):
+    """A stream or a loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of this rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start at a position."""
+
+
+def gather_state(stream: HasState, gather: Gather | None = None) -> dict[str, Any]:
+    """One state for all ranks, for a checkpoint that any rank may write.
+
+    Call it on every rank after the same step. It resumes on any number of ranks and workers. A
+    planned stream has the same state on all ranks, a pooled one has not.
+
+    gather  default: `torch.distributed.all_gather_object`, or this process alone
+
+        state = gather_state(loader)  # on every rank
+        if rank == 0:
+            torch.save({"data": state, ...}, path)
+    """
+    states = list((gather or _all_gather)(stream.state_dict()))
+    cursors = [Cursor.from_dict(state) for state in states]
+    if cursors[0].belongs.get("stream") != "pooled":
+        _check_equal(states)
+        return dict(states[0])
+    merged = merge_cursors(cursors)
+    ranks, workers = merged.place["ranks"], merged.place["workers"]
+    missing = sorted(set(range(ranks * workers)) - states_of(merged.place).keys())
+    if missing:
+        raise CursorError(
+            f"{len(states)} ranks gave a state, but reader {missing[0]} of {ranks} ranks x "
+            f"{workers} workers is in none of them. Call gather_state on every rank."
+        )
+    return merged.to_dict()
+
+
+def load_gathered_state(
+    stream: HasState,
+    state: Mapping[str, Any] | None,
+    gather: Gather | None = None,
+    *,
+    allow: Collection[str] = (),
+) -> None:
+    """Load the result of `gather_state` on every rank. Ranks that have not read it pass None.
+
+    allow  settings of a pooled stream that may have changed; see `PooledStream.load_state_dict`
+    """
+    given = [found for found in (gather or _all_gather)(state) if found is not None]
+    if not given:
+        raise CursorError("no rank has a state to load. Pass the checkpoint's state on one rank.")
+    _check_equal(given)
+    stream.load_state_dict(given[0], allow)
+
+
+def _check_equal(states: Sequence[Mapping[str, Any]]) -> None:
+    digests = [state.get("digest") for state in states]
+    if len(set(digests)) > 1:
+        raise CursorError(
+            f"ranks have different states (digests {', '.join(map(str, digests[:4]))}). Take them "
+            f"after the same step, and load the same checkpoint on all ranks."
+        )
+
+
+def _all_gather(value: Any) -> list[Any]:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [value]
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, value)
+    return gathered

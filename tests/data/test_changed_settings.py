@@ -1,0 +1,195 @@
+"""Pooled streams resume with another budget, overflow policy or pool, each token once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice, zip_longest
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology
+from evenstep.core.cursor import Cursor
+from evenstep.core.step import Step
+from evenstep.core.world import World
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.lengths import Lengths
+from evenstep.data.sources.mapped import Mapped
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep.errors import ConfigError, CursorError, SampleError
+
+Settings = dict[str, Any]
+ALL = {"budget", "overflow", "pool", "steps"}
+
+settings_of_a_run = st.fixed_dictionaries(
+    {
+        "layout": st.one_of(
+            st.integers(4, 12).map(lambda n: Packed(max_tokens=n)),
+            st.integers(4, 12).map(lambda n: Padded(max_tokens=n)),
+            st.just(Padded(samples=2)),
+        ),
+        "overflow": st.sampled_from(["split", "alone"]),
+        "steps": st.sampled_from([Steps(), Steps(micro_batches=2)]),
+        "pool": st.integers(1, 5).map(lambda n: Pool(samples=n, tokens=0)),
+        "shape": st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    }
+)
+
+
+def stream_of(source: Any, given: Settings, rank: int = 0) -> PooledStream:
+    ranks = given["shape"][0]
+    recipe = Recipe(
+        layout=given["layout"],
+        overflow=given["overflow"],
+        steps=given["steps"],
+        topology=Topology(dp=ranks),
+    )
+    return PooledStream(source, recipe, world=World(rank, ranks), pool=given["pool"])
+
+
+def in_turn(stream: PooledStream, workers: int) -> Iterator[Step]:
+    walks = [stream.walk(worker, workers) for worker in range(workers)]
+    return (step for group in zip_longest(*walks) for step in group if step is not None)
+
+
+def run(
+    source: Any, given: Settings, state: Any, most: int | None
+) -> tuple[Counter[tuple[int, int]], Any]:
+    """(how often each token ran, the merged state): `most` steps on each rank, or all."""
+    ranks, workers = given["shape"]
+    tokens: Counter[tuple[int, int]] = Counter()
+    cursors: list[Cursor] = []
+    for rank in range(ranks):
+        stream = stream_of(source, given, rank)
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)), allow=ALL)
+        mine = [stream.start(workers)]
+        for step in islice(in_turn(stream, workers), most):
+            mine.append(step.cursor)
+            for micro in step.micro_batches:
+                found = micro.segments
+                for sample, start, length in zip(
+                    found.sample.tolist(), found.start.tolist(), found.length.tolist(), strict=True
+                ):
+                    tokens.update((sample, token) for token in range(start, start + length))
+        cursors += [Cursor(belongs=c.belongs, step=9, place=c.place) for c in mine]
+    return tokens, merge_cursors(cursors).to_dict()
+
+
+@pytest.mark.parametrize("kind", [InMemory, Iterated])
+@given(
+    lengths=st.lists(st.integers(1, 30), max_size=20),
+    runs=st.lists(st.tuples(settings_of_a_run, st.integers(0, 4)), min_size=1, max_size=3),
+    last=settings_of_a_run,
+)
+def test_every_token_runs_once_after_any_changes(
+    kind: Any, lengths: list[int], runs: list[tuple[Settings, int]], last: Settings
+) -> None:
+    data = [{"input_ids": [0] * n} for n in lengths]
+    source = InMemory(data) if kind is InMemory else Iterated(data, fingerprint="x")
+    seen: Counter[tuple[int, int]] = Counter()
+    state = None
+    for given_now, most in runs:
+        tokens, state = run(source, given_now, state, most)
+        seen += tokens
+    seen += run(source, last, state, None)[0]
+    assert seen == Counter((i, t) for i, n in enumerate(lengths) for t in range(n))
+
+
+SMALL = Pool(samples=3, tokens=0)
+DATA = [{"input_ids": [0] * n} for n in (5, 23, 7, 41, 3, 3, 12)]
+
+
+def simple(overflow: Any = "split", budget: int = 10, **more: Any) -> PooledStream:
+    recipe = Recipe(layout=Packed(max_tokens=budget), overflow=overflow)
+    return PooledStream(InMemory(DATA), recipe, **{"pool": SMALL, "shuffle": False, **more})
+
+
+def test_waiting_segments_follow_the_new_policy() -> None:
+    before = simple("alone")
+    state = next(iter(before)).cursor.to_dict()  # sample 1 of 23 tokens is among those waiting
+    for overflow, lost in (("truncate", {"truncated": 3}), ("drop", {"dropped": 3})):
+        stream = simple(overflow)
+        stream.load_state_dict(state, allow={"overflow"})
+        found: Counter[str] = Counter()
+        for step in stream:
+            found.update(step.lost)
+            assert all(micro.tokens <= 10 for micro in step.micro_batches)
+        assert found == lost
+    strict = simple("error", budget=30, on_error="skip")
+    strict.load_state_dict(state, allow={"overflow", "budget"})
+    assert sum(sum(step.lost.values()) for step in strict) == 1  # 41 tokens
+
+
+def test_differences_are_reported_in_words() -> None:
+    state = next(iter(simple())).cursor.to_dict()
+    other = simple("truncate", budget=20, pool=Pool(samples=4, tokens=0))
+    report = [
+        "layout.max_tokens was 10 and is 20",
+        "overflow was split and is truncate",
+        "pool.samples was 3 and is 4",
+    ]
+    assert other.differences(state) == report
+    with pytest.raises(CursorError, match=r"; ".join(report) + r".*allow=\{'budget', 'overflow'"):
+        other.load_state_dict(state)
+    with pytest.raises(CursorError, match=r"pool.samples was 3 and is 4.*allow=\{'pool'\}"):
+        other.load_state_dict(state, allow={"budget", "overflow"})
+    other.load_state_dict(state, allow={"budget", "overflow", "pool"})
+    assert other.differences(other.state_dict()) == []
+
+
+def test_data_and_order_cannot_change() -> None:
+    state = next(iter(simple())).cursor.to_dict()
+    with pytest.raises(CursorError, match="order was as stored and is shuffled by seed 0"):
+        simple(shuffle=True).load_state_dict(state, allow=ALL)
+    recipe = Recipe(layout=Packed(max_tokens=10), overflow="split")
+    other = PooledStream(InMemory(DATA[:-1]), recipe, pool=SMALL, shuffle=False)
+    with pytest.raises(CursorError, match=r"data was 7 items.* Restore the stream as it was"):
+        other.load_state_dict(state, allow=ALL)
+    with pytest.raises(ConfigError, match="unknown change 'data'; expected"):
+        simple().load_state_dict(state, allow={"data"})
+
+
+def test_a_fingerprint_may_be_given() -> None:
+    state = next(iter(simple(fingerprint="my data, version 3"))).cursor.to_dict()
+    recipe = Recipe(layout=Packed(max_tokens=10), overflow="split")
+    moved = PooledStream(
+        Mapped(DATA), recipe, pool=SMALL, shuffle=False, fingerprint="my data, version 3"
+    )
+    moved.load_state_dict(state)
+    assert len(list(moved)) > 0
+    with pytest.raises(CursorError, match="data was 7 items, my data, version 3 and is 7 items"):
+        simple(fingerprint="version 4").load_state_dict(state)
+
+
+def test_a_planned_stream_takes_the_same_argument() -> None:
+    source = Lengths(np.array([5, 3, 4, 2]))
+    first = PlannedStream(source, Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2)))
+    state = next(iter(first)).cursor.to_dict()
+    larger = PlannedStream(source, Recipe(layout=Packed(max_tokens=16), steps=Steps(samples=2)))
+    larger.load_state_dict(state, allow={"budget"})  # between steps the layout may always change
+    assert [step.number for step in larger] == [1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fault"),
+    [([3, 0, 4], "sample 1 has length 0"), ([3, 4, 30, 40], "sample 2 has 30 tokens.*1 more")],
+)
+def test_lengths_that_are_known_are_checked_when_the_stream_is_made(
+    lengths: list[int], fault: str
+) -> None:
+    data = [{"input_ids": [0] * n} for n in lengths]
+    recipe = Recipe(layout=Packed(max_tokens=10))
+    with pytest.raises(SampleError, match=fault):
+        PooledStream(InMemory(data), recipe)
+    assert len(list(PooledStream(InMemory(data), recipe, on_error="skip"))) == 1
+    PooledStream(Mapped(data), recipe)  # its lengths are unknown
+    PooledStream(InMemory(data), recipe, length_of=lambda sample: 3)

@@ -1,0 +1,111 @@
+"""Pools take every limit that plans take: columns of the samples, and cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology
+from evenstep.core.rounding import rounded_up
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.errors import ConfigError, SampleError
+
+samples = st.lists(
+    st.tuples(st.integers(1, 12), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30
+)
+layouts = st.sampled_from(
+    [
+        Packed(max_tokens=24),
+        Packed(pad_to=24, rows=2),
+        Packed(samples=4),
+        Packed(max_tokens=24, samples=3),
+        Padded(max_tokens=24),
+        Padded(samples=3),
+        Padded(max_tokens=30, round_to=4),
+    ]
+)
+
+
+@given(
+    samples=samples,
+    layout=layouts,
+    most=st.tuples(st.none() | st.integers(12, 20), st.none() | st.integers(12, 20)),
+    cost=st.none() | st.integers(400, 900),
+    alignment=st.sampled_from([1, 2]),
+    pool=st.integers(1, 12),
+)
+def test_every_micro_batch_holds_all_limits(
+    samples: list[tuple[int, int, int]],
+    layout: Any,
+    most: tuple[int | None, int | None],
+    cost: int | None,
+    alignment: int,
+    pool: int,
+) -> None:
+    limited = {name: n for name, n in zip("ab", most, strict=True) if n is not None}
+    recipe = Recipe(
+        layout=layout,
+        limits=Limits(columns=limited, cost=cost),
+        cost=Cost(per_token=1.0, per_pair=1.0, per_segment=2.0, per_micro_batch=3.0),
+        topology=Topology(cp=alignment),
+    )
+    data = [{"input_ids": [0] * n, "a": a, "b": b} for n, a, b in samples]
+    functions: dict[str, Any] = {
+        "a": lambda sample: sample["a"],
+        "b": lambda sample: np.int64(sample["b"]),
+    }
+    given_functions = {name: functions[name] for name in limited}
+    stream = PooledStream(
+        InMemory(data), recipe, pool=Pool(samples=pool, tokens=0), columns=given_functions
+    )
+    seen: Counter[int] = Counter()
+    for step in stream:
+        for micro in step.micro_batches:
+            ids = micro.segments.sample.tolist()
+            seen.update(ids)
+            for name, n in limited.items():
+                assert sum(data[i][name] for i in ids) <= n
+            if cost is not None:
+                aligned = rounded_up(micro.segments.length, recipe.topology.alignment)
+                owner = np.zeros(len(ids), np.int64)
+                rows, width = np.array([micro.rows]), np.array([micro.width])
+                costs = layout.limited_costs(recipe.cost, rows, width, owner, aligned)
+                assert costs[0] <= cost * (1 + 1e-9)
+    assert seen == Counter(range(len(data)))
+
+
+def test_a_sample_over_a_limit_is_refused_or_runs_alone() -> None:
+    data = [{"input_ids": [0] * 3, "images": n} for n in (1, 9, 2, 1)]
+    layout, limits = Packed(max_tokens=30), Limits(columns={"images": 4})
+    images: dict[str, Any] = {"images": lambda sample: sample["images"]}
+    strict = PooledStream(InMemory(data), Recipe(layout=layout, limits=limits), columns=images)
+    with pytest.raises(SampleError, match=r"sample 1 takes 9 of limits.columns.images, more than"):
+        list(strict)
+    alone = Recipe(layout=layout, limits=limits, overflow="alone")
+    steps = list(PooledStream(InMemory(data), alone, columns=images))
+    held = [sorted(m.segments.sample.tolist()) for step in steps for m in step.micro_batches]
+    assert sorted(held) == [[0, 2, 3], [1]]
+
+
+def test_columns_without_a_limit_or_a_function_are_refused() -> None:
+    source = InMemory([{"input_ids": [0] * 3}])
+    with pytest.raises(ConfigError, match="columns has 'images', which has no limit"):
+        PooledStream(source, Recipe(layout=Packed(max_tokens=9)), columns={"images": len})
+    recipe = Recipe(layout=Packed(max_tokens=9), limits=Limits(columns={"images": 3}))
+    with pytest.raises(ConfigError, match=r"limits.columns.images needs the values"):
+        PooledStream(source, recipe)
+
+
+def test_a_column_that_is_not_a_number_names_the_sample() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=9), limits=Limits(columns={"images": 3}))
+    source = InMemory([{"input_ids": [0] * 3}])
+    for function in (lambda sample: -1, lambda sample: sample["missing"]):
+        with pytest.raises(SampleError, match="sample 0 cannot be read"):
+            list(PooledStream(source, recipe, columns={"images": function}))

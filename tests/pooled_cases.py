@@ -1,0 +1,216 @@
+"""Random pooled runs that stop anywhere and continue on other ranks, workers and settings."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+from typing import Any, TypeAlias
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, World
+from evenstep.core.cursor import Cursor
+from evenstep.core.identity import sample_number
+from evenstep.core.layout import Layout
+from evenstep.core.step import Step
+from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.mapped import Mapped
+from evenstep.data.sources.memory import InMemory
+from evenstep.data.sources.source import Source
+from evenstep.data.streams.cut import Cut
+from evenstep.data.streams.pool import Pool
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep.errors import ConfigError, InputError, SampleError
+
+Token: TypeAlias = tuple[int, int]
+"""(sample id, position)"""
+CHANGES = ("budget", "overflow", "pool", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class PooledStage:
+    """Part of a run: `steps` on each of `ranks` ranks (None: all), with these settings."""
+
+    ranks: int
+    workers: int
+    steps: int | None
+    recipe: Recipe
+    pool: Pool
+
+
+@dataclass(frozen=True, slots=True)
+class PooledCase:
+    """An epoch of a pooled stream, in stages. `items` are the lengths of each item's samples, or
+    None if it cannot be read."""
+
+    items: tuple[tuple[int, ...] | None, ...]
+    kind: str
+    shuffle: bool
+    seed: int
+    epoch: int
+    stages: tuple[PooledStage, ...]
+
+    def check(self) -> bool:
+        """Run all stages; every token of the epoch must run exactly once."""
+        seen, state = Counter[Token](), None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of skipped and lost samples
+                for stage in self.stages:
+                    done, after = self._run(stage, state)
+                    assert (done, after) == self._run(stage, state), "two different orders"
+                    seen.update(done)
+                    state = after
+        except (ConfigError, SampleError):
+            return False
+        except InputError:  # every sample was skipped
+            assert not any(self.items)
+            return False
+        expected = self._expected()
+        lost, repeated = expected - seen, seen - expected
+        assert not lost, f"lost {sorted(lost)[:5]}"
+        assert not repeated, f"repeated {sorted(repeated)[:5]}"
+        return True
+
+    def _expected(self) -> Counter[Token]:
+        recipe = self.stages[0].recipe  # all cut in the same way, or all keep every token
+        cut = Cut(recipe.longest_segment, recipe.overflow)
+        return Counter(
+            (sample_number(item, part), token)
+            for item, lengths in enumerate(self.items)
+            for part, length in enumerate(lengths or ())
+            for start, size in cut.segments(length) or ()
+            for token in range(start, start + size)
+        )
+
+    def _source(self) -> Source:
+        def made(item: int) -> Any:
+            lengths = self.items[item]
+            if lengths is None:
+                return {}  # without input_ids
+            found = [{"input_ids": [item] * n, "images": n % 4} for n in lengths]
+            return found[0] if len(found) == 1 else found
+
+        data = [made(item) for item in range(len(self.items))]
+        if self.kind == "sequential":
+            return Iterated(data, fingerprint="cases")
+        return InMemory(data) if self.kind == "measured" else Mapped(data)
+
+    def _run(self, stage: PooledStage, state: Any) -> tuple[list[Token], Any]:
+        """(the tokens that ran, the merged state of all ranks)."""
+        tokens: list[Token] = []
+        cursors: list[Cursor] = []
+        for rank in range(stage.ranks):
+            topology = replace(stage.recipe.topology, dp=stage.ranks)
+            limited = stage.recipe.limits.columns
+            stream = PooledStream(
+                self._source(),
+                replace(stage.recipe, topology=topology),
+                world=World(rank, stage.ranks),
+                pool=stage.pool,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                on_error="skip" if None in self.items else "raise",
+                columns={"images": lambda sample: sample["images"]} if limited else None,
+            )
+            if state is None:
+                stream.set_epoch(self.epoch)
+            else:
+                stream.load_state_dict(json.loads(json.dumps(state)), allow=CHANGES)
+            cursors.append(stream.start(stage.workers))
+            for step in islice(in_turn(stream, stage.workers), stage.steps):
+                cursors.append(step.cursor)
+                tokens += tokens_of(step)
+        last = max(cursor.step for cursor in cursors)
+        merged = merge_cursors([replace(cursor, step=last) for cursor in cursors])
+        return tokens, merged.to_dict()
+
+
+def in_turn(stream: PooledStream, workers: int) -> Iterator[Step]:
+    """The steps of a rank's workers, which take turns."""
+    walks = [stream.walk(worker, workers) for worker in range(workers)]
+    return (step for group in zip_longest(*walks) for step in group if step is not None)
+
+
+def tokens_of(step: Step) -> list[Token]:
+    """The tokens of a step, which must hold its budget and its column."""
+    found: list[Token] = []
+    for micro in step.micro_batches:
+        segments = micro.segments
+        columns = (segments.sample.tolist(), segments.start.tolist(), segments.length.tolist())
+        rows = list(zip(*columns, strict=True))
+        found += [(i, t) for i, start, size in rows for t in range(start, start + size)]
+        if step.budget is not None and len(rows) > 1:
+            assert micro.slots <= step.budget, "over the budget"
+    return found
+
+
+LAYOUTS: list[Layout] = [
+    Packed(max_tokens=8),
+    Packed(max_tokens=20),
+    Packed(max_tokens=16, samples=3),
+    Packed(pad_to=12, rows=2),
+    Packed(samples=4),
+    Padded(max_tokens=12),
+    Padded(max_tokens=24, round_to=4),
+    Padded(samples=3),
+]
+
+
+@st.composite
+def recipes(draw: DrawFn, overflow: str) -> Recipe:
+    """Recipes for pools; some cannot be used."""
+    fitting = [layout for layout in LAYOUTS if overflow != "alone" or layout.pad_to is None]
+    return Recipe(
+        layout=draw(st.sampled_from(fitting)),
+        overflow=overflow,  # type: ignore[arg-type]
+        steps=draw(st.sampled_from([Steps(), Steps(micro_batches=2)])),
+        topology=draw(st.sampled_from([Topology(), Topology(), Topology(cp=2)])),
+        limits=draw(
+            st.sampled_from([Limits(), Limits(), Limits(columns={"images": 6}), Limits(cost=80)])
+        ),
+        cost=Cost(per_pair=0.1),
+    )
+
+
+def pooled_cases(max_samples: int = 40) -> SearchStrategy[PooledCase]:
+    """Sources of every kind, with one to three stops. Settings change if no token may be lost."""
+    pools = st.builds(Pool, samples=st.integers(1, 8), tokens=st.sampled_from([None, 0, 0, 10]))
+    lengths = st.one_of(st.integers(1, 30), st.integers(1, 8))
+    one = st.tuples(lengths)
+    several = st.lists(lengths, max_size=3).map(tuple)
+    shapes = st.tuples(st.integers(1, 4), st.integers(1, 3))
+
+    @st.composite
+    def case(draw: DrawFn) -> PooledCase:
+        policies = ["split", "alone", "truncate", "drop", "error"]
+        kind = draw(st.sampled_from(["measured", "mapped", "sequential"]))
+        items = draw(
+            st.sampled_from([one, one, st.one_of(one, several), st.one_of(one, st.none())])
+        )
+        overflow = draw(st.sampled_from(policies))
+        changing = overflow in policies[:2] and draw(st.booleans())
+        recipe, pool = draw(recipes(overflow)), draw(pools)
+        stages = []
+        for _ in range(draw(st.integers(1, 3))):
+            steps = draw(st.one_of(st.integers(0, 3), st.integers(0, 10)))
+            stages.append(PooledStage(*draw(shapes), steps, recipe, pool))
+            if changing:
+                recipe, pool = draw(recipes(draw(st.sampled_from(policies[:2])))), draw(pools)
+        stages.append(PooledStage(*draw(shapes), None, recipe, pool))
+        return PooledCase(
+            tuple(draw(st.lists(items, max_size=max_samples))),
+            kind,
+            draw(st.booleans()),
+            draw(st.integers(0, 3)),
+            draw(st.integers(0, 2)),
+            tuple(stages),
+        )
+
+    return case()
