@@ -649,7 +649,8 @@ def test_random_numbers_of_workers_do_not_start_over_on_resume() -> None:
         return StreamLoader(stream, num_workers=1)
 
     def noise(step: Step) -> set[float]:
-        return {sample["noise"] for sample in step.samples.values()}
+        held = (i for micro in step.micro_batches for i in micro.segments.sample.tolist())
+        return {step.samples[i]["noise"] for i in held}
 
     first = next(iter(loader()))
     resumed = loader()
