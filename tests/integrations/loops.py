@@ -29,7 +29,7 @@ from evenstep.integrations.accelerate import accelerate_loader
 from evenstep.integrations.trainer import EvenstepMixin
 
 VOCAB, EPOCHS = 64, 3
-LENGTHS = np.random.default_rng(3).integers(2, 24, 41).tolist()
+LENGTHS = np.random.default_rng(13).integers(2, 24, 83).tolist()
 LAYOUTS: dict[str, Layout] = {"packed": Packed(max_tokens=48), "padded": Padded(max_tokens=48)}
 
 
@@ -67,6 +67,10 @@ class Events(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, samples: Samples, stop: int | None) -> None:
         self.samples, self.stop = samples, stop
+        self.sums: list[float] = []  # of all parameters, after each step
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.sums.append(sum(float(p.detach().double().sum()) for p in model.parameters()))
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.samples.reads.append([])
@@ -94,16 +98,17 @@ def run_trainer(
 ) -> dict[str, Any]:
     """A run of the Trainer; `stop` is the step before which it is killed."""
     samples = Samples()
-    steps = changes.pop("steps", Steps())
+    steps, epochs = changes.pop("steps", Steps()), changes.pop("epochs", EPOCHS)
+    events = Events(samples, stop)
     trainer = PlannedTrainer(
         tiny_model(),
-        arguments_of(TrainingArguments, folder, **changes),
+        arguments_of(TrainingArguments, folder, num_train_epochs=epochs, **changes),
         train_dataset=samples,
         lengths=LENGTHS,
         recipe=Recipe(layout=LAYOUTS[layout], steps=steps),
-        callbacks=[Events(samples, stop)],
+        callbacks=[events],
     )
-    return trained(trainer, samples, resume)
+    return {**trained(trainer, samples, resume), "sums": events.sums}
 
 
 def trained(trainer: Any, samples: Samples, resume: bool) -> dict[str, Any]:
@@ -118,10 +123,10 @@ def trained(trainer: Any, samples: Samples, resume: bool) -> dict[str, Any]:
         "reads": samples.reads[1:],
         "losses": losses,
         "parameters": parameters(trainer.model),
-        "fillers": sum(
-            trainer.step_sampler.is_filler(step) for step in range(trainer.state.max_steps)
-        ),
-        "steps": trainer.state.max_steps // EPOCHS,
+        "fillers": [
+            step for step in range(trainer.state.max_steps) if trainer.step_sampler.is_filler(step)
+        ],
+        "steps": trainer.state.max_steps,
     }
 
 
@@ -141,7 +146,7 @@ def run_sft(
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
     samples = Samples()
-    rows = Dataset.from_list([{"input_ids": samples[n]["input_ids"].tolist()} for n in range(41)])
+    rows = Dataset.from_list([{"input_ids": samples[n]["input_ids"].tolist()} for n in range(len(LENGTHS))])
     arguments = arguments_of(
         SFTConfig, folder, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}, bf16=False
     )
@@ -162,9 +167,14 @@ def without_name(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_accelerate(
-    folder: Path, layout: str, stop: int | None = None, resume: bool = False
+    folder: Path,
+    layout: str,
+    stop: int | None = None,
+    resume: bool = False,
+    save_steps: int = 2,
+    epochs: int = EPOCHS,
 ) -> dict[str, Any]:
-    """A loop with accelerate that saves its state every second step."""
+    """A loop with accelerate that saves its state every few steps."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -184,7 +194,7 @@ def run_accelerate(
         losses = json.loads((folder / f"losses{world.rank}.json").read_text())
     lengths = []
     samples.reads.clear()
-    for _ in range(loader.epoch, EPOCHS):
+    for _ in range(loader.epoch, epochs):
         samples.reads.append([])
         lengths.append(len(loader))
         for batch in loader:
@@ -198,7 +208,7 @@ def run_accelerate(
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 losses.append(accelerator.reduce(loss.detach(), "mean").item())
-                if len(losses) % 2 == 0:
+                if len(losses) % save_steps == 0:
                     accelerator.save_state(str(folder / "state"))
                     (folder / f"losses{world.rank}.json").write_text(json.dumps(losses))
         if losses[-1] == -1:
@@ -208,7 +218,7 @@ def run_accelerate(
         "losses": losses,
         "parameters": parameters(accelerator.unwrap_model(model)),
         "lengths": lengths,
-        "steps": loader.num_steps(EPOCHS),
+        "steps": loader.num_steps(epochs),
     }
 
 
