@@ -33,7 +33,7 @@ LENGTHS = np.random.default_rng(13).integers(2, 24, 83).tolist()
 LAYOUTS: dict[str, Layout] = {"packed": Packed(max_tokens=48), "padded": Padded(max_tokens=48)}
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Ends a run, as a crash does."""
 
 
@@ -54,8 +54,11 @@ class Samples:
 
 def tiny_model(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **changes))
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, **changes,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def parameters(model: Any) -> list[list[float]]:
@@ -77,7 +80,7 @@ class Events(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step == self.stop:
-            raise Killed
+            raise KilledError
 
 
 class PlannedTrainer(EvenstepMixin, Trainer):  # type: ignore[misc]
@@ -85,11 +88,11 @@ class PlannedTrainer(EvenstepMixin, Trainer):  # type: ignore[misc]
 
 
 def arguments_of(kind: Any, folder: Path, **changes: Any) -> Any:
-    options = dict(
-        output_dir=str(folder), num_train_epochs=EPOCHS, gradient_accumulation_steps=2,
-        use_cpu=True, report_to=[], save_steps=2, logging_steps=1, disable_tqdm=True,
-        learning_rate=1e-2, logging_nan_inf_filter=False,
-    )  # fmt: skip
+    options = {
+        "output_dir": str(folder), "num_train_epochs": EPOCHS, "gradient_accumulation_steps": 2,
+        "use_cpu": True, "report_to": [], "save_steps": 2, "logging_steps": 1, "disable_tqdm": True,
+        "learning_rate": 1e-2, "logging_nan_inf_filter": False,
+    }  # fmt: skip
     return kind(**{**options, **changes})
 
 
@@ -114,7 +117,7 @@ def run_trainer(
 def trained(trainer: Any, samples: Samples, resume: bool) -> dict[str, Any]:
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except Killed:
+    except KilledError:
         pass
     else:
         assert trainer.state.global_step == trainer.state.max_steps
@@ -146,9 +149,15 @@ def run_sft(
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
     samples = Samples()
-    rows = Dataset.from_list([{"input_ids": samples[n]["input_ids"].tolist()} for n in range(len(LENGTHS))])
+    rows = Dataset.from_list(
+        [{"input_ids": samples[n]["input_ids"].tolist()} for n in range(len(LENGTHS))]
+    )
     arguments = arguments_of(
-        SFTConfig, folder, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}, bf16=False
+        SFTConfig,
+        folder,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=False,
     )
     trainer = PlannedSFT(
         tiny_model(),
@@ -173,21 +182,22 @@ def run_accelerate(
     resume: bool = False,
     save_steps: int = 2,
     epochs: int = EPOCHS,
+    steps: Steps = Steps(micro_batches=2),  # noqa: B008
+    accumulate: int = 2,
+    optimizer: Any = torch.optim.AdamW,
 ) -> dict[str, Any]:
     """A loop with accelerate that saves its state every few steps."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     samples, model = Samples(), tiny_model()
     world = World(accelerator.process_index, accelerator.num_processes)
-    recipe = Recipe(
-        layout=LAYOUTS[layout], steps=Steps(micro_batches=2), topology=Topology(dp=world.size)
-    )
+    recipe = Recipe(layout=LAYOUTS[layout], steps=steps, topology=Topology(dp=world.size))
     source = MeasuredMapped(samples, lengths=LENGTHS, transform=without_name)
     loader = accelerate_loader(
         accelerator, PlannedStream(source, recipe, world=world, seed=42), model=model
     )
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model, optimizer = accelerator.prepare(model, optimizer(model.parameters(), lr=1e-2))
     losses: list[float] = []
     if resume:
         accelerator.load_state(str(folder / "state"))
@@ -231,11 +241,7 @@ RUNS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def chain(rank: int, folder: str, port: int, run: str, layout: str) -> None:
     """One of two processes: a whole run, and one that is killed in the second and third epoch."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    torch.set_num_threads(1)
+    join(rank, port)
     where = Path(folder)
     (where / "whole").mkdir(exist_ok=True)
     (where / "chain").mkdir(exist_ok=True)
@@ -250,10 +256,33 @@ def chain(rank: int, folder: str, port: int, run: str, layout: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def chained(folder: Path, run: str, layout: str) -> list[dict[str, Any]]:
-    """What each of two processes found."""
+def alike(rank: int, folder: str, port: int) -> None:
+    """One of two processes that run steps of eight samples with accelerate."""
+    join(rank, port)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(run_steps_of_samples(Path(folder))))
+    torch.distributed.destroy_process_group()
+
+
+def run_steps_of_samples(folder: Path) -> dict[str, Any]:
+    return run_accelerate(
+        folder, "packed", save_steps=1000, epochs=1, steps=Steps(samples=12), accumulate=6,
+        optimizer=torch.optim.SGD,
+    )  # fmt: skip
+
+
+def join(rank: int, port: int) -> None:
+    """Make this process one of two."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+
+
+def in_two(function: Callable[..., None], folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What each of two processes wrote."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(chain, (str(folder), port, run, layout), nprocs=2)
+    torch.multiprocessing.spawn(function, (str(folder), port, *arguments), nprocs=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

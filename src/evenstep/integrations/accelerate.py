@@ -51,8 +51,9 @@ def accelerate_loader(
     on all ranks. The mean of the losses over the micro-batches and ranks of a step is its loss.
 
     `len` is exact for the epoch that is run next; `loader.num_steps(3)` is the number of optimizer
-    steps of three epochs. Every pass is the next epoch, with its own order. `accelerator.save_state`
-    and `load_state` save and restore the position, as do `state_dict` and `load_state_dict`.
+    steps of three epochs. Every pass is the next epoch, with its own order. The position is saved
+    and restored by `accelerator.save_state` and `load_state`, or by the loader's `state_dict` and
+    `load_state_dict`.
 
     collate   (micro-batch, samples by id) -> inputs with `labels` or `shift_labels`. Default:
               `HfCollate(model=model)`
@@ -71,7 +72,8 @@ def accelerate_loader(
     sampler = _OwnedSampler(stream, per_step=per_step, progress=progress)
     collate = HfCollate(model=model) if collate is None else collate
     loader = StepLoader(sampler, collate, accelerator, **options)
-    return accelerator.prepare_data_loader(loader)  # registers it
+    accelerator.prepare_data_loader(loader)  # for save_state; the loader stays as it is
+    return loader
 
 
 def check_accelerator(accelerator: Any, stream: PlannedStream) -> None:
@@ -125,15 +127,16 @@ class _OwnedSampler(StepSampler):
                 "skip_first_batches makes a loader that does not count the labels of a step. Use "
                 "loader.skip_steps(n), or resume with load_state_dict."
             )
-        self.claimed = False
         return super().__iter__()
 
 
 class StepLoader(DataLoaderShard):  # type: ignore[misc]
     """A prepared dataloader of planned micro-batches. See `accelerate_loader`."""
 
+    end_of_dataloader: bool
+
     def __init__(
-        self, sampler: StepSampler, collate: Collate, accelerator: Any, **options: Any
+        self, sampler: _OwnedSampler, collate: Collate, accelerator: Any, **options: Any
     ) -> None:
         super().__init__(
             PartDataset(sampler),
@@ -161,14 +164,15 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         return self.step_sampler.steps_of(self.epoch) * self.step_sampler.per_step
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.step_sampler.claimed = True  # type: ignore[attr-defined]
+        self.step_sampler.claimed = True
         step: list[dict[str, Any]] = []
         for inputs, state in super().__iter__():
+            self.step_sampler.claimed = False  # torch asks for an iterator once or twice
             step.append(inputs)
             if state is None:
                 continue
             labels = self._labels(step)
-            ended = self.end_of_dataloader
+            ended = bool(self.end_of_dataloader)
             for number, each in enumerate(step, 1):
                 # accelerate makes an optimizer step at the end: not before the last micro-batch.
                 last = number == len(step)

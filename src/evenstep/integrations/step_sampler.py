@@ -182,7 +182,7 @@ class PartDataset(Dataset):  # type: ignore[misc]
         self._sampler, self._samples = sampler, sampler.stream.samples
 
     def __len__(self) -> int:
-        return len(self._samples.source)  # type: ignore[arg-type]
+        return len(self._samples.source)
 
     def __getitems__(self, part: Part) -> tuple[Part, dict[int, Any]]:
         """The micro-batch without samples that the source skipped, and its samples by id."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import tqdm
 from numpy.typing import ArrayLike
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from evenstep.core.layout import Packed
@@ -136,9 +136,7 @@ class EvenstepMixin:
     def _sampler(self, stream: PlannedStream) -> StepSampler:
         args, per_step = self.args, self.args.gradient_accumulation_steps
         epochs = math.ceil(args.num_train_epochs)
-        with tqdm(
-            desc="Counting steps", delay=2, leave=False, disable=not self.accelerator.is_main_process
-        ) as bar:
+        with tqdm(desc="Counting steps", delay=2, leave=False) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
@@ -148,7 +146,7 @@ class EvenstepMixin:
                 first = StepSampler(stream, per_step=per_step, progress=progress).steps_of(0)
                 epochs = math.ceil(args.max_steps / max(first, 1))
             sampler = StepSampler(stream, per_step=per_step, epochs=epochs, progress=progress)
-            len(sampler)
+            len(sampler)  # counts once
         sampler.progress = None
         return sampler
 
