@@ -10,8 +10,6 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.integrations.hf_kwargs import hf_kwargs
 from evenstep.tensors.collate import Collator
 
-__all__ = ["HfCollate"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfCollate:
