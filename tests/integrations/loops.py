@@ -33,6 +33,15 @@ LENGTHS = np.random.default_rng(13).integers(2, 24, 83).tolist()
 LAYOUTS: dict[str, Layout] = {"packed": Packed(max_tokens=48), "padded": Padded(max_tokens=48)}
 
 
+CRASHES = False  # whether a run is stopped by ending its process
+
+
+def stop_now() -> None:
+    if CRASHES:
+        os._exit(9)
+    raise KilledError
+
+
 class KilledError(Exception):
     """Ends a run, as a crash does."""
 
@@ -80,7 +89,7 @@ class Events(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step == self.stop:
-            raise KilledError
+            stop_now()
 
 
 class PlannedTrainer(EvenstepMixin, Trainer):  # type: ignore[misc]
@@ -209,6 +218,8 @@ def run_accelerate(
         lengths.append(len(loader))
         for batch in loader:
             if len(losses) == stop:
+                if CRASHES:
+                    stop_now()
                 losses.append(-1)
                 break
             with accelerator.accumulate(model):
@@ -253,6 +264,27 @@ def chain(rank: int, folder: str, port: int, run: str, layout: str) -> None:
         for number, stop in enumerate(stops)
     ]
     (where / f"{rank}.json").write_text(json.dumps({"whole": whole, "parts": parts}))
+    torch.distributed.destroy_process_group()
+
+
+def crash(rank: int, folder: str, port: int, run: str) -> None:
+    """One of two processes that end in the second epoch, without a word."""
+    global CRASHES
+    join(rank, port)
+    CRASHES = True
+    RUNS[run](Path(folder), "packed", 11)
+
+
+def run_on(rank: int, folder: str, port: int, run: str) -> None:
+    """One of two processes: a whole run, and one that continues after a crash."""
+    join(rank, port)
+    where = Path(folder)
+    (where / "whole").mkdir(exist_ok=True)
+    found = {
+        "whole": RUNS[run](where / "whole", "packed"),
+        "resumed": RUNS[run](where, "packed", resume=True),
+    }
+    (where / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator, skip_first_batches
 from transformers import MambaConfig, MambaForCausalLM, TrainingArguments
 
@@ -26,8 +27,10 @@ from tests.integrations.loops import (
     alike,
     arguments_of,
     chain,
+    crash,
     in_two,
     run_accelerate,
+    run_on,
     run_steps_of_samples,
     run_trainer,
     tiny_model,
@@ -92,6 +95,17 @@ def test_a_step_has_the_same_gradient_in_any_layout(tmp_path: Path) -> None:
     np.testing.assert_allclose(runs[0]["losses"], runs[1]["losses"], atol=1e-4)
     for mine, other in zip(runs[0]["parameters"], runs[1]["parameters"], strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["trainer", "accelerate"])
+def test_a_run_goes_on_exactly_after_its_processes_died(tmp_path: Path, run: str) -> None:
+    with pytest.raises(torch.multiprocessing.ProcessExitedException):
+        in_two(crash, tmp_path, run)
+    for found in in_two(run_on, tmp_path, run):
+        check_tail(found["whole"]["reads"], found["resumed"]["reads"])
+        assert found["resumed"]["losses"] == found["whole"]["losses"]
+        assert found["resumed"]["parameters"] == found["whole"]["parameters"]
 
 
 @pytest.mark.slow

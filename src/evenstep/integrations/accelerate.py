@@ -133,12 +133,12 @@ class _OwnedSampler(StepSampler):
 class StepLoader(DataLoaderShard):  # type: ignore[misc]
     """A prepared dataloader of planned micro-batches, made by `accelerate_loader`.
 
-        for epoch in range(loader.epoch, 3):
-            for batch in loader:
-                ...
-                torch.save(loader.state_dict(), "position.pt")
+    for epoch in range(loader.epoch, 3):
+        for batch in loader:
+            ...
+            torch.save(loader.state_dict(), "position.pt")
 
-        loader.load_state_dict(torch.load("position.pt"))  # in another run
+    loader.load_state_dict(torch.load("position.pt"))  # in another run
     """
 
     end_of_dataloader: bool

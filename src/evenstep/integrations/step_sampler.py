@@ -100,6 +100,11 @@ class StepSampler:
         epoch, number = divmod(step, self.steps)
         return number >= self.steps_of(epoch)
 
+    @property
+    def has_fillers(self) -> bool:
+        """Whether any of the planned epochs is shorter than the longest."""
+        return any(self.steps_of(epoch) < self.steps for epoch in range(self.epochs or 0))
+
     # Position ----------------------------------------------------------------------------------
 
     @property

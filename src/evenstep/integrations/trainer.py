@@ -82,6 +82,11 @@ class EvenstepMixin:
         if isinstance(self.recipe.layout, Packed):
             self._check_packing()
         self.step_sampler = sampler = self._sampler(stream)
+        if getattr(self, "is_deepspeed_enabled", False) and sampler.has_fillers:
+            raise ConfigError(
+                "epochs have different numbers of steps, and with DeepSpeed the steps that fill up "
+                "shorter ones would change parameters. Set Steps(samples=...) in the recipe."
+            )
         args = self.args
         return DataLoaderShard(
             PartDataset(sampler),
