@@ -2,7 +2,6 @@
 
 dataloader   a stream as a torch dataset, and a loader that knows its position
 run_state    the state of a whole run, gathered from all ranks
-sampler      a planned stream as a batch sampler, for DataLoader, accelerate and the HF Trainer
 sampler      a planned stream as a batch sampler, for DataLoader
 trainer      the Hugging Face Trainer and TRL's SFTTrainer on planned steps
 accelerate   a planned stream as a prepared dataloader; both in step_sampler, hf_collate
