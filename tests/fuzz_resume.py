@@ -14,7 +14,7 @@ def main() -> None:
     """Run many cases of every kind of stream. Hypothesis prints the smallest failing case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=20_000, help="cases of each kind")
-    parser.add_argument("--samples", type=int, default=40, help="samples in the largest case")
+    parser.add_argument("--samples", type=int, default=24, help="samples in the largest case")
     parser.add_argument("--kind", choices=sorted(KINDS), help="only this kind of stream")
     arguments = parser.parse_args()
     for kind in [arguments.kind] if arguments.kind else KINDS:

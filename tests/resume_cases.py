@@ -76,7 +76,14 @@ class PlannedCase:
         return True
 
     def _refused(self) -> bool:
-        """Whether an uninterrupted epoch on one of these numbers of ranks is an error, too."""
+        """Whether an uninterrupted epoch on one of these numbers of ranks is an error, too.
+
+        Ranks cannot share groups equally in every step, and where steps of micro-batches begin
+        depends on the ranks before.
+        """
+        recipe = self.case.recipe
+        if recipe.equal_sizes and recipe.steps.micro_batches and self.case.groups is not None:
+            return True
         for ranks in {stage.ranks for stage in self.stages}:
             try:
                 for _ in self._stream(ranks).walk_all():

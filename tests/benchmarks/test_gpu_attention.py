@@ -8,6 +8,7 @@ import pytest
 from benchmarks import gpu_attention
 
 
+@pytest.mark.slow
 def test_a_quick_run_on_the_cpu_meets_its_targets_and_writes_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

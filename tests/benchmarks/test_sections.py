@@ -33,12 +33,12 @@ def tiny() -> tuple[Bench, list[str]]:
 @pytest.mark.parametrize(
     "section",
     [
-        quality.quality,
+        pytest.param(quality.quality, marks=pytest.mark.slow),
         padded.padded,
         pipelines.pipelines,
         limits.limits,
         systems.systems,
-        scaling.scaling,
+        pytest.param(scaling.scaling, marks=pytest.mark.slow),
     ],
 )
 def test_a_section_has_tables_targets_and_progress(section: Callable[[Bench], Section]) -> None:

@@ -17,6 +17,7 @@ from tests.integrations.models import llama
 from tests.tensors.batches import samples_of
 
 LENGTHS = [5, 3, 1, 4, 9, 2, 7, 6]
+UNEVEN = [40, 20, 20]
 
 
 def steps_and_scores(rank: int, size: int) -> dict[str, Any]:
@@ -35,6 +36,15 @@ def steps_and_scores(rank: int, size: int) -> dict[str, Any]:
         scores = compute_log_probs(model, samples, recipe, collective=Distributed())
         found[f"{name} scores"] = [score.tolist() for score in scores]
     return found
+
+
+def first_batch_packed_on_one_rank(rank: int, size: int) -> dict[str, Tensor]:
+    """The gradient of a step in which one rank's only micro-batch is a single sample."""
+    model = wrapped("fsdp", size)
+    recipe = Recipe(layout=Packed(max_tokens=40), topology=Topology(dp=size))
+    (step,) = PlannedStream(InMemory(samples_of(UNEVEN)), recipe, world=World(rank, size))
+    Runner(model=model, loss=cross_entropy(), collective=Distributed()).run(step)
+    return {key: full(p.grad) for key, p in model.named_parameters()}
 
 
 def wrapped(name: str, size: int) -> Any:

@@ -649,10 +649,28 @@ def test_random_numbers_of_workers_do_not_start_over_on_resume() -> None:
         return StreamLoader(stream, num_workers=1)
 
     def noise(step: Step) -> set[float]:
-        return {sample["noise"] for sample in step.samples.values()}
+        held = (i for micro in step.micro_batches for i in micro.segments.sample.tolist())
+        return {step.samples[i]["noise"] for i in held}
 
     first = next(iter(loader()))
     resumed = loader()
     resumed.load_state_dict(first.cursor.to_dict())
     assert not noise(next(iter(resumed))) & noise(first)
     assert noise(next(iter(loader()))) == noise(first)
+
+
+@pytest.mark.parametrize("steps", [Steps(samples=7), Steps(tokens=40), Steps(micro_batches=2)])
+@pytest.mark.parametrize("most", [None, 3])
+def test_the_length_of_a_planned_stream_is_exact(steps: Steps, most: int | None) -> None:
+    recipe = replace(RECIPES["planned"], steps=steps)
+    calls: list[tuple[int, int]] = []
+    loader = StreamLoader(
+        PlannedStream(SOURCE, recipe, max_num_steps=most),
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        assert len(loader) == len(loader._dataset) == len(loader)
+        found = len(list(loader))
+        assert found == (len(loader) if most is None or epoch == 0 else 0)
+    assert bool(calls) == (steps.samples is None)

@@ -88,6 +88,20 @@ def test_boundaries_or_positions_and_a_mask_separate_segments_and_padding(
         check(found, segments)
 
 
+def test_positions_that_stand_still_in_an_image_do_not_divide_a_padded_row() -> None:
+    """Cosmos3-Edge passes the temporal positions of its rows."""
+    positions = torch.tensor([[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 3, 0, 1, 2, 3]])
+    segments = torch.tensor([[0] * 8, [1] * 4 + [-1] * 4])
+
+    check(_read(hints(segments, padding=segments >= 0, positions=positions)), segments)
+
+
+def test_rows_may_share_positions_beside_a_mask() -> None:
+    segments = torch.tensor([[0, 0, 0, -1], [1, 1, -1, -1]])
+
+    check(_read(hints(segments, padding=segments >= 0, positions=torch.arange(4)[None])), segments)
+
+
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_positions_alone_separate_segments(rows: list[list[int]]) -> None:
     _, positions, segments = lay_out([(0, lengths, 0) for lengths in rows], one=False)
@@ -111,3 +125,11 @@ def test_padding_between_tokens_is_refused(mask: list[bool]) -> None:
         return
     with pytest.raises(ConfigError, match="padding between the tokens"):
         _read(one)
+
+
+def test_with_a_mask_positions_that_stand_still_are_one_segment() -> None:
+    positions = torch.tensor([[0, 1, 2, 2, 2, 4, 5, 0], [0, 1, 1, 1, 3, 0, 0, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1]]).bool()
+    found = _read(Hints(2, 8, positions.device, padding=mask, positions=positions))
+    # An image of three tokens, and padding; then segments of 5, 1 and 2 tokens.
+    assert found.cu_seqlens.tolist() == [0, 7, 8, 13, 14, 16]

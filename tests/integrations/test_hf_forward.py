@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from evenstep import Packed, Padded, Recipe
 from evenstep.errors import ConfigError, InputError
-from evenstep.integrations.huggingface import hf_forward, hf_head, hf_kwargs
-from evenstep.tensors import Collator, shard_context
-from evenstep.train import Runner, compute_log_probs
+from evenstep.integrations.huggingface import hf_forward, hf_head, hf_kwargs, supports_packing
+from evenstep.tensors import Collator, cross_entropy, shard_context
+from evenstep.train import Runner, compute_log_probs, run_step
 from evenstep.train.forwards import call, forward_of, register_forward
 from evenstep.train.work import empty_micro_batch
 from tests.integrations.hf_steps import batches_for, furthest, gradient_alone, step_gradient
@@ -169,6 +170,39 @@ def test_the_head_turns_hidden_states_into_logits(kind: str, options: dict[str, 
         assert hidden.shape == (batch.rows, batch.width, 32)
         found = hf_head(model)(hidden)[batch.token_mask]
         assert distance(found, hf_forward(model)(model, batch)[batch.token_mask]) <= 1e-6
+
+
+def test_losses_take_the_head_of_a_model_with_its_soft_cap() -> None:
+    model = build("Gemma2", "eager", **SHAPE, final_logit_softcapping=0.5)
+    batches = batches_for(LENGTHS, PACKED)
+    run_step(batches, model, cross_entropy())
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    forward = hf_forward(model, outputs="hidden")
+    run_step(batches, model, cross_entropy(head=hf_head(model)), forward=forward)
+    assert furthest({name: p.grad for name, p in model.named_parameters()}, expected) <= 1e-6
+
+
+def test_autocast_does_not_make_a_model_unsafe() -> None:
+    model = llama("sdpa")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert supports_packing(model).safe
+
+
+def test_models_of_two_sequences_are_refused() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=VOCAB, **sizes)
+    model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(ConfigError, match="has an encoder and a decoder"):
+        hf_forward(model)(model, batch_of([3, 2], "padded"))
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_virtual_tokens_in_padded_rows_are_refused() -> None:
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(llama("sdpa"), settings)
+    with pytest.raises(ConfigError, match="virtual tokens of prompt tuning"):
+        hf_forward(model)(model, batch_of([3, 2], "padded"))
 
 
 def test_a_head_that_does_more_is_refused() -> None:

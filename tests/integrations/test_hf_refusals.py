@@ -12,7 +12,8 @@ from transformers import masking_utils
 
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import attention_function, use_attention
-from evenstep.integrations.huggingface import hf_kwargs
+from evenstep.integrations.hf_mask import rule_of
+from evenstep.integrations.huggingface import hf_forward, hf_kwargs
 from tests.integrations.attended import make
 from tests.integrations.models import SHAPE, build
 from tests.tensors.batches import VOCAB, batch_of
@@ -30,6 +31,38 @@ def test_a_cache_is_refused() -> None:
     past = model(input_ids=tokens, use_cache=True).past_key_values
     with pytest.raises(ConfigError, match=r"8 keys for 4 queries.*use_cache=False"):
         model(input_ids=tokens, past_key_values=past)
+
+
+def test_padded_rows_of_a_model_that_does_not_call_it_are_refused() -> None:
+    model = build("Bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+    model.config._attn_implementation = "evenstep"  # as when it is built with it
+    with pytest.raises(ConfigError, match="does not run with attn_implementation='evenstep'"):
+        hf_forward(model)(model, batch_of([5, 3], "padded"))
+
+
+def test_a_mask_that_was_made_keeps_its_rule() -> None:
+    made = masking_utils.create_bidirectional_mask
+    config = make("Llama").config
+    config._attn_implementation = "evenstep"
+    inputs = torch.zeros(2, 4, 32)
+    padding = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    first = made(config=config, inputs_embeds=inputs, attention_mask=padding)
+    again = masking_utils.create_causal_mask(
+        config=config, inputs_embeds=inputs, attention_mask=first, past_key_values=None
+    )
+    assert rule_of(again) == rule_of(first)
+    assert rule_of(again) == (False, None, True)
+
+
+def test_a_rule_of_ones_own_is_refused_in_both_directions() -> None:
+    config = make("Llama").config
+    config._attn_implementation = "evenstep"
+    given = {"config": config, "inputs_embeds": torch.zeros(1, 4, 32), "attention_mask": None}
+    own = lambda b, h, q, k: q - k < 2  # noqa: E731
+    with pytest.raises(ConfigError, match="does not know the attention rule"):
+        masking_utils.create_bidirectional_mask(**given, and_mask_function=own)
+    with pytest.raises(ConfigError, match="does not know the attention rule"):
+        masking_utils.create_causal_mask(**given, past_key_values=None, and_mask_function=own)
 
 
 def test_virtual_tokens_of_peft_are_refused() -> None:

@@ -59,54 +59,52 @@ def test_a_plain_loader_gets_the_micro_batches_of_its_rank(workers: int) -> None
 
 
 def test_distributing_the_batches_of_one_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match="for_accelerate"):
+    with pytest.raises(ConfigError, match="accelerate_loader"):
         _ = PlannedBatchSampler(stream_of(1, 2)).batch_size
     assert PlannedBatchSampler(stream_of()).batch_size is None
 
 
-def run_accelerate(rank: int, folder: str, port: int) -> None:
-    """One of two processes that train with accelerate."""
+def run_prepared(rank: int, folder: str, port: int) -> None:
+    """One of two processes that prepare a loader of a sampler with accelerate."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DataLoaderConfiguration
 
-    accelerator = Accelerator(cpu=True)
-    stream = stream_of(accelerator.process_index, accelerator.num_processes)
-    refused = False
-    try:
-        accelerator.prepare(DataLoader(Rows(), batch_sampler=PlannedBatchSampler(stream)))
-    except ConfigError:
-        refused = True
-    sampler = PlannedBatchSampler.for_accelerate(stream)
-    loader = accelerator.prepare(DataLoader(Rows(), batch_sampler=sampler, collate_fn=whole))
-    batches = [[sample["id"] for sample in batch] for batch in loader]
-    result = {
-        "refused": refused,
-        "batches": batches,
-        "wrapped": type(loader.batch_sampler).__name__,
-    }
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    from evenstep.integrations.accelerate import accelerate_loader
+
+    found = []
+    for name in ("even_batches", "split_batches", "dispatch_batches"):
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(**{name: True})
+        )
+        stream = stream_of(accelerator.process_index, accelerator.num_processes)
+        loader = DataLoader(Rows(), batch_sampler=PlannedBatchSampler(stream), collate_fn=whole)
+        try:
+            next(iter(accelerator.prepare(loader)))
+        except ConfigError as error:
+            found.append(str(error))
+    try:  # the same samples in another order
+        accelerate_loader(Accelerator(cpu=True), stream_of(rank, 2, seed=rank))
+    except ConfigError as error:
+        found.append(str(error))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
-def test_accelerate_gives_every_sample_once_to_its_planned_rank(
-    tmp_path: Path,
-) -> None:
+def test_accelerate_may_not_distribute_the_batches_of_a_rank(tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_accelerate, (str(tmp_path), port), nprocs=2)
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for rank, result in enumerate(results):
-        assert result["refused"]
-        assert result["wrapped"] == "BatchSamplerShard"
-        assert result["batches"] == list(PlannedBatchSampler(stream_of(rank, 2)))
-    seen = [i for result in results for batch in result["batches"] for i in batch]
-    assert sorted(seen) == list(range(96))
+    torch.multiprocessing.spawn(run_prepared, (str(tmp_path), port), nprocs=2)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert len(found) == 4
+        assert all("accelerate_loader" in message for message in found[:3])
+        assert "process 1 has other data" in found[3]
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.data())
@@ -181,11 +179,10 @@ def test_a_step_with_less_work_than_ranks_is_refused_or_left_out() -> None:
     assert len(seen) == len(set(seen)) == 24
 
 
-@pytest.mark.parametrize("name", ["drop_last", "all_ranks"])
-def test_options_that_are_not_booleans_are_refused(name: str) -> None:
-    options: Any = {name: "no"}
-    with pytest.raises(ConfigError, match=f"{name} must be true or false, got 'no'"):
-        PlannedBatchSampler(stream_of(), **options)
+def test_an_option_that_is_not_a_boolean_is_refused() -> None:
+    option: Any = "no"
+    with pytest.raises(ConfigError, match="drop_last must be true or false, got 'no'"):
+        PlannedBatchSampler(stream_of(), drop_last=option)
 
 
 def test_the_state_is_after_a_step_that_was_left_out() -> None:
@@ -256,14 +253,75 @@ def test_overflow_that_divides_samples_is_refused() -> None:
         PlannedBatchSampler(stream_of(recipe=recipe))
 
 
-def test_epochs_and_lengths() -> None:
-    sampler = PlannedBatchSampler(stream_of())
-    first = list(sampler)
-    assert abs(len(sampler) - len(first)) <= 4
-    sampler.set_epoch(1)
-    second = list(sampler)
-    assert second != first
-    assert sorted(i for b in second for i in b) == list(range(96))
+KINDS = [Steps(samples=10), Steps(tokens=150), Steps(micro_batches=2), Steps()]
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 3), st.booleans(), st.integers(0, 99))
+@examples(20)
+def test_the_length_is_exact_and_with_epochs_the_same(
+    steps: Steps, size: int, padded: bool, seed: int
+) -> None:
+    layout = Padded(max_tokens=40) if padded else Packed(max_tokens=40)
+    recipe = Recipe(layout=layout, steps=steps)
+    lengths = np.random.default_rng(seed).integers(1, 40, 30 + seed % 7)
+    counts = []
+    for rank in range(size):
+        stream = stream_of(rank, size, recipe=recipe, lengths=lengths)
+        dropping = PlannedBatchSampler(stream, drop_last=True)
+        sampler = PlannedBatchSampler(
+            stream_of(rank, size, recipe=recipe, lengths=lengths), epochs=3
+        )
+        for epoch in range(3):
+            dropping.set_epoch(epoch)
+            assert len(dropping) == len(list(dropping))
+            sampler.set_epoch(epoch)
+            found = list(sampler)
+            counts.append(len(found))
+            assert len(found) == len(sampler)
+    assert len(set(counts)) == 1
+
+
+def test_resuming_among_the_empty_batches_at_the_end_is_exact() -> None:
+    def make() -> PlannedBatchSampler:
+        recipe = Recipe(layout=Packed(max_tokens=40), steps=Steps(micro_batches=1))
+        return PlannedBatchSampler(stream_of(0, 1, recipe=recipe, seed=3), epochs=6)
+
+    sampler, resumed, ends = make(), make(), 0
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        batches, states = [], []
+        for batch in sampler:
+            batches.append(batch)
+            states.append(json.dumps(sampler.state_dict()))
+        ends += not batches[-1]
+        for done in range(len(batches) - 3, len(batches) + 1):
+            resumed.load_state_dict(json.loads(states[done - 1]))
+            resumed.set_epoch(epoch)
+            assert list(resumed) == batches[done:]
+    assert ends
+    with pytest.raises(ConfigError, match="epoch 6 was not planned"):
+        sampler.set_epoch(6)
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_the_length_with_a_last_step_is_exact(endless: bool) -> None:
+    stream = stream_of(0, 2, infinite_loop=endless, max_num_steps=6)
+    sampler = PlannedBatchSampler(stream)
+    assert len(sampler) == len(list(sampler)) == len(sampler)
+    with pytest.raises(TypeError, match="has no length"):
+        len(PlannedBatchSampler(stream_of(infinite_loop=True)))
+    with pytest.raises(ConfigError, match="Remove epochs"):
+        PlannedBatchSampler(stream, epochs=2)
+
+
+def test_counting_reports_progress_and_happens_once() -> None:
+    calls: list[tuple[int, int]] = []
+    sampler = PlannedBatchSampler(
+        stream_of(), epochs=3, progress=lambda done, total: calls.append((done, total))
+    )
+    assert len(sampler) == len(sampler)
+    assert calls[-1] == (3 * 96, 3 * 96)
+    assert len(calls) == len(set(calls))
 
 
 def test_a_resumed_sampler_sets_its_epochs_like_any_other() -> None:
@@ -280,32 +338,3 @@ def test_a_resumed_sampler_sets_its_epochs_like_any_other() -> None:
             resumed.set_epoch(epoch)
             found += list(resumed)
         assert found == expected[done:]
-
-
-def test_the_hugging_face_trainer_trains_on_planned_micro_batches(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    seen: list[int] = []
-
-    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        seen.extend(sample["id"] for sample in samples)
-        ids = torch.tensor([i for sample in samples for i in sample["input_ids"]])
-        positions = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
-        return {"input_ids": ids[None], "labels": ids[None], "position_ids": positions[None]}
-
-    class Planned(Trainer):  # type: ignore[misc]
-        def get_train_dataloader(self) -> Any:
-            sampler = PlannedBatchSampler.for_accelerate(stream_of())
-            loader = DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
-            return self.accelerator.prepare(loader)
-
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), num_train_epochs=1, use_cpu=True, report_to=[],
-        save_strategy="no", logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    Planned(LlamaForCausalLM(config), arguments, train_dataset=Rows()).train()
-    assert sorted(seen) == list(range(96))

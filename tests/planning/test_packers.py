@@ -249,6 +249,7 @@ def test_nothing_packs_into_nothing() -> None:
     assert all(pack([], 10, packer).tolist() == [] for packer in PACKER_NAMES)
 
 
+@pytest.mark.slow
 def test_kernels_give_the_same_plan_without_their_compiler() -> None:
     program = (
         "import numpy as np\n"

@@ -62,6 +62,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
     },
+    "evolla": {
+        "protein_encoder_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+        },
+        "aligner_num_add_layers": 1,
+        "resampler_num_latents": 4,
+        "resampler_dim_head": 8,
+        "resampler_heads": 4,
+    },
     "flint": {"mlp_only_layers": [0]},
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
@@ -100,6 +112,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 2, 2, 2],
         },
     },
+    "janus_vqgan": {"base_channels": 32, "num_embeddings": 16, "channel_multiplier": [1, 1]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": STATE_AND_FULL, "mlp_layer_types": ["dense", "sparse"]},
     "laguna": {
@@ -163,6 +176,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
     "molmo2_adapter": {"vision_feature_layer": [0, 1]},
     "molmo2_vision": {"image_size": [16, 16]},

@@ -1,12 +1,11 @@
 """Gradients of a tiny model: packed and padded, compared with one sample at a time.
 
 The reference runs `model(input_ids=...)` on each sample, with eager attention where the class has
-it, and sums the loss over all labels. Two errors are measured: `norm_error` over the whole gradient
-in single precision, and the stricter `error_of`, which decides whether a layout is exact: the
-largest difference in the gradient of a parameter, divided by the largest entry of its reference, or
-by `LEAST` of the largest entry of any parameter if that is more (gradients that are zero but for
-rounding have no scale of their own); the largest of all parameters. It is also measured in double
-precision.
+it, and sums the loss over all labels. Two errors are measured, in single and in double precision:
+`norm_error` over the whole gradient, and the stricter `error_of`, which decides whether a layout is
+exact: the largest difference in the gradient of a parameter, divided by the largest entry of its
+reference, or by `LEAST` of the largest entry of any parameter if that is more (gradients that are
+zero but for rounding have no scale of their own); the largest of all parameters.
 """
 
 from __future__ import annotations
@@ -296,9 +295,9 @@ def _measure_implementation(
 
 
 def _errors(found: Gradients, expected: Gradients, dtype: torch.dtype) -> dict[str, float]:
-    if dtype == torch.float64:
-        return {"double": error_of(found, expected)}
-    return {"single": error_of(found, expected), "norm": norm_error(found, expected)}
+    precision = "double" if dtype == torch.float64 else "single"
+    norm = norm_error(found, expected)
+    return {precision: error_of(found, expected), f"{precision} norm": norm}
 
 
 def _said(error: Exception) -> str:

@@ -7,6 +7,7 @@ python -m tests.slow.models llama gemma3    these types; prints what was measure
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from importlib.metadata import version
@@ -39,18 +40,29 @@ def on_ranks() -> dict[str, dict[str, float]]:
     for name in ARCHITECTURES:
         with tempfile.TemporaryDirectory() as folder:
             ranks = results_of(2, errors_on_ranks, Path(folder), name, IMPLEMENTATIONS, limit=600.0)
-        found[name] = {key: errors["norm"] for key, errors in ranks[0]["errors"].items()}
+        found[name] = {key: errors["single norm"] for key, errors in ranks[0]["errors"].items()}
         print(name, found[name], flush=True)
     return found
 
 
 def write(findings: list[Finding], ranks: dict[str, dict[str, float]]) -> None:
-    """The page, and its figures as JSON."""
+    """The page, and its figures as JSON, one class per line."""
     versions = {name: version(name) for name in ("transformers", "torch")}
     named = " and ".join(f"{name} {number}" for name, number in versions.items())
     (ROOT / "docs" / "models.md").write_text(page(findings, ranks, named))
-    filed: dict[str, Any] = {"versions": versions, "models": findings, "ranks": ranks}
-    (ROOT / "benchmarks" / "results" / "models.json").write_text(json.dumps(filed, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(_rounded(each)) for each in findings)
+    head = json.dumps({"versions": versions, "ranks": _rounded(ranks)})[:-1]
+    results = ROOT / "benchmarks" / "results" / "models.json"
+    results.write_text(f'{head}, "models": [\n{lines}\n]}}\n')
+
+
+def _rounded(value: Any) -> Any:
+    """Errors with three digits."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.3g}")
+    return str(value) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

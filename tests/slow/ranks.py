@@ -54,7 +54,7 @@ def errors_on_ranks(
             gradients = _step(rank, size, _wrapped(model, wrapper, size), image)
             found["errors"][f"{wrapper} {implementation}"] = {
                 "single": error_of(gradients, expected),
-                "norm": norm_error(gradients, expected),
+                "single norm": norm_error(gradients, expected),
             }
     return found
 

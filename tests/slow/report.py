@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -16,10 +17,12 @@ PACKED = ("packed", "packed with a tail")
 
 
 _LEGEND = (
-    'Packed rows have no padding, or padding at the end; the larger error counts. "–": the class '
-    "has no such implementation. Images: the number of tokens of each image, or text if only text "
-    "was run; an error marked (text) is that of text, because images raise an error with that "
-    "implementation."
+    f"Packed rows have no padding, or padding at the end; the larger error counts. Marked d: in "
+    f"double precision, because rounding in single precision alone exceeds {LIMIT:.0e}; r: such "
+    f"rounding, where double precision fails within transformers. –: the class has no such "
+    f"implementation. raises: a batch is refused with an error. Images: the number of tokens of "
+    f"each image, or text if only text was run; an error marked (text) is that of text, because "
+    f"images raise an error with that implementation."
 )
 _RANKS = (
     "Packed steps of several micro-batches through `Runner` in two processes, in single precision, "
@@ -31,8 +34,8 @@ _REFUSED = (
     '`hf_forward(model, unsupported="pad")` run them padded.'
 )
 _INEXACT = (
-    "Results of these depend on padding or on the width of a row. Run them one sample at a time: "
-    "`Packed(samples=1)`."
+    "Results of these depend on padding or on the width of a row. Use an implementation with an "
+    "error, or run them one sample at a time: `Packed(samples=1)`."
 )
 
 
@@ -116,9 +119,15 @@ def _accepted(findings: Iterable[Finding]) -> Table:
 
 def _error(errors: list[dict[str, Any]], found: Finding) -> str:
     """The largest error over these layouts."""
+    if any("single" not in each for each in errors):
+        return "raises"
     if not all(is_exact(each, found.get("rounding", 0.0)) for each in errors):
-        return "refused" if any(not each for each in errors) else "**inexact**"
-    return f"{max(each['norm'] for each in errors):.0e}"
+        return "**inexact**"
+    for precision, mark in (("single", ""), ("double", " d")):
+        worst = max(each.get(f"{precision} norm", math.inf) for each in errors)
+        if worst <= LIMIT:
+            return f"{worst:.0e}{mark}"
+    return f"{max(each['single norm'] for each in errors):.0e} r"
 
 
 def _marked(cell: str, measured: dict[str, Any]) -> str:
@@ -150,13 +159,12 @@ def _refused(findings: Iterable[Finding]) -> Table:
 
 
 def _inexact(findings: Iterable[Finding]) -> Table:
-    table = Table("Inexact when padded", {"types": "", "error or failure": ""})
+    table = Table("Inexact when padded", {"types": "", **dict.fromkeys(IMPLEMENTATIONS, "")})
     for each in sorted(findings, key=_first):
-        ways = [w["padded"] for w in each["implementations"].values() if "safe" in w]
-        rounding = each.get("rounding", 0.0)
-        if ways and not any(is_exact(way, rounding) for way in ways):
-            shown = ways[0].get("single", ways[0].get("failed", ""))
-            table.add(_types(each), f"{shown:.1e}" if isinstance(shown, float) else str(shown)[:90])
+        ways = [each["implementations"][name] for name in IMPLEMENTATIONS]
+        cells = [_error([way["padded"]], each) if "padded" in way else "–" for way in ways]
+        if "**inexact**" in cells:
+            table.add(_types(each), *cells)
     return table
 
 

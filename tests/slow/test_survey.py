@@ -77,7 +77,7 @@ def test_an_error_is_exact_in_one_precision_or_within_rounding() -> None:
 
 
 def finding(safe: bool, packed: float, padded: float = 1e-7, wide: bool | None = None) -> Any:
-    errors = {"single": packed, "norm": packed}
+    errors = {"single": packed, "single norm": packed}
     ours = {
         "safe": safe,
         "why": "because",
@@ -85,7 +85,7 @@ def finding(safe: bool, packed: float, padded: float = 1e-7, wide: bool | None =
         "why if wide": "because",
         "packed": errors,
         "packed with a tail": errors,
-        "padded": {"single": padded, "norm": padded},
+        "padded": {"single": padded, "single norm": padded},
     }
     missing = {"unavailable": "it has none"}
     return {"implementations": {"eager": missing, "sdpa": missing, "evenstep": ours}}
@@ -113,9 +113,19 @@ def test_the_page_has_a_row_for_every_class() -> None:
 
     assert "| fine |  |  | – | – | – | – | 2e-07 | 1e-07 |" in text
     assert "| leaks | because |  |" in text
-    assert "| odd | 2.5e-01 |" in text
+    assert "| odd | – | – | **inexact** |" in text
     assert "| musicgen | predicts several audio codes per step, not one token |" in text
     assert "| fine | 3e-07 |" in text
+
+
+def test_a_figure_is_in_double_precision_where_rounding_is_large() -> None:
+    found = finding(True, 3e-6)
+    errors = found["implementations"]["evenstep"]["packed"]
+    errors |= {"double": 1e-15, "double norm": 2e-15}
+
+    text = page([{"types": ["fine"], "task": "causal", "experts": True, **found}], {}, "")
+
+    assert "| fine | yes |  | – | – | – | – | 2e-15 d | 1e-07 |" in text
 
 
 @pytest.mark.slow

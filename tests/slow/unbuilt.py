@@ -10,7 +10,6 @@ UNBUILT: dict[str, str] = {
     "blip": _IMAGES,
     "blip-2": _IMAGES,
     "diffusion_gemma": "generates blocks by diffusion: its logits are not those of next tokens",
-    "evolla": "its protein encoder cannot be made small (more than 600 million parameters)",
     "fast_vlm": _TIMM,
     "florence2": _ENCODER,
     "gemma3n": f"{_TIMM}; its language model is gemma3n_text",
@@ -21,7 +20,6 @@ UNBUILT: dict[str, str] = {
     "inkling_mm_model": "its vision tower needs scipy; its language model is inkling_text",
     "instructblip": _IMAGES,
     "instructblipvideo": _IMAGES,
-    "janus": "its image decoder cannot be made small (more than 70 million parameters)",
     "kosmos-2": _IMAGES,
     "musicgen": "predicts several audio codes per step, not one token",
     "musicgen_melody": "predicts several audio codes per step, not one token",
@@ -32,6 +30,5 @@ UNBUILT: dict[str, str] = {
     "reformer": "refuses to compute gradients in evaluation mode, and hashes at random in training",
     "t5gemma2": _ENCODER,
     "udop": _ENCODER,
-    "unlimited_ocr": "its tiny config fails in its own attention",
     "vision-encoder-decoder": _ENCODER,
 }

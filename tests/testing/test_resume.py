@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,8 +193,8 @@ def test_a_cursor_that_disagrees_with_the_state_is_detected() -> None:
 
 def test_a_pool_that_is_missing_in_the_cursor_is_detected() -> None:
     class Forgetful(PooledStream):
-        def load_state_dict(self, state: Any) -> None:
-            super().load_state_dict(state)
+        def load_state_dict(self, state: Any, allow: Collection[str] = ()) -> None:
+            super().load_state_dict(state, allow)
             assert self._begin is not None
             readers = {n: {**r, "waiting": []} for n, r in self._begin.place["readers"].items()}
             position = {**self._begin.place, "readers": readers}

@@ -95,6 +95,7 @@ def test_context_parallel_ranks_train_for_real(size: int, tmp_path: Path) -> Non
     check(found, cases)
 
 
+@pytest.mark.slow
 def test_compiled_models_have_the_same_gradient(tmp_path: Path) -> None:
     plan = Plan("planned", PACKED, dp=2)
     cases = {wrap: Case(wrap, plan) for wrap in ("ddp+compile", "fsdp+compile")}

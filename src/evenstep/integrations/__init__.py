@@ -2,7 +2,9 @@
 
 dataloader   a stream as a torch dataset, and a loader that knows its position
 run_state    the state of a whole run, gathered from all ranks
-sampler      a planned stream as a batch sampler, for DataLoader, accelerate and the HF Trainer
+sampler      a planned stream as a batch sampler, for DataLoader
+trainer      the Hugging Face Trainer and TRL's SFTTrainer on planned steps
+accelerate   a planned stream as a prepared dataloader; both in step_sampler, hf_collate
 hf_attention attention within segments for transformers models: attn_implementation="evenstep"
 huggingface  how transformers models are called, and which keep segments apart; in hf_forward,
              hf_kwargs, hf_model, padded_rows, rope; supports, packing_code, packing_probe

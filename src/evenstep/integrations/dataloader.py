@@ -14,9 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenstep.core.cursor import Cursor
 from evenstep.core.step import Step
 from evenstep.core.validate import truth_value, whole_number
+from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.step_work import Progress
 from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
+from evenstep.integrations.dispatching import refuse_dispatching
 from evenstep.integrations.parcel import Parcel, register
 
 __all__ = ["StreamDataset", "StreamLoader"]
@@ -56,6 +59,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Step]:
         # Not in a generator: the state may be read before the first step.
+        refuse_dispatching(dataset=self)
         worker, workers = _worker()
         if get_worker_info() is not None:
             register()
@@ -76,8 +80,8 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
             yield ready
 
     def __len__(self) -> int:
-        """The stream's length, which may be an estimate."""
-        return len(self.stream)
+        """Steps of one pass: exact for planned streams, otherwise an estimate."""
+        return _num_steps(self.stream)
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
         """Start the next iteration at the beginning of `epoch` in all workers, or at a position
@@ -136,8 +140,9 @@ class StreamLoader:
     `persistent_workers`, `multiprocessing_context`, ...). `state_dict` is the position after the
     step that was yielded last, regardless of what the workers have prefetched.
 
-    anyone  for finite pooled streams on several ranks: `anyone(mine)` returns whether any rank has
-            another step (see `until_all_end`). By default an all-reduce of torch.distributed
+    anyone    for finite pooled streams on several ranks: `anyone(mine)` returns whether any rank
+              has another step (see `until_all_end`). By default an all-reduce of torch.distributed
+    progress  `progress(done, total)` is called while `len` counts the steps of a planned stream
 
     >>> from evenstep import Packed, Recipe, Steps
     >>> from evenstep.data.sources.memory import InMemory
@@ -156,6 +161,7 @@ class StreamLoader:
         collate: Collate | None = None,
         num_workers: int = 0,
         anyone: Callable[[bool], bool] | None = None,
+        progress: Progress | None = None,
         **options: Any,
     ) -> None:
         _check_options(options)
@@ -163,7 +169,7 @@ class StreamLoader:
         self.num_workers = whole_number("num_workers", num_workers, least=0)
         self._dataset = _SentDataset(stream, collate, capped=False)
         self._options = options
-        self._anyone = anyone
+        self._anyone, self._progress = anyone, progress
         self._loader: Any = None
         self._now: Cursor | None = None
 
@@ -197,8 +203,9 @@ class StreamLoader:
                 ready._shutdown_workers()
 
     def __len__(self) -> int:
-        """The stream's length, which may be an estimate."""
-        return len(self.stream)
+        """Steps of one pass. Exact for planned streams, counted once without reading samples;
+        otherwise an estimate."""
+        return _num_steps(self.stream, self._progress)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the step that was yielded last."""
@@ -222,6 +229,15 @@ class StreamLoader:
         """Start `steps` steps later."""
         self.stream.skip_batches(steps)
         self.load_state_dict(self.stream.start(max(1, self.num_workers)).to_dict())
+
+
+def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
+    """Steps of one pass. Counts those of the epoch if they are not known otherwise."""
+    if not isinstance(stream, PlannedStream) or stream.infinite_loop:
+        return len(stream)
+    if stream.steps_in_every_epoch is None:
+        stream.epoch_size(stream.start().place["epoch"], progress=progress)
+    return len(stream)
 
 
 def _received(steps: Iterator[Step]) -> Iterator[Step]:

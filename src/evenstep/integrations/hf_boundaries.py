@@ -116,13 +116,16 @@ def _split_padding(hints: Hints, begins: Tensor) -> tuple[Tensor, Tensor]:
     assert hints.padding is not None
     real = hints.padding.bool()
     if hints.positions is not None and hints.cu_seqlens is None:
-        # A position that does not grow among tokens begins a segment; a jump need not.
+        # A position that goes back, or stays at the first of its row, begins a segment. A jump need
+        # not, nor a repetition: some models pass the temporal plane, which stands still in images.
         at = hints.positions[0] if hints.positions.ndim == 3 else hints.positions
         both = real[:, 1:] & real[:, :-1]
         if hints.positions.ndim == 3 and len(hints.positions) == 3:
             begins[:, 1:] |= hints.restarts()[:, 1:] & both
         else:
-            begins[:, 1:] |= (at.diff(dim=1) <= 0) & both
+            at, step = at.expand_as(real), at.diff(dim=1)
+            first = at.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
+            begins[:, 1:] |= ((step < 0) | ((step == 0) & (at[:, 1:] == first))) & both
     segment = begins.view(-1).cumsum(0)
     changes = torch.zeros_like(begins)
     changes[:, 1:] = real[:, 1:] != real[:, :-1]

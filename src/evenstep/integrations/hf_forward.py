@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from evenstep.core.validate import one_of
 from evenstep.errors import ConfigError
@@ -18,6 +19,7 @@ from evenstep.integrations.packing_code import text_config
 from evenstep.integrations.padded_rows import PaddedRows
 from evenstep.integrations.supports import LONG, Support, judged_once
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.losses.head import Head
 from evenstep.tensors.masks import one_segment_per_row
 from evenstep.train.forwards import register_forward, unwrapped
 
@@ -61,6 +63,10 @@ def hf_forward(
 
     def forward(model: Any, batch: Batch) -> Tensor:
         refuse_shard(batch)
+        _check_attention(model)
+        if isinstance(unwrapped(model), FSDPModule):
+            # Its forwards communicate, so all ranks judge it now, packed batch or not.
+            judged_once(unwrapped(model))
         if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
             found = run(model, batch)
         else:
@@ -71,14 +77,14 @@ def hf_forward(
     return forward
 
 
-def hf_head(model: Any) -> Callable[[Tensor], Tensor]:
-    """Hidden states -> logits, with the scale and soft cap of the model's config.
+def hf_head(model: Any) -> Head:
+    """The model's last layer, with the scale and soft cap of its config, for `head=` of losses.
 
-    For losses that compute logits in parts. Compared once with the model's own logits, on a few
-    tokens; a model whose head does more is refused.
+    Compared once with the model's own logits, on a few tokens; a model whose head does more is
+    refused. `model.lm_head` alone would drop the scale and the soft cap.
 
-        head, forward = hf_head(model), hf_forward(model, outputs="hidden")
-        logits = head(forward(model, batch))
+        forward = hf_forward(model, outputs="hidden")
+        runner = Runner(model=model, loss=cross_entropy(head=hf_head(model)), forward=forward)
     """
     core = core_of(model)
     output, config = core.get_output_embeddings(), text_config(core)
@@ -89,17 +95,12 @@ def hf_head(model: Any) -> Callable[[Tensor], Tensor]:
         scale *= getattr(config, name, None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
-
-    def head(hidden: Tensor) -> Tensor:
-        logits = output(hidden)
-        logits = logits if scale == 1.0 else logits * scale
-        return torch.tanh(logits / cap) * cap if cap else logits
-
+    head = Head(output, scale=scale, soft_cap=cap or None)
     _check_head(model, core, head)
     return head
 
 
-def _check_head(model: Any, core: Any, head: Callable[[Tensor], Tensor]) -> None:
+def _check_head(model: Any, core: Any, head: Head) -> None:
     tokens = torch.full((1, 4), traits_of(core).plain_token, device=next(core.parameters()).device)
     with torch.no_grad():
         hidden, own = _hidden_and_logits(unwrapped(model), {"input_ids": tokens})
@@ -121,6 +122,12 @@ def _run_logits(model: Any, batch: Batch) -> Tensor:
         raise ConfigError(
             f"{type(core_of(model)).__name__} returns no logits. Use a class with a language model "
             f"head, or hf_forward(model, outputs='hidden')."
+        )
+    if logits.shape[1] != batch.width:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} returns logits of {logits.shape[1]} tokens per row "
+            f"for {batch.width}, as with the virtual tokens of prompt tuning. Pass a forward that "
+            f"returns one output per token."
         )
     return logits
 
@@ -155,6 +162,25 @@ def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tens
 # Checks ----------------------------------------------------------------------------------------
 
 _WARNED: WeakSet[Any] = WeakSet()
+_CHECKED: WeakSet[Any] = WeakSet()
+
+
+def _check_attention(model: Any) -> None:
+    """Refuse a model that was built with our attention and does not call it: its own code takes no
+    2-D mask, so padded rows would be wrong as well. transformers only logs a warning."""
+    inner = unwrapped(model)
+    if inner in _CHECKED:
+        return
+    if getattr(text_config(core_of(model)), "_attn_implementation", None) == "evenstep":
+        from evenstep.integrations.hf_probe import fault_of
+
+        why = fault_of(inner)
+        if why is not None:
+            raise ConfigError(
+                f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
+                f"Use another implementation, with the padded layout."
+            )
+    _CHECKED.add(inner)
 
 
 def _may_pack(model: Any, batch: Batch, unsupported: Unsupported) -> bool:

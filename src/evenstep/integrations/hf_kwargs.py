@@ -48,6 +48,11 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
     refuse_shard(batch)
     real = batch.token_mask
     traits = None if model is None else traits_of(model)
+    if traits is not None and traits.encodes_and_decodes:
+        raise ConfigError(
+            f"{type(model).__name__} has an encoder and a decoder, which take two sequences per "
+            f"sample. Pass a forward that gives it both, over padded rows."
+        )
     inputs = _extras(batch, traits)
     kwargs: dict[str, Any] = {
         "input_ids": _filled(batch, real, traits),

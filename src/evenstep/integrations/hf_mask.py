@@ -48,12 +48,17 @@ def mask_function(
     **options: Any,
 ) -> Tensor:
     """A (rows, width) bool tensor, the padding mask or ones, that carries its `Rule`."""
+    if rule_of(attention_mask) is not None:
+        # A model that made its mask passes it to its language model, which keeps it as it is.
+        assert attention_mask is not None
+        return attention_mask
     _refuse_chunks(local_size, config, kv_length)
     causal = "allow_is_bidirectional_skip" not in options
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
-    if mask_function is not None and causal:
-        _refuse_unknown(mask_function, batch_size, kv_length, device, options.get("use_vmap"))
+    if mask_function is not None:
+        custom = options.get("use_vmap")
+        _refuse_unknown(mask_function, batch_size, kv_length, device, custom, causal)
     window = local_size
     if window is not None and not causal:
         window += 1  # a window of transformers that sees both ways includes this distance
@@ -113,7 +118,12 @@ def _refuse_chunks(local_size: int | None, config: Any, length: int) -> None:
 
 
 def _refuse_unknown(
-    rule: Callable[..., Tensor], rows: int, width: int, device: Any, custom: bool | None
+    rule: Callable[..., Tensor],
+    rows: int,
+    width: int,
+    device: Any,
+    custom: bool | None,
+    causal: bool,
 ) -> None:
     """Refuse rules that are not followed. Additions that make nothing more visible pass."""
     if torch.compiler.is_compiling():
@@ -122,10 +132,11 @@ def _refuse_unknown(
                 "a compiled model must not add rules of its own to the attention mask. Use "
                 "attn_implementation='sdpa' or do not compile it."
             )
-        torch._assert_async(~_ahead(rule, rows, width, device), "tokens see later tokens")
+        if causal:
+            torch._assert_async(~_ahead(rule, rows, width, device), "tokens see later tokens")
         return
     added = _added(rule)
-    if added and bool(_ahead(rule, rows, width, device)):
+    if causal and added and bool(_ahead(rule, rows, width, device)):
         raise ConfigError(
             "attn_implementation='evenstep' is causal, but in this batch some tokens see later "
             "ones, such as image blocks that see both ways. Use attn_implementation='sdpa' and "

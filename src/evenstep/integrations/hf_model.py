@@ -42,6 +42,8 @@ class Traits:
     """Whether multimodal positions begin with a plane of text positions."""
     has_tower: bool
     """Whether the model has an encoder of images or sound with attention of its own."""
+    encodes_and_decodes: bool
+    """Whether it takes two sequences per sample."""
 
     @property
     def plain_token(self) -> int:
@@ -90,6 +92,7 @@ def _read(core: Any) -> Traits:
         rope_axes=rope_axes(core),
         text_plane=indexer is not None and takes_text_plane(core),
         has_tower=any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")),
+        encodes_and_decodes=bool(getattr(config, "is_encoder_decoder", False)),
     )
 
 

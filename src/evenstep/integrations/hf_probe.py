@@ -66,6 +66,12 @@ def switch(model: Any, name: str, inputs: dict[str, Any]) -> None:
         )
 
 
+def fault_of(model: Any) -> str | None:
+    """Why a model that has the registered attention would not run it within segments, else None."""
+    roots = _roots(model)
+    return _fault(model, roots[0], {}) if roots else None
+
+
 def _fault(model: Any, root: Any, inputs: dict[str, Any]) -> str | None:
     """Why attention would not stay within segments; None if it does."""
     try:

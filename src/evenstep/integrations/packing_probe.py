@@ -54,7 +54,8 @@ class _Probe:
         core = core_of(model)
         parameter = next(model.parameters())
         self.device = parameter.device
-        self.half = half = parameter.dtype in (torch.float16, torch.bfloat16)
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        self.half = half = half or torch.is_autocast_enabled(self.device.type)
         # Of the largest output. Neighbours of the same lengths leave the shapes of all operations
         # as they are, so nothing is rounded differently.
         self.exact = 1e-2 if half else 1e-5

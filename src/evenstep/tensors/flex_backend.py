@@ -68,6 +68,9 @@ def _flex(call: Call) -> Tensor:
         "scale": call.scale,
         "enable_gqa": call.shared > 1 and not repeat,
     }
+    if call.q.is_cuda:
+        # Fewer than 128 queries would take a kernel for decoding, which has none for float32.
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if call.softcap is not None:
         options["score_mod"] = _capped(call.softcap)
     kernel = flex_attention if torch.compiler.is_compiling() else _kernel(call.q.device.type)

@@ -145,6 +145,11 @@ class PlannedStream:
         return self._start.step
 
     @property
+    def samples(self) -> SampleLookup:
+        """The samples by id, as steps read them."""
+        return self._lookup
+
+    @property
     def ends_together(self) -> bool:
         """True: all ranks have the same plan and take part in every step."""
         return True
@@ -364,6 +369,12 @@ class PlannedStream:
         `epoch_size` has counted the epoch of the start."""
         counted = self._sizes.get((self._steps.same_epoch(self._start.epoch), False))
         return self._steps.steps_per_epoch if counted is None else Estimate(counted.steps, True)
+
+    @property
+    def steps_in_every_epoch(self) -> int | None:
+        """Number of steps, if every epoch has the same and it is known without planning."""
+        estimate = self._steps.steps_per_epoch
+        return estimate.steps if estimate.exact else None
 
     @property
     def micro_batches_per_step(self) -> int:

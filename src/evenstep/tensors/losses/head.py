@@ -61,6 +61,14 @@ class Head:
             positive("soft_cap", self.soft_cap)
         whole_number("chunk", self.chunk)
 
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states, (..., hidden) -> (..., vocabulary), all at once."""
+        weight, bias = self.weight_and_bias
+        logits: Tensor = nn.functional.linear(hidden, weight, bias)
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        cap = self.soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
     @classmethod
     def of(cls, given: Head | nn.Linear | Tensor | None) -> Head | None:
         """A head from what a loss was given."""

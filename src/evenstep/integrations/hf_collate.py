@@ -1,0 +1,35 @@
+"""HfCollate: the samples of a micro-batch -> keyword arguments of a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from evenstep.core.micro_batch import MicroBatch
+from evenstep.integrations.hf_kwargs import hf_kwargs
+from evenstep.tensors.collate import Collator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfCollate:
+    """What `model(**inputs)` takes to compute its loss: tokens, positions, boundaries or a mask,
+    and labels shifted within segments. See `hf_kwargs`.
+
+    The loss needs `num_items_in_batch` as well, which the Trainer and `accelerate_loader` add: the
+    number of labels in the step, on all ranks.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> inputs = HfCollate()(plan[0, 0][0], {0: {"input_ids": [5, 6]}, 1: {"input_ids": [7]}})
+    >>> inputs["shift_labels"].tolist(), inputs["position_ids"].tolist()
+    ([[6, -100, -100]], [[0, 1, 0]])
+    """
+
+    model: Any = None
+    collate: Collator = field(default_factory=Collator)
+
+    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> dict[str, Any]:
+        """The arguments for one micro-batch."""
+        inputs = hf_kwargs(self.collate(micro, samples), self.model, labels=True)
+        return {name: value for name, value in inputs.items() if name != "num_items_in_batch"}

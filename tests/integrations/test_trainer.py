@@ -1,0 +1,198 @@
+"""Real trainers on planned steps: every sample once per epoch, exact length, exact resume."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from transformers import MambaConfig, MambaForCausalLM, TrainingArguments
+
+from evenstep import Packed, Recipe, Steps, Topology
+from evenstep.core.world import World
+from evenstep.data.sources.mapped import MeasuredMapped
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.errors import ConfigError, PlanError
+from evenstep.integrations.accelerate import StepLoader, accelerate_loader
+from tests.integrations.loops import (
+    EPOCHS,
+    LENGTHS,
+    VOCAB,
+    PlannedTrainer,
+    Samples,
+    alike,
+    arguments_of,
+    chain,
+    crash,
+    in_two,
+    run_accelerate,
+    run_on,
+    run_steps_of_samples,
+    run_trainer,
+    tiny_model,
+    without_name,
+)
+
+
+@pytest.mark.parametrize("run", [run_trainer, run_accelerate])
+def test_one_process_resumes_exactly(tmp_path: Path, run: Any) -> None:
+    (tmp_path / "stopped").mkdir()
+    whole = run(tmp_path / "whole", "packed", epochs=2, save_steps=100)
+    run(tmp_path / "stopped", "packed", stop=18, epochs=2, save_steps=17)
+    resumed = run(tmp_path / "stopped", "packed", resume=True, epochs=2, save_steps=100)
+    assert [sorted(epoch) for epoch in whole["reads"]] == [list(range(len(LENGTHS)))] * 2
+    assert whole["reads"][0] != whole["reads"][1]
+    check_tail(whole["reads"], resumed["reads"])
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["parameters"] == whole["parameters"]
+    # Epochs of 14 and 13 steps. The Trainer needs equal ones: its last step changes nothing.
+    if run is run_trainer:
+        assert (whole["steps"], whole["fillers"]) == (28, [27])
+        sums = whole["sums"]
+        assert [n for n in range(1, 28) if sums[n] == sums[n - 1]] == [27]
+    else:
+        assert (whole["lengths"], whole["steps"]) == ([28, 26], 27)
+
+
+def check_tail(whole: list[list[int]], resumed: list[list[int]]) -> None:
+    """The resumed run reads what is left of its first epoch, and then whole epochs."""
+    rest = whole[-len(resumed) :]
+    assert 0 < len(resumed[0]) < len(rest[0])
+    assert rest[0][-len(resumed[0]) :] == resumed[0]
+    assert resumed[1:] == rest[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("run", ["trainer", "accelerate", "sft"])
+def test_two_processes_resume_exactly_in_later_epochs(
+    tmp_path: Path, run: str, layout: str
+) -> None:
+    found = in_two(chain, tmp_path, run, layout)
+    for epoch in range(EPOCHS):
+        reads = [item for each in found for item in each["whole"]["reads"][epoch]]
+        assert sorted(reads) == list(range(len(LENGTHS)))
+    for each in found:
+        whole, (_, second, third) = each["whole"], each["parts"]
+        assert whole["reads"][0] != whole["reads"][1]
+        check_tail(whole["reads"], third["reads"])
+        assert whole["reads"][1][-len(second["reads"][0]) :] == second["reads"][0]
+        assert third["losses"] == whole["losses"]
+        assert third["parameters"] == whole["parameters"]
+    assert found[0]["whole"]["parameters"] == found[1]["whole"]["parameters"]
+
+
+def test_a_step_has_the_same_gradient_in_any_layout(tmp_path: Path) -> None:
+    changes: Any = {"steps": Steps(samples=7), "gradient_accumulation_steps": 5, "optim": "sgd"}
+    changes["epochs"] = 1
+    runs = [run_trainer(tmp_path / name, name, **changes) for name in ("packed", "padded")]
+    assert runs[0]["steps"] == 12
+    assert runs[0]["fillers"] == []
+    np.testing.assert_allclose(runs[0]["losses"], runs[1]["losses"], atol=1e-4)
+    for mine, other in zip(runs[0]["parameters"], runs[1]["parameters"], strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["trainer", "accelerate"])
+def test_a_run_goes_on_exactly_after_its_processes_died(tmp_path: Path, run: str) -> None:
+    with pytest.raises(torch.multiprocessing.ProcessExitedException):
+        in_two(crash, tmp_path, run)
+    for found in in_two(run_on, tmp_path, run):
+        check_tail(found["whole"]["reads"], found["resumed"]["reads"])
+        assert found["resumed"]["losses"] == found["whole"]["losses"]
+        assert found["resumed"]["parameters"] == found["whole"]["parameters"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    alone = run_steps_of_samples(tmp_path)
+    for found in in_two(alike, tmp_path):
+        np.testing.assert_allclose(found["losses"], alone["losses"], atol=1e-5)
+        for mine, other in zip(found["parameters"], alone["parameters"], strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+def planned_trainer(folder: Path, model: Any = None, recipe: Any = None, **changes: Any) -> Any:
+    return PlannedTrainer(
+        tiny_model() if model is None else model,
+        arguments_of(TrainingArguments, folder, **changes),
+        train_dataset=Samples(),
+        lengths=LENGTHS,
+        recipe=Recipe(layout=Packed(max_tokens=48)) if recipe is None else recipe,
+    )
+
+
+@pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
+def test_options_that_divide_batches_are_refused(tmp_path: Path, name: str) -> None:
+    trainer = planned_trainer(tmp_path, accelerator_config={name: True})
+    with pytest.raises(ConfigError, match=f"Set {name}=False"):
+        trainer.train()
+
+
+def test_what_the_trainer_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_sampling_strategy"):
+        planned_trainer(tmp_path, train_sampling_strategy="group_by_length")
+    three = Recipe(layout=Packed(max_tokens=48), steps=Steps(micro_batches=3))
+    with pytest.raises(ConfigError, match=r"Set Steps\(micro_batches=2\)"):
+        planned_trainer(tmp_path, recipe=three).train()
+    many = Recipe(layout=Packed(max_tokens=48), steps=Steps(samples=40))
+    with pytest.raises(PlanError, match="more than 2 gradient accumulation steps"):
+        planned_trainer(tmp_path, recipe=many).train()
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    with pytest.raises(ConfigError, match="does not support packed batches"):
+        planned_trainer(tmp_path, MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes))).train()
+
+
+def test_a_number_of_steps_ends_within_an_epoch(tmp_path: Path) -> None:
+    found = planned_trainer(tmp_path, max_steps=17, save_strategy="no")
+    found.train()
+    assert found.state.global_step == 17
+    assert found.state.epoch == pytest.approx(17 / 14)
+
+
+def accelerated(**changes: Any) -> StepLoader:
+    world = changes.pop("world", World())
+    recipe = Recipe(
+        layout=Packed(max_tokens=48), steps=Steps(micro_batches=2), topology=Topology(dp=world.size)
+    )
+    stream = PlannedStream(
+        MeasuredMapped(Samples(), lengths=LENGTHS, transform=without_name), recipe, world=world
+    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    return accelerate_loader(accelerator, stream, **changes)
+
+
+def test_what_accelerate_cannot_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pass `collate`"):
+        accelerated(collate_fn=list)
+    with pytest.raises(ConfigError, match=r"world=World\(0, 1\)"):
+        accelerated(world=World(1, 2))
+    with pytest.raises(ConfigError, match="skip_steps"):
+        next(iter(skip_first_batches(accelerated(), 2)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_resumes_after_any_step(workers: int) -> None:
+    loader = accelerated(num_workers=workers)
+    tokens, states = [], []
+    for _ in range(2):
+        for number, batch in enumerate(loader, 1):
+            tokens.append(batch["input_ids"].tolist())
+            if number % 2 == 0:
+                states.append(copy.deepcopy(loader.state_dict()))
+    first = loader.num_steps(1)
+    for done in (1, first - 1, first, first + 5) if workers == 0 else (first + 1,):
+        resumed = accelerated(num_workers=workers)
+        resumed.load_state_dict(states[done - 1])
+        assert resumed.epoch == (done >= first)
+        rest = [batch["input_ids"].tolist() for _ in range(resumed.epoch, 2) for batch in resumed]
+        assert rest == tokens[2 * done :]
+    skipped = accelerated()
+    skipped.set_epoch(1)
+    skipped.skip_steps(3)
+    assert [batch["input_ids"].tolist() for batch in skipped] == tokens[2 * (first + 3) :]
