@@ -26,11 +26,13 @@ from evenstep import Packed, Recipe, Steps, Topology
 from evenstep.core.step import Step
 from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.mapped import Mapped
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError, SampleError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
@@ -526,7 +528,9 @@ def test_ranks_that_end_at_different_steps_need_a_process_group() -> None:
 
 def read_uneven(rank: int, size: int) -> tuple[int, list[int]]:
     """Rank 0 reads 30 samples of 24 tokens, each a micro-batch; rank 1 reads 30 of one token."""
-    source = InMemory([{"input_ids": np.full(24 if i % 4 < 2 else 1, i)} for i in range(60)])
+    dealt = [RemainingEpoch(0, 60).positions(reader, 2 * size).tolist() for reader in range(2)]
+    long = {item for items in dealt for item in items}  # those of the two workers of rank 0
+    source = Mapped([{"input_ids": np.full(24 if i in long else 1, i)} for i in range(60)])
     stream = stream_of("pooled", source, rank=rank, ranks=size, shuffle=False)
     steps = list(ours(stream, 2))
     assert all(len(step) == 2 for step in steps)
