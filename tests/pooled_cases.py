@@ -70,7 +70,7 @@ class PooledCase:
         except (ConfigError, SampleError):
             return False
         except InputError:  # every sample was skipped
-            assert not any(self.items)
+            assert not self._expected()
             return False
         expected = self._expected()
         lost, repeated = expected - seen, seen - expected
