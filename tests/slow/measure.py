@@ -184,9 +184,10 @@ def rounding_of(single: Gradients, double: Gradients) -> float:
 
 
 def norm_error(found: Gradients, expected: Gradients) -> float:
-    """The norm of the difference over the norm, over all parameters."""
+    """The norm of the difference over the norm; infinite if anything is not finite."""
     off = sum(float((found[n].double() - each).square().sum()) for n, each in expected.items())
-    return math.sqrt(off / sum(float(each.double().square().sum()) for each in expected.values()))
+    whole = sum(float(each.double().square().sum()) for each in expected.values())
+    return math.sqrt(off / whole) if math.isfinite(off) else math.inf
 
 
 def is_exact(errors: Mapping[str, Any], rounding: float = 0.0) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -128,11 +129,24 @@ def test_a_figure_is_in_double_precision_where_rounding_is_large() -> None:
     assert "| fine | yes |  | – | – | – | – | 2e-15 d | 1e-07 |" in text
 
 
+class Crashing(Kind):
+    """A class that ends its process."""
+
+    @property
+    def model_class(self) -> Any:
+        os._exit(1)
+
+
 @pytest.mark.slow
 def test_a_class_whose_process_ends_does_not_end_the_survey() -> None:
-    chosen = [Kind("NoSuchClass", ("none",), "causal"), kind_of("llama")]
+    chosen = [
+        Crashing("Crashing", ("none",), "causal"),
+        Kind("NoSuchClass", ("none",), "causal"),
+        kind_of("llama"),
+    ]
 
     found = {kind.name: result for kind, result in survey(chosen)}
 
-    assert found["NoSuchClass"] == {"unbuildable": "its process ended with 1"}
+    assert found["Crashing"] == {"unbuildable": "its process ended with 1"}
+    assert found["NoSuchClass"]["unbuildable"].startswith("AttributeError")
     assert "implementations" in found["LlamaForCausalLM"]
