@@ -71,8 +71,8 @@ def forward_for(model: Any, trainer: Trainer, device: torch.device) -> Forward:
 
 def layers_of(model: nn.Module) -> list[Any]:
     """The layers of the decoder: those of the longest list of modules."""
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each)]
-    return list(max(lists, key=len)) if lists else []
+    lists = [list(each) for each in model.modules() if isinstance(each, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def _hugging_face(options: ModelOptions) -> Any:

@@ -98,7 +98,7 @@ class OptimizerOptions:
         whole_field(self, "optimizer.warmup_steps", least=0)
         one_of("optimizer.schedule", self.schedule, Schedule)
         object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if [0 <= beta < 1 for beta in self.betas] != [True, True]:
             raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}.")
         if self.min_lr > self.lr:
             raise ConfigError(

@@ -188,17 +188,11 @@ def adamw(model: Any, trainer: Trainer) -> torch.optim.Optimizer:
     """AdamW over the weights that are trained; weights of one dimension do not decay."""
     options = trainer.optimizer
     trained = [each for each in model.parameters() if each.requires_grad]
-    groups = [
-        {"params": [each for each in trained if each.ndim > 1]},
-        {"params": [each for each in trained if each.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=options.lr,
-        betas=options.betas,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-    )
+    matrices = [each for each in trained if each.ndim > 1]
+    vectors = [each for each in trained if each.ndim <= 1]
+    decays = ((matrices, options.weight_decay), (vectors, 0.0))
+    groups = [{"params": each, "weight_decay": decay} for each, decay in decays if each]
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
 
 
 def record(result: StepResult, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Trainer:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.out, str) or not self.out:
+        if not self.out:
             raise ConfigError("out must be the path of a folder.")
         for name in ("max_num_steps", "save_every", "keep"):
             whole_field(self, name)

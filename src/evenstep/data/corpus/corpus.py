@@ -48,7 +48,7 @@ class Corpus:
     ('texts/',)
     """
 
-    paths: tuple[str, ...]
+    paths: str | tuple[str, ...]
     format: Format | None = None
     field: str | None = None
     tokenizer: str | None = None
@@ -56,7 +56,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         given = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
-        if not given or not all(isinstance(path, str) and path for path in given):
+        if not given or not all(given):
             raise ConfigError("data.paths must name at least one file, folder or glob.")
         object.__setattr__(self, "paths", given)
         if self.format is not None:
@@ -70,7 +70,7 @@ class Corpus:
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples as one token file at `path`, written unless it already holds them."""
-        files = files_of(self.paths)
+        files = files_of((self.paths,) if isinstance(self.paths, str) else self.paths)
         kind = self.format or format_of(files)
         if kind == "tokens" and len(files) == 1:
             return TokenFile(files[0])
