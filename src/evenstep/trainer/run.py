@@ -102,7 +102,8 @@ def train(trainer: Trainer, ranks: Ranks, state: State, request: StopRequest) ->
             result = clock.run(state.runner, step)
             clock.update(partial(update, trainer, state, done))
             loss, cursor = result.loss, step.cursor.to_dict()
-            write({"step": done, "epoch": step.epoch, **record(result, state.optimizer)})
+            times = gathered(ranks, result)
+            write({"step": done, "epoch": step.epoch, **record(result, state.optimizer), **times})
             done += 1
             stopped = ranks.any(request.asked)
             if stopped or done % trainer.save_every == 0 or done == trainer.max_num_steps:
@@ -198,6 +199,15 @@ def adamw(model: Any, trainer: Trainer) -> torch.optim.Optimizer:
 def record(result: StepResult, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is logged of a step."""
     return {"lr": optimizer.param_groups[0]["lr"], **result.to_dict()}
+
+
+def gathered(ranks: Ranks, result: StepResult) -> dict[str, list[list[float]]]:
+    """Planned cost and busy seconds of every micro-batch of all ranks, (ranks, micro-batches)."""
+    own = torch.tensor([result.costs or [0.0] * len(result.busy), result.busy], dtype=torch.float64)
+    whole = torch.zeros((ranks.world.size, *own.shape), dtype=torch.float64)
+    whole[ranks.world.rank] = own
+    costs, busy = ranks.collective.all_reduce_sum(whole).cpu().unbind(1)
+    return {"micro_batches/cost": costs.tolist(), "micro_batches/busy": busy.tolist()}
 
 
 @contextmanager
