@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from copy import deepcopy
 from typing import Any
 
@@ -30,6 +30,8 @@ class MissingKeyError(InputError, KeyError):
 
 def row_count(value: Any) -> int:
     """The number of rows of a value."""
+    if not isinstance(value, Sized):
+        raise InputError(f"expected a tensor, a PackedTensor or a list, got {glimpse(value)}.")
     return int(value.shape[0]) if isinstance(value, Tensor) else len(value)
 
 
