@@ -33,7 +33,7 @@ from tests.examples import examples
 from tests.train.processes import results_of
 
 
-@examples(200)
+@examples(60)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=5),
     st.sampled_from([1, 4]),
