@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,17 @@ from evenstep.train.forwards import Forward, forward_of
 from evenstep.train.prefetch import Prefetch
 
 
+class SampleSequence(Protocol):
+    """Samples by number: a list, or a `RolloutBatch`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> Any: ...
+
+
 def compute_log_probs(
     model: Any,
-    samples: Sequence[Any] | Step,
+    samples: SampleSequence | Step,
     recipe: Recipe | None = None,
     *,
     collective: Collective | None = None,
@@ -91,7 +99,7 @@ def compute_log_probs(
             f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "
             f"{ranks.size}. Set topology.dp to {ranks.size}."
         )
-    plan = make_plan([length_of(sample) for sample in samples], recipe)
+    plan = make_plan([length_of(samples[i]) for i in range(len(samples))], recipe)
     if plan.num_micro_batches == 0:  # no samples, or all are dropped
         shape = (2,) if entropy else ()
         return [torch.zeros((length, *shape), device=device) for length in plan.lengths.tolist()]

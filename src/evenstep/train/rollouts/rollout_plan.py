@@ -14,7 +14,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.step import Step
 from evenstep.core.world import World
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.errors import InputError
+from evenstep.errors import InputError, SampleError
 
 if TYPE_CHECKING:
     from evenstep.train.rollouts.rollout_batch import RolloutBatch
@@ -156,7 +156,7 @@ class _Rows:
     def __getitem__(self, row: int, /) -> dict[str, Any]:
         at = int(np.searchsorted(self._batch.rows, row))
         if at == len(self._batch) or self._batch.rows[at] != row:
-            raise InputError(
+            raise SampleError(
                 f"row {row} is not among the {len(self._batch)} rows of this batch. Select "
                 f"plan.rows_of(rank) of the rank that runs it."
             )
