@@ -74,10 +74,10 @@ def test_losses_and_gradients_of_steps_are_those_of_one_padded_batch(
 ) -> None:
     batch = data.batch
     recipe = recipe_of(way, dp=size, samples=samples)
-    plan = batch.plan(recipe, epochs=2, seed=seed)
+    plan, first = batch.plan(recipe, epochs=2, seed=seed), model_of()
 
     def rank(ranks: Collective) -> list[tuple[float, Tensor]]:
-        model, found = model_of(), []
+        model, found = copy.deepcopy(first), []
         mine = batch.select(plan.rows_of(ranks.rank))
         loss = policy_gradient()
         runner = Runner(model=model, loss=loss, collective=ranks, collate=mine.collator())

@@ -1,6 +1,7 @@
 """Other systems' names: **their call** -> ours. Everything here needs torch.
 
 cosmos_rl  ShardedIterableDataset and LoadBalancedDataset
+roll       dynamic_batching_shard and the iterators over its mini- and micro-batches
 """
 
 from evenstep.lazy import need
