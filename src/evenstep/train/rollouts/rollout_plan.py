@@ -10,7 +10,7 @@ import numpy as np
 
 from evenstep.core import summary
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, ranges_of
 from evenstep.core.step import Step
 from evenstep.core.world import World
 from evenstep.data.streams.planned import PlannedStream
@@ -80,12 +80,14 @@ class RolloutPlan:
         """The rows that a rank runs in any epoch, ascending; pass them to `RolloutBatch.select`."""
         if not 0 <= rank < self.num_ranks:
             raise InputError(f"rank {rank} is out of range: the plan has {self.num_ranks} ranks.")
-        held = np.zeros(len(self.lengths), bool)
+        rows = []
         for plan in self.epochs:
-            mine = plan.cell_of_micro_batch % plan.num_ranks == rank
-            samples = plan.segments.sample[mine[plan.micro_batch_of_segment]]
-            held[self._row_numbers(plan)[samples]] = True
-        return np.flatnonzero(held)
+            cells = plan.segment_offsets[plan.cell_offsets]  # the first segment of each cell
+            first, end = (cells[at :: plan.num_ranks] for at in (rank, rank + 1))
+            first = first[: len(end)]
+            samples = plan.segments.sample[ranges_of(first, end - first)]
+            rows.append(samples if plan.sample_ids is None else plan.sample_ids[samples])
+        return np.unique(np.concatenate(rows))
 
     def steps(self, batch: RolloutBatch, world: World | None = None) -> Iterator[Step]:
         """The steps of a rank, over all epochs, for `Runner.run` and `compute_log_probs`.

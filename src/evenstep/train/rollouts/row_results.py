@@ -22,17 +22,22 @@ def places_of(rows: ArrayLike, held: IntArray) -> IntArray:
     [2, 0]
     """
     given = np.asarray(rows, np.int64)
-    at = np.searchsorted(held, given)
-    known = at < len(held)
-    known[known] = held[at[known]] == given[known]
+    if len(held) and held[-1] == len(held) - 1:  # all rows
+        at, known = given, (given >= 0) & (given < len(held))
+    else:
+        at = np.searchsorted(held, given)
+        known = np.append(held, -1)[at] == given
     if not known.all():
         raise InputError(
             f"row {given[~known][0]} is not among the {len(held)} rows of this batch. Pass numbers "
             f"of rows that it holds."
         )
-    counts = np.bincount(at, minlength=len(held))
-    if counts.max(initial=0) > 1:
-        raise InputError(f"row {held[counts.argmax()]} is given twice. Pass each row once.")
+    if not (at[1:] > at[:-1]).all():
+        ordered = np.sort(at)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            row = held[ordered[1:][twice][0]]
+            raise InputError(f"row {row} is given twice. Pass each row once.")
     return at
 
 
