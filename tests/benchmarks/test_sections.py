@@ -1,4 +1,4 @@
-"""Every section of the planning and rollout benchmarks runs on tiny lengths and measures what it says."""
+"""Every section of the planning and rollout benchmarks runs and measures what it says."""
 
 from collections.abc import Callable
 
