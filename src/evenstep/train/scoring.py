@@ -151,8 +151,8 @@ class _Scorer:
 def _collated(micro: MicroBatch, samples: Any) -> Batch:
     """The batch of the tokens alone; a mask that hides tokens is still an error."""
     keys = ("input_ids", "attention_mask")
-    ids = set(micro.segments.sample.tolist())
-    needed = {i: {key: samples[i][key] for key in keys if key in samples[i]} for i in ids}
+    held = {i: samples[i] for i in set(micro.segments.sample.tolist())}
+    needed = {i: {key: held[i][key] for key in keys if key in held[i]} for i in held}
     return Collator()(micro, needed)
 
 

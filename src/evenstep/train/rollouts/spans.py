@@ -116,7 +116,8 @@ def find_spans(ones: NDArray[np.uint8], starts: IntArray, lengths: IntArray) -> 
             end -= 1
         count = 0
         for column in range(first, end):
-            count += here[column]
+            if here[column]:
+                count += 1
         if count != end - first:
             return row
         starts[row] = first if count else 0
