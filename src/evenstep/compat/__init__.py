@@ -2,7 +2,7 @@
 
 cosmos_rl  ShardedIterableDataset and LoadBalancedDataset
 nemo_rl    packers, BatchedDataDict and loss wrappers
-roll       dynamic_batching_shard and the iterators over its mini- and micro-batches
+roll       dynamic batching and sequence packing of rollouts
 """
 
 from evenstep.lazy import need

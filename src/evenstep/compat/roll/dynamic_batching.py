@@ -10,43 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from evenstep.compat.roll.data_proto import BatchError, DataProto
 from evenstep.core.layout import Padded
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.topology import Topology
 from evenstep.core.validate import whole_number
-from evenstep.errors import ConfigError, InputError
+from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.batching.cuts import divide_cuts
 from evenstep.planning.planner import make_plan
 from evenstep.train.rollouts.spans import Spans
-
-__all__ = [
-    "dynamic_batching_shard",
-    "make_micro_batch_iter_for_dynamic_batching",
-    "make_mini_batch_iter_for_dynamic_batching",
-]
-
-
-class DataProto(Protocol):
-    """What these functions use of ROLL's `DataProto`."""
-
-    batch: Any
-    """Tensors by name, (rows, ...) each."""
-    meta_info: dict[str, Any]
-
-    def __len__(self) -> int: ...
-
-    def slice(self, start: int | None = None, end: int | None = None) -> DataProto:
-        """Some rows, as an object of its own that may share `meta_info`."""
-
-    def reorder(self, indices: Any) -> None:
-        """Put row `indices[i]` at i, in place."""
 
 
 class _Cut(NamedTuple):
@@ -85,14 +64,16 @@ def dynamic_batching_shard(
     topology = Topology(
         dp=dp_size, pp=pp, vpp=2 if pp > 1 and vpp else 1, variable_seq_lengths=True
     )
-    plan = make_plan(
-        spans.run_lengths[by_length], Recipe(layout=layout, topology=topology), names=by_length
-    )
+    recipe = Recipe(layout=layout, topology=topology)
+    try:
+        plan = make_plan(spans.run_lengths[by_length], recipe, names=by_length)
+    except PlanError as error:
+        raise BatchError(str(error)) from None
     held = np.diff(plan.segment_offsets)
     cuts = _cuts_of(held, plan.widths, int(plan.cell_offsets[min(1, plan.num_steps)]), pp)
     widest = max((cut.width for cut in cuts), default=0)
     if widest > spans.width:
-        raise InputError(
+        raise BatchError(
             f"a micro-batch would be {widest} wide, a multiple of sequence_length_round="
             f"{sequence_length_round}, but rows have {spans.width} columns. Pad rows to a multiple "
             f"of {sequence_length_round}."
@@ -172,7 +153,7 @@ def make_micro_batch_iter_for_dynamic_batching(mini_batch: DataProto) -> Iterato
 def _cuts_of(held: IntArray, widths: IntArray, count: int, pp: int) -> list[_Cut]:
     """The micro-batches of the first rank, which has the most rows."""
     if not held[:count].all():
-        raise InputError(
+        raise BatchError(
             f"a rank has {int(held[:count].sum())} rows, which cannot be split into a multiple of "
             f"pipeline_model_parallel_size={pp} micro-batches. Pass more rows, or use fewer ranks."
         )
@@ -190,13 +171,13 @@ def _held_cuts(data: DataProto) -> list[_Cut]:
     rows, end = len(data), 0
     for start, following in indices:
         if start != end or following <= start:
-            raise InputError(
+            raise BatchError(
                 f"the micro-batches {indices} are not contiguous. Pass the batch that "
                 f"dynamic_batching_shard returned, or the rows of one rank."
             )
         end = following
     if end - rows not in (0, 1):
-        raise InputError(
+        raise BatchError(
             f"the micro-batches have {end} rows, but the batch has {rows}; they must cover the "
             f"complete local batch. Pass the rows of one rank."
         )
@@ -220,7 +201,7 @@ def _fixed_groups(cuts: list[_Cut], rows: int, size: int | None, multiple: int) 
         wanted = rounded_up(len(inside), multiple)
         inside = divide_cuts(inside, widths[first : first + size], wanted)
         if len(inside) < wanted:
-            raise InputError(
+            raise BatchError(
                 f"mini-batch {first // size} has {size} rows, which cannot be split into a "
                 f"multiple of {multiple} micro-batches. Raise mini_batch_size."
             )
