@@ -55,9 +55,8 @@ min_num_micro_batches_forward=1)
 class LoadBalancePacker:
     """Rows of one rank in packs of about equal work, at most so many tokens each.
 
-    packer = LoadBalancePacker(config)
-    micro_batches = packer.make_micro_batch_iter_for_sequence_packing(batch, 1, 1, 1, True, group)
-    results = packer.restore_results_order(results, batch.meta_info["partition_indices_list"])
+    >>> LoadBalancePacker.calculate_workload(100)
+    2467600.0
     """
 
     def __init__(self, config: SequencePackingConfig | None = None) -> None:
@@ -165,7 +164,9 @@ def restore_results_order(
 ) -> dict[str, Tensor]:
     """Results of micro-batches, joined -> in the order of rows.
 
-    results = restore_results_order(results, batch.meta_info["partition_indices_list"], config)
+    >>> config = SequencePackingConfig(algorithm="load_balance")
+    >>> restore_results_order({"loss": torch.tensor([10, 20])}, [[1], [0]], config)["loss"].tolist()
+    [20, 10]
     """
     if config is None or config.algorithm == "none":
         return dict(results)
