@@ -22,7 +22,8 @@ PROMPTS = st.lists(
 def decoder(window: int | None = None) -> Decoder:
     torch.manual_seed(1)
     shape = DecoderShape(vocab=VOCABULARY, hidden=16, layers=2, heads=2, ffn=16, window=window)
-    return Decoder(shape).double()
+    model: Decoder = Decoder(shape).double()
+    return model
 
 
 def next_token(model: Decoder, ids: list[int]) -> int:

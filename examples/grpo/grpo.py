@@ -315,9 +315,7 @@ def learn(controller: Controller, options: argparse.Namespace) -> dict[str, Any]
 def show(records: dict[str, dict[str, Any]]) -> None:
     first = next(iter(records.values()))
     base = sum(first["seconds"][part] for part in ("score", "train"))
-    print(
-        "\nlayout    held-out reward  padding  generate  score and train   loss difference, at most"
-    )
+    print("\nlayout    held-out reward  padding  generate  score and train   loss differs by")
     for name, record in records.items():
         took, (before, after) = record["seconds"], record["reward"]
         busy = took["score"] + took["train"]
