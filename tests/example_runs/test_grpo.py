@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "grpo" / "grpo.py"
 ROW = re.compile(r"^(\w+) +([\d.]+) -> ([\d.]+) +([\d.]+)% .*? ([\d.e+-]+)$", re.M)
-SMALL = ("--iterations", "2", "--prompts", "4", "--warm-up", "0.5")
+SMALL = ("--iterations", "1", "--prompts", "4", "--warm-up", "0.6")
 
 
 def run(*options: str) -> str:
