@@ -20,7 +20,7 @@ from evenstep.core.validate import seed_number, truth_value
 from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.source import Source
+from evenstep.data.sources.source import Source, has_random_access
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.integrations.dataloader import StreamDataset
@@ -63,13 +63,15 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         # A pool of one sample of length 1 leaves only the order and the sharing between readers.
+        source = source_of(self.base_dataset)
         stream = PooledStream(
-            source_of(self.base_dataset),
+            source,
             Recipe(layout=Packed(max_tokens=1), topology=Topology(dp=self.world.size)),
             pool=Pool(samples=1, strategy="greedy"),
             world=self.world,
             seed=self.seed,
-            shuffle=self.shuffle,
+            # An iterable dataset has an order of its own.
+            shuffle=self.shuffle and has_random_access(source),
             length_of=_one,
         )
         stream.set_epoch(self.epoch)
@@ -122,8 +124,9 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
             layout = Packed(max_tokens=max_tokens_for_batch)
             layout = layout if model is None else choose_layout(model, layout)
         named = batching_strategy in layout.pool_strategies
+        source = source_of(base_dataset)
         self.stream = PooledStream(
-            source_of(base_dataset),
+            source,
             Recipe(
                 layout=layout,
                 topology=Topology(dp=world.size),
@@ -133,7 +136,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
             pool=Pool(samples=pool_size, strategy=batching_strategy if named else "greedy"),
             world=world,
             seed=seed,
-            shuffle=shuffle,
+            shuffle=shuffle and has_random_access(source),
             max_num_steps=max_num_steps,
             infinite_loop=infinite_loop,
             length_of=_Length(length_key, max_tokens_len, max_tokens_for_batch),

@@ -21,6 +21,8 @@ from evenstep.data.streams.stream import Stream, until_all_end
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.dispatching import refuse_dispatching
 from evenstep.integrations.parcel import Parcel, register
+from evenstep.train.collectives import Distributed
+from evenstep.train.step_checks import check_fingerprints
 
 __all__ = ["StreamDataset", "StreamLoader"]
 
@@ -144,6 +146,10 @@ class StreamLoader:
               has another step (see `until_all_end`). By default an all-reduce of torch.distributed
     progress  `progress(done, total)` is called while `len` counts the steps of a planned stream
 
+    If torch.distributed is initialised with as many processes as the stream has ranks, the first
+    iteration compares the ranks' data, order, seed, recipe and position, and raises on all of them
+    if one differs. All ranks must iterate then.
+
     >>> from evenstep import Packed, Recipe, Steps
     >>> from evenstep.data.sources.memory import InMemory
     >>> from evenstep.data.streams.planned import PlannedStream
@@ -172,10 +178,14 @@ class StreamLoader:
         self._anyone, self._progress = anyone, progress
         self._loader: Any = None
         self._now: Cursor | None = None
+        self._compared = False
 
     def __iter__(self) -> Iterator[Step]:
         # Includes the start of every worker, also of those that have not yielded a step yet.
         self._now = now = start = self.stream.start(max(1, self.num_workers))
+        if not self._compared:
+            _compare(self.stream, start)
+            self._compared = True
         if self._loader is None:
             # A separate generator: drawing from torch's would change the dropout of a resumed run.
             seeds = torch.Generator().manual_seed(_seed_of_workers(start))
@@ -216,6 +226,7 @@ class StreamLoader:
         """Start after the step that the state was taken at. `allow` names settings of a pooled
         stream that may have changed since; see `PooledStream.load_state_dict`."""
         self.stream.load_state_dict(state, allow)
+        self._compared = False
         self._loader, self._now = None, None  # persistent workers have a copy of the old stream
 
     def set_epoch(self, epoch: int) -> None:
@@ -238,6 +249,19 @@ def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
     if stream.steps_in_every_epoch is None:
         stream.epoch_size(stream.start().place["epoch"], progress=progress)
     return len(stream)
+
+
+def _compare(stream: Stream, start: Cursor) -> None:
+    """Raise on all ranks if one has another stream or position. Positions of a pooled stream
+    differ; only the number of steps is the same."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if not 1 < stream.world.size == distributed.get_world_size():
+        return  # without a process group, or other ranks are tensor- or context-parallel
+    place = {} if isinstance(stream, PooledStream) else start.place
+    text = f"{stream.fingerprint} {start.step} {place}".encode()
+    check_fingerprints(hashlib.blake2b(text, digest_size=8).hexdigest(), Distributed())
 
 
 def _received(steps: Iterator[Step]) -> Iterator[Step]:

@@ -16,10 +16,12 @@ from transformers import TrainerCallback
 from evenstep.core.layout import Packed
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.world import World
+from evenstep.data.sources.as_source import as_measured
 from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.sources.source import MeasuredSource, length_of
+from evenstep.data.sources.measure import measured_lengths
+from evenstep.data.sources.source import MeasuredSource
 from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.step_work import Progress
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.accelerate import check_accelerator, check_fingerprints
 from evenstep.integrations.hf_collate import HfCollate
@@ -29,7 +31,8 @@ from evenstep.tensors.collate import Collator
 
 __all__ = ["EvenstepMixin"]
 
-_COLUMNS = ("input_ids", "labels", "loss_mask", "loss_masking_spans", "attention_mask")
+_COLUMNS = ("input_ids", "labels", "loss_mask", "assistant_masks", "loss_masking_spans",
+            "attention_mask")  # fmt: skip
 
 
 class EvenstepMixin:
@@ -123,30 +126,24 @@ class EvenstepMixin:
         dataset, lengths = self.train_dataset, self._lengths
         if dataset is None:
             raise ConfigError("training needs a train_dataset. Pass samples or a source.")
-        if hasattr(dataset, "lengths_of"):
-            found: MeasuredSource = dataset
-            return found
+        if hasattr(dataset, "lengths_of") and lengths is None:
+            return as_measured(dataset)
         if not hasattr(dataset, "__len__"):
             raise InputError(
                 f"train_dataset is a {type(dataset).__name__} without a length, but steps are "
                 f"planned ahead. Pass a map-style dataset, or use a PooledStream with a Runner."
             )
-        names = {*_COLUMNS, *self._collate.extras} if self.args.remove_unused_columns else None
-        if isinstance(dataset, list) and lengths is None and names is None:
-            return InMemory(dataset)
         if lengths is None:
-            lengths = [length_of(dataset[item]) for item in range(len(dataset))]
+            with tqdm(desc="Measuring samples", delay=2, leave=False) as bar:
+                lengths = measured_lengths(dataset, None, _advance(bar))
+        names = {*_COLUMNS, *self._collate.extras} if self.args.remove_unused_columns else None
         return MeasuredMapped(dataset, lengths=lengths, transform=_Chosen(names))
 
     def _sampler(self, stream: PlannedStream) -> StepSampler:
         args, per_step = self.args, self.args.gradient_accumulation_steps
         epochs = math.ceil(args.num_train_epochs)
         with tqdm(desc="Counting steps", delay=2, leave=False) as bar:
-
-            def progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
+            progress = _advance(bar)
             if args.max_steps > 0:  # enough epochs, whichever is the longest
                 first = StepSampler(stream, per_step=per_step, progress=progress).steps_of(0)
                 epochs = math.ceil(args.max_steps / max(first, 1))
@@ -163,6 +160,16 @@ class EvenstepMixin:
                 f"Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
                 f"evenstep.integrations.hf_attention."
             )
+
+
+def _advance(bar: Any) -> Progress:
+    """Advance a bar of tqdm."""
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return progress
 
 
 def _check_arguments(args: Any) -> None:

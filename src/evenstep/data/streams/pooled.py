@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -15,22 +15,26 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.sources.source import MeasuredSource, Source, check_source, has_random_access
+from evenstep.data.sources.as_source import as_source
+from evenstep.data.sources.mapped import MapStyle
+from evenstep.data.sources.source import MeasuredSource, Source, has_random_access, is_seeded
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
+from evenstep.data.streams.digests import lengths_digest
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
 from evenstep.data.streams.lookup import OnError
+from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
 from evenstep.data.streams.reader import PoolReader
 from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.sample_columns import ColumnOf
 from evenstep.data.streams.samples_seen import SamplesSeen
-from evenstep.data.streams.stream import steps_of_pass, world_for
-from evenstep.errors import CursorError
+from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
+from evenstep.errors import ConfigError, CursorError
 
 
 class PooledStream:
@@ -49,6 +53,10 @@ class PooledStream:
     `until_all_end`. With `on_error="skip"` unreadable samples are left out and counted, also when
     the pool is read again on resume.
 
+    `source` may also be a list of samples, or a torch or Hugging Face dataset (see `as_source`).
+    `shuffle` gives every epoch its own order. It is the default if items can be read by index, and
+    an error for a sequential source, whose order is its own.
+
     `columns` maps the names in `recipe.limits.columns` to functions of a sample; `loss_tokens`
     needs none. Lengths that the source knows are checked at once. `fingerprint` names the data in
     cursors instead of the source's own.
@@ -63,13 +71,13 @@ class PooledStream:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | MapStyle | Iterable[Any],
         recipe: Recipe,
         *,
         pool: Pool | None = None,
         world: World | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
         on_error: OnError = "raise",
@@ -77,16 +85,16 @@ class PooledStream:
         columns: Mapping[str, ColumnOf] | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        check_source(source)
+        source = as_source(source)
         one_of("on_error", on_error, OnError)
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
         self.pool = Pool() if pool is None else pool
-        self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
+        self.seed, self.shuffle = seed_number(seed), _shuffles(source, shuffle)
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
-        self.on_error, self.length_of, self.fingerprint = on_error, length_of, fingerprint
+        self.on_error, self.length_of, self._named = on_error, length_of, fingerprint
         self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
         self._measured = False
         if length_of is count_tokens and knows_lengths(source):
@@ -141,6 +149,7 @@ class PooledStream:
                 samples=found[1],
                 cursor=self._cursor(number + 1, workers, (reader_turn + 1) % workers, state),
                 lost=lost,
+                fingerprint=self.fingerprint,
                 budget=self.recipe.layout.budget,
                 ranks=self.world.size,
             )
@@ -287,14 +296,25 @@ class PooledStream:
 
     @cached_property
     def _belongs(self) -> dict[str, str]:
-        source, given = self.source, self.fingerprint
+        source, given = self.source, self._named
         count = f"{len(source)} items, " if has_random_access(source) else ""
-        return {
+        size = len(source) if has_random_access(source) else 0
+        order = EpochOrder(count=size, seed=self.seed, epoch=0, shuffle=self.shuffle)
+        found = {
             "stream": "pooled",
             "data": f"{count}{source.fingerprint if given is None else given}",
-            "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
+            "order": order.description,
             **described(self.recipe, self.pool, self._batcher.strategy),
         }
+        if self._measured:
+            found["lengths"] = lengths_digest(cast("MeasuredSource", source))
+        return {**found, "seed of samples": str(self.seed)} if is_seeded(source) else found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what must be the same on all ranks: data, order, recipe, number of ranks."""
+        end = [self.max_num_steps, self.infinite_loop]
+        return digest_of({**self._belongs, "ranks": self.world.size, "end": end})
 
     # Length ------------------------------------------------------------------------------------
 
@@ -321,6 +341,19 @@ class PooledStream:
         """Steps of one pass: those left of `max_num_steps`, or an estimate for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
+
+
+def _shuffles(source: Source, given: bool | None) -> bool:
+    """Whether the epoch's order is shuffled: by default, if items can be read in any order."""
+    by_index = has_random_access(source)
+    found = by_index if given is None else truth_value("shuffle", given)
+    if found and not by_index:
+        raise ConfigError(
+            f"shuffle=True has no effect on {type(source).__name__}, which is read in its own "
+            f"order. Shuffle inside it (Hugging Face: dataset.shuffle(seed, buffer_size)), or use "
+            f"a source with items by index, and omit shuffle."
+        )
+    return found
 
 
 def _warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:

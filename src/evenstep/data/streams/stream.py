@@ -27,6 +27,10 @@ class Stream(Protocol):
     max_num_steps: int | None
 
     @property
+    def fingerprint(self) -> str:
+        """A digest of what must be the same on all ranks: data, order, recipe, ranks."""
+
+    @property
     def done(self) -> int:
         """Steps before the start, over all epochs."""
 
