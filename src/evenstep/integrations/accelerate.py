@@ -104,9 +104,9 @@ def check_accelerator(accelerator: Any, stream: PlannedStream) -> None:
 
 def check_fingerprints(accelerator: Any, stream: PlannedStream) -> None:
     """Raise on all processes if one has other data, another seed, recipe or position."""
+    mine = f"{stream.fingerprint} {stream.start().to_dict()['digest']}"  # reads some samples
     if accelerator.num_processes == 1:
         return
-    mine = f"{stream.fingerprint} {stream.start().to_dict()['digest']}"
     found = gather_object([mine])
     other = [rank for rank, each in enumerate(found) if each != found[0]]
     if other:

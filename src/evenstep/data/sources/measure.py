@@ -73,8 +73,8 @@ def _of_items(
         lengths[item] = item_length(item, read(item))
         if progress is not None:
             progress(item + 1, total)
-        elapsed = 0.0 if warned else time.monotonic() - start
-        if elapsed > _PATIENCE:
+        elapsed = time.monotonic() - start
+        if elapsed > _PATIENCE and not warned:
             warned = True
             minutes = elapsed * total / (item + 1) / 60
             warnings.warn(
