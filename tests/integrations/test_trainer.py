@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -15,8 +16,9 @@ from transformers import MambaConfig, MambaForCausalLM, TrainingArguments
 from evenstep import Packed, Recipe, Steps, Topology
 from evenstep.core.world import World
 from evenstep.data.sources.mapped import MeasuredMapped
+from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.errors import ConfigError, PlanError
+from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.integrations.accelerate import StepLoader, accelerate_loader
 from tests.integrations.loops import (
     EPOCHS,
@@ -36,6 +38,7 @@ from tests.integrations.loops import (
     tiny_model,
     without_name,
 )
+from tests.source_cases import Rows
 
 
 @pytest.mark.parametrize("run", [run_trainer, run_accelerate])
@@ -153,6 +156,48 @@ def test_a_number_of_steps_ends_within_an_epoch(tmp_path: Path) -> None:
     found.train()
     assert found.state.global_step == 17
     assert found.state.epoch == pytest.approx(17 / 14)
+
+
+@pytest.mark.slow
+def test_a_number_of_steps_resumes_exactly_in_its_second_epoch(tmp_path: Path) -> None:
+    changes: Any = {"max_steps": 20, "save_steps": 16}
+    (tmp_path / "stopped").mkdir()
+    whole = run_trainer(tmp_path / "whole", "packed", **changes)
+    run_trainer(tmp_path / "stopped", "packed", stop=18, **changes)
+    resumed = run_trainer(tmp_path / "stopped", "packed", resume=True, **changes)
+    assert whole["steps"] == resumed["steps"] == 20
+    assert sorted(whole["reads"][0]) == list(range(len(LENGTHS)))
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["parameters"] == whole["parameters"]
+
+
+@pytest.mark.parametrize("kind", ["list", "hugging face", "torch", "source"])
+def test_samples_need_no_lengths(tmp_path: Path, kind: str) -> None:
+    rows = [
+        {"input_ids": [1 + k % 9] * n, "assistant_masks": [0] + [1] * (n - 1), "about": "x"}
+        for k, n in enumerate(LENGTHS)
+    ]
+    data: Any = {
+        "list": rows,
+        "hugging face": datasets.Dataset.from_list(rows),
+        "torch": Rows(rows),
+        # A source is read as it is; of datasets, the collator gets the keys that it takes.
+        "source": InMemory([{k: v for k, v in row.items() if k != "about"} for row in rows]),
+    }[kind]
+    arguments = arguments_of(TrainingArguments, tmp_path, max_steps=2, save_strategy="no")
+    recipe = Recipe(layout=Packed(max_tokens=48))
+    trainer = PlannedTrainer(tiny_model(), arguments, train_dataset=data, recipe=recipe)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_dataset_without_a_length_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list([{"input_ids": [1, 2]}]).to_iterable_dataset()
+    arguments = arguments_of(TrainingArguments, tmp_path, max_steps=2)
+    recipe = Recipe(layout=Packed(max_tokens=48))
+    trainer = PlannedTrainer(tiny_model(), arguments, train_dataset=data, recipe=recipe)
+    with pytest.raises(InputError, match=r"without a length.* use a PooledStream with a Runner"):
+        trainer.train()
 
 
 def accelerated(**changes: Any) -> StepLoader:
