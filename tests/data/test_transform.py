@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -102,15 +103,9 @@ def test_what_is_drawn_is_the_same_on_any_ranks_and_workers_before_and_after_a_s
             merged = max(cursors, key=lambda cursor: cursor.step)
         else:
             top = max(cursor.step for cursor in cursors)
-            merged = merge_cursors([_at(cursor, top) for cursor in cursors])
+            merged = merge_cursors([replace(cursor, step=top) for cursor in cursors])
         state = json.loads(json.dumps(merged.to_dict()))
     assert sorted(seen) == list(range(len(lengths)))
-
-
-def _at(cursor: Any, step: int) -> Any:
-    from dataclasses import replace
-
-    return replace(cursor, step=step)
 
 
 @pytest.mark.parametrize("kind", ["planned", "mapped", "sequential"])
@@ -193,8 +188,8 @@ def test_a_seeded_item_cannot_be_read_without_a_stream(tmp_path: Path) -> None:
         Jsonl(tmp_path / "a.jsonl", transform=augmented),
         MeasuredMapped(Jsonl(tmp_path / "a.jsonl", transform=augmented)),
     ]
+    assert all(isinstance(source, SeededSource) for source in sources)
     for source in sources:
-        assert isinstance(source, SeededSource)
         assert source.seeded
         with pytest.raises(InputError, match="takes sample_id, epoch, seed, which only a stream"):
             source[1]

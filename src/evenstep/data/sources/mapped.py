@@ -45,8 +45,10 @@ class Mapped:
         return len(self.dataset)
 
     def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        self._check(item)
-        return self.transform(self.dataset[index(item)])
+        if not 0 <= item < len(self.dataset):
+            raise IndexError(f"item {item} of {len(self)}")
+        found = self.dataset[index(item)]
+        return found if self.transform.function is None else self.transform(found)
 
     @property
     def seeded(self) -> bool:
@@ -55,14 +57,11 @@ class Mapped:
 
     def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
         """An item with a seeded transform."""
-        self._check(item)
         dataset: Any = self.dataset
+        if not 0 <= item < len(dataset):
+            raise IndexError(f"item {item} of {len(self)}")
         found = dataset.drawn(item, draw) if is_seeded(dataset) else dataset[index(item)]
         return self.transform(found, draw)
-
-    def _check(self, item: int) -> None:
-        if not 0 <= item < len(self):
-            raise IndexError(f"item {item} of {len(self)}")
 
     @cached_property
     def fingerprint(self) -> str:

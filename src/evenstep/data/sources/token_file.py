@@ -58,16 +58,15 @@ class TokenFile:
         return type(self), (self.paths,)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._count
 
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
-        if not 0 <= item < len(self):
+        if not 0 <= item < self._count:
             raise IndexError(f"item {item} of {len(self)}")
-        which = 0
-        if len(self.paths) > 1:
+        opened, number = self._opened[0], item
+        if number >= opened.header.samples:
             which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
-        opened = self._opened[which]
-        number = item - int(self._starts[which])
+            opened, number = self._opened[which], item - int(self._starts[which])
         start, end = int(opened.offsets[number]), int(opened.offsets[number + 1])
         if not 0 <= start < end <= opened.header.tokens:
             raise damaged(opened.path, f"sample {number} spans tokens {start} to {end}")
@@ -107,6 +106,10 @@ class TokenFile:
                     digest.update(data[at : at + _BLOCK].tobytes())
                 if digest.hexdigest() != opened.header.digests[name]:
                     raise damaged(opened.path, f"the digest of {name} does not match")
+
+    @cached_property
+    def _count(self) -> int:
+        return int(self._starts[-1])
 
     @cached_property
     def _starts(self) -> IntArray:

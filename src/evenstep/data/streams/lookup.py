@@ -26,13 +26,13 @@ class SampleLookup:
     ) -> None:
         one_of("on_error", on_error, OnError)
         self.source, self.on_error = source, on_error
-        self.seed, self.epoch = seed, epoch
+        self.seed, self.epoch, self._seeded = seed, epoch, is_seeded(source)
         self.skipped: list[int] = []
         """Ids of the samples that this process could not read so far."""
 
     def in_epoch(self, epoch: int) -> SampleLookup:
         """The samples as they are in this epoch; `skipped` is shared."""
-        if epoch == self.epoch or not is_seeded(self.source):
+        if epoch == self.epoch or not self._seeded:
             return self
         other = SampleLookup(self.source, self.on_error, self.seed, epoch)
         other.skipped = self.skipped
@@ -50,8 +50,8 @@ class SampleLookup:
             return None
 
     def _read(self, sample_id: int) -> Sample:
-        draw = Draw(sample_id, self.epoch, self.seed) if is_seeded(self.source) else None
-        found = read_samples(self.source, sample_id, draw=draw)
+        draw = Draw(sample_id, self.epoch, self.seed) if self._seeded else None
+        found = read_samples(self.source, sample_id, None, draw)
         if len(found) != 1:
             raise SampleError(
                 f"item {sample_name(sample_id)} has {len(found)} samples; a planned stream expects "
