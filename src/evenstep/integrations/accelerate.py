@@ -13,6 +13,7 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.step_work import Progress
+from evenstep.data.streams.stream import Stream
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
@@ -76,7 +77,7 @@ def accelerate_loader(
     return loader
 
 
-def check_accelerator(accelerator: Any, stream: PlannedStream) -> None:
+def check_accelerator(accelerator: Any, stream: Stream) -> None:
     """Raise if accelerate would divide batches itself, or other processes were planned for."""
     config = accelerator.dataloader_config
     for name in ("dispatch_batches", "split_batches"):
