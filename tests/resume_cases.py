@@ -81,9 +81,12 @@ class PlannedCase:
         """Whether an uninterrupted epoch on one of these numbers of ranks is an error, too.
 
         Ranks cannot share groups equally in every step, and where steps of micro-batches begin
-        depends on the ranks before.
+        depends on the ranks before. The rest of a step may have too few samples with second work
+        to give each rank of a wave one.
         """
         recipe = self.case.recipe
+        if recipe.second_work is not None and recipe.second_work.same_waves:
+            return True
         if recipe.equal_sizes and recipe.steps.micro_batches and self.case.groups is not None:
             return True
         for ranks in {stage.ranks for stage in self.stages}:

@@ -119,6 +119,11 @@ class PooledStream:
         """True on one rank only: ranks do not know when the others run out of samples."""
         return self.world.size == 1
 
+    @property
+    def can_share(self) -> bool:
+        """Whether `shared` is cheap: reading what is left does not read what is done again."""
+        return has_random_access(self.source)
+
     # Iterating ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
@@ -288,6 +293,19 @@ class PooledStream:
         steps = whole_number("steps to skip", steps, least=0)
         if steps:
             self._skip, self._now, self._iterated = self._skip + steps, None, False
+
+    def shared(self, cursors: Sequence[Cursor], workers: int = 1) -> Cursor:
+        """The cursor of this rank if what is left on all ranks is shared anew, given the cursors of
+        all ranks after the same step. Each sample still runs exactly once."""
+        merged = merge_cursors(cursors)
+        states, items = list(states_of(merged.place).values()), self._items()
+        ranks, first = self.world.size, self.world.rank * workers
+        mine = [
+            redealt(states, first + worker, ranks * workers, items.count, items.lengths)
+            for worker in range(workers)
+        ]
+        readers = {str(state.reader): state.to_dict() for state in mine}
+        return self._cursor(merged.step, workers, 0, readers)
 
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:

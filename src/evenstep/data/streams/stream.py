@@ -127,12 +127,12 @@ def until_all_end(
         if not anyone(step is not None):
             return
         if step is None:
-            step = _empty(before, recipe)
+            step = empty_step(before, recipe)
         before = step
         yield step
 
 
-def _empty(before: Step | None, recipe: Recipe) -> Step:
+def empty_step(before: Step | None, recipe: Recipe) -> Step:
     """A step without work for this rank: as many empty micro-batches as the step before had."""
     empty: MicroBatch = micro_batch([], recipe)
     if before is None:
