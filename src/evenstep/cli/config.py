@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 File: TypeAlias = Annotated[
     Path,
-    typer.Argument(
-        help="A configuration file, YAML or TOML.", metavar="FILE", show_default=False
-    ),
+    typer.Argument(help="A configuration file, YAML or TOML.", metavar="FILE", show_default=False),
 ]
 Out: TypeAlias = Annotated[
     Path | None,

@@ -287,7 +287,7 @@ def _as_boolean(value: object) -> str:
 
 
 def _unknown_key(path: tuple[str, ...], kind: type) -> str:
-    *parents, key = path
+    parents = list(path[:-1])
     if parents == ["layout"]:
         word = next(word for word, layout in LAYOUTS.items() if layout is kind)
         owner, known = f"a {word} layout", _fields(kind)

@@ -26,9 +26,7 @@ class FaultsError(ConfigError):
         numbered = [f"({number}) {fault}" for number, fault in enumerate(faults[:_MOST_FAULTS], 1)]
         if len(faults) > _MOST_FAULTS:
             numbered.append(f"and {len(faults) - _MOST_FAULTS} more.")
-        super().__init__(
-            f"{source or 'the recipe'} has {len(faults)} faults: {' '.join(numbered)}"
-        )
+        super().__init__(f"{source or 'the recipe'} has {len(faults)} faults: {' '.join(numbered)}")
 
 
 def near(word: object, known: Iterable[str]) -> str:

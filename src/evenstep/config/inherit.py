@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from evenstep.config.document import Document, read_document
 from evenstep.config.tree import Layer, Path, Tree, merged, nested
-from evenstep.core.glimpse import glimpse
+from evenstep.core.glimpse import cut, glimpse
 from evenstep.errors import ConfigError, FileError
 
 _SELF = "_self_"
@@ -105,23 +105,21 @@ def _package(package: str, at: Path) -> Path:
 
 
 def _file(document: Document, entry: _Entry) -> File | None:
-    """The file of an entry: beside the document, or in a folder above it for /absolute groups."""
+    """The file of an entry; a group such as /optim is looked for in the folders above as well."""
     folder = document.path.parent
-    names = [entry.name.lstrip("/")] if not File(entry.name).is_absolute() else [entry.name]
-    if File(entry.name).is_absolute():
-        names.append(entry.name.lstrip("/"))
-    for base in (folder, *list(folder.resolve().parents)[:3]):
-        for name in names:
-            for suffix in ("", *_SUFFIXES):
-                target = base / f"{name}{suffix}"
-                if target.is_file():
-                    return target
-        if not entry.name.startswith("/"):
-            break
+    bases = [folder / entry.name]
+    if entry.name.startswith("/"):
+        above = [folder, *list(folder.resolve().parents)[:3]]
+        bases = [File(entry.name), *(base / entry.name.lstrip("/") for base in above)]
+    for base in bases:
+        for suffix in ("", *_SUFFIXES):
+            target = base.with_name(f"{base.name}{suffix}")
+            if target.is_file():
+                return target
     if entry.optional:
         return None
+    place = folder if str(folder) != "." else "the working directory"
     raise FileError(
-        f"{document.place(['defaults'])}: defaults names {entry.name}, and "
-        f"{folder if str(folder) != '.' else 'the working directory'} has no such file. Add the "
-        f"file, or remove the entry."
+        f"{document.place(['defaults'])}: defaults names {cut(entry.name)}, and {place} has no "
+        f"such file. Add the file, or remove the entry."
     )

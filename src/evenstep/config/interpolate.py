@@ -111,9 +111,9 @@ class Interpolated:
         """The path that a reference means; each dot before it stands for one level up."""
         dots = len(reference) - len(reference.lstrip("."))
         keys = reference[dots:]
-        if not _KEYS.fullmatch(keys):
+        if not _KEYS.fullmatch(keys) or dots > len(path):
             raise _unresolved(shown, path, "it is not the path of a key")
-        start = path[: max(len(path) - dots, 0)] if dots else ()
+        start = path[: len(path) - dots] if dots else ()
         return (*start, *re.findall(r"[^.\[\]]+", keys))
 
     def _select(self, words: list[str], path: Path, shown: str) -> Any:
@@ -169,14 +169,9 @@ def _closing(text: str, begin: int, path: Path) -> int:
     """Where the interpolation that begins at `begin` ends."""
     depth = 0
     for at in range(begin, len(text)):
-        if text.startswith("${", at):
-            depth += 1
-        elif text[at] == "{" and not (at and text[at - 1] == "$"):
-            depth += 1
-        elif text[at] == "}":
-            depth -= 1
-            if depth == 0:
-                return at
+        depth += (text[at] == "{") - (text[at] == "}")
+        if depth == 0 and text[at] == "}":
+            return at
     raise _unresolved(text[begin:], path, "its closing brace is missing")
 
 

@@ -150,8 +150,9 @@ def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str
         data["log_probs"] = log_probs_section(reader.train, reader.log_probs)
         found = reader.log_probs.origins
         origins |= {f"log_probs.{path}": origin for path, origin in found.items()}
-    if model is not None:  # a model replaces the cost that the other system assumes
-        data = {key: value for key, value in data.items() if key != "cost"}
+    if model is not None:  # it replaces the cost that the other system assumes
+        data.pop("cost", None)
+        data.get("log_probs", {}).pop("cost", None)
     settings = _decoded(data, overrides, model, None, str(path), reader.faults, origins)
     origins = _all_origins(settings, origins, overrides)
     return Loaded(settings, origins, tuple(reader.notes), tuple(reader.ignored))
@@ -183,9 +184,7 @@ def _with_origins(fault: str, origins: Mapping[str, str]) -> str:
 # Origins -----------------------------------------------------------------------------------------
 
 
-def _native_origins(
-    settings: Settings, document: Document, overrides: list[str]
-) -> dict[str, str]:
+def _native_origins(settings: Settings, document: Document, overrides: list[str]) -> dict[str, str]:
     """The place of each value of a native file."""
     found = {
         path: document.place(path.split("."))
@@ -216,5 +215,3 @@ def _all_origins(
         else:
             origins[path] = "default"
     return origins
-
-

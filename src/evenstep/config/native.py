@@ -132,7 +132,8 @@ def native_data(settings: Settings) -> dict[str, Any]:
         if name == "stream" and settings.stream.pool is not None:
             pool = whole["stream"]["pool"]
             given["pool"] = {
-                "samples": pool["samples"], **difference(dataclasses.asdict(Pool()), pool)
+                "samples": pool["samples"],
+                **difference(dataclasses.asdict(Pool()), pool),
             }
         if given:
             data[name] = given
@@ -150,7 +151,7 @@ def _without_defaults(recipe: Recipe) -> dict[str, Any]:
         given["second_work"] = {
             key: value for key, value in whole["second_work"].items() if value is not None
         }
-    return {**{"layout": given["layout"]}, **given}
+    return {"layout": given["layout"], **given}
 
 
 def difference(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def parse_toml(text: str, source: str) -> tuple[dict[str, Any], LineOf]:
 
 def _line(text: str, path: Sequence[str]) -> int | None:
     """The line that sets `path` or opens its table."""
-    wanted, table, inside = tuple(path), (), ""
+    wanted = tuple(path)
+    table: tuple[str, ...] = ()
+    inside = ""
     for number, line in enumerate(text.splitlines(), 1):
         if inside:  # a string of several lines
             inside = "" if inside in line else inside

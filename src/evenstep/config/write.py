@@ -30,9 +30,7 @@ def native_yaml(
     return "\n".join(lines) + "\n"
 
 
-def _lines(
-    data: Mapping[str, Any], origins: Mapping[str, str], path: tuple[str, ...]
-) -> list[str]:
+def _lines(data: Mapping[str, Any], origins: Mapping[str, str], path: tuple[str, ...]) -> list[str]:
     found = []
     indent = "  " * len(path)
     for key, value in data.items():

@@ -18,7 +18,7 @@ def set_topology(
     `origin` says where it comes from; without it, and without `--set topology.dp`, dp is 1.
     """
     for axis, name in axes.items():
-        if reader[name] not in (None, 1, False):
+        if reader[name] is True or (reader[name] or 1) > 1:
             reader.take(draft, f"topology.{axis}", name)
     sizes = [reader[name] or 1 for axis, name in axes.items() if axis in ("tp", "cp", "pp")]
     group = math.prod(sizes)

@@ -54,7 +54,7 @@ class Reader:
         except KeyError:
             return self.dialect.keys[name].default
         except UnresolvedError as error:
-            self._fault(name, f"{str(error)} ({self.tree.place(name.split('.'))})")
+            self._fault(name, f"{error} ({self.tree.place(name.split('.'))})")
             return self.dialect.keys[name].default
         if name in self._wrong or value is None:
             return self.dialect.keys[name].default
@@ -119,7 +119,7 @@ class Reader:
         return value
 
     def _check(self, name: str) -> None:
-        """Report a value of the wrong type. What cannot be resolved counts only where it is used."""
+        """Report a wrong type. What cannot be resolved counts only where it is used."""
         try:
             value = self._raw(name)
         except UnresolvedError:

@@ -74,9 +74,7 @@ def read(reader: Reader) -> None:
         drafts.append(_log_probs(reader, base.copy(), worker, dp, width))
     reader.log_probs = drafts[0] or drafts[1]
     if drafts[0] and drafts[1] and drafts[0].values != drafts[1].values:
-        reader.note(
-            f"{REF} is planned differently from {ROLLOUT}; log_probs is that of {ROLLOUT}."
-        )
+        reader.note(f"{REF} is planned differently from {ROLLOUT}; log_probs is that of {ROLLOUT}.")
 
 
 def _set_topology(reader: Reader, draft: Draft, megatron: bool) -> tuple[int, int]:
