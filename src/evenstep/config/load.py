@@ -210,8 +210,13 @@ def _all_origins(
             origins[path] = _OVERRIDE
         elif path in found:
             origins[path] = found[path]
-        elif own != path and origins[own] != "default" and values[own] == value:
+        elif own != path and _same(own, value, values) and origins[own] != "default":
             origins[path] = "as in training"
         else:
             origins[path] = "default"
     return origins
+
+
+def _same(path: str, value: Any, values: Mapping[str, Any]) -> bool:
+    """Whether there is this value at the path."""
+    return path in values and bool(values[path] == value)

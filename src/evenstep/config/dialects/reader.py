@@ -15,7 +15,7 @@ from evenstep.core.glimpse import cut, glimpse
 
 STAND_IN = 2**30
 """Stands for a number that is missing or wrong, so that other faults are found too."""
-_MARKS = frozenset({"_target_", "_override_", "defaults", "hydra"})
+_MARKS = frozenset({"_target_", "_override_", "hydra"})
 
 
 class Reader:
@@ -32,32 +32,28 @@ class Reader:
         self._wrong: set[str] = set()
         self._scan(tree.data, ())
         for name, key in dialect.keys.items():
-            if self.given(name):
+            if self._present(name):
                 self._check(name)
                 self.notes += [f"{self.where(name)}: {key.note}"] if key.note else []
 
     # Values --------------------------------------------------------------------------------------
 
     def given(self, name: str) -> bool:
-        """Whether the file sets this key."""
-        try:
-            return self._raw(name) is not None
-        except KeyError:
-            return False
-        except UnresolvedError:
-            return True
+        """Whether the file sets this key to a value that can be used."""
+        return self._present(name) and self[name] is not None and name not in self._wrong
 
     def __getitem__(self, name: str) -> Any:
         """The value of a key, or its default."""
+        default = self.dialect.keys[name].default
         try:
             value = self._raw(name)
         except KeyError:
-            return self.dialect.keys[name].default
+            return default
         except UnresolvedError as error:
             self._fault(name, f"{error} ({self.tree.place(name.split('.'))})")
-            return self.dialect.keys[name].default
+            return default
         if name in self._wrong or value is None:
-            return self.dialect.keys[name].default
+            return default
         return _plain(self.dialect.keys[name], value)
 
     def need(self, name: str, why: str) -> Any:
@@ -69,7 +65,7 @@ class Reader:
 
     def where(self, name: str) -> str:
         """The key and the place that its value comes from."""
-        if not self.given(name):
+        if not self._present(name):
             return f"{name}, default of {self.dialect.system}"
         text = self._written(name)
         formula = f", {cut(text)}" if isinstance(text, str) and "${" in text else ""
@@ -84,7 +80,7 @@ class Reader:
     def refuse(self, sentence: str, *names: str) -> None:
         """A rule is broken. `names` are the keys involved; not said if one of them is wrong."""
         if not self._wrong.intersection(names):
-            given = [name for name in names if self.given(name)]
+            given = [name for name in names if self._present(name)]
             places = ", ".join(dict.fromkeys(self.tree.place(name.split(".")) for name in given))
             sentence = f"{sentence} ({places})" if places else sentence
             self.faults += [] if sentence in self.faults else [sentence]
@@ -100,6 +96,15 @@ class Reader:
             self.faults.append(sentence)
 
     # Reading -------------------------------------------------------------------------------------
+
+    def _present(self, name: str) -> bool:
+        """Whether the file sets this key, to whatever value."""
+        try:
+            return self._raw(name) is not None
+        except KeyError:
+            return False
+        except UnresolvedError:
+            return True
 
     def _raw(self, name: str) -> Any:
         path = tuple(name.split("."))
