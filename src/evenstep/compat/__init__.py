@@ -1,6 +1,7 @@
 """Other systems' names: **their call** -> ours. Everything here needs torch.
 
 cosmos_rl  ShardedIterableDataset and LoadBalancedDataset
+nemo_rl    packers, BatchedDataDict and loss wrappers
 """
 
 from evenstep.lazy import need
