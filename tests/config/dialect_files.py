@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.config import Loaded, load
+import pytest
+
+from evenstep.config import FaultsError, Loaded, load
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,19 @@ class Case:
 
     def load(self, folder: Path, *overrides: str) -> Loaded:
         return load(self.write(folder), overrides, dialect=self.dialect)
+
+
+def loaded(folder: Path, dialect: str, text: str, *overrides: str) -> Loaded:
+    suffix = ".toml" if dialect == "cosmos-rl" else ".yaml"
+    path = folder / f"file{suffix}"
+    path.write_text(text)
+    return load(path, overrides, dialect=dialect)
+
+
+def refused(folder: Path, dialect: str, text: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(FaultsError) as caught:
+        loaded(folder, dialect, text, *overrides)
+    return caught.value.faults
 
 
 COSMOS_DEFAULTS = Case(
@@ -130,7 +145,7 @@ ROLL_FULL = Case(
     """
 actor_train:
   system_envs: {NVTE_FLASH_ATTN: '1', NVTE_FUSED_ATTN: '0', NVTE_UNFUSED_ATTN: '0'}
-  model_args: {attn_implementation: fa2, disable_gradient_checkpointing: false, dtype: bf16, model_type: ~}
+  model_args: {attn_implementation: fa2, disable_gradient_checkpointing: false, model_type: ~}
   training_args:
     learning_rate: 1.0e-6
     weight_decay: 0

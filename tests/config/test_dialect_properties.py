@@ -1,5 +1,6 @@
 """Random files of other systems: what converts loads the same, and every mistake is named."""
 
+import contextlib
 import copy
 import json
 import tempfile
@@ -57,11 +58,14 @@ def test_files_load_and_convert_to_the_same_settings_or_name_their_faults(
     dialect, data = file
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), data)
+        faults: tuple[str, ...] = ()
         try:
             loaded = load(path, dialect=dialect)
         except FaultsError as error:
-            assert all(fault.strip() and "Traceback" not in fault for fault in error.faults)
-            assert len(set(error.faults)) == len(error.faults)
+            faults = error.faults
+        if faults:
+            assert all(fault[-1] in ".?)" for fault in faults)
+            assert len(set(faults)) == len(faults)
             return
         assert set(loaded.origins) == set(leaves(loaded.settings.to_dict()))
         native = Path(folder) / "native.yaml"
@@ -182,7 +186,5 @@ def test_any_data_loads_or_is_refused_in_words(dialect: str, data: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file.yaml"
         path.write_text(json.dumps(data))
-        try:
-            load(path, dialect=dialect)
-        except EvenstepError as error:
-            assert str(error)
+        with contextlib.suppress(EvenstepError):
+            assert load(path, dialect=dialect).settings.recipe

@@ -16,10 +16,9 @@ def test_every_file_loads_and_says_where_each_value_comes_from(name: str, tmp_pa
     loaded = CASES[name].load(tmp_path)
     given = {origin for origin in loaded.origins.values() if origin != "default"}
     assert given
+    places = (f"{CASES[name].dialect}.", "derived:", "default", "training")
     for origin in given:
-        assert any(
-            part in origin for part in (f"{CASES[name].dialect}.", "derived:", "default", "training")
-        ), origin
+        assert any(place in origin for place in places), origin
 
 
 # cosmos-rl ---------------------------------------------------------------------------------------

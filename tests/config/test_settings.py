@@ -225,8 +225,10 @@ def test_settings_survive_their_native_form(one: Case, two: Case, both: bool) ->
     settings = Settings(recipe=one.recipe, log_probs=two.recipe if both else None)
     if both and set(one.recipe.limits.columns) - set(two.recipe.limits.columns):
         return  # a section adds columns and removes none
-    if any(recipe.layout.packer and ":" in str(recipe.to_dict()["layout"].get("packer"))
-           for recipe in (one.recipe, two.recipe)):
+    if any(
+        recipe.layout.packer and ":" in str(recipe.to_dict()["layout"].get("packer"))
+        for recipe in (one.recipe, two.recipe)
+    ):
         return  # a function, which no file can name
     assert settings_from(native_data(settings)) == settings
 

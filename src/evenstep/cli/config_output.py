@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from evenstep.config import Loaded
@@ -43,29 +42,34 @@ def print_loaded(loaded: Loaded, name: str) -> None:
     for key, section in sections.items():
         screen.print()
         screen.print(Text(_TITLES.get(key, "Recipe"), "bold cyan"))
-        screen.print(_table(section, loaded.origins, f"{key}." if key else ""), soft_wrap=True)
+        for line in _lines(section, loaded.origins, f"{key}." if key else ""):
+            screen.print(line, soft_wrap=True)
         if key == "log_probs":
             screen.print(Text("  all else as in training", "dim"))
     _print_list(screen, "Notes", loaded.notes)
     _print_list(screen, "Ignored keys", loaded.ignored)
 
 
-def _table(section: Mapping[str, Any], origins: Mapping[str, str], prefix: str) -> Table:
-    """Path, value and origin; defaults are dim."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for path, value in leaves(section).items():
-        origin = origins.get(prefix + path, "default")
-        style = "dim" if origin == "default" else ""
-        shown = "–" if value is None or value == {} else _shown(value)
-        table.add_row(
-            Text(f"  {printable(path)}", style),
-            Text(shown, style or "bold"),
-            Text(printable(origin), "dim"),
+def _lines(section: Mapping[str, Any], origins: Mapping[str, str], prefix: str) -> list[Text]:
+    """One line per value: path, value, origin; defaults are dim."""
+    rows = [
+        (printable(path), _shown(value), printable(origins.get(prefix + path, "default")))
+        for path, value in leaves(section).items()
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return [
+        Text.assemble(
+            (f"  {path:<{widths[0]}}  ", "dim" if origin == "default" else ""),
+            (f"{value:<{widths[1]}}  ", "dim" if origin == "default" else "bold"),
+            (origin, "dim"),
         )
-    return table
+        for path, value, origin in rows
+    ]
 
 
 def _shown(value: Any) -> str:
+    if value is None or value == {}:
+        return "–"
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else printable(str(value))

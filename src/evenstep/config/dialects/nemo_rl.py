@@ -8,12 +8,12 @@ from evenstep.config.dialects.dialect import Dialect, flag, number, whole, word
 from evenstep.config.dialects.draft import Draft
 from evenstep.config.dialects.parallel import set_topology
 from evenstep.config.dialects.reader import Reader
+from evenstep.core.topology import Fp8Recipe, Topology
 
 PACKING, DYNAMIC = "policy.sequence_packing", "policy.dynamic_batching"
 DTENSOR, MEGATRON = "policy.dtensor_cfg", "policy.megatron_cfg"
 DIVISIBLE = "policy.make_sequence_length_divisible_by"
 COMPILE = ("policy.torch_compile", f"{DTENSOR}.torch_compile")
-_FP8 = {"blockwise": 128, "mxfp8": 32}  # other recipes: 16
 
 KEYS = {
     f"{PACKING}.enabled": flag(),
@@ -210,11 +210,16 @@ def _set_layout(reader: Reader, draft: Draft, mode: str, budget: str, rows: str)
 def _fp8_multiple(reader: Reader, unit: int) -> tuple[int, str]:
     """What the width of a pack must be divisible by for FP8."""
     axes = _axes(reader)
-    recipe = f"{MEGATRON}.fp8_cfg.fp8_recipe"
-    cp, tp = reader[axes["cp"]], reader[axes["tp"]]
-    base = _FP8.get(str(reader[recipe]).lower(), 16)
-    factor = (2 * cp if cp > 1 else 1) * (tp if reader[axes["sequence_parallel"]] else 1)
-    return math.lcm(unit, base * factor), f"derived: {base} · {factor} for {reader.where(recipe)}"
+    name = f"{MEGATRON}.fp8_cfg.fp8_recipe"
+    topology = Topology(
+        cp=reader[axes["cp"]],
+        tp=reader[axes["tp"]],
+        sequence_parallel=reader[axes["sequence_parallel"]],
+    )
+    recipe = str(reader[name]).lower()
+    kinds: dict[str, Fp8Recipe] = {"mxfp8": "mxfp8", "blockwise": "blockwise"}
+    multiple = topology.fp8_multiple(kinds.get(recipe, "tensorwise"))
+    return math.lcm(unit, multiple), f"derived: {multiple} for {reader.where(name)}"
 
 
 def _note_longest(reader: Reader, budget: str, tokens: int) -> None:
