@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.config import FaultsError, Loaded, load
+from evenstep.config import FaultsError, Loaded, load_file
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Case:
         return path
 
     def load(self, folder: Path, *overrides: str) -> Loaded:
-        return load(self.write(folder), overrides, dialect=self.dialect)
+        return load_file(self.write(folder), overrides, dialect=self.dialect)
 
 
 def loaded(folder: Path, dialect: str, text: str, *overrides: str) -> Loaded:
     suffix = ".toml" if dialect == "cosmos-rl" else ".yaml"
     path = folder / f"file{suffix}"
     path.write_text(text)
-    return load(path, overrides, dialect=dialect)
+    return load_file(path, overrides, dialect=dialect)
 
 
 def refused(folder: Path, dialect: str, text: str, *overrides: str) -> tuple[str, ...]:

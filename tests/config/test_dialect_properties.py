@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.config import DIALECTS, FaultsError, load, load_settings, native_data, native_yaml
+from evenstep import Recipe
+from evenstep.config import FaultsError, load_file, load_settings, native_data, native_yaml
+from evenstep.config.dialects import DIALECTS
 from evenstep.config.dialects.dialect import Key
 from evenstep.config.document import read_document
 from evenstep.config.inherit import read_tree
@@ -60,7 +62,7 @@ def test_files_load_and_convert_to_the_same_settings_or_name_their_faults(
         path = written(Path(folder), data)
         faults: tuple[str, ...] = ()
         try:
-            loaded = load(path, dialect=dialect)
+            loaded = load_file(path, dialect=dialect)
         except FaultsError as error:
             faults = error.faults
         if faults:
@@ -129,7 +131,7 @@ def test_a_misspelt_key_is_named(name: str, which: int, level: int, at: int, how
             return  # another known key, such as fsdp and fsdp2
         parent[wrong] = parent.pop(path[level])
         with pytest.raises(EvenstepError) as caught:
-            load(written(Path(folder), data), dialect=CASES[name].dialect)
+            load_file(written(Path(folder), data), dialect=CASES[name].dialect)
         assert isinstance(caught.value, FaultsError)
         expected = ".".join([*path[:level], wrong])
         assert any(fault.startswith(f"{expected} ") for fault in caught.value.faults), (
@@ -161,7 +163,7 @@ def test_values_of_the_wrong_type_are_all_named(name: str, which: list[int], val
                 parent = parent[key]
             parent[last] = value
         with pytest.raises(FaultsError) as caught:
-            load(written(Path(folder), data), dialect=dialect.name)
+            load_file(written(Path(folder), data), dialect=dialect.name)
         for path in chosen:
             assert any(
                 fault.startswith((f"{path} must be ", f"unknown {path} "))
@@ -187,4 +189,4 @@ def test_any_data_loads_or_is_refused_in_words(dialect: str, data: Any) -> None:
         path = Path(folder) / "file.yaml"
         path.write_text(json.dumps(data))
         with contextlib.suppress(EvenstepError):
-            assert load(path, dialect=dialect).settings.recipe
+            assert isinstance(load_file(path, dialect=dialect).settings.recipe, Recipe)

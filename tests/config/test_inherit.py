@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.config import FaultsError, load
+from evenstep.config import FaultsError, load_file
 from evenstep.config.inherit import read_tree
 from evenstep.errors import ConfigError, FileError
 
@@ -114,7 +114,7 @@ def test_interpolations_see_the_merged_file(tmp_path: Path) -> None:
             "    enabled: false\n"
         ),
     )
-    loaded = load(path, dialect="nemo-rl")
+    loaded = load_file(path, dialect="nemo-rl")
     assert loaded.settings.recipe.layout.max_tokens == 4096
     assert "base.yaml:5, ${mul:512" in loaded.origins["layout.max_tokens"]
 
@@ -126,7 +126,7 @@ def test_faults_name_the_file_that_has_them(tmp_path: Path) -> None:
         base="policy:\n  sequence_packing:\n    train_mb_token: 3\n",
     )
     with pytest.raises(FaultsError) as caught:
-        load(path, dialect="nemo-rl")
+        load_file(path, dialect="nemo-rl")
     misspelt, wrong, *_ = caught.value.faults
     assert misspelt.endswith("(base.yaml:3)")
     assert wrong.startswith("policy.sequence_packing.enabled must be true or false, got 'maybe'")
@@ -134,6 +134,6 @@ def test_faults_name_the_file_that_has_them(tmp_path: Path) -> None:
 
 
 def test_only_systems_on_omegaconf_read_defaults(tmp_path: Path) -> None:
-    loaded = load(write(tmp_path, main="defaults: absent.yaml\n"), dialect="veomni")
+    loaded = load_file(write(tmp_path, main="defaults: absent.yaml\n"), dialect="veomni")
     assert loaded.settings.recipe.layout.max_tokens == 2048
     assert loaded.ignored == ("defaults",)

@@ -13,7 +13,7 @@ from evenstep.config import (
     Settings,
     StreamSettings,
     TrainerSettings,
-    load,
+    load_file,
     load_recipe,
     load_settings,
     native_data,
@@ -99,7 +99,7 @@ def test_yaml_and_toml_are_the_same(text: str, name: str, tmp_path: Path) -> Non
 def test_each_value_has_an_origin(
     text: str, name: str, lines: tuple[int, ...], tmp_path: Path
 ) -> None:
-    origins = load(file(tmp_path, text, name), ["overflow=split", "log_probs.seed=3"]).origins
+    origins = load_file(file(tmp_path, text, name), ["overflow=split", "log_probs.seed=3"]).origins
     budget, ranks, infer, seed = (f"{name}:{line}" for line in lines)
     assert origins["layout.max_tokens"] == budget
     assert origins["topology.dp"] == ranks
@@ -112,7 +112,7 @@ def test_each_value_has_an_origin(
 
 def test_the_terms_of_a_model_come_from_its_name(tmp_path: Path) -> None:
     path = file(tmp_path, "layout: {max_tokens: 8}\ncost:\n  model: llama-3-8b\n")
-    assert load(path).origins["cost.per_pair"] == "cost.model, run.yaml:3"
+    assert load_file(path).origins["cost.per_pair"] == "cost.model, run.yaml:3"
 
 
 def test_log_probs_inherit_and_null_removes() -> None:
@@ -197,16 +197,16 @@ def test_all_faults_are_listed_even_if_there_are_many() -> None:
 )
 def test_faults_in_toml_are_named(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(file(tmp_path, text, "run.toml"))
+        load_file(file(tmp_path, text, "run.toml"))
     assert says in str(caught.value)
 
 
 def test_a_key_inside_a_text_of_several_lines_is_not_a_line(tmp_path: Path) -> None:
     text = 'note = """\nseed = 1\n"""\n[stream]\nseed = 3\n[layout]\nmax_tokens = 8\n'
     with pytest.raises(FaultsError, match="note is not a known key"):
-        load(file(tmp_path, text, "run.toml"))
+        load_file(file(tmp_path, text, "run.toml"))
     text = "layout.max_tokens = 8\nstream.pool = {samples = 3}\n"
-    origins = load(file(tmp_path, text, "run.toml")).origins
+    origins = load_file(file(tmp_path, text, "run.toml")).origins
     assert origins["stream.pool.samples"] == "run.toml:2"
 
 
@@ -234,7 +234,7 @@ def test_settings_survive_their_native_form(one: Case, two: Case, both: bool) ->
 
 
 def test_native_yaml_has_origins_as_comments(tmp_path: Path) -> None:
-    loaded = load(file(tmp_path, YAML))
+    loaded = load_file(file(tmp_path, YAML))
     text = native_yaml(loaded.settings, loaded.origins, ("converted from\nsomewhere",))
     assert text.startswith("# converted from somewhere\nlayout:\n  kind: packed\n")
     assert "  max_tokens: 8192  # run.yaml:2\n" in text

@@ -30,12 +30,12 @@ def check(
 ) -> int:
     """Check a configuration and list all its faults. Exits with code 1 if there are any."""
     from evenstep.cli import config_output, output
-    from evenstep.config import FaultsError, load
+    from evenstep.config import FaultsError, load_file
 
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     try:
-        notes = load(file, set_ or [], dialect=from_).notes
+        notes = load_file(file, set_ or [], dialect=from_).notes
     except FaultsError as error:
         faults = error.faults
     with terminal.printing():
@@ -52,9 +52,9 @@ def show(
 ) -> None:
     """Show every value and where it comes from: a line, an override, a rule or a default."""
     from evenstep.cli import config_output, output
-    from evenstep.config import load
+    from evenstep.config import load_file
 
-    loaded = load(file, set_ or [], dialect=from_)
+    loaded = load_file(file, set_ or [], dialect=from_)
     with terminal.printing():
         if json:
             output.print_json(_summary(loaded))
@@ -72,11 +72,11 @@ def convert(
 ) -> None:
     """Convert another system's configuration to a native one."""
     from evenstep.cli import output
-    from evenstep.config import load, native_yaml
+    from evenstep.config import load_file, native_yaml
     from evenstep.core.archive import replace_file
 
     files.refuse_unwritable([file], out)
-    loaded = load(file, set_ or [], dialect=from_)
+    loaded = load_file(file, set_ or [], dialect=from_)
     head = (f"Converted from {file.name} ({from_}).", *loaded.notes)
     text = native_yaml(loaded.settings, loaded.origins, head)
     if out is not None:

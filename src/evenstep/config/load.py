@@ -32,6 +32,9 @@ class Loaded:
     origins  the place of each value, by its dotted path
     notes    what the user should know, such as keys without effect
     ignored  keys of another system's file that have nothing to do with batches
+
+        loaded = load_file(Path("grpo.yaml"), dialect="nemo-rl")
+        loaded.origins["topology.dp"]  # "derived: 16 GPUs (cluster) / 8"
     """
 
     settings: Settings
@@ -71,18 +74,24 @@ def load_settings(
     """The settings of a file of ours, or of another system with `dialect`.
 
     The result has the recipe for training, and the one for log-probabilities if there is one.
+
+        settings = load_settings(Path("grpo.yaml"), dialect="nemo-rl")
+        settings.recipe, settings.log_probs
     """
-    return load(path, overrides, model=model, dialect=dialect).settings
+    return load_file(path, overrides, model=model, dialect=dialect).settings
 
 
-def load(
+def load_file(
     path: Path,
     overrides: Iterable[str] = (),
     *,
     model: str | None = None,
     dialect: str | None = None,
 ) -> Loaded:
-    """The settings of a file with the origin of each value."""
+    """The settings of a file with the origin of each value.
+
+    load_file(Path("run.yaml"), ["topology.dp=8"]).origins["topology.dp"]  # "--set"
+    """
     overrides = list(overrides)
     if dialect is None:
         document = read_document(path)
@@ -93,11 +102,6 @@ def load(
     if dialect not in DIALECTS:
         raise ConfigError(unknown_word("dialect", dialect, DIALECTS))
     return _load_dialect(path, overrides, model, dialect)
-
-
-def load_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or TOML file; an empty file gives an empty one."""
-    return read_document(path).data
 
 
 def _decoded(

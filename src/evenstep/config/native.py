@@ -121,7 +121,11 @@ def _pool_faults(recipe: Recipe, stream: StreamSettings) -> list[str]:
 
 
 def native_data(settings: Settings) -> dict[str, Any]:
-    """The shortest data that decodes into these settings; `layout.kind` is always there."""
+    """The shortest data that decodes into these settings; `layout.kind` is always there.
+
+    >>> native_data(settings_from({"layout": {"max_tokens": 8192, "rows": 1}, "seed": 0}))
+    {'layout': {'kind': 'packed', 'max_tokens': 8192}}
+    """
     recipe = settings.recipe
     data = _without_defaults(recipe)
     if settings.log_probs is not None:
