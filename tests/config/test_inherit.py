@@ -133,6 +133,19 @@ def test_faults_name_the_file_that_has_them(tmp_path: Path) -> None:
     assert wrong.endswith("(child.yaml:2)")
 
 
+@pytest.mark.parametrize("dialect", ["nemo-rl", "veomni"])
+def test_a_file_that_repeats_itself_is_not_expanded(dialect: str, tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    lines += [
+        f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(9))}}}" for n in range(1, 12)
+    ]
+    lines += ["policy: {sequence_packing: *a11, train_micro_batch_size: *a11}"]
+    lines += ["train: {micro_batch_size: *a11, other: *a11}"]
+    with pytest.raises(FaultsError) as caught:
+        load_file(write(tmp_path, main="\n".join(lines)), dialect=dialect)
+    assert len(str(caught.value)) < 20_000
+
+
 def test_only_systems_on_omegaconf_read_defaults(tmp_path: Path) -> None:
     loaded = load_file(write(tmp_path, main="defaults: absent.yaml\n"), dialect="veomni")
     assert loaded.settings.recipe.layout.max_tokens == 2048

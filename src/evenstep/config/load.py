@@ -88,9 +88,11 @@ def load_file(
     model: str | None = None,
     dialect: str | None = None,
 ) -> Loaded:
-    """The settings of a file with the origin of each value.
+    """The settings of a file with the origin of each value; the arguments of `load_settings`.
 
-    load_file(Path("run.yaml"), ["topology.dp=8"]).origins["topology.dp"]  # "--set"
+    One error has all faults.
+
+        load_file(Path("run.yaml"), ["topology.dp=8"]).origins["topology.dp"]  # "--set"
     """
     overrides = list(overrides)
     if dialect is None:
@@ -168,8 +170,8 @@ def _single(document: Document) -> Tree:
 
 def _ranks(overrides: list[str]) -> int | None:
     """The number of ranks that `--set topology.dp=8` gives."""
-    found = overridden({}, [text for text in overrides if text.startswith("topology.dp=")])
-    ranks = found.get("topology", {}).get("dp")
+    topology = overridden({}, overrides).get("topology")
+    ranks = topology.get("dp") if isinstance(topology, Mapping) else None
     return ranks if isinstance(ranks, int) and ranks > 0 else None
 
 

@@ -56,7 +56,7 @@ def merged(base: Any, over: Any) -> Any:
         return {key: value for key, value in over.items() if key != "_override_"}
     result = dict(base)
     for key, value in over.items():
-        result[key] = merged(base[key], value) if key in base else merged({}, value)
+        result[key] = merged(base[key], value) if key in base else value
     return result
 
 
