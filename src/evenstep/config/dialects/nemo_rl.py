@@ -118,12 +118,6 @@ def _check_rules(reader: Reader) -> None:
     cp_key, pp_key = axes.get("cp", ""), axes.get("pp", "")
     cp = reader[cp_key] if cp_key else 1
     pp = reader[pp_key] if pp_key else 1
-    if reader[f"{MEGATRON}.enabled"] and reader[f"{DTENSOR}.enabled"]:
-        reader.refuse(
-            f"{MEGATRON}.enabled and {DTENSOR}.enabled are both true. Enable one backend.",
-            f"{MEGATRON}.enabled",
-            f"{DTENSOR}.enabled",
-        )
     if packing and dynamic:
         reader.refuse(
             f"{PACKING}.enabled and {DYNAMIC}.enabled exclude each other. Enable one of them.",
@@ -140,20 +134,31 @@ def _check_rules(reader: Reader) -> None:
                 f"{DYNAMIC} changes shapes, so it cannot be used with {key}. Disable one of them.",
                 key,
             )
-    if cp > 1 and _backend(reader) == MEGATRON and not packing:
-        reader.refuse(f"{cp_key}={cp} needs {PACKING}.enabled with Megatron. Enable it.", cp_key)
-    if cp > 1 and _backend(reader) == DTENSOR and packing:
-        reader.refuse(
-            f"{cp_key}={cp} cannot be combined with {PACKING}.enabled on DTensor. Disable one of "
-            f"them, or use Megatron.",
-            cp_key,
-        )
+    _check_backend(reader, packing, cp_key, cp)
     if "dpo" in reader.tree.data and (packing or dynamic):
         mode = PACKING if packing else DYNAMIC
         reader.refuse(
             f"DPO cannot be used with {mode}.enabled in NeMo-RL: pairs would be separated. Disable "
             f"it, or write a native recipe with groups.",
             f"{mode}.enabled",
+        )
+
+
+def _check_backend(reader: Reader, packing: bool, cp_key: str, cp: int) -> None:
+    backend = _backend(reader)
+    if reader[f"{MEGATRON}.enabled"] and reader[f"{DTENSOR}.enabled"]:
+        reader.refuse(
+            f"{MEGATRON}.enabled and {DTENSOR}.enabled are both true. Enable one backend.",
+            f"{MEGATRON}.enabled",
+            f"{DTENSOR}.enabled",
+        )
+    if cp > 1 and backend == MEGATRON and not packing:
+        reader.refuse(f"{cp_key}={cp} needs {PACKING}.enabled with Megatron. Enable it.", cp_key)
+    if cp > 1 and backend == DTENSOR and packing:
+        reader.refuse(
+            f"{cp_key}={cp} cannot be combined with {PACKING}.enabled on DTensor. Disable one of "
+            f"them, or use Megatron.",
+            cp_key,
         )
 
 
