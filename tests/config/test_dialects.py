@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology
-from evenstep.config import StreamSettings, load_recipe, load_settings
+from evenstep.config import FaultsError, StreamSettings, load_recipe, load_settings
 from evenstep.data import Pool
 from tests.config import dialect_files as files
 from tests.config.dialect_files import CASES, Case
@@ -232,6 +232,17 @@ def test_a_recipe_is_the_one_for_training(tmp_path: Path) -> None:
     path = files.NEMO_DYNAMIC.write(tmp_path)
     settings = load_settings(path, dialect="nemo-rl")
     assert load_recipe(path, dialect="nemo-rl") == settings.recipe != settings.log_probs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_without_its_system_is_one_fault(name: str, tmp_path: Path) -> None:
+    path = CASES[name].write(tmp_path)
+    if path.suffix == ".yaml":
+        path.write_text(path.read_text() + "seed: 42\n")
+    with pytest.raises(FaultsError) as caught:
+        load_recipe(path)
+    (fault,) = caught.value.faults
+    assert f"Add --from {CASES[name].dialect}, or dialect='{CASES[name].dialect}'" in fault
 
 
 def test_overrides_are_native_and_reach_the_log_probs(tmp_path: Path) -> None:

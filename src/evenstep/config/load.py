@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def _decoded(
 
 def _refuse_other_system(document: Document) -> None:
     """One sentence for a file of another system, instead of a fault for each of its keys."""
-    if not document.data or set(document.data) & {field.name for field in fields(Recipe)}:
+    if "layout" in document.data:
         return
     counts = {
         name: sum(has(document.data, key.split(".")) for key in dialect.keys)
@@ -137,7 +137,10 @@ def _refuse_other_system(document: Document) -> None:
     if counts[likely]:
         system = DIALECTS[likely].system
         raise FaultsError(
-            [f"this is a configuration of {system}, it seems. Add --from {likely}."],
+            [
+                f"this is a configuration of {system}, it seems. Add --from {likely}, or "
+                f"dialect={likely!r} in Python."
+            ],
             str(document.path),
         )
 
