@@ -15,6 +15,7 @@ PACKAGES = (
     "evenstep",
     "evenstep.compat.cosmos_rl",
     "evenstep.compat.nemo_rl",
+    "evenstep.compat.roll",
     "evenstep.config",
     "evenstep.data",
     "evenstep.demo",

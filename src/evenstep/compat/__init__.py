@@ -2,6 +2,7 @@
 
 cosmos_rl  ShardedIterableDataset and LoadBalancedDataset
 nemo_rl    packers, BatchedDataDict and loss wrappers
+roll       dynamic batching and sequence packing of rollouts
 """
 
 from evenstep.lazy import need

@@ -107,12 +107,20 @@ def train(trainer: Trainer, ranks: Ranks, state: State, request: StopRequest) ->
             done += 1
             stopped = ranks.any(request.asked)
             if stopped or done % trainer.save_every == 0 or done == trainer.max_num_steps:
-                state.checkpoints.save(Place(done, cursor), state.model, state.optimizer)
+                with clock.saving:
+                    state.checkpoints.save(Place(done, cursor), state.model, state.optimizer)
             clock.end()
             if stopped:
                 break
     ended = stopped and done < trainer.max_num_steps
-    return Outcome(steps=done, loss=loss, stopped=ended, seconds=0.0, overhead=clock.overhead)
+    return Outcome(
+        steps=done,
+        loss=loss,
+        stopped=ended,
+        seconds=0.0,
+        saving=clock.saving.seconds,
+        overhead=clock.overhead,
+    )
 
 
 def update(trainer: Trainer, state: State, done: int) -> None:
