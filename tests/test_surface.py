@@ -16,6 +16,7 @@ PACKAGES = (
     "evenstep.compat.cosmos_rl",
     "evenstep.compat.nemo_rl",
     "evenstep.compat.roll",
+    "evenstep.config",
     "evenstep.data",
     "evenstep.demo",
     "evenstep.integrations.accelerate",
