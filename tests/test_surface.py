@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "evenstep",
     "evenstep.compat.cosmos_rl",
+    "evenstep.compat.nemo_rl",
+    "evenstep.compat.roll",
+    "evenstep.config",
     "evenstep.data",
     "evenstep.demo",
     "evenstep.integrations.accelerate",
