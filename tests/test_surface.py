@@ -29,6 +29,7 @@ PACKAGES = (
     "evenstep.tensors",
     "evenstep.testing",
     "evenstep.train",
+    "evenstep.trainer",
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -17,6 +17,9 @@ class LoraSettings:
     """Low-rank adapters, trained instead of the weights of a Hugging Face model (with peft).
 
     targets  names of the linear layers that get one; none chooses all but the head
+
+    >>> ModelSettings(path="models/llama", lora=LoraSettings(rank=4)).lora.rank
+    4
     """
 
     rank: int = 8

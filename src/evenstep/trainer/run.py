@@ -31,6 +31,8 @@ def train(settings: Settings) -> Outcome:
 
     In this process, or as one of the ranks that torchrun started; all of them call it. Continues
     from the newest complete checkpoint in `trainer.out`, if there is one.
+
+        outcome = train(load_settings(Path("run.yaml")))
     """
     began, job = time.perf_counter(), job_of(settings)
     with joined(settings.trainer.device) as ranks, StopRequest() as request:
