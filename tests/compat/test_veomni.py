@@ -255,7 +255,8 @@ def test_samples_are_counted_by_tokens_or_by_labels() -> None:
     assert get_length_fn_by_count_mode("effective")(one) == 3
     assert get_length_by_labels_fn({"input_ids": np.arange(4)}) == 4
     assert get_length_by_labels_fn([one, one]) == 6
-    assert [get_length_by_labels_fn(x) for x in (None, "raw", {})] == [0, 1, 1]
+    others: list[Any] = [None, "raw", {}]
+    assert [get_length_by_labels_fn(x) for x in others] == [0, 1, 1]
     with pytest.raises(ConfigError, match="Unknown dyn_bsz count_mode 'labels'"):
         get_length_fn_by_count_mode("labels")
 
