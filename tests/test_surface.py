@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "evenstep",
     "evenstep.compat.cosmos_rl",
+    "evenstep.compat.fast_llm",
+    "evenstep.compat.veomni",
     "evenstep.data",
     "evenstep.demo",
     "evenstep.integrations.accelerate",
@@ -27,7 +29,11 @@ PACKAGES = (
     "evenstep.testing",
     "evenstep.train",
 )
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "compat").glob("*.md")),
+]
 
 
 def names_of(package: str) -> list[str]:

@@ -1,6 +1,8 @@
 """Other systems' names: **their call** -> ours. Everything here needs torch.
 
 cosmos_rl  ShardedIterableDataset and LoadBalancedDataset
+fast_llm   ScheduleRunner, with lazy micro-batches and losses that return divisors
+veomni     dynamic batching datasets and loaders, MainCollator
 """
 
 from evenstep.lazy import need

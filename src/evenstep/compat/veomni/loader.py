@@ -257,18 +257,13 @@ def build_dataloader(
     """
     one_of("dataloader_type", dataloader_type, Literal["native"])
     one_of("dyn_bsz_runtime", dyn_bsz_runtime, Literal["main", "worker"])
-    state = get_parallel_state()
-    steps, left = divmod(global_batch_size, micro_batch_size * state.dp_size)
-    if left:
-        raise ConfigError(
-            f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size x "
-            f"data-parallel ranks = {micro_batch_size} x {state.dp_size}."
-        )
     if truth_value("pad_to_length", pad_to_length) and not dyn_bsz:
         raise ConfigError(
             "pad_to_length needs dyn_bsz: a fixed number of samples has no fixed length. Set "
             "dyn_bsz, or leave pad_to_length out."
         )
+    ranks = get_parallel_state()
+    steps = _micro_batches(global_batch_size, micro_batch_size, ranks.dp_size)
     budget = micro_batch_size * max_seq_len
     cap = _physical_cap(budget, dyn_bsz_count_mode, dyn_bsz_physical_overflow_ratio)
     collate = collate_fn or MainCollator(pad_to_length=pad_to_length and (cap or budget))
@@ -278,26 +273,37 @@ def build_dataloader(
         "get_physical_length_fn": None if cap is None else get_length_by_attention_mask_fn,
     }
     if dyn_bsz and dyn_bsz_runtime == "worker":
+        shared = dataset
         if not isinstance(dataset, IterableDataset):
-            dataset = ShardedIterableDataset(dataset, state.dp_rank, state.dp_size, seed, shuffle)
-        dataset = DynamicBatchingSizeDataset(
-            dataset, budget, dyn_bsz_buffer_size, collate, dyn_bsz_dataset_save_by_idx, **counts
+            shared = ShardedIterableDataset(dataset, ranks.dp_rank, ranks.dp_size, seed, shuffle)
+        batches = DynamicBatchingSizeDataset(
+            shared, budget, dyn_bsz_buffer_size, collate, dyn_bsz_dataset_save_by_idx, **counts
         )
+        return DataLoader(batches, steps, drop_last=True, collate_fn=list, **options)
     if not isinstance(dataset, IterableDataset):
-        ranks = {"num_replicas": state.dp_size, "rank": state.dp_rank}
-        sampler = DistributedSampler(dataset, **ranks, shuffle=shuffle, seed=seed)
-        options = {"sampler": sampler, **options}
+        options["sampler"] = DistributedSampler(
+            dataset, ranks.dp_size, ranks.dp_rank, shuffle=shuffle, seed=seed
+        )
     if not dyn_bsz:
         size, fixed = steps * micro_batch_size, _InOrder(micro_batch_size, collate)
         return DataLoader(dataset, size, drop_last=True, collate_fn=fixed, **options)
-    if dyn_bsz_runtime == "worker":
-        return DataLoader(dataset, steps, drop_last=True, collate_fn=list, **options)
     warmup = int(train_steps * bsz_warmup_ratio)
     strategy = TextBatchingStrategy(
         budget, dyn_bsz_buffer_size, warmup, bsz_warmup_init_mbtoken, **counts
     )
     items = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, **options)
     return DynamicBatchSizeDataLoader(items, strategy, collate, steps, train_steps)
+
+
+def _micro_batches(global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
+    """Micro-batches per step on each rank."""
+    steps, left = divmod(global_batch_size, micro_batch_size * ranks)
+    if left or not steps:
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size x "
+            f"data-parallel ranks = {micro_batch_size} x {ranks}."
+        )
+    return steps
 
 
 class _InOrder:
