@@ -15,6 +15,8 @@ PACKAGES = (
     "evenstep",
     "evenstep.compat.cosmos_rl",
     "evenstep.compat.fast_llm",
+    "evenstep.compat.nemo_rl",
+    "evenstep.compat.roll",
     "evenstep.compat.veomni",
     "evenstep.data",
     "evenstep.demo",

@@ -53,7 +53,7 @@ class TestNeMoPackers:
         assert bins(lengths, 8, "concatenative") == [[0, 1, 2], [3, 4, 5], [6], [7]]
 
     def test_too_many_bins_for_the_sequences_are_refused(self) -> None:
-        with pytest.raises(InputError, match="2 items cannot fill 3 bins"):
+        with pytest.raises(InputError, match="Cannot create 3 bins with only 2 sequences"):
             pack([1, 1], 10, min_bin_count=3)
         with pytest.raises(ConfigError):
             pack([1, 1], 10, min_bin_count=-1)

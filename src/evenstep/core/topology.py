@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from evenstep.core.validate import MOST_RANKS, truth_field, whole_field
+from evenstep.core.validate import MOST_RANKS, one_of, truth_field, whole_field
 from evenstep.errors import ConfigError
+
+Fp8Recipe: TypeAlias = Literal["tensorwise", "mxfp8", "blockwise"]
+_FP8: dict[Fp8Recipe, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,19 @@ class Topology:
         if self.cp > 1:
             return 2 * self.cp * self.tp
         return self.tp if self.sequence_parallel else 1
+
+    def fp8_multiple(self, recipe: Fp8Recipe) -> int:
+        """The multiple that a pack's slots are rounded up to for FP8; set it as `layout.round_to`.
+
+        16, 32 or 128 by the recipe, times two chunks per context-parallel rank, times tp with
+        sequence parallelism: each rank's part is a multiple by itself.
+
+        >>> Topology().fp8_multiple("mxfp8"), Topology(cp=4, tp=2).fp8_multiple("blockwise")
+        (32, 1024)
+        """
+        one_of("fp8 recipe", recipe, Fp8Recipe)
+        chunks = 2 * self.cp if self.cp > 1 else 1
+        return _FP8[recipe] * chunks * (self.tp if self.sequence_parallel else 1)
 
     @property
     def multiple(self) -> int:

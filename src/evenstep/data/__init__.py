@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
+    from evenstep.data.corpus.corpus import Corpus
     from evenstep.data.sources.iterated import Iterated
     from evenstep.data.sources.jsonl import Jsonl
     from evenstep.data.sources.lengths import Lengths
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from evenstep.data.streams.stream import until_all_end
 
 __all__ = [
+    "Corpus",
     "FedMicroBatch",
     "Feed",
     "InMemory",
@@ -56,6 +58,7 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "corpus.corpus": ["Corpus"],
             "sources.iterated": ["Iterated"],
             "sources.jsonl": ["Jsonl"],
             "sources.lengths": ["Lengths"],

@@ -17,6 +17,7 @@ from evenstep.planning.units import Units
 
 _MOST = 2**17  # units up to which simpler settings are tried: a multiple of the planning time
 _FEW = 64  # padded rows up to which they are always tried
+_ROWS = 256  # padded rows up to which they are tried at all: cutting takes longer than packing
 _EVEN = 1 + 1e-9  # a time this close to its floor is final
 _BALANCES: tuple[Balance, ...] = ("lpt", "karmarkar_karp", "stride")
 
@@ -58,6 +59,8 @@ def _simpler_settings(recipe: Recipe, units: Units) -> Iterator[Recipe]:
     own = recipe.balance != "refined" or recipe.equal_sizes or recipe.second_work is not None
     greedy = isinstance(layout, Padded) and layout.cut == "greedy"
     if own or greedy or layout.packer is not None or len(units) > _MOST:
+        return
+    if isinstance(layout, Padded) and len(units) > _ROWS:
         return
     few = isinstance(layout, Padded) and len(units) <= _FEW
     if recipe.saving > 0 and layout.packs_per_micro_batch == 1 and not few:

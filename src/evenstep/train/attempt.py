@@ -128,6 +128,8 @@ class Attempt:
             slots=self.measures.slots,
             num_micro_batches=self.position,
             planned_imbalance=work.totals.get(f"imbalance_{often}"),
+            busy=self.busy.each,
+            costs=work.costs if len(work.costs) == self.position else (),
             ages=tuple(self.ages),
             peak_flops=runner.peak_flops,
             kept=None if self.keeper is None else self.keeper.kept(),

@@ -57,6 +57,10 @@ class StepResult:
     num_micro_batches: int
     planned_imbalance: float | None
     """Planned cost of the slowest rank over the mean: per wave with fully_shard, else per step."""
+    busy: tuple[float, ...] = ()
+    """Busy seconds of each micro-batch of this rank, without waiting for other ranks."""
+    costs: tuple[float, ...] = ()
+    """Planned cost of each of them; empty if the step has no plan."""
     ages: tuple[float, ...] = ()
     """Seconds from the creation of each fed sample to its forward."""
     peak_flops: float | None = None

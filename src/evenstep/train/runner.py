@@ -273,4 +273,5 @@ def _work(step: Step) -> Work:
         totals=step.totals,
         budget=step.budget,
         loss_tokens=step.loss_tokens,
+        costs=step.costs,
     )

@@ -32,7 +32,8 @@ class Busy:
 
     def __init__(self, device: torch.device | str | None) -> None:
         self._events: list[tuple[Any, Any]] = []
-        self._seconds = self._began = 0.0
+        self._each: list[float] = []
+        self._began = 0.0
         self._cuda = device is not None and torch.device(device).type == "cuda"
 
     def __enter__(self) -> Busy:
@@ -48,13 +49,18 @@ class Busy:
         if self._cuda:
             self._events[-1][1].record()
         else:
-            self._seconds += time.thread_time() - self._began
+            self._each.append(time.thread_time() - self._began)
+
+    @property
+    def each(self) -> tuple[float, ...]:
+        """Busy seconds of each block."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._each += [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+            self._events.clear()
+        return tuple(self._each)
 
     @property
     def seconds(self) -> float:
         """Busy seconds so far."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-            self._events.clear()
-        return self._seconds
+        return sum(self.each)

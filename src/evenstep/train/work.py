@@ -52,6 +52,8 @@ class Work:
     """Loss tokens of each sample, if `totals` is computed from them."""
     empty: MicroBatch = field(default_factory=empty_micro_batch)
     """Empty micro-batch for ranks without work."""
+    costs: tuple[float, ...] = ()
+    """Planned cost of each micro-batch, if there is a plan."""
     lock_step: bool = False  # whether ranks agree before each micro-batch that is fed
 
 

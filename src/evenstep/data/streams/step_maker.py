@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evenstep.core.cursor import Cursor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, frozen
+from evenstep.core.ragged import FloatArray, IntArray, frozen
 from evenstep.core.step import Step
 from evenstep.data.streams.lookup import SampleLookup
 from evenstep.data.streams.position import StreamPosition
@@ -38,7 +38,8 @@ class StepMaker:
         over = recipe.longest_segment
         beyond = 0 if over is None else int((plan.lengths > over).sum())
         overflow = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
-        totals = self._totals(work.sample_ids, plan) if whole else {}
+        costs = plan.costs.reshape(plan.num_ranks, -1)  # (ranks, micro-batches)
+        totals = self._totals(work.sample_ids, plan, costs) if whole else {}
         fingerprint = self._fingerprint(at, after)
         sample_ids = frozen(work.sample_ids) if whole else None
         for rank in ranks:
@@ -56,6 +57,7 @@ class StepMaker:
                 loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
                 plan=plan if whole else None,
                 sample_ids=sample_ids,
+                costs=tuple(costs[rank].tolist()) if whole else (),
                 fingerprint=fingerprint,
             )
 
@@ -69,10 +71,9 @@ class StepMaker:
         ids = sorted({i for micro in micro_batches for i in micro.segments.sample.tolist()})
         return dict(zip(ids, self.loss_tokens[ids].tolist(), strict=True))
 
-    def _totals(self, sample_ids: IntArray, plan: Plan) -> dict[str, float]:
+    def _totals(self, sample_ids: IntArray, plan: Plan, costs: FloatArray) -> dict[str, float]:
         """Totals over all ranks; loss tokens only if they are known and no sample can be lost."""
         run = plan.step_of >= 0
-        costs = plan.costs.reshape(plan.num_ranks, -1)  # (ranks, micro-batches)
         ideal = costs.sum() / plan.num_ranks
         totals: dict[str, float] = {
             "tokens": int(plan.segments.length.sum()),

@@ -68,11 +68,12 @@ def search_packs(problem: Problem, wanted: int | None, time_of: TimeOf, floor_of
             f"steps.micro_batches or layout.max_tokens."
         )
     likely = {0, int(np.argmin([each.time for each in found]))}
-    for at in (*likely, *(set(range(len(found))) - likely)):
+    others = set(range(len(found))) - likely if search.patient else set()
+    for at in (*likely, *others):
         least = min(each.time for each in found) * (1 - saving)
         if at in likely or floor_of(found[at].waves) < least:
             found[at] = search.thoroughly(found[at])
-    return found[first_worth([each.time for each in found], saving)]
+    return search.evenly(found[first_worth([each.time for each in found], saving)])
 
 
 def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
@@ -160,6 +161,12 @@ class _Search:
         """Whether units are exchanged between packs."""
         return self.problem.joint and not self.many
 
+    @property
+    def patient(self) -> bool:
+        """Whether all counts are searched thoroughly, also those that begin slower."""
+        few = len(self.problem.units) <= effort.FEW
+        return few or self.problem.by_rank or self.problem.recipe.saving == 0
+
     def near(self, share: float, waves: int) -> float:
         """A time that needs no further search; with few units or several rows, closer to the floor.
 
@@ -202,12 +209,14 @@ class _Search:
             best = self.improved(best, effort.THOROUGH)
             if len(self.problem.units) <= effort.SMALL:
                 best = self.improved(best, effort.ANYWHERE)
-        return self.evenly(best)
+        return best
 
     def evenly(self, best: Found) -> Found:
         """The faster of these packs and those of ranks with equally many segments, exchanged."""
         problem, waves = self.problem, best.waves
-        if problem.by_rank or not problem.free or best.time <= self.near(effort.FAR, waves):
+        if problem.by_rank or not (problem.free and self.exchanged):
+            return best
+        if best.time <= self.near(effort.FAR, waves):
             return best
         equal = replace(problem, recipe=replace(problem.recipe, equal_sizes=True))
         found = self.better(None, waves, main_ways(equal)[0](equal, waves))

@@ -76,8 +76,8 @@ def pack(
     if target > len(packed):
         if target > len(items):
             raise InputError(
-                f"{len(items)} items cannot fill {target} bins. Lower min_bin_count or "
-                f"bin_count_multiple."
+                f"Cannot create {target} bins with only {len(items)} sequences. Lower "
+                f"min_bin_count or bin_count_multiple."
             )
         packed = even_bins(items, packed, capacity, target)
     return packed

@@ -1,0 +1,188 @@
+"""Corpus: the samples of files, and one token file of all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenstep.core.archive import replace_file
+from evenstep.core.validate import one_of
+from evenstep.data.corpus.chat import ChatEncoder, chat_of
+from evenstep.data.corpus.files import files_of, format_of
+from evenstep.data.corpus.formats import Format
+from evenstep.data.corpus.tokenizer import load_tokenizer, vocabulary
+from evenstep.data.sources.jsonl import Jsonl
+from evenstep.data.sources.parquet import ParquetText
+from evenstep.data.sources.source import Sample, SampleSource, read_samples
+from evenstep.data.sources.text import as_tokenize
+from evenstep.data.sources.token_file import TokenFile
+from evenstep.data.sources.token_writer import TokenFileWriter
+from evenstep.errors import ConfigError, FileError, InputError
+
+Progress = Callable[[int, int], None]
+_EVERY = 64  # samples between two reports
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Files, how to read them and how to turn their text into tokens.
+
+    paths      files, folders or globs; several are read one after the other
+    format     None: by the names of the files (.jsonl, .parquet, .tokens; others are text)
+    field      the field of a row with its text ("text" by default), or with the messages of a chat
+               ("messages")
+    tokenizer  folder of a Hugging Face tokenizer; None: UTF-8 bytes
+    template   file with a chat template (Jinja); None: that of the tokenizer
+
+    A text file is one sample, and so is a row of a JSONL or Parquet file. In a chat, only the
+    tokens of the assistant count in the loss. Samples without tokens are left out.
+
+    >>> Corpus(paths=("texts/",)).paths
+    ('texts/',)
+    """
+
+    paths: str | tuple[str, ...]
+    format: Format | None = None
+    field: str | None = None
+    tokenizer: str | None = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+        if not given or not all(given):
+            raise ConfigError("data.paths must name at least one file, folder or glob.")
+        object.__setattr__(self, "paths", given)
+        if self.format is not None:
+            one_of("data.format", self.format, Format)
+        if self.template is not None and self.format != "chat":
+            raise ConfigError("data.template is for chats. Set data.format to chat, or remove it.")
+        if self.format in ("text", "tokens") and self.field is not None:
+            raise ConfigError(f"data.field has no effect on {self.format} files. Remove it.")
+        if self.format == "tokens" and self.tokenizer is not None:
+            raise ConfigError("data.tokenizer has no effect on token files. Remove it.")
+
+    def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
+        """All samples as one token file at `path`, written unless it already holds them."""
+        files = files_of((self.paths,) if isinstance(self.paths, str) else self.paths)
+        kind = self.format or format_of(files)
+        if kind == "tokens" and len(files) == 1:
+            return TokenFile(files[0])
+        key, beside = self._key(files), path.with_suffix(".json")
+        if path.exists() and _text(beside) == key:
+            return TokenFile(path)
+        self._write(path, kind, files, progress or (lambda done, total: None))
+        replace_file(beside, key.encode())
+        return TokenFile(path)
+
+    def _write(self, path: Path, kind: Format, files: list[Path], progress: Progress) -> None:
+        source = self._source(kind, files)
+        masked = kind == "chat" or (kind == "tokens" and "loss_mask" in source[0])
+        columns = {"loss_mask": np.uint8} if masked else None
+        total, empty = len(source), 0
+        with TokenFileWriter(path, dtype=np.int32, columns=columns) as writer:
+            for item in range(total):
+                for sample in self._read(source, item):
+                    if len(sample["input_ids"]):
+                        writer.append(sample)
+                    else:
+                        empty += 1
+                if item % _EVERY == 0:
+                    progress(item, total)
+            if empty == total:
+                raise InputError("data.paths: no file has a token. Check the files.")
+
+    @staticmethod
+    def _read(source: SampleSource, item: int) -> Iterator[Sample]:
+        for _, sample in read_samples(source, item):
+            yield sample
+
+    def _source(self, kind: Format, files: list[Path]) -> Any:
+        tokenizer = load_tokenizer(self.tokenizer)
+        match kind:
+            case "text":
+                return TextFiles(files, tokenizer)
+            case "tokens":
+                return Joined([TokenFile(file) for file in files])
+            case "chat":
+                chat = chat_of(self.field or "messages", self._encoder(tokenizer))
+                if files[0].suffix.lower() == ".parquet":
+                    return ParquetText(files, transform=chat)
+                return Joined([Jsonl(file, transform=chat) for file in files])
+            case "parquet":
+                return ParquetText(files, field=self.field or "text", tokenizer=tokenizer)
+        open_one = partial(Jsonl, field=self.field or "text", tokenizer=tokenizer)
+        return Joined([open_one(file) for file in files])
+
+    def _encoder(self, tokenizer: Any) -> ChatEncoder:
+        template = None if self.template is None else _text(Path(self.template))
+        if self.template is not None and template is None:
+            raise FileError(f"data.template: {self.template} cannot be read. Check the path.")
+        return ChatEncoder(tokenizer, template)
+
+    def vocabulary(self) -> int:
+        """One more than the largest token id that the tokenizer gives."""
+        return vocabulary(load_tokenizer(self.tokenizer))
+
+    def _key(self, files: list[Path]) -> str:
+        """What the token file depends on, as JSON."""
+        seen = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
+        options = {**asdict(self), "paths": list(self.paths)}
+        return json.dumps({"options": options, "files": len(files), "digest": digest}, indent=1)
+
+
+class TextFiles:
+    """Every file is one sample: the tokens of its text."""
+
+    def __init__(self, files: list[Path], tokenizer: Any) -> None:
+        self._files, self._tokenize = files, as_tokenize(tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """The names of the files."""
+        return ",".join(map(str, self._files))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, item: int, /) -> Sample:
+        path = self._files[item]
+        text = _text(path)
+        if text is None:
+            raise FileError(f"{path} is not UTF-8 text. Leave it out, or set data.format.")
+        return {"input_ids": np.asarray(self._tokenize(text))}
+
+
+class Joined:
+    """Several sources, one after the other."""
+
+    def __init__(self, sources: list[Any]) -> None:
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources])
+
+    @property
+    def fingerprint(self) -> str:
+        """Those of the sources."""
+        return ",".join(source.fingerprint for source in self._sources)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, item: int, /) -> Any:
+        which = int(np.searchsorted(self._ends, item, "right"))
+        before = int(self._ends[which - 1]) if which else 0
+        return self._sources[which][item - before]
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,151 @@
+"""The model of a run: built, adapted, and wrapped for its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.core.cost import Cost
+from evenstep.demo.decoder import Decoder, DecoderShape
+from evenstep.errors import ConfigError, FileError
+from evenstep.train.forwards import Forward, forward_of
+from evenstep.trainer.options import Lora, ModelOptions
+from evenstep.trainer.ranks import Ranks
+from evenstep.trainer.trainer import Trainer
+
+
+def build(options: ModelOptions, vocab: int) -> nn.Module:
+    """The model on the CPU, in float32. `vocab` is the number of token ids in the data."""
+    if options.path is None:
+        sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads")}
+        rest = {name: getattr(options, name) for name in ("kv_heads", "ffn")}
+        _check_vocabulary(options.vocab or vocab, vocab, "model.vocab")
+        return Decoder(DecoderShape(vocab=options.vocab or vocab, **sizes, **rest))
+    model = _hugging_face(options)
+    _check_vocabulary(model.config.get_text_config().vocab_size, vocab, "the model's vocabulary")
+    return model if options.lora is None else _adapted(model, options.lora)
+
+
+def cost_of(model: nn.Module) -> Cost:
+    """Training FLOPs of a model that `build` made, from its shape."""
+    if isinstance(model, Decoder):
+        shape = model.shape
+        names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+        return Cost.of_model(**{name: getattr(shape, name) for name in names})
+    return Cost.of_config(model.config)
+
+
+def wrapped(model: nn.Module, trainer: Trainer, ranks: Ranks) -> Any:
+    """The model on its device, with checkpointing, compilation and what exchanges gradients."""
+    model = model.to(ranks.device)
+    layers = layers_of(model)
+    if trainer.checkpointing:
+        _checkpoint(model, layers)
+    if trainer.compile:
+        for layer in layers_of(model):
+            layer.compile()
+    if ranks.slow is None:
+        return model
+    if trainer.parallel == "fsdp2":
+        return _sharded(model, trainer)
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model)
+
+
+def forward_for(model: Any, trainer: Trainer, device: torch.device) -> Forward:
+    """How the model is called: in mixed precision if asked for."""
+    forward = forward_of(model)
+    if trainer.precision == "float32" or (trainer.parallel == "fsdp2" and _is_sharded(model)):
+        return forward  # fully_shard casts weights and inputs itself
+
+    def cast(model: Any, batch: Any) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return forward(model, batch)
+
+    return cast
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """The layers of the decoder: those of the longest list of modules."""
+    lists = [list(each) for each in model.modules() if isinstance(each, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def _hugging_face(options: ModelOptions) -> Any:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError(
+            'model.path needs transformers. Install it with pip install "evenstep[hf]".'
+        ) from None
+    import evenstep.integrations.hf_attention  # noqa: F401  registers "evenstep"
+
+    path = Path(str(options.path))
+    if not path.exists():
+        raise FileError(f"model.path: {path} does not exist. Give a folder or a config.json.")
+    folder = path if path.is_dir() else path.parent
+    weights = path.is_dir() and any(path.glob("*.safetensors"))
+    chosen: dict[str, Any] = {"attn_implementation": options.attention}
+    try:
+        if weights:
+            return AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype=torch.float32, **chosen
+            )
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FileError(f"model.path: {path} is not a causal language model ({reason}).") from None
+
+
+def _check_vocabulary(size: int, needed: int, what: str) -> None:
+    if size < needed:
+        raise ConfigError(
+            f"{what} has {size} tokens but the data has ids up to {needed - 1}. Use the tokenizer "
+            f"of the model."
+        )
+
+
+def _adapted(model: Any, lora: Lora) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError("model.lora needs peft. Install it with pip install peft.") from None
+    targets: Any = list(lora.targets) or "all-linear"
+    options = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, options)
+
+
+def _checkpoint(model: Any, layers: list[Any]) -> None:
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(model, "enable_input_require_grads"):
+            model.enable_input_require_grads()  # frozen embeddings would end the graph
+        return
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+
+    chosen = set(map(id, layers))
+    wrapper.apply_activation_checkpointing(model, check_fn=lambda each: id(each) in chosen)
+
+
+def _sharded(model: Any, trainer: Trainer) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if trainer.precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in layers_of(model):
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def _is_sharded(model: Any) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)

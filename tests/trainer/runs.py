@@ -1,0 +1,92 @@
+"""Small training runs, in this process or started with torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenstep import Packed, Recipe, Steps
+from evenstep.data import Corpus
+from evenstep.trainer import ModelOptions, OptimizerOptions, Trainer
+
+SAMPLES, PER_STEP = 24, 6
+ROOT = Path(__file__).parents[2]
+
+
+def texts(folder: Path, count: int = SAMPLES) -> str:
+    """A JSONL file of `count` texts of very different lengths."""
+    random = np.random.default_rng(0)
+    path = folder / "texts.jsonl"
+    lengths = np.clip(random.lognormal(3.5, 1.0, count), 2, 400).astype(int)
+    words = ["".join(random.choice(list("abcdef "), length)) for length in lengths]
+    path.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    return str(path)
+
+
+def trainer(out: Path, paths: str, **changes: Any) -> Trainer:
+    """A run of 12 steps: three epochs of 24 samples."""
+    settings: dict[str, Any] = {
+        "out": str(out),
+        "data": Corpus(paths=paths),
+        "recipe": Recipe(layout=Packed(max_tokens=512), steps=Steps(samples=PER_STEP)),
+        "model": ModelOptions(hidden=32, layers=2, heads=2, kv_heads=1, ffn=48),
+        "optimizer": OptimizerOptions(lr=3e-3, warmup_steps=2),
+        "max_num_steps": 12,
+        "save_every": 3,
+    }
+    return Trainer(**(settings | changes))
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    """The log of a run, one record per step."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[float]:
+    """The loss of every step."""
+    return [record["loss"] for record in logged(out)]
+
+
+def start(out: Path, paths: str, ranks: int = 1, **changes: Any) -> subprocess.Popen[str]:
+    """Start a run in `ranks` processes with torchrun, or in one without it."""
+    script = [str(Path(__file__)), str(out), paths, json.dumps(changes)]
+    command = [sys.executable, *script]
+    if ranks > 1:
+        flags = ["--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *flags, *script]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for a run that must succeed; returns what it printed."""
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def main() -> None:
+    """Run as a script: OUT PATHS CHANGES."""
+    out, paths, changes = sys.argv[1:]
+    found = json.loads(changes)
+    if "model" in found:
+        found["model"] = ModelOptions(**found["model"])
+    print(trainer(Path(out), paths, **found).run())
+
+
+if __name__ == "__main__":
+    main()

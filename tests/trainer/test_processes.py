@@ -1,0 +1,72 @@
+"""Runs in several processes, killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenstep.trainer.checkpoints import complete
+from tests.trainer.runs import finish, losses, start, texts, trainer
+
+KILLS = 10
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
+    data = texts(tmp_path)
+    trainer(tmp_path / "one", data, max_num_steps=4).run()
+
+    finish(start(tmp_path / "two", data, ranks=2, max_num_steps=4))
+
+    assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_killed_processes_continue_the_same_losses(tmp_path: Path, parallel: str) -> None:
+    data, steps = texts(tmp_path), 40
+    trainer(tmp_path / "whole", data, max_num_steps=steps).run()
+    out, random = tmp_path / "killed", np.random.default_rng(0)
+    for kill in range(KILLS):
+        ranks = 1 if kill == KILLS // 2 else 2  # once resumed on one process
+        process = start(out, data, ranks, parallel=parallel, max_num_steps=steps, save_every=2)
+        _wait_for_steps(out, process, int(random.integers(1, 4)))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(start(out, data, 2, parallel=parallel, max_num_steps=steps, save_every=2))
+
+    assert np.allclose(losses(out), losses(tmp_path / "whole"), atol=1e-4)
+    assert len(losses(out)) == steps
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path: Path) -> None:
+    data, out = texts(tmp_path), tmp_path / "run"
+    options = {"max_num_steps": 60, "save_every": 1000}
+    process = start(out, data, 2, **options)
+    _wait_for_steps(out, process, 3)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=120)
+
+    assert len(complete(out / "checkpoints")) == 1
+    finish(start(out, data, 1, **options))
+    trainer(tmp_path / "whole", data, **options).run()
+    assert np.allclose(losses(out), losses(tmp_path / "whole"), atol=1e-4)
+
+
+def _wait_for_steps(out: Path, process: object, more: int) -> None:
+    """Until the log has `more` steps than now, or the process has ended."""
+    log = out / "log.jsonl"
+    before = len(log.read_text().splitlines()) if log.exists() else 0
+    deadline = time.monotonic() + 120
+    first: int | None = None
+    while time.monotonic() < deadline and process.poll() is None:  # type: ignore[attr-defined]
+        now = len(log.read_text().splitlines()) if log.exists() else 0
+        first = now if first is None or now < first else first
+        if now >= (first if before else 0) + more:
+            return
+        time.sleep(0.02)

@@ -1,0 +1,171 @@
+"""A run in this process: logs, checkpoints, resume, faults."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.optim import Optimizer
+from transformers import GPT2Config, LlamaConfig
+
+from evenstep.data import Corpus
+from evenstep.errors import ConfigError, EvenstepError, FileError
+from evenstep.train import StepResult
+from evenstep.trainer import Lora, ModelOptions, OptimizerOptions
+from evenstep.trainer.checkpoints import complete, read_place
+from evenstep.trainer.run import record
+from tests.trainer.runs import logged, losses, texts, trainer
+
+
+def test_a_run_learns_and_leaves_logs_and_checkpoints(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    ended = trainer(out, texts(tmp_path), keep=2).run()
+
+    assert (ended.steps, ended.stopped) == (12, False)
+    assert [path.name for path in complete(out / "checkpoints")] == ["step-000009", "step-000012"]
+    records = logged(out)
+    assert [record["step"] for record in records] == list(range(12))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.2
+    assert {"lr", "tokens_per_second", "padding", "grad_norm", "epoch"} <= set(records[0])
+    costs, busy = (np.array(records[3][f"micro_batches/{name}"]) for name in ("cost", "busy"))
+    assert costs.shape == busy.shape
+    assert (costs > 0).all()
+    assert (busy > 0).all()
+
+
+def test_a_run_that_was_stopped_continues_exactly(tmp_path: Path) -> None:
+    data = texts(tmp_path)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    # A cosine depends on the number of steps of the run.
+    optimizer = OptimizerOptions(lr=3e-3, warmup_steps=2, schedule="constant")
+    trainer(whole, data, optimizer=optimizer).run()
+    for steps in (4, 5, 12):
+        trainer(parts, data, max_num_steps=steps, optimizer=optimizer).run()
+
+    assert losses(parts) == losses(whole)
+
+
+def test_lines_of_a_log_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:
+    data, out = texts(tmp_path), tmp_path / "run"
+    trainer(out, data).run()
+    before = losses(out)
+    newest = complete(out / "checkpoints")[-1]
+    newest.rename(out / "checkpoints" / ".step-000012")  # as if it had not been finished
+    with (out / "log.jsonl").open("a") as file:
+        file.write('{"step": 12, "lo')  # as a killed process leaves it
+
+    trainer(out, data).run()
+
+    assert losses(out) == before
+    assert read_place(complete(out / "checkpoints")[-1]).step == 12
+
+
+def test_a_signal_saves_and_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = texts(tmp_path), tmp_path / "run"
+    whole = tmp_path / "whole"
+    trainer(whole, data).run()
+    seen: list[int] = []
+
+    def record_and_signal(result: StepResult, optimizer: Optimizer) -> dict[str, Any]:
+        seen.append(1)
+        if len(seen) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return record(result, optimizer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("evenstep.trainer.run.record", record_and_signal)
+        ended = trainer(out, data).run()
+
+    assert (ended.steps, ended.stopped) == (5, True)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    trainer(out, data).run()
+    assert losses(out) == losses(whole)
+
+
+def test_checkpoints_of_other_data_are_refused(tmp_path: Path) -> None:
+    data, out = texts(tmp_path), tmp_path / "run"
+    trainer(out, data, max_num_steps=3).run()
+    texts(tmp_path, count=30)
+
+    with pytest.raises(EvenstepError, match="belongs to another stream: data was 24 samples"):
+        trainer(out, data).run()
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_a_hugging_face_model_is_trained_packed(tmp_path: Path, lora: Lora | None) -> None:
+    folder = tmp_path / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    LlamaConfig(vocab_size=256, num_attention_heads=2, **sizes).save_pretrained(folder)
+    out, data = tmp_path / "run", texts(tmp_path)
+    run = trainer(out, data, model=ModelOptions(path=str(folder), lora=lora), max_num_steps=6)
+
+    run.run()
+    first = losses(out)
+    (out / "checkpoints" / "step-000006").rename(out / "checkpoints" / ".step-000006")
+    run.run()
+
+    assert losses(out) == first
+    assert all(record["padding"] == 0 for record in logged(out))
+
+
+def test_a_model_that_cannot_pack_is_padded_with_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2}
+    GPT2Config(vocab_size=256, **sizes).save_pretrained(folder)
+    # Absolute positions are fine, but gpt2 in eager attention sees neighbours.
+    model = ModelOptions(path=str(folder), attention="eager")
+    run = trainer(tmp_path / "run", texts(tmp_path), model=model, max_num_steps=2)
+
+    run.run()
+
+    assert losses(tmp_path / "run")
+
+
+@pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"checkpointing": True}])
+def test_options_change_the_loss_little_or_not_at_all(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    data = texts(tmp_path)
+    trainer(tmp_path / "plain", data, max_num_steps=4).run()
+    trainer(tmp_path / "other", data, max_num_steps=4, **options).run()
+
+    close = 2e-2 if "precision" in options else 1e-12
+    assert np.allclose(losses(tmp_path / "plain"), losses(tmp_path / "other"), atol=close)
+
+
+def test_faults_are_found_before_the_first_step(tmp_path: Path) -> None:
+    data = texts(tmp_path)
+    with pytest.raises(FileError, match="no files"):
+        trainer(tmp_path / "run", str(tmp_path / "nothing*.jsonl")).run()
+    with pytest.raises(ConfigError, match="ids up to 255"):
+        trainer(tmp_path / "run", data, model=ModelOptions(vocab=100)).run()
+    with pytest.raises(FileError, match="does not exist"):
+        trainer(tmp_path / "run", data, model=ModelOptions(path=str(tmp_path / "no"))).run()
+    recipe = trainer(tmp_path, data).recipe
+    with pytest.raises(ConfigError, match="2 but 1 processes were started"):
+        trainer(
+            tmp_path, data, recipe=replace(recipe, topology=replace(recipe.topology, dp=2))
+        ).run()
+    with pytest.raises(ConfigError, match=r"topology\.cp must be 1"):
+        trainer(tmp_path, data, recipe=replace(recipe, topology=replace(recipe.topology, cp=2)))
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_a_chat_takes_loss_on_the_assistant_only(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "2"},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": chat}) + "\n")
+    out = tmp_path / "run"
+
+    trainer(out, str(path), data=Corpus(paths=str(path), format="chat"), max_num_steps=1).run()
+
+    assert logged(out)[0]["loss_tokens"] == len("2</assistant>\n")
