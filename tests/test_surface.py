@@ -18,6 +18,7 @@ PACKAGES = (
     "evenstep.compat.nemo_rl",
     "evenstep.compat.roll",
     "evenstep.compat.veomni",
+    "evenstep.config",
     "evenstep.data",
     "evenstep.demo",
     "evenstep.integrations.accelerate",
