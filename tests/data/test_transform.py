@@ -207,3 +207,28 @@ def test_the_id_of_several_samples_is_that_of_their_item() -> None:
         for _, samples in step:
             for number, sample in samples.items():
                 assert set(sample["input_ids"]) == {item_and_part(number)[0]}
+
+
+def test_ranks_that_count_ahead_know_lengths_that_differ_between_epochs() -> None:
+    def cropped(row: int, *, sample_id: int, epoch: int) -> Any:
+        return {"input_ids": [sample_id] * (1 + (row * (epoch + 3) + sample_id) % 9)}
+
+    ranks = 3
+    recipe = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=ranks))
+    streams = [
+        PooledStream(
+            Mapped(list(range(40)), transform=cropped),
+            recipe,
+            world=World(rank, ranks),
+            pool=Pool(samples=3, tokens=0),
+            count_ahead=True,
+        )
+        for rank in range(ranks)
+    ]
+    for epoch in range(3):
+        for stream in streams:
+            stream.set_epoch(epoch)
+        steps = [list(stream) for stream in streams]
+        assert len(set(map(len, steps))) == 1
+        found = [i for mine in steps for step in mine for i in step.own_sample_ids.tolist()]
+        assert sorted(found) == list(range(40))

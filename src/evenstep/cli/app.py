@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, config, plan, report, terminal
+from evenstep.cli import check, compare, config, plan, report, terminal, train
 from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
@@ -24,6 +24,7 @@ app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("compare")(compare.compare)
+app.command("train")(train.train)
 app.add_typer(config.app, name="config")
 
 # typer's base class of usage errors, whichever click it uses

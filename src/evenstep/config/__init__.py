@@ -1,6 +1,6 @@
 """Configuration: YAML or TOML file, `key=value` overrides -> **`Recipe`**, **`Settings`**.
 
-native    the keys are the fields of `Recipe` and its parts, `log_probs`, `stream` and `trainer`
+native    the keys are the fields of `Recipe` and its parts, and the sections of `Settings`
 dialects  files of other systems, one module each
 
 All faults are reported at once.
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from evenstep.config.native import native_data, settings_from
     from evenstep.config.override import overridden
     from evenstep.config.settings import Settings, StreamSettings, TrainerSettings
+    from evenstep.config.training import LoraSettings, ModelSettings, OptimizerSettings
     from evenstep.config.write import native_yaml
 
 __all__ = [
     "FaultsError",
     "Loaded",
+    "LoraSettings",
+    "ModelSettings",
+    "OptimizerSettings",
     "Settings",
     "StreamSettings",
     "TrainerSettings",
@@ -49,6 +53,7 @@ if not TYPE_CHECKING:
             "native": ["native_data", "settings_from"],
             "override": ["overridden"],
             "settings": ["Settings", "StreamSettings", "TrainerSettings"],
+            "training": ["LoraSettings", "ModelSettings", "OptimizerSettings"],
             "write": ["native_yaml"],
         },
         extra="cli",

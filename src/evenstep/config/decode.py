@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails, PydanticKnownError, SchemaValidator, cor
 from evenstep.config.faults import FaultsError, not_a_mapping, unknown_key, unknown_word
 from evenstep.config.model import BESIDE, model_cost
 from evenstep.config.settings import StreamSettings, TrainerSettings
+from evenstep.config.training import LoraSettings, ModelSettings, OptimizerSettings
 from evenstep.config.yaml import is_number
 from evenstep.core.cost import Cost
 from evenstep.core.glimpse import cut, glimpse
@@ -24,6 +25,7 @@ from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.second_work import SecondWork
 from evenstep.core.topology import Topology
 from evenstep.core.validate import MOST
+from evenstep.data.corpus.corpus import Corpus
 from evenstep.data.streams.pool import Pool
 from evenstep.errors import ConfigError
 
@@ -40,6 +42,10 @@ _PARTS: dict[str, type] = {
     "second_work.cost": Cost,
     "stream": StreamSettings,
     "stream.pool": Pool,
+    "model": ModelSettings,
+    "model.lora": LoraSettings,
+    "data": Corpus,
+    "optimizer": OptimizerSettings,
     "trainer": TrainerSettings,
 }
 

@@ -3,7 +3,9 @@
 layout: {kind: packed, max_tokens: 16384}   the keys of a recipe
 log_probs: {layout: {max_tokens: 32768}}    what differs without gradients; {} if nothing does
 stream: {pool: {samples: 64}, seed: 1}      how samples are read
-trainer: {}                                 how steps are run
+data: {paths: texts/}                       the samples of a training run
+model: {path: llama/}, optimizer: {lr: 1e-4}  what is trained, and how
+trainer: {out: run/}                        how steps are run
 """
 
 from __future__ import annotations
@@ -16,14 +18,24 @@ from typing import Any
 from evenstep.config.decode import DEFAULT_KIND, decode, decode_recipe
 from evenstep.config.faults import FaultsError, not_a_mapping, unknown_key
 from evenstep.config.settings import Settings, StreamSettings, TrainerSettings
+from evenstep.config.training import ModelSettings, OptimizerSettings
 from evenstep.config.tree import merged, nested
 from evenstep.core.glimpse import cut
 from evenstep.core.layout import LAYOUTS
 from evenstep.core.recipe import Recipe
+from evenstep.data.corpus.corpus import Corpus
 from evenstep.data.streams.pool import Pool
 from evenstep.errors import ConfigError
 
-SECTIONS = ("log_probs", "stream", "trainer")
+PARTS = {
+    "stream": StreamSettings,
+    "model": ModelSettings,
+    "data": Corpus,
+    "optimizer": OptimizerSettings,
+    "trainer": TrainerSettings,
+}
+"""The sections of a training run."""
+SECTIONS = ("log_probs", *PARTS)
 
 
 def settings_from(data: Mapping[str, Any], source: str = "") -> Settings:
@@ -49,15 +61,17 @@ def decode_settings(data: Mapping[str, Any]) -> tuple[Settings | None, list[str]
     recipe, found = decode_recipe(own)
     log_probs, others = _log_probs(own, data.get("log_probs"), found)
     faults += found + others
-    stream, found = _section(StreamSettings, data, "stream")
-    faults += found
-    trainer, found = _section(TrainerSettings, data, "trainer")
-    faults += found
-    if not faults and stream.pool is not None:
+    parts: dict[str, Any] = {}
+    for name, kind in PARTS.items():
+        if data.get(name) is not None:
+            parts[name], found = _section(kind, data, name)
+            faults += found
+    stream = parts.get("stream")
+    if not faults and stream is not None and stream.pool is not None:
         faults += _pool_faults(recipe, stream)
     if faults:
         return None, faults
-    return Settings(recipe=recipe, log_probs=log_probs, stream=stream, trainer=trainer), []
+    return Settings(recipe=recipe, log_probs=log_probs, **parts), []
 
 
 def _log_probs(
@@ -101,9 +115,9 @@ def _of_kind(layout: Mapping[str, Any], kind: object) -> dict[str, Any]:
 
 
 def _section(kind: type, data: Mapping[str, Any], name: str) -> tuple[Any, list[str]]:
-    section = data.get(name, {})
+    section = data[name]
     if not isinstance(section, Mapping):
-        return kind(), [not_a_mapping(name, section)]
+        return None, [not_a_mapping(name, section)]
     return decode(kind, section, (name,))
 
 
@@ -130,9 +144,9 @@ def native_data(settings: Settings) -> dict[str, Any]:
     data = _without_defaults(recipe)
     if settings.log_probs is not None:
         data["log_probs"] = difference(recipe.to_dict(), settings.log_probs.to_dict())
-    whole = settings.to_dict()
-    for name, default in (("stream", StreamSettings()), ("trainer", TrainerSettings())):
-        given = difference(dataclasses.asdict(default), whole[name])
+    default, whole = Settings(recipe=recipe).to_dict(), settings.to_dict()
+    for name in PARTS:
+        given = difference(default[name] or {}, whole[name] or {})
         if name == "stream" and settings.stream.pool is not None:
             pool = whole["stream"]["pool"]
             given["pool"] = {
@@ -140,7 +154,7 @@ def native_data(settings: Settings) -> dict[str, Any]:
                 **difference(dataclasses.asdict(Pool()), pool),
             }
         if given:
-            data[name] = given
+            data[name] = {key: value for key, value in given.items() if value is not None}
     return data
 
 

@@ -38,7 +38,8 @@ class EpochSource:
         """Whether the lengths of all items are known."""
         self.failed = False
         """Whether the source's iterator raised. It is finished then, so nothing can be skipped."""
-        self._seeded = is_seeded(source)
+        self.seeded = is_seeded(source)
+        """Whether samples differ between epochs."""
         self._open: Iterator[Any] | None = None
         self._at = (-1, -1)  # epoch, position of the next raw item
         self._again_for = (-1, -1)  # epoch, item that was read again last
@@ -54,6 +55,11 @@ class EpochSource:
         source = cast("MeasuredSource", self.source)
         return source.lengths_of(np.array(self.items(epoch, positions), np.int64))
 
+    def length_of_item(self, item: int) -> int:
+        """The length of an item, if the source knows it."""
+        assert self.measured
+        return int(cast("MeasuredSource", self.source).lengths_of(np.array([item]))[0])
+
     def items(self, epoch: int, positions: IntArray) -> list[int]:
         """The items at these positions."""
         if self.count is not None:
@@ -64,7 +70,7 @@ class EpochSource:
 
     def read(self, epoch: int, item: int) -> list[tuple[int, Sample]] | None:
         """(sample id, sample) of every sample of an item; None past an end that was unknown."""
-        draw = Draw(item, epoch, self.seed) if self._seeded else None
+        draw = Draw(item, epoch, self.seed) if self.seeded else None
         if self.count is not None:
             return read_samples(self.source, item, None, draw)
         found, raw = self._raw(epoch, item)

@@ -17,18 +17,18 @@ from evenstep.core.validate import one_of, seed_number, truth_value, whole_numbe
 from evenstep.core.world import World
 from evenstep.data.sources.as_source import as_source
 from evenstep.data.sources.mapped import MapStyle
-from evenstep.data.sources.source import MeasuredSource, Source, has_random_access, is_seeded
+from evenstep.data.sources.source import MeasuredSource, Source, has_random_access
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
-from evenstep.data.streams.digests import lengths_digest
+from evenstep.data.streams.common_end import ItemLengths, common_steps, own_steps
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
 from evenstep.data.streams.lookup import OnError
-from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
+from evenstep.data.streams.pooled_data import data_of, shuffles
 from evenstep.data.streams.reader import PoolReader
 from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.sample_columns import ColumnOf
@@ -50,8 +50,13 @@ class PooledStream:
     sample exactly once; this needs the cursors of all readers (`merge_cursors`).
 
     Readers of a finite stream end at different times, so ranks must agree on the end; see
-    `until_all_end`. With `on_error="skip"` unreadable samples are left out and counted, also when
-    the pool is read again on resume.
+    `until_all_end`. With `count_ahead` they need not: each rank counts the steps of all readers
+    before its first step. Ranks with fewer then make smaller micro-batches at the end, or empty
+    ones if their pool holds too few samples. Lengths that the source does not know are read for
+    that, once per reader: give them (`MeasuredMapped`) if samples are expensive.
+
+    With `on_error="skip"` unreadable samples are left out and counted, also when the pool is read
+    again on resume.
 
     `source` may also be a list of samples, or a torch or Hugging Face dataset (see `as_source`).
     `shuffle` gives every epoch its own order. It is the default if items can be read by index, and
@@ -84,6 +89,7 @@ class PooledStream:
         length_of: Measure = count_tokens,
         columns: Mapping[str, ColumnOf] | None = None,
         fingerprint: str | None = None,
+        count_ahead: bool = False,
     ) -> None:
         source = as_source(source)
         one_of("on_error", on_error, OnError)
@@ -91,11 +97,13 @@ class PooledStream:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
         self.pool = Pool() if pool is None else pool
-        self.seed, self.shuffle = seed_number(seed), _shuffles(source, shuffle)
+        self.seed, self.shuffle = seed_number(seed), shuffles(source, shuffle)
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self.on_error, self.length_of, self._named = on_error, length_of, fingerprint
+        self.count_ahead = truth_value("count_ahead", count_ahead)
         self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
+        self._check_count_ahead()
         self._measured = False
         if length_of is count_tokens and knows_lengths(source):
             self._measured = True
@@ -108,6 +116,21 @@ class PooledStream:
         self._done = 0
         self._iterated = False  # since the start was set
         self._seen = SamplesSeen()
+        self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
+        self._changed = False  # settings, since the loaded state was taken
+
+    def _check_count_ahead(self) -> None:
+        if not self.count_ahead:
+            return
+        for what, given in (
+            ("infinite_loop", self.infinite_loop),
+            ("limits.columns", bool(self.recipe.limits.columns)),
+        ):
+            if given:
+                raise ConfigError(
+                    f"count_ahead counts steps by lengths until the end, so it cannot be combined "
+                    f"with {what}. Leave one of them out."
+                )
 
     @property
     def done(self) -> int:
@@ -116,8 +139,8 @@ class PooledStream:
 
     @property
     def ends_together(self) -> bool:
-        """True on one rank only: ranks do not know when the others run out of samples."""
-        return self.world.size == 1
+        """True on one rank or with `count_ahead`; else ranks do not know when others run out."""
+        return self.world.size == 1 or self.count_ahead
 
     @property
     def can_share(self) -> bool:
@@ -213,7 +236,11 @@ class PooledStream:
         items = self._items()
         mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
-            return ReaderState.fresh(mine, readers, self._epoch, items.count, items.lengths), worker
+            every = [
+                ReaderState.fresh(each, readers, self._epoch, items.count, items.lengths)
+                for each in (range(readers) if self.count_ahead else [mine])
+            ]
+            return self._counted(every, mine, workers), worker
         position = self._begin.place
         held = states_of(position)
         if (position["ranks"], position["workers"]) == (ranks, workers):
@@ -221,8 +248,9 @@ class PooledStream:
             turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
             if own:
                 turn = min(held, default=first) - first
-            if first + turn in held:
-                return held[first + turn].measured(items.lengths), turn
+            if first + turn in held and self._is_counted(held[first + turn]):
+                state = held[first + turn].measured(items.lengths)
+                return state if self.count_ahead else replace(state, left=None), turn
         then = position["ranks"] * position["workers"]
         missing = sorted(set(range(then)) - held.keys())
         if missing:
@@ -233,7 +261,28 @@ class PooledStream:
                 f"ranks and workers with merge_cursors."
             )
         states = list(held.values())
-        return redealt(states, mine, readers, items.count, items.lengths), worker
+        every = [
+            redealt(states, each, readers, items.count, items.lengths)
+            for each in (range(readers) if self.count_ahead else [mine])
+        ]
+        return self._counted(every, mine, workers), worker
+
+    def _is_counted(self, state: ReaderState) -> bool:
+        """Whether the steps left in a loaded state still hold, or none are needed."""
+        return not self.count_ahead or (state.left is not None and not self._changed)
+
+    def _counted(self, every: list[ReaderState], mine: int, workers: int) -> ReaderState:
+        """The state of reader `mine`, with the number of steps left to it if they are counted."""
+        if not self.count_ahead:
+            return every[0]
+        key = (self._epoch if self._begin is None else -1, workers)
+        if key not in self._counts:
+            items = ItemLengths(self._items(), self.length_of)
+            firsts = [self._first + state.reader % workers for state in every]
+            skip = self.on_error == "skip"
+            own = own_steps(every, firsts, workers, items, self._batcher, skip)
+            self._counts[key] = common_steps(own, workers)
+        return replace(every[mine], left=self._counts[key][mine])
 
     def _items(self) -> EpochSource:
         return EpochSource(self.source, self.seed, self.shuffle, self._measured)
@@ -263,6 +312,8 @@ class PooledStream:
         states_of(cursor.place)
         self._begin = self._now = replace(cursor, belongs=self._belongs)
         self._skip, self._iterated = 0, False
+        self._changed = bool(cursor.differences(self._belongs))
+        self._counts.clear()
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """What differs between this stream and that of a state, in words; [] if nothing does."""
@@ -314,24 +365,14 @@ class PooledStream:
 
     @cached_property
     def _belongs(self) -> dict[str, str]:
-        source, given = self.source, self._named
-        count = f"{len(source)} items, " if has_random_access(source) else ""
-        size = len(source) if has_random_access(source) else 0
-        order = EpochOrder(count=size, seed=self.seed, epoch=0, shuffle=self.shuffle)
-        found = {
-            "stream": "pooled",
-            "data": f"{count}{source.fingerprint if given is None else given}",
-            "order": order.description,
-            **described(self.recipe, self.pool, self._batcher.strategy),
-        }
-        if self._measured:
-            found["lengths"] = lengths_digest(cast("MeasuredSource", source))
-        return {**found, "seed of samples": str(self.seed)} if is_seeded(source) else found
+        settings = described(self.recipe, self.pool, self._batcher.strategy)
+        data = data_of(self.source, self._named, self.seed, self.shuffle, self._measured)
+        return {"stream": "pooled", **data, **settings}
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of what must be the same on all ranks: data, order, recipe, number of ranks."""
-        end = [self.max_num_steps, self.infinite_loop]
+        end = [self.max_num_steps, self.infinite_loop, self.count_ahead]
         return digest_of({**self._belongs, "ranks": self.world.size, "end": end})
 
     # Length ------------------------------------------------------------------------------------
@@ -359,19 +400,6 @@ class PooledStream:
         """Steps of one pass: those left of `max_num_steps`, or an estimate for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
-
-
-def _shuffles(source: Source, given: bool | None) -> bool:
-    """Whether the epoch's order is shuffled: by default, if items can be read in any order."""
-    by_index = has_random_access(source)
-    found = by_index if given is None else truth_value("shuffle", given)
-    if found and not by_index:
-        raise ConfigError(
-            f"shuffle=True has no effect on {type(source).__name__}, which is read in its own "
-            f"order. Shuffle inside it (Hugging Face: dataset.shuffle(seed, buffer_size)), or use "
-            f"a source with items by index, and omit shuffle."
-        )
-    return found
 
 
 def _warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
