@@ -19,7 +19,7 @@ from evenstep.errors import FileError, InputError
 def read_csv(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
     """Read columns of a CSV file with a header (.tsv: separated by tabs); values are text."""
     path = source.path
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    delimiter = "\t" if source.suffix == ".tsv" else ","
     table: dict[str, list[Any]] = {name: [] for name in names}
     with source.text() as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)

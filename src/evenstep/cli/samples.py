@@ -38,6 +38,12 @@ class Samples:
     """Ids of the samples in a source, if a saved plan has another order."""
 
 
+def load_plan(source: Input) -> Plan:
+    """The plan in this input; an error if it is not a plan."""
+    with source.open() as file:
+        return Plan.from_bytes(file.read(), source.path)
+
+
 def saved_plan(source: Input) -> Plan | None:
     """The plan in this input, or None if it is not a plan."""
     try:
@@ -60,7 +66,7 @@ def read_samples(
 ) -> Samples:
     """Read an input by its suffix; unknown suffixes are text. `extra` names limit columns."""
     path = source.path
-    suffix = path.suffix.lower()
+    suffix = source.suffix
     try:
         if suffix in _TABLES:
             samples = _from_table(source, column or "length", groups, extra)
@@ -85,7 +91,7 @@ def read_samples(
 def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[str]) -> Samples:
     names = list(dict.fromkeys([column, *([groups] if groups else []), *extra]))
     path = source.path
-    table = _TABLES[path.suffix.lower()](source, names)
+    table = _TABLES[source.suffix](source, names)
     return Samples(
         _lengths(path, column, table[column]),
         tables.group_ids(path, groups, table[groups]) if groups else None,
