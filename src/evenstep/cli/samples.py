@@ -16,6 +16,7 @@ from evenstep.cli.input import Input
 from evenstep.core.archive import MAGIC
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
+from evenstep.data.sources.token_lists import list_lengths
 from evenstep.errors import FileError, InputError
 
 _TABLES = {
@@ -99,8 +100,10 @@ def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[
     )
 
 
-def _lengths(path: Path, column: str, values: list[Any]) -> IntArray:
+def _lengths(path: Path, column: str, values: Any) -> IntArray:
     """Lengths from a column of integers or of lists of token ids."""
+    if not isinstance(values, list):  # of Arrow
+        return list_lengths(values, column, str(path))
     first = next((at for at, value in enumerate(values) if isinstance(value, list)), None)
     if first is None:
         return tables.integers(path, column, values)

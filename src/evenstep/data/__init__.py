@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from evenstep.data.sources.jsonl import Jsonl
     from evenstep.data.sources.lengths import Lengths
     from evenstep.data.sources.mapped import Mapped, MeasuredMapped
+    from evenstep.data.sources.megatron import MegatronTokens
     from evenstep.data.sources.memory import InMemory
     from evenstep.data.sources.parquet import ParquetText
     from evenstep.data.sources.source import MeasuredSource, SampleSource, SequentialSource
@@ -42,6 +43,7 @@ __all__ = [
     "Mapped",
     "MeasuredMapped",
     "MeasuredSource",
+    "MegatronTokens",
     "ParquetText",
     "Pool",
     "SampleSource",
@@ -63,6 +65,7 @@ if not TYPE_CHECKING:
             "sources.jsonl": ["Jsonl"],
             "sources.lengths": ["Lengths"],
             "sources.mapped": ["Mapped", "MeasuredMapped"],
+            "sources.megatron": ["MegatronTokens"],
             "sources.memory": ["InMemory"],
             "sources.parquet": ["ParquetText"],
             "sources.source": ["MeasuredSource", "SampleSource", "SequentialSource"],

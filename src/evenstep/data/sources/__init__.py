@@ -3,6 +3,8 @@
 source                    the protocols of a source
 memory, lengths           samples in memory; lengths alone
 token_file, token_writer  tokens of many samples in one memory-mapped file
+megatron                  the same in Megatron's files
 jsonl, parquet, text      text files, read in any order
+token_lists               lengths of columns of token lists
 mapped, iterated          any dataset by index; any iterable
 """

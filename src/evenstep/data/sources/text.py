@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.core.glimpse import glimpse
 from evenstep.data.sources.source import Sample
 from evenstep.errors import ConfigError, InputError
 
@@ -45,7 +46,8 @@ def as_tokenize(tokenizer: Any = None) -> Tokenize:
 
 @dataclass(frozen=True, slots=True)
 class RowDecoder:
-    """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`.
+    """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`, which is
+    text or, without a tokenizer, a list of token ids.
 
     >>> RowDecoder("text", as_tokenize(None), None).decode({"text": "ab"}, "a.jsonl, line 1")
     {'input_ids': array([97, 98], dtype=int32)}
@@ -60,13 +62,15 @@ class RowDecoder:
         try:
             if self.transform is not None:
                 return self.transform(row)
-            text = self._text(row, where)
-            return {"input_ids": _integers(self.tokenize(text), where)}
+            value = self._value(row, where)
+            if isinstance(value, str):
+                return {"input_ids": _integers(self.tokenize(value), where)}
+            return {"input_ids": self._listed(value, where)}
         except Exception as error:
             error.add_note(f"raised for {where}")
             raise
 
-    def _text(self, row: Any, where: str) -> str:
+    def _value(self, row: Any, where: str) -> Any:
         if not isinstance(row, Mapping):
             raise InputError(
                 f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
@@ -78,13 +82,21 @@ class RowDecoder:
                 f"{where}: no field {self.field!r}; the row has {has}. Set field to one of them, "
                 f"or pass a transform."
             )
-        text = row[self.field]
-        if not isinstance(text, str):
+        return row[self.field]
+
+    def _listed(self, value: Any, where: str) -> NDArray[np.integer[Any]]:
+        """Token ids that a row has as a list."""
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
             raise InputError(
-                f"{where}: field {self.field!r} must be a str, got {type(text).__name__}. Correct "
-                f"the row, or pass a transform."
+                f"{where}: field {self.field!r} must be a str or a list of token ids, got "
+                f"{glimpse(value)}. Correct the row, or pass a transform."
             )
-        return text
+        if self.tokenize is not _utf8:
+            raise InputError(
+                f"{where}: field {self.field!r} is a list of token ids, on which the tokenizer has "
+                f"no effect. Remove the tokenizer, or choose another field."
+            )
+        return np.array(value, np.int64)
 
 
 def _utf8(text: str) -> Tokens:
