@@ -41,7 +41,7 @@ def counted_on_ray(
         items = ray.data.range(len(source), override_num_blocks=-(-len(source) // size))
         parts = items.map_batches(
             _Counter,
-            fn_constructor_args=([ray.put(source)],),
+            fn_constructor_args=(source,),
             batch_size=None,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
         )
@@ -58,10 +58,8 @@ class _Counter:
     The first fault of a block travels as text, because Ray wraps what an actor raises.
     """
 
-    def __init__(self, stored: list[Any]) -> None:
-        import ray
-
-        self._source = ray.get(stored[0])
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
 
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         items, fault = block["id"], ""

@@ -86,10 +86,16 @@ class RowDecoder:
 
     def _listed(self, value: Any, where: str) -> NDArray[np.integer[Any]]:
         """Token ids that a row has as a list."""
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
+        if not isinstance(value, list):
             raise InputError(
-                f"{where}: field {self.field!r} must be a str or a list of token ids, got "
-                f"{glimpse(value)}. Correct the row, or pass a transform."
+                f"{where}: field {self.field!r} must be a str, got {type(value).__name__}. Correct "
+                f"the row, or pass a transform."
+            )
+        odd = [token for token in value if type(token) is not int]
+        if odd:
+            raise InputError(
+                f"{where}: field {self.field!r} has {glimpse(odd[0])} in its list, expected token "
+                f"ids. Correct the row, or pass a transform."
             )
         if self.tokenize is not _utf8:
             raise InputError(
