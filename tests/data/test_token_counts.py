@@ -12,6 +12,7 @@ from evenstep.data.corpus.counting import default_workers, task_size
 from evenstep.errors import ConfigError, FileError, InputError
 from tests.data import corpora
 from tests.data.corpora import COUNTS, TEXTS, chat_of, tokens_of
+from tests.data.megatron_files import write_pair
 
 FULL = [count for count in COUNTS if count]
 MAKERS: dict[str, Any] = {
@@ -109,7 +110,7 @@ def test_a_hugging_face_tokenizer_counts_what_it_makes(tmp_path: Path) -> None:
 def test_both_files_of_megatron_and_folders_of_datasets_are_found(tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
     for name in ("a", "b"):
-        corpora.write_pair(tmp_path / "pairs" / name, [[1, 2], [3]])
+        write_pair(tmp_path / "pairs" / name, [[1, 2], [3]])
     for paths in ("pairs", "pairs/*", "pairs/*.bin", "pairs/?.idx"):
         found = Corpus(paths=str(tmp_path / paths)).token_counts()
         assert found.tolist() == [2, 1, 2, 1]
