@@ -10,13 +10,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.data.sources.source import Sample
+from evenstep.data.sources.source import Draw, Sample
+from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import ConfigError, InputError
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Tokenize: TypeAlias = Callable[[str], Tokens]
-Transform: TypeAlias = Callable[[Any], Sample | list[Sample]]
-"""From an item to one sample, or to a list of several."""
 
 
 def as_tokenize(tokenizer: Any = None) -> Tokenize:
@@ -47,19 +46,20 @@ def as_tokenize(tokenizer: Any = None) -> Tokenize:
 class RowDecoder:
     """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`.
 
-    >>> RowDecoder("text", as_tokenize(None), None).decode({"text": "ab"}, "a.jsonl, line 1")
+    >>> decoder = RowDecoder("text", as_tokenize(None), ItemTransform(None))
+    >>> decoder.decode({"text": "ab"}, "a.jsonl, line 1")
     {'input_ids': array([97, 98], dtype=int32)}
     """
 
     field: str
     tokenize: Tokenize
-    transform: Transform | None
+    transform: ItemTransform
 
-    def decode(self, row: Any, where: str) -> Sample | list[Sample]:
+    def decode(self, row: Any, where: str, draw: Draw | None = None) -> Sample | list[Sample]:
         """The samples of `row`. Errors get a note that names `where`."""
         try:
-            if self.transform is not None:
-                return self.transform(row)
+            if self.transform.function is not None:
+                return self.transform(row, draw)
             text = self._text(row, where)
             return {"input_ids": _integers(self.tokenize(text), where)}
         except Exception as error:
