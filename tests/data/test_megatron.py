@@ -88,6 +88,20 @@ def test_either_file_names_the_pair(pair: Path, suffix: str) -> None:
     assert len(MegatronTokens(f"{pair}{suffix}", unit="sequence")) == 4
 
 
+def test_several_pairs_follow_each_other(pair: Path) -> None:
+    other = write_pair(pair.with_name("other"), [[7], [], [8, 9]])
+    write_pair(pair.with_name("nothing"), [])
+    source = MegatronTokens([pair, other.with_name("nothing"), other])
+    tokens = [source[i]["input_ids"].tolist() for i in range(len(source))]
+    assert tokens == [[1, 2, 3], [4, 5], [6], [7], [8, 9]]
+    assert source.lengths_of(np.array([4, 0, 3, 4])).tolist() == [2, 3, 1, 2]
+    found = MegatronTokens(pair.with_name("*"))  # both files of each, sorted by name
+    assert [found[i]["input_ids"].tolist() for i in range(5)] == [*tokens[3:], *tokens[:3]]
+    assert MegatronTokens([other, pair]).fingerprint != source.fingerprint
+    again = pickle.loads(pickle.dumps(source))
+    assert (again.fingerprint, len(again)) == (source.fingerprint, 5)
+
+
 def test_tokens_are_read_only_views_and_the_source_can_be_pickled(pair: Path) -> None:
     source = MegatronTokens(pair)
     tokens = source[0]["input_ids"]

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from evenstep.data.sources.jsonl import Jsonl
 from evenstep.data.sources.megatron import MegatronTokens
 from evenstep.data.sources.parquet import ParquetText
 from evenstep.data.sources.source import Sample, SampleSource, read_samples
-from evenstep.data.sources.text import RowDecoder, Transform, as_tokenize
+from evenstep.data.sources.text import RowDecoder, as_tokenize
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_writer import TokenFileWriter
+from evenstep.data.sources.transform import ItemTransform, Transform
 from evenstep.errors import ConfigError, FileError, InputError
 
 _EVERY = 64  # samples between two reports
@@ -156,29 +156,23 @@ class Corpus:
             case "text":
                 return TextFiles(files, tokenizer)
             case "tokens":
-                return Joined([TokenFile(file) for file in files])
+                return TokenFile(files)
             case "megatron":
-                return Joined([MegatronTokens(file) for file in files])
+                return MegatronTokens(files)
             case "chat":
-                return self._chats(
-                    files, chat_of(self.field or "messages", self._encoder(tokenizer))
-                )
-            case "dataset":
-                decoder = RowDecoder(self.field or "text", as_tokenize(tokenizer), None)
-                return Joined([SavedDataset(file, decoder) for file in files])
-            case "parquet":
-                return ParquetText(files, field=self.field or "text", tokenizer=tokenizer)
-        open_one = partial(Jsonl, field=self.field or "text", tokenizer=tokenizer)
-        return Joined([open_one(file) for file in files])
+                chat = chat_of(self.field or "messages", self._encoder(tokenizer))
+                return self._rows(format_of(files[:1]), files, None, chat)
+        return self._rows(kind, files, tokenizer, None)
 
-    @staticmethod
-    def _chats(files: list[Path], chat: Transform) -> Any:
-        if files[0].is_dir():
-            decoder = RowDecoder("messages", as_tokenize(), chat)
+    def _rows(
+        self, kind: Format, files: list[Path], tokenizer: Any, transform: Transform | None
+    ) -> Any:
+        field = self.field or "text"
+        if kind == "dataset":
+            decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
             return Joined([SavedDataset(file, decoder) for file in files])
-        if files[0].suffix.lower() == ".parquet":
-            return ParquetText(files, transform=chat)
-        return Joined([Jsonl(file, transform=chat) for file in files])
+        source = ParquetText if kind == "parquet" else Jsonl
+        return source(files, field=field, tokenizer=tokenizer, transform=transform)
 
     def _encoder(self, tokenizer: Any) -> ChatEncoder:
         template = None if self.template is None else _text(Path(self.template))

@@ -11,6 +11,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.data.corpus.formats import Format
 from evenstep.data.corpus.saved_dataset import load_saved_dataset
 from evenstep.data.sources.megatron import MegatronTokens
+from evenstep.data.sources.source import MeasuredSource
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_lists import dataset_list_lengths, parquet_list_lengths
 
@@ -21,9 +22,9 @@ def known_counts(
     """The number of tokens of every sample of these files; None if they hold text."""
     match kind:
         case "tokens":
-            return _lengths([TokenFile(file) for file in files])
+            return _lengths(TokenFile(files))
         case "megatron":
-            return _lengths([MegatronTokens(file) for file in files])
+            return _lengths(MegatronTokens(files))
         case "parquet":
             return parquet_list_lengths(files, field, progress)
         case "dataset":
@@ -32,5 +33,5 @@ def known_counts(
     return None
 
 
-def _lengths(sources: list[TokenFile] | list[MegatronTokens]) -> IntArray:
-    return np.concatenate([source.lengths_of(np.arange(len(source))) for source in sources])
+def _lengths(source: MeasuredSource) -> IntArray:
+    return source.lengths_of(np.arange(len(source)))

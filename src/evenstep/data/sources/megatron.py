@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.validate import one_of
-from evenstep.data.sources.lengths import column_digest
+from evenstep.data.sources.files import Paths, files_digest, files_of
 from evenstep.data.sources.source import check_items
 from evenstep.data.sources.token_file import damaged
 from evenstep.errors import FileError
@@ -33,71 +33,67 @@ MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 Unit: TypeAlias = Literal["document", "sequence"]
-_END = 1 << 16
+_ENDS = (".bin", ".idx")
 
 
 class MegatronTokens:
-    """Samples of a pair of files that Megatron's `preprocess_data.py` wrote.
+    """Samples of files that Megatron's `preprocess_data.py` wrote, concatenated.
 
-    `path` is the name of either file, or what both names share. A sample is a document, or a
-    sequence with `unit="sequence"`; they differ if documents were split into sentences. Those
-    without tokens are left out. `source[i]` has `input_ids`, a read-only view of the mapped file.
-    Every process opens the files on first use and reads the index once.
+    `paths` is a path, a pattern such as `"data/*.idx"`, or a list of either; a path is the name of
+    either file of a pair, or what both names share. A sample is a document, or a sequence with
+    `unit="sequence"`; they differ if documents were split into sentences. Those without tokens are
+    left out. `source[i]` has `input_ids`, a read-only view of the mapped file. Every process opens
+    the files on first use and reads the indices once.
 
         MegatronTokens("data/wiki_text_document")
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, unit: Unit = "document") -> None:
+    def __init__(self, paths: Paths, *, unit: Unit = "document") -> None:
         one_of("unit", unit, Unit)
-        given = Path(path)
-        self.path = given.with_suffix("") if given.suffix in (".bin", ".idx") else given
+        self.paths = list(dict.fromkeys(map(_shared, files_of(paths))))
         self.unit = unit
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "unit": self.unit}
+        return {"paths": self.paths, "unit": self.unit}
 
     def __len__(self) -> int:
-        return len(self._opened.lengths)
+        return int(self._starts[-1])
 
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
-        opened = self._opened
-        if not 0 <= item < len(opened.lengths):
+        if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
-        number = item if opened.kept is None else int(opened.kept[item])
+        which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
+        opened, number = self._opened[which], item - int(self._starts[which])
+        number = number if opened.kept is None else int(opened.kept[number])
         return {"input_ids": opened.tokens(*opened.sequences(number))}
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items."""
         check_items(items, len(self))
-        return self._opened.lengths[items].astype(np.int64)
+        at = np.asarray(items, np.int64)
+        lengths = np.empty(len(at), np.int64)
+        files = np.searchsorted(self._starts, at, "right") - 1
+        for which in np.unique(files).tolist():
+            here = files == which
+            lengths[here] = self._opened[which].lengths[at[here] - self._starts[which]]
+        return lengths
 
     @cached_property
     def fingerprint(self) -> str:
-        """Covers the sizes of the files, 4096 lengths, and the first and last 64 KiB of tokens."""
-        opened = self._opened
-        about = [self.unit, opened.dtype.str, len(opened.data), column_digest(opened.lengths)]
-        digest = hashlib.blake2b(f"megatron {about}".encode(), digest_size=16)
-        digest.update(opened.data[:_END])
-        digest.update(opened.data[max(0, len(opened.data) - _END) :])
+        """Covers number and sizes of samples and files, and 64 blocks of 64 KiB of the files (see
+        `files_digest`). Not their names."""
+        text = f"megatron {self.unit} {self._starts.tolist()} "
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
+        digest.update(files_digest([_beside(path, end) for path in self.paths for end in _ENDS]))
         return digest.hexdigest()
 
     @cached_property
-    def _opened(self) -> _Opened:
-        index_path = self.path.with_name(f"{self.path.name}.idx")
-        data_path = self.path.with_name(f"{self.path.name}.bin")
-        index, data = _mapped(index_path), _mapped(data_path)
-        dtype, sizes, pointers, documents = _columns(index_path, index)
-        if self.unit == "sequence" or _one_each(documents, len(sizes)):
-            bounds, lengths = None, sizes
-        else:
-            if len(documents) < 1 or documents[0] != 0 or documents[-1] != len(sizes):
-                raise damaged(index_path, f"its documents do not span {len(sizes)} sequences")
-            if (np.diff(documents) < 0).any():
-                raise damaged(index_path, "its documents are not in order")
-            bounds, lengths = documents, np.diff(offsets_of(sizes.astype(np.int64))[documents])
-        kept = None if (lengths > 0).all() else np.flatnonzero(lengths)
-        found = lengths if kept is None else lengths[kept]
-        return _Opened(data_path, data, dtype, sizes, pointers, bounds, kept, found)
+    def _starts(self) -> IntArray:
+        return offsets_of(np.array([len(opened.lengths) for opened in self._opened], np.int64))
+
+    @cached_property
+    def _opened(self) -> list[_Opened]:
+        return [_open(path, self.unit) for path in self.paths]
 
 
 class _Opened(NamedTuple):
@@ -140,6 +136,23 @@ class _Opened(NamedTuple):
         return np.frombuffer(self.data, self.dtype, size // self.dtype.itemsize, start)
 
 
+def _open(path: Path, unit: Unit) -> _Opened:
+    data_path, index_path = (_beside(path, end) for end in _ENDS)
+    index, data = _mapped(index_path), _mapped(data_path)
+    dtype, sizes, pointers, documents = _columns(index_path, index)
+    if unit == "sequence" or _one_each(documents, len(sizes)):
+        bounds, lengths = None, sizes
+    else:
+        if len(documents) < 1 or documents[0] != 0 or documents[-1] != len(sizes):
+            raise damaged(index_path, f"its documents do not span {len(sizes)} sequences")
+        if (np.diff(documents) < 0).any():
+            raise damaged(index_path, "its documents are not in order")
+        bounds, lengths = documents, np.diff(offsets_of(sizes.astype(np.int64))[documents])
+    kept = None if (lengths > 0).all() else np.flatnonzero(lengths)
+    found = lengths if kept is None else lengths[kept]
+    return _Opened(data_path, data, dtype, sizes, pointers, bounds, kept, found)
+
+
 def _columns(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype[Any], Any, Any, Any]:
     """The dtype of tokens, and the arrays lengths, pointers and documents of an index."""
     if index[: len(MAGIC)] != MAGIC:
@@ -171,6 +184,15 @@ def _columns(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype[Any], Any, 
 def _one_each(documents: NDArray[np.int64], sequences: int) -> bool:
     """Whether every document is one sequence: [0, 1, 2, 3] for 3 sequences."""
     return len(documents) == sequences + 1 and bool((documents == np.arange(sequences + 1)).all())
+
+
+def _shared(path: Path) -> Path:
+    """What the names of both files share."""
+    return path.with_suffix("") if path.suffix in _ENDS else path
+
+
+def _beside(path: Path, end: str) -> Path:
+    return path.with_name(path.name + end)
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:

@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.glimpse import glimpse
-from evenstep.data.sources.source import Sample
+from evenstep.data.sources.source import Draw, Sample
+from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import ConfigError, InputError
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Tokenize: TypeAlias = Callable[[str], Tokens]
-Transform: TypeAlias = Callable[[Any], Sample | list[Sample]]
-"""From an item to one sample, or to a list of several."""
 
 
 def as_tokenize(tokenizer: Any = None) -> Tokenize:
@@ -49,19 +48,20 @@ class RowDecoder:
     """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`, which is
     text or, without a tokenizer, a list of token ids.
 
-    >>> RowDecoder("text", as_tokenize(None), None).decode({"text": "ab"}, "a.jsonl, line 1")
+    >>> decoder = RowDecoder("text", as_tokenize(None), ItemTransform(None))
+    >>> decoder.decode({"text": "ab"}, "a.jsonl, line 1")
     {'input_ids': array([97, 98], dtype=int32)}
     """
 
     field: str
     tokenize: Tokenize
-    transform: Transform | None
+    transform: ItemTransform
 
-    def decode(self, row: Any, where: str) -> Sample | list[Sample]:
+    def decode(self, row: Any, where: str, draw: Draw | None = None) -> Sample | list[Sample]:
         """The samples of `row`. Errors get a note that names `where`."""
         try:
-            if self.transform is not None:
-                return self.transform(row)
+            if self.transform.function is not None:
+                return self.transform(row, draw)
             value = self._value(row, where)
             if isinstance(value, str):
                 return {"input_ids": _integers(self.tokenize(value), where)}
