@@ -143,7 +143,7 @@ def test_lengths_of_a_column_with_a_transform_are_those_of_what_is_read() -> Non
 
 def test_rows_without_tokens_are_named() -> None:
     absent = datasets.Dataset.from_dict({"input_ids": [[1], None]})
-    with pytest.raises(InputError, match="item 1 has no input_ids"):
+    with pytest.raises(InputError, match="row 1 has None as 'input_ids'"):
         as_measured(absent).lengths_of(np.arange(1))
     text = datasets.Dataset.from_dict({"text": ["a", "b"]})
     with pytest.raises(InputError, match=r"item 0 has no length .*input_ids"):

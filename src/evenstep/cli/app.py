@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, config, plan, report, terminal, train
+from evenstep.cli import check, compare, config, lengths, plan, report, terminal, train
 from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("lengths")(lengths.lengths)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("check")(check.check)

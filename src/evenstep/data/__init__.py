@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evenstep.data.sources.jsonl import Jsonl
     from evenstep.data.sources.lengths import Lengths
     from evenstep.data.sources.mapped import Mapped, MeasuredMapped
+    from evenstep.data.sources.megatron import MegatronTokens
     from evenstep.data.sources.memory import InMemory
     from evenstep.data.sources.parquet import ParquetText
     from evenstep.data.sources.source import (
@@ -50,6 +51,7 @@ __all__ = [
     "Mapped",
     "MeasuredMapped",
     "MeasuredSource",
+    "MegatronTokens",
     "ParquetText",
     "Pool",
     "SampleSource",
@@ -74,6 +76,7 @@ if not TYPE_CHECKING:
             "sources.jsonl": ["Jsonl"],
             "sources.lengths": ["Lengths"],
             "sources.mapped": ["Mapped", "MeasuredMapped"],
+            "sources.megatron": ["MegatronTokens"],
             "sources.memory": ["InMemory"],
             "sources.parquet": ["ParquetText"],
             "sources.source": [

@@ -11,10 +11,10 @@ import numpy as np
 
 from evenstep.core.ragged import IntArray
 from evenstep.data.sources.source import Draw, Sample, is_seeded, length_of
+from evenstep.data.sources.token_lists import dataset_list_lengths
 from evenstep.errors import InputError
 
 _PATIENCE = 5.0  # seconds until a warning says how long it will take
-_ROWS = 10_000  # of a column at a time
 
 
 def measured_lengths(
@@ -32,7 +32,10 @@ def measured_lengths(
         found: IntArray = dataset.lengths_of(np.arange(len(dataset)))
         return found
     if read is None and _has_column(dataset):
-        return _of_column(dataset, progress)
+        ignore = lambda done, total: None  # noqa: E731
+        listed = dataset_list_lengths({"the dataset": dataset}, "input_ids", progress or ignore)
+        if listed is not None:
+            return listed
     if read is None and is_seeded(dataset):
         read = lambda item: dataset.drawn(item, Draw(item, 0, 0))  # noqa: E731
     return _of_items(dataset, dataset.__getitem__ if read is None else read, progress)
@@ -45,23 +48,6 @@ def _has_column(dataset: Any) -> bool:
         return False
     kind = getattr(dataset, "format", {}).get("type")
     return hasattr(dataset, "select_columns") and kind != "custom"  # custom: `set_transform`
-
-
-def _of_column(dataset: Any, progress: Callable[[int, int], None] | None) -> IntArray:
-    import pyarrow.compute
-
-    column, total = dataset.select_columns(["input_ids"]).with_format("arrow"), len(dataset)
-    lengths = np.zeros(total, np.int64)
-    for begin in range(0, total, _ROWS):
-        end = min(begin + _ROWS, total)
-        counts = pyarrow.compute.list_value_length(column[begin:end]["input_ids"])
-        if counts.null_count:
-            first = begin + counts.to_pylist().index(None)
-            raise InputError(f"item {first} has no input_ids. Remove it, or tokenize it.")
-        lengths[begin:end] = counts.to_numpy()
-        if progress is not None:
-            progress(end, total)
-    return lengths
 
 
 def _of_items(

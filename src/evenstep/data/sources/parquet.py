@@ -118,7 +118,7 @@ class ParquetText:
 
     def _footer(self, path: Path) -> tuple[Any, bytes]:
         """The metadata of a file, and its size and footer as bytes for the fingerprint."""
-        with _reading(path) as parquet:
+        with reading(path) as parquet:
             metadata = parquet.read_metadata(path)
             with path.open("rb") as file:
                 size = file.seek(-8, os.SEEK_END) + 8  # ... footer | its size, 4 bytes | PAR1
@@ -142,7 +142,7 @@ class ParquetText:
                 columns = None if given else [self._decoder.field]
                 number = group - self._index.first[file]
                 path = self.paths[file]
-                with _reading(path) as parquet, parquet.ParquetFile(path) as opened:
+                with reading(path) as parquet, parquet.ParquetFile(path) as opened:
                     self._decoded[group] = opened.read_row_group(number, columns=columns)
                 while len(self._decoded) > _GROUPS_KEPT:
                     self._decoded.popitem(last=False)
@@ -160,7 +160,7 @@ class _Index(NamedTuple):
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[Any]:
+def reading(path: Path) -> Iterator[Any]:
     """Yield pyarrow.parquet, and turn its errors into a FileError."""
     try:
         from pyarrow import ArrowException, parquet

@@ -9,6 +9,7 @@ import numpy as np
 
 from evenstep.core.identity import item_and_part
 from evenstep.core.ragged import IntArray
+from evenstep.core.validate import truth_value
 from evenstep.data.sources.source import (
     Draw,
     MeasuredSource,
@@ -21,7 +22,7 @@ from evenstep.data.sources.source import (
 )
 from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.remaining import LengthsAt
-from evenstep.errors import CursorError
+from evenstep.errors import ConfigError, CursorError
 
 
 class EpochSource:
@@ -109,3 +110,16 @@ class EpochSource:
             self._at = (epoch, here + 1)
             if here == position:
                 return True, raw
+
+
+def shuffles(source: Source, given: bool | None) -> bool:
+    """Whether the epoch's order is shuffled: by default, if items can be read in any order."""
+    by_index = has_random_access(source)
+    found = by_index if given is None else truth_value("shuffle", given)
+    if found and not by_index:
+        raise ConfigError(
+            f"shuffle=True has no effect on {type(source).__name__}, which is read in its own "
+            f"order. Shuffle inside it (Hugging Face: dataset.shuffle(seed, buffer_size)), or use "
+            f"a source with items by index, and omit shuffle."
+        )
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,24 +16,30 @@ from evenstep.core.validate import one_of, seed_number, truth_value, whole_numbe
 from evenstep.core.world import World
 from evenstep.data.sources.as_source import as_source
 from evenstep.data.sources.mapped import MapStyle
-from evenstep.data.sources.source import MeasuredSource, Source, has_random_access
+from evenstep.data.sources.source import MeasuredSource, Source, has_random_access, is_seeded
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
-from evenstep.data.streams.common_end import ItemLengths, common_steps, own_steps
-from evenstep.data.streams.epoch_source import EpochSource
+from evenstep.data.streams.common_end import (
+    ItemLengths,
+    check_count_ahead,
+    common_steps,
+    own_steps,
+)
+from evenstep.data.streams.digests import lengths_digest
+from evenstep.data.streams.epoch_source import EpochSource, shuffles
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
 from evenstep.data.streams.lookup import OnError
+from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
-from evenstep.data.streams.pooled_data import data_of, shuffles
-from evenstep.data.streams.reader import PoolReader
+from evenstep.data.streams.reader import PoolReader, warn_lost
 from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.sample_columns import ColumnOf
 from evenstep.data.streams.samples_seen import SamplesSeen
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
-from evenstep.errors import ConfigError, CursorError
+from evenstep.errors import CursorError
 
 
 class PooledStream:
@@ -103,7 +108,8 @@ class PooledStream:
         self.on_error, self.length_of, self._named = on_error, length_of, fingerprint
         self.count_ahead = truth_value("count_ahead", count_ahead)
         self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
-        self._check_count_ahead()
+        if self.count_ahead:
+            check_count_ahead(recipe, self.infinite_loop)
         self._measured = False
         if length_of is count_tokens and knows_lengths(source):
             self._measured = True
@@ -118,19 +124,6 @@ class PooledStream:
         self._seen = SamplesSeen()
         self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
         self._changed = False  # settings, since the loaded state was taken
-
-    def _check_count_ahead(self) -> None:
-        if not self.count_ahead:
-            return
-        for what, given in (
-            ("infinite_loop", self.infinite_loop),
-            ("limits.columns", bool(self.recipe.limits.columns)),
-        ):
-            if given:
-                raise ConfigError(
-                    f"count_ahead counts steps by lengths until the end, so it cannot be combined "
-                    f"with {what}. Leave one of them out."
-                )
 
     @property
     def done(self) -> int:
@@ -167,7 +160,7 @@ class PooledStream:
             found = reader.step(number)
             lost = reader.newly_lost()
             if found is None:
-                _warn_lost(lost, reader)
+                warn_lost(lost, reader)
                 return
             state = {str(reader.number): {**reader.state_dict(), "step": number + workers}}
             step = Step(
@@ -365,9 +358,19 @@ class PooledStream:
 
     @cached_property
     def _belongs(self) -> dict[str, str]:
-        settings = described(self.recipe, self.pool, self._batcher.strategy)
-        data = data_of(self.source, self._named, self.seed, self.shuffle, self._measured)
-        return {"stream": "pooled", **data, **settings}
+        source, given = self.source, self._named
+        count = f"{len(source)} items, " if has_random_access(source) else ""
+        size = len(source) if has_random_access(source) else 0
+        order = EpochOrder(count=size, seed=self.seed, epoch=0, shuffle=self.shuffle)
+        found = {
+            "stream": "pooled",
+            "data": f"{count}{source.fingerprint if given is None else given}",
+            "order": order.description,
+            **described(self.recipe, self.pool, self._batcher.strategy),
+        }
+        if self._measured:
+            found["lengths"] = lengths_digest(cast("MeasuredSource", source))
+        return {**found, "seed of samples": str(self.seed)} if is_seeded(source) else found
 
     @cached_property
     def fingerprint(self) -> str:
@@ -400,14 +403,3 @@ class PooledStream:
         """Steps of one pass: those left of `max_num_steps`, or an estimate for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
-
-
-def _warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
-    """Warn of samples that were lost after the last step."""
-    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
-    if counts:
-        warnings.warn(
-            f"reader {reader.number} lost samples after its last step: {counts}. They are not in "
-            f"`lost` of any step.",
-            stacklevel=3,
-        )
