@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, plan, report, terminal
+from evenstep.cli import check, compare, plan, report, simulate, terminal, tune
 from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
@@ -24,6 +24,8 @@ app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("compare")(compare.compare)
+app.command("simulate")(simulate.simulate)
+app.command("tune")(tune.tune)
 
 # typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]

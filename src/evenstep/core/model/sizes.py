@@ -26,8 +26,10 @@ from evenstep.core.model.work import Work
 from evenstep.errors import ConfigError
 
 # Model types that norm queries and keys, and that share the embedding with the head by default.
-_NORMED = frozenset("qwen3 qwen3_moe qwen3_vl_text gemma3_text olmo2 olmo3 olmoe".split())
-_TIED = frozenset("gemma gemma2 gemma3_text gpt2 cohere cohere2".split())
+_NORMED = frozenset(
+    ["qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "olmoe"]
+)
+_TIED = frozenset(["gemma", "gemma2", "gemma3_text", "gpt2", "cohere", "cohere2"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,7 +43,7 @@ class Cluster:
             if not 0 <= real_field(self, f"cluster.{name}") < float("inf"):
                 raise ConfigError(f"cluster.{name} must be finite and not negative.")
         for name in ("link", "inside"):
-            if not 0 < real_field(self, f"cluster.{name}"):
+            if not real_field(self, f"cluster.{name}") > 0:
                 raise ConfigError(f"cluster.{name} must be above 0.")
         whole_field(self, "cluster.per_node")
         for name in ("parameters", "hidden"):

@@ -54,9 +54,7 @@ class Exchange:
         if not self.overlap:
             return np.full(len(waves), float((2 * self.gather + extra).sum()))
         forward, backward = FORWARD * waves, (1 - FORWARD) * waves
-        late = np.maximum(self.gather - forward, 0) + np.maximum(
-            self.gather + extra - backward, 0
-        )
+        late = np.maximum(self.gather - forward, 0) + np.maximum(self.gather + extra - backward, 0)
         return np.asarray(late.sum(axis=1))
 
     def once(self, last: FloatArray) -> FloatArray:

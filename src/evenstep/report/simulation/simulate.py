@@ -24,6 +24,11 @@ class Simulation:
     waiting   a rank waits for the slowest
     exchange  parameters and gradients, as far as they are not hidden
     update    of the weights
+
+    >>> from evenstep import Cost, Packed, Recipe, make_plan
+    >>> plan = make_plan([6, 2], Recipe(layout=Packed(max_tokens=8)))
+    >>> simulate(plan, Cluster(cost=Cost(per_token=2.0))).tokens_per_second
+    0.5
     """
 
     work: FloatArray
