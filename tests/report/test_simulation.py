@@ -82,10 +82,10 @@ def test_overlap_never_makes_a_step_slower(plan: Plan) -> None:
     assert (together.time <= apart.time + 1e-9).all()
 
 
-def of(lengths: list[int], sync: SyncEvery, **topology: int) -> Plan:
+def of(lengths: list[int], sync: SyncEvery, dp: int = 1, pp: int = 1) -> Plan:
     recipe = Recipe(
         layout=Padded(samples=1),
-        topology=Topology(**topology),
+        topology=Topology(dp=dp, pp=pp),
         cost=Cost(per_token=3.0),
         sync_every=sync,
         balance="none",
@@ -133,7 +133,8 @@ def test_collectives_of_several_nodes_share_the_links_of_a_node() -> None:
 
 
 def test_a_pipeline_exchanges_once_per_step_whatever_it_shards() -> None:
-    for sync in ("micro_batch", "step"):
+    syncs: tuple[SyncEvery, ...] = ("micro_batch", "step")
+    for sync in syncs:
         plan = of([4, 4, 4, 4], sync, dp=2, pp=2)
         exchange = Exchange.of(cluster(), plan.recipe.topology, sync == "micro_batch")
         sent = exchange.reduce + (exchange.gather if exchange.sharded else 0)

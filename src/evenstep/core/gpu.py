@@ -41,7 +41,7 @@ class Gpu:
     @classmethod
     def named(cls, name: str) -> Gpu:
         """A well-known device; a wrong name raises an error that lists the names."""
-        found = GPUS.get(name.lower()) if isinstance(name, str) else None
+        found = GPUS.get(str(name).lower())
         if found is None:
             raise ConfigError(f"unknown GPU {glimpse(name)}; expected one of: {', '.join(GPUS)}.")
         return found

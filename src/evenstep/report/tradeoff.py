@@ -48,12 +48,13 @@ def tradeoff_picture(
 
 def tradeoff_page(settings: Sequence[Setting], chosen: Setting, memory: float, title: str) -> str:
     """The picture as an HTML page."""
+    picture = tradeoff_picture(settings, chosen, memory, title)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{ink.variables()}"
         "body{margin:0;background:var(--paper)}svg{display:block;max-width:100%;height:auto}"
-        f"</style></head>\n<body>{tradeoff_picture(settings, chosen, memory, title)}</body></html>\n"
+        f"</style></head>\n<body>{picture}</body></html>\n"
     )
 
 

@@ -1,7 +1,7 @@
 """ModelSize: the weights of a decoder, and the bytes that a token leaves in its layers.
 
-Bytes per token and layer, in bfloat16, as autograd keeps them for Hugging Face's decoders with flash
-attention. h is the hidden size, q and k the widths of queries and of keys, f that of the
+Bytes per token and layer, in bfloat16, as autograd keeps them for decoders of Hugging Face with
+flash attention. h is the hidden size, q and k the widths of queries and of keys, f that of the
 feed-forward layer:
 
     kept     16 h + 4 q + 4 k + 8 f     two norms (in float32), their outputs, queries, keys, values
@@ -26,10 +26,8 @@ from evenstep.core.model.work import Work
 from evenstep.errors import ConfigError
 
 # Model types that norm queries and keys, and that share the embedding with the head by default.
-_NORMED = frozenset(
-    ["qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "olmoe"]
-)
-_TIED = frozenset(["gemma", "gemma2", "gemma3_text", "gpt2", "cohere", "cohere2"])
+_NORMED = {"qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "olmoe"}
+_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "cohere", "cohere2"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

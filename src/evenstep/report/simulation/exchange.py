@@ -4,8 +4,8 @@ Weights are gathered in bfloat16 (2 bytes), gradients summed in float32 (4 bytes
 n ranks moves (n - 1) / n of its bytes through each device; an all-reduce moves them twice.
 
 sharded     (fully_shard) every micro-batch gathers the weights twice, for the forward and for the
-            backward; the last one scatters the gradients. With overlap, a forward takes the longer of
-            computing and gathering, and so does a backward
+            backward; the last one scatters the gradients. With overlap, a forward takes the longer
+            of computing and gathering, and so does a backward
 replicated  (DDP) the last backward of a step sums the gradients. With overlap, only what is longer
             than that backward counts
 

@@ -1,12 +1,12 @@
 """The memory that training takes on one device, term by term.
 
-Mixed precision as `fully_shard` does it: weights, gradients and both states of AdamW are float32 and
-sharded over all ranks; layers compute in bfloat16.
+Mixed precision as `fully_shard` does it: weights, gradients and both states of AdamW are float32
+and sharded over all ranks; layers compute in bfloat16.
 
     weights        4 bytes per weight, sharded
     optimizer      8 bytes per weight, sharded
-    gradients      4 bytes per weight: sharded, but summed over micro-batches before they are scattered,
-                   so that steps of several micro-batches hold them whole
+    gradients      4 bytes per weight, sharded. They are summed over micro-batches before they are
+                   scattered, so that steps of several micro-batches hold them whole
     gathered       2 bytes per weight of the embedding and the head, which stay gathered
     activations    bytes per slot that the backward needs (`core.model.sizes`); with checkpointing,
                    2 bytes per hidden number and layer

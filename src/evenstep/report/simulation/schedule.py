@@ -1,8 +1,8 @@
 """The order of forwards and backwards on each stage of a pipeline: 1F1B, plain and interleaved.
 
-A stage holds `chunks` parts of the model; part c of stage s is part c * stages + s of the model. The
-order does not depend on times, so that one order serves all ranks and all steps with equally many
-micro-batches.
+A stage holds `chunks` parts of the model; part c of stage s is part c * stages + s of the model.
+The order does not depend on times, so that one order serves all ranks and all steps with equally
+many micro-batches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _backward(at: int, stage: int, stages: int, chunks: int) -> Operation:
 
 
 def _place(at: int, stages: int, chunks: int) -> tuple[int, int]:
-    """(chunk, micro-batch) of the `at`-th forward: 2 stages, 2 chunks -> 00 01 10 11 02 03 12 13."""
+    """(chunk, micro-batch) of a forward: with 2 stages and 2 chunks 00 01 10 11 02 03 12 13."""
     if chunks == 1:
         return 0, at
     group, within = divmod(at, stages * chunks)
@@ -72,7 +72,8 @@ def run_order(stages: int, chunks: int, micros: int) -> tuple[Operation, ...]:
         )
     orders = [stage_order(stage, stages, chunks, micros) for stage in range(stages)]
     done: set[tuple[int, int, bool]] = set()
-    at, found, parts = [0] * stages, [], stages * chunks
+    found: list[Operation] = []
+    at, parts = [0] * stages, stages * chunks
     total = 2 * parts * micros
     while len(found) < total:
         before = len(found)

@@ -105,9 +105,8 @@ def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
     speed = f"needs the fewest GPU-hours of {fit}"
     if chosen is not fastest:
         over = percent(chosen.gpu_hours / fastest.gpu_hours - 1)
-        speed = (
-            f"needs {over} more GPU-hours than the fastest of {fit}, with {_gain(chosen, fastest)}"
-        )
+        gain = _gain(chosen, fastest)
+        speed = f"needs {over} more GPU-hours than the fastest of {fit}, with {gain}"
     recomputing = ", recomputing activations" if chosen.checkpointing else ""
     return (
         f"Recommended: {chosen.layout} micro-batches of {count(chosen.budget)} slots, "
