@@ -5,8 +5,8 @@
     other kernels     the bytes that they move (`core.model.sizes`), and 42 bytes per logit
     weights           gathered, cast and accumulated once per micro-batch: 30 bytes each
     host              launches kernels: 8.5 ms per layer at least
-    update            AdamW in float32, clipping, the sums of a step: 160 bytes per weight, and
-                      0.6 ms per layer
+    update            AdamW in float32, clipping, the sums of a step: 125 bytes per weight, and
+                      1.3 ms per layer
 
 The shares of the peak that kernels reach are fitted to five models on an H200, in PyTorch without
 torch.compile; `benchmarks/results/gpu_tune.md` compares predictions with a sixth.
@@ -26,7 +26,7 @@ MOVED_SHARE = 1 / 2.75
 LOGIT_SHARE, LOGIT_BYTES = 0.85, 42
 WEIGHT_BYTES = 30
 LAUNCH_S = 0.0085
-UPDATE_BYTES, UPDATE_S = 160, 0.0006
+UPDATE_BYTES, UPDATE_S = 125, 0.0013
 RECOMPUTED = 4 / 3
 """The work of a layer whose forward runs twice."""
 

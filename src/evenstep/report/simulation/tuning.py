@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenstep.core.recipe import Recipe
-from evenstep.report.numbers import count, percent, seconds
+from evenstep.report.numbers import count, percent, seconds, times
 from evenstep.report.simulation.memory import Memory
 from evenstep.report.simulation.simulate import Simulation
 
@@ -101,7 +101,7 @@ def _preference(setting: Setting) -> tuple[int, int, bool, float]:
 def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
     """Why a setting is recommended, and what takes the rest of its time."""
     fastest, topology = ranked(settings)[0], chosen.recipe.topology
-    fit = f"{count(len(settings))} settings that fit"
+    fit = f"{times(len(settings), 'setting')} that fit"
     speed = f"needs the fewest GPU-hours of {fit}"
     if chosen is not fastest:
         over = percent(chosen.gpu_hours / fastest.gpu_hours - 1)
