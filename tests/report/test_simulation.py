@@ -12,7 +12,7 @@ from evenstep.core.step_table import StepTable
 from evenstep.errors import ConfigError
 from evenstep.report.simulation.cluster import Cluster
 from evenstep.report.simulation.exchange import Exchange
-from evenstep.report.simulation.simulate import Simulation, simulate
+from evenstep.report.simulation.simulate import PARTS, Simulation, simulate
 from tests.examples import examples
 
 COST = Cost(per_token=3.0, per_pair=0.01, per_micro_batch=2.0)
@@ -52,7 +52,7 @@ def test_the_parts_of_a_step_are_not_negative_and_tokens_are_conserved(
     plan: Plan, overlap: bool, least: float
 ) -> None:
     found = simulate(plan, cluster(overlap=overlap, least=least))
-    for part in ("work", "padding", "bubble", "waiting", "exchange", "update"):
+    for part in PARTS:
         assert (getattr(found, part) >= -1e-6).all(), part
     assert found.tokens.sum() == plan.tokens.sum()
     assert found.imbalance >= 1
@@ -153,7 +153,7 @@ def test_a_small_micro_batch_takes_as_long_as_the_host_needs() -> None:
     found = simulate(of([4, 4], "step", dp=1), Cluster(cost=Cost(per_token=3.0), least=20.0))
     assert found.time.tolist() == [40.0]
     assert found.work.tolist() == [24.0]
-    assert found.padding.tolist() == [16.0]
+    assert found.host.tolist() == [16.0]
 
 
 def test_second_work_is_refused() -> None:

@@ -11,16 +11,15 @@ from rich.text import Text
 from evenstep.cli.output import print_whole
 from evenstep.core.glimpse import printable
 from evenstep.report.numbers import count, factor, percent, seconds
-from evenstep.report.simulation.simulate import Simulation
+from evenstep.report.simulation.simulate import PARTS, Simulation
 from evenstep.report.simulation.tuning import Setting
 from evenstep.screen import console
 
 _MOST_SETTINGS = 8
-_SHARES = ("work", "padding", "bubble", "waiting", "exchange", "update")
 _SHARED = (
-    "Shares of the step time, mean over devices. work: on real tokens; padding: also what small "
-    "micro-batches take more; bubble: pipeline stages wait for each other; waiting: for the "
-    "slowest rank; exchange: not hidden behind computing."
+    "Shares of the step time, mean over devices. work: on real tokens; host: launching kernels of "
+    "small micro-batches; bubble: pipeline stages wait for each other; waiting: for the slowest "
+    "rank; exchange: as far as it is not hidden behind computing."
 )
 
 
@@ -30,7 +29,7 @@ def print_simulations(
     """One row per strategy; those without a plan follow with their error."""
     table = _table(title, f"{about}\n{_SHARED}")
     table.add_column("strategy", no_wrap=True)
-    for name in ("step time", "tokens/s", "imbalance", *_SHARES):
+    for name in ("step time", "tokens/s", "imbalance", *PARTS):
         table.add_column("\n".join(name.split()), justify="right")
     least = min((float(each.time.sum()) for each in found.values()), default=0.0)
     for name, each in found.items():
@@ -41,7 +40,7 @@ def print_simulations(
             Text(seconds(float(each.time.mean())), style),
             count(each.tokens_per_second),
             factor(each.imbalance),
-            *(percent(each.share(part)) for part in _SHARES),
+            *(percent(each.share(part)) for part in PARTS),
         )
     screen = console()
     print_whole(screen, table)

@@ -28,6 +28,7 @@ _SMALLEST, _LARGEST = 4096, 1 << 20  # slots per device
 _UNIT = 1024  # budgets are multiples of it
 _PER_RANK = (2, 8, 32)  # samples per step and device
 _CONTEXT = (1, 2, 4, 8)
+_SAVING = 0.01  # of a step's time, that more micro-batches must save; plans in a sixth of the time
 _FIRST, _KEPT = 2, 12  # steps that every setting gets, and settings that get all steps
 SWEPT = ("layout.kind", "layout.max_tokens", "steps.samples", "topology.cp", "topology.dp")
 
@@ -144,7 +145,7 @@ class Sweep:
         return self._chosen("layout", "max_tokens", sorted(found))
 
     def _recipe(self, topology: Topology, samples: int, kind: str, budget: int) -> Recipe:
-        data = {
+        data: dict[str, Any] = {
             **self.fixed,
             "topology": {name: getattr(topology, name) for name in Topology.__slots__},
             "steps": {"samples": samples},
@@ -152,6 +153,8 @@ class Sweep:
                 **(self.fixed.get("layout") or {}), "kind": kind, "max_tokens": budget
             },
         }  # fmt: skip
+        if data.get("balance", "refined") == "refined":
+            data.setdefault("min_saving", _SAVING)
         return recipe_from(data)
 
     # Measuring -----------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class Sweep:
     def _measured(self, recipe: Recipe, steps: int) -> Setting | None:
         """The setting over so many steps, without recomputing if that fits; None if none fits."""
         for checkpointing in (False, True):
-            if self._peak(recipe, checkpointing, recipe.layout.budget or 0, 1) > self._room:
+            if self._least_peak(recipe, checkpointing) > self._room:
                 continue
             setting = self._simulated(recipe, steps, checkpointing)
             if setting.memory.peak <= self._room:
@@ -190,11 +193,13 @@ class Sweep:
     def _room(self) -> float:
         return USABLE * self.gpu.memory
 
-    def _peak(self, recipe: Recipe, checkpointing: bool, slots: int, waves: int) -> float:
+    def _least_peak(self, recipe: Recipe, checkpointing: bool) -> float:
+        """The memory of a micro-batch that holds the longest sample or a rank's whole step."""
+        share = self.lengths.mean() * (recipe.steps.samples or 1) / recipe.topology.dp
+        slots = min(recipe.layout.budget or 0, max(int(self.lengths.max()), int(share)))
         return memory_of(
-            self.size, recipe.topology, slots=slots, micro_batches=waves,
-            checkpointing=checkpointing,
-        ).peak  # fmt: skip
+            self.size, recipe.topology, slots=slots, micro_batches=1, checkpointing=checkpointing
+        ).peak
 
     def _draw(self, count: int) -> IntArray:
         """The first `count` lengths of the corpus in a seeded order, over and over."""

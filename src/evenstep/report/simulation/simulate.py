@@ -13,13 +13,17 @@ from evenstep.report.simulation.cluster import Cluster
 from evenstep.report.simulation.exchange import Exchange
 from evenstep.report.simulation.pipeline import FORWARD, pipeline_times
 
+PARTS = ("work", "padding", "host", "bubble", "waiting", "exchange", "update")
+"""Where the time of a step goes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Simulation:
     """Seconds of each step, mean over devices. The parts add up to `time`.
 
     work      on real tokens
-    padding   on padding, and what a small micro-batch takes more than its work
+    padding   on padding
+    host      the device waits for kernels to be launched, because micro-batches are small
     bubble    a pipeline stage waits for another
     waiting   a rank waits for the slowest
     exchange  parameters and gradients, as far as they are not hidden
@@ -33,6 +37,7 @@ class Simulation:
 
     work: FloatArray
     padding: FloatArray
+    host: FloatArray
     bubble: FloatArray
     waiting: FloatArray
     exchange: FloatArray
@@ -43,9 +48,7 @@ class Simulation:
     @property
     def time(self) -> FloatArray:
         """Seconds of each step."""
-        return np.asarray(
-            self.work + self.padding + self.bubble + self.waiting + self.exchange + self.update
-        )
+        return np.asarray(sum(getattr(self, part) for part in PARTS))
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +58,7 @@ class Simulation:
     @property
     def imbalance(self) -> float:
         """The time of the slowest rank over the mean."""
-        own = float((self.work + self.padding + self.bubble).sum())
+        own = float((self.work + self.padding + self.host + self.bubble).sum())
         return 1.0 + float(self.waiting.sum()) / own if own else 1.0
 
     def share(self, part: str) -> float:
@@ -64,7 +67,6 @@ class Simulation:
 
     def to_dict(self) -> dict[str, float]:
         """Means over steps, shares and tokens per second, for JSON."""
-        parts = ("work", "padding", "bubble", "waiting", "exchange", "update")
         time = self.time
         return {
             "num_steps": len(time),
@@ -73,7 +75,7 @@ class Simulation:
             "slowest_step_seconds": float(time.max(initial=0.0)),
             "tokens_per_second": self.tokens_per_second,
             "imbalance": self.imbalance,
-            **{f"{part}_share": self.share(part) for part in parts},
+            **{f"{part}_share": self.share(part) for part in PARTS},
         }
 
 
@@ -93,42 +95,39 @@ def simulate(plan: Plan, cluster: Cluster) -> Simulation:
     recipe, topology = plan.recipe, plan.recipe.topology
     if recipe.second_work is not None:
         raise ConfigError("the time of second_work is not simulated. Leave second_work out.")
-    seconds, real = _micro_batches(plan, cluster)
+    seconds, own, real = _micro_batches(plan, cluster)
     transfer = 2.0 * cluster.hidden * plan.slots / (topology.cp * topology.tp) / cluster.link
     sharded = recipe.sync_every == "micro_batch"
     exchange = Exchange.of(cluster, topology, sharded)
-    found = {name: np.zeros(plan.num_steps) for name in ("work", "busy", *_PARTS)}
+    found = {name: np.zeros(plan.num_steps) for name in PARTS}
     for steps, micro in _groups(plan):
         parts = _steps(seconds[micro], transfer[micro], plan, exchange)
-        parts["work"] = real[micro].sum(axis=2).mean(axis=1) / topology.pp
+        work, filled, whole = (
+            each[micro].sum(axis=2).mean(axis=1) / topology.pp for each in (real, own, seconds)
+        )
+        parts |= {"work": work, "padding": filled - work, "host": whole - filled}
         for name, values in parts.items():
             found[name][steps] = values
-    busy = found.pop("busy")
+    found["update"][:] = cluster.update
     ends = plan.cell_offsets[:: plan.num_ranks]
     total = np.concatenate(([0], np.cumsum(plan.tokens)))
     return Simulation(
-        padding=busy - found["work"],
-        update=np.full(plan.num_steps, cluster.update),
         tokens=np.diff(total[ends]).astype(np.int64),
         devices=topology.dp * topology.cp * topology.tp * topology.pp,
         **found,
     )
 
 
-_PARTS = ("bubble", "waiting", "exchange")
-
-
-def _micro_batches(plan: Plan, cluster: Cluster) -> tuple[FloatArray, FloatArray]:
-    """(seconds of each micro-batch, what its real tokens need of them)."""
+def _micro_batches(plan: Plan, cluster: Cluster) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(seconds of each micro-batch, what its slots need of them, what its real tokens need)."""
     cost, owner = cluster.cost, plan.micro_batch_of_segment
-    seconds = plan.recipe.layout.micro_batch_costs(
+    own = plan.recipe.layout.micro_batch_costs(
         cost, plan.rows, plan.widths, owner, plan.aligned_lengths
     )
-    seconds = np.maximum(seconds, cluster.least)
     real = sum_by(owner, cost.of_lengths(plan.segments.length), plan.num_micro_batches)
     held = np.diff(plan.segment_offsets) > 0
     real = real + np.where(held, cost.per_micro_batch, 0.0)
-    return seconds, np.minimum(real, seconds)
+    return np.maximum(own, cluster.least), own, np.minimum(real, own)
 
 
 def _groups(plan: Plan) -> list[tuple[IntArray, IntArray]]:
@@ -146,16 +145,15 @@ def _groups(plan: Plan) -> list[tuple[IntArray, IntArray]]:
 def _steps(
     seconds: FloatArray, transfer: FloatArray, plan: Plan, exchange: Exchange
 ) -> dict[str, FloatArray]:
-    """Busy time, bubble, waiting and exchange of steps; arrays are (steps, ranks, waves)."""
+    """Bubble, waiting and exchange of steps; arrays are (steps, ranks, waves)."""
     topology = plan.recipe.topology
     stages, chunks = topology.pp, topology.vpp
     busy = seconds.sum(axis=2) / stages  # (steps, ranks)
-    mean = busy.mean(axis=1)
     if exchange.sharded:
         waves = seconds.max(axis=1)
         ends = pipeline_times(waves, transfer.max(axis=1), stages, chunks)
         level, last = waves.sum(axis=1) / stages, waves[:, -1]
-        bubble, waiting = ends - level, level - mean
+        bubble, waiting = ends - level, level - busy.mean(axis=1)
     else:
         shape = (-1, seconds.shape[2])
         ends = pipeline_times(
@@ -170,4 +168,4 @@ def _steps(
         if exchange.sharded and stages == 1
         else exchange.once((1 - FORWARD) * last / stages)
     )
-    return {"busy": mean, "bubble": bubble, "waiting": waiting, "exchange": late}
+    return {"bubble": bubble, "waiting": np.maximum(waiting, 0), "exchange": late}

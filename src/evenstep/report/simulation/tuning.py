@@ -103,6 +103,8 @@ def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
     fastest, topology = ranked(settings)[0], chosen.recipe.topology
     fit = f"{times(len(settings), 'setting')} that fit"
     speed = f"needs the fewest GPU-hours of {fit}"
+    if len(settings) == 1:
+        speed = "is the only setting"
     if chosen is not fastest:
         over = percent(chosen.gpu_hours / fastest.gpu_hours - 1)
         gain = _gain(chosen, fastest)
@@ -127,7 +129,8 @@ def _gain(chosen: Setting, fastest: Setting) -> str:
 def _loss(simulation: Simulation) -> str:
     """The largest part of a step that is not work on real tokens."""
     names = {
-        "padding": "padding and small micro-batches",
+        "padding": "padding",
+        "host": "launching kernels, because micro-batches are small",
         "bubble": "pipeline bubbles",
         "waiting": "waiting for the slowest rank",
         "exchange": "exchange of parameters and gradients",
