@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from benchmarks import limits, padded, pipelines, quality, scaling, systems
+from benchmarks import limits, padded, pipelines, quality, scaling, simulation, systems
 from benchmarks.approaches import (
     differencing_twice,
     heaviest_first,
@@ -39,6 +39,8 @@ def tiny() -> tuple[Bench, list[str]]:
         limits.limits,
         systems.systems,
         pytest.param(scaling.scaling, marks=pytest.mark.slow),
+        simulation.speed,
+        pytest.param(simulation.validation, marks=pytest.mark.slow),
     ],
 )
 def test_a_section_has_tables_targets_and_progress(section: Callable[[Bench], Section]) -> None:
