@@ -16,17 +16,17 @@ import torch
 import transformers
 
 from evenstep import Packed, Plan, PlannedStream, Recipe, Steps
+from evenstep.config.settings import TrainerSettings
+from evenstep.config.training import OptimizerSettings
 from evenstep.core.model.presets import PRESETS
 from evenstep.data import InMemory
-from evenstep.data.corpus.corpus import Corpus
 from evenstep.integrations import hf_attention  # noqa: F401  registers "evenstep"
 from evenstep.tensors.losses import cross_entropy
 from evenstep.train.result import StepResult
 from evenstep.train.runner import Runner
 from evenstep.trainer.model import forward_for, wrapped
 from evenstep.trainer.ranks import Ranks, joined
-from evenstep.trainer.run import adamw
-from evenstep.trainer.trainer import Trainer
+from evenstep.trainer.state import adamw
 
 WARM, TIMED = 2, 3  # steps
 
@@ -75,14 +75,8 @@ def measure(case: Case, ranks: Ranks, shape: dict[str, Any] | None = None) -> Me
     device = ranks.device
     config = transformers.AutoConfig.for_model(**(shape or PRESETS[case.model]))
     source = corpus(case, config.vocab_size)
-    trainer = Trainer(
-        out="-",
-        data=Corpus(paths="-"),
-        recipe=recipe_of(case.budget, case.waves),
-        max_num_steps=100,
-        parallel="fsdp2",
-        precision="bfloat16",
-        checkpointing=case.checkpointing,
+    settings = TrainerSettings(
+        parallel="fsdp2", precision="bfloat16", checkpointing=case.checkpointing
     )
     torch.manual_seed(0)
     with torch.device(device):
@@ -90,16 +84,17 @@ def measure(case: Case, ranks: Ranks, shape: dict[str, Any] | None = None) -> Me
             config, dtype=torch.float32, attn_implementation="evenstep"
         )
     count = sum(each.numel() for each in bare.parameters())
-    model = wrapped(bare.train(), trainer, ranks)
-    optimizer = adamw(model, trainer)
+    model = wrapped(bare.train(), settings, ranks)
+    optimizer = adamw(model, OptimizerSettings())
     runner = Runner(
         model=model,
         loss=cross_entropy(),
         collective=ranks.collective,
-        forward=forward_for(model, trainer, device),
+        forward=forward_for(model, settings, device),
         device=device,
     )
-    stream = PlannedStream(source, trainer.recipe, max_num_steps=WARM + TIMED, infinite_loop=True)
+    recipe = recipe_of(case.budget, case.waves)
+    stream = PlannedStream(source, recipe, max_num_steps=WARM + TIMED, infinite_loop=True)
     steps, plans, found = list(stream), [], []
     for step in steps:
         plans.append(step.plan)

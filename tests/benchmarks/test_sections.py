@@ -1,11 +1,21 @@
-"""Every section of the planning benchmark runs on tiny lengths and measures what it says."""
+"""Every section of the planning and rollout benchmarks runs and measures what it says."""
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from benchmarks import limits, padded, pipelines, quality, scaling, simulation, systems
+from benchmarks import (
+    limits,
+    padded,
+    pipelines,
+    quality,
+    rollout_plans,
+    rollout_rows,
+    scaling,
+    simulation,
+    systems,
+)
 from benchmarks.approaches import (
     differencing_twice,
     heaviest_first,
@@ -38,6 +48,8 @@ def tiny() -> tuple[Bench, list[str]]:
         pipelines.pipelines,
         limits.limits,
         systems.systems,
+        rollout_plans.planning,
+        rollout_rows.selecting,
         pytest.param(scaling.scaling, marks=pytest.mark.slow),
         simulation.speed,
         pytest.param(simulation.validation, marks=pytest.mark.slow),

@@ -63,6 +63,7 @@ Only: TypeAlias = Annotated[
 def simulate(
     lengths: options.Lengths,
     config: options.Config = None,
+    from_: options.From = None,
     set_: options.Set = None,
     model: options.Model = None,
     gpu: Gpu = None,
@@ -92,7 +93,7 @@ def simulate(
 
     speed = Speed.of(gpu, flops, share, link, overlap, model)
     with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups, model)
+        job = load_job(lengths, config, set_ or [], column, groups, model, from_)
     speed.check(job.recipe)
     own = [own_strategy(text, job) for text in strategy or []]
     every = refuse_duplicates([*built_in_strategies(job), *own])

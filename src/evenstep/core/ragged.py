@@ -27,6 +27,12 @@ def offsets_of(lengths: NDArray[np.integer]) -> IntArray:
     return offsets
 
 
+def ranges_of(firsts: IntArray, lengths: IntArray) -> IntArray:
+    """Ranges joined end to end: firsts [7, 2] with lengths [2, 1] -> [7, 8, 2]."""
+    before = offsets_of(lengths)
+    return np.repeat(firsts - before[:-1], lengths) + np.arange(before[-1])
+
+
 def sum_by(owner: IntArray, values: NDArray[Any], count: int) -> FloatArray:
     """Sum `values` by owner, in float64: owners [0, 1, 0] of values [1, 2, 3] -> [4, 2]."""
     return np.bincount(owner, weights=values, minlength=count).astype(np.float64, copy=False)

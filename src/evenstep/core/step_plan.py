@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, Ragged, offsets_of
+from evenstep.core.ragged import IntArray, Ragged, offsets_of, ranges_of
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.segments import Segments
 
@@ -64,12 +64,12 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     numbers = np.arange(plan.num_micro_batches).reshape(plan.num_ranks, -1)
     order = numbers.T.reshape(-1, ranks).T.ravel()
     rows = plan.rows[order]
-    row = _ranges(plan.micro_offsets[order], rows)
+    row = ranges_of(plan.micro_offsets[order], rows)
     held = np.diff(plan.row_offsets)[row]
     return replace(
         plan,
         recipe=recipe_on_fewer_ranks(plan.recipe, ranks),
-        segments=plan.segments.take(_ranges(plan.row_offsets[row], held)),
+        segments=plan.segments.take(ranges_of(plan.row_offsets[row], held)),
         row_offsets=offsets_of(held),
         micro_offsets=offsets_of(rows),
         cell_offsets=np.arange(ranks + 1) * (len(order) // ranks),
@@ -86,9 +86,3 @@ def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
         steps = Steps(micro_batches=times * steps.micro_batches)
     topology = replace(recipe.topology, dp=ranks)
     return replace(recipe, topology=topology, steps=steps, equal_sizes=False)
-
-
-def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """Ranges joined end to end: starts [7, 2] with counts [2, 1] -> [7, 8, 2]."""
-    before = offsets_of(counts)
-    return np.repeat(starts - before[:-1], counts) + np.arange(before[-1])

@@ -107,6 +107,8 @@ def _run(model: Any, root: Any, inputs: dict[str, Any]) -> tuple[list[Seen], lis
                 stack.callback(hook.remove)
         stack.enter_context(_recording(calls))
         stack.enter_context(torch.no_grad())
+        # Compiled layers would not run the attention function, nor its hooks, again.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for part in training:
             stack.callback(setattr, part, "training", True)
         model.eval()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.placement import place
-from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.core.validate import one_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch_shard import Sharding
@@ -143,7 +143,7 @@ def restore_sequences(
                 f"Return one entry per segment, ({expected}, ...)."
             )
     values = _join(origin, chosen, given)
-    at = _runs(offsets[chosen], np.diff(offsets)[chosen])  # the segment of each value
+    at = ranges_of(offsets[chosen], np.diff(offsets)[chosen])  # the segment of each value
     sample = segments.sample[at]
     _check_split(origin, sample, combine)
     index = torch.from_numpy(sample).to(values.device)
@@ -207,15 +207,9 @@ def _scatter(found: _Found, firsts: IntArray, total: int, pad: float, shifted: b
         # log-probs [of b, of c, none] of tokens [a, b, c] -> [0, of b, of c]
         flat.index_fill_(0, torch.from_numpy(begin).to(device), 0)
         length, begin = length - 1 + found.continues, begin + 1
-    source = torch.from_numpy(_runs(found.first, length)).to(device)
-    target = torch.from_numpy(_runs(begin, length)).to(device)
+    source = torch.from_numpy(ranges_of(found.first, length)).to(device)
+    target = torch.from_numpy(ranges_of(begin, length)).to(device)
     return flat.index_copy_(0, target, values.index_select(0, source))
-
-
-def _runs(first: IntArray, length: IntArray) -> IntArray:
-    """Ranges from each first: first [5, 0], length [3, 2] -> [5, 6, 7, 0, 1]."""
-    offsets = offsets_of(length)
-    return np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], length)
 
 
 # Checking results --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ collectives       how ranks exchange sums
 forwards          how models of a library are called with a batch
 result            what a step returns
 scoring           log-probs by forward passes alone
+rollouts          padded rollouts of a policy, as steps and with results in their shape
 experts           how often each expert is chosen in a step
 watch             stops all ranks when one of them fails
 context_exchange  attention between context-parallel ranks
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from evenstep.train.forwards import register_forward
     from evenstep.train.kept import Kept
     from evenstep.train.normalization import (
+        ByLoss,
         Constant,
         Custom,
         FixedLength,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
         TokenMean,
     )
     from evenstep.train.result import StepResult
+    from evenstep.train.rollouts.rollout_batch import RolloutBatch
+    from evenstep.train.rollouts.rollout_plan import RolloutPlan
     from evenstep.train.runner import Loss, Runner, run_step
     from evenstep.train.scoring import compute_log_probs
     from evenstep.train.watch import Watch
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AllTokens",
     "Alone",
+    "ByLoss",
     "Collective",
     "Constant",
     "Custom",
@@ -49,6 +54,8 @@ __all__ = [
     "Kept",
     "Loss",
     "Normalization",
+    "RolloutBatch",
+    "RolloutPlan",
     "Runner",
     "SampleWeights",
     "SequenceMean",
@@ -73,6 +80,7 @@ if not TYPE_CHECKING:
             "forwards": ["register_forward"],
             "kept": ["Kept"],
             "normalization": [
+                "ByLoss",
                 "Constant",
                 "Custom",
                 "FixedLength",
@@ -83,6 +91,8 @@ if not TYPE_CHECKING:
                 "TokenMean",
             ],
             "result": ["StepResult"],
+            "rollouts.rollout_batch": ["RolloutBatch"],
+            "rollouts.rollout_plan": ["RolloutPlan"],
             "runner": ["Loss", "Runner", "run_step"],
             "scoring": ["compute_log_probs"],
             "watch": ["Watch"],

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.per_sequence import Sums
@@ -115,7 +115,7 @@ class Keeper:
         firsts = offsets_of(ends)
         # Slot j of a segment predicts token start + j + 1 of its sample.
         count = length - 1 + more
-        target = _runs(firsts[row] + start + 1, count)
+        target = ranges_of(firsts[row] + start + 1, count)
         tokens = {
             name: self._by_sample(values, target, count, ends)
             for name, values in self._slots.items()
@@ -127,14 +127,8 @@ class Keeper:
     ) -> list[Tensor]:
         before = offsets_of(np.array([each.numel() for each in values], np.int64))
         first = [places.first + at for places, at in zip(self._places, before, strict=False)]
-        source = _runs(np.concatenate(first), count)
+        source = ranges_of(np.concatenate(first), count)
         flat = torch.cat([each.flatten() for each in values]).cpu()
         laid = flat.new_zeros(int(ends.sum()))
         laid[torch.from_numpy(target)] = flat[torch.from_numpy(source)]
         return list(laid.split(ends.tolist()))
-
-
-def _runs(first: IntArray, length: IntArray) -> IntArray:
-    """Ranges from each first: first [5, 0], length [3, 2] -> [5, 6, 7, 0, 1]."""
-    offsets = offsets_of(length)
-    return np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], length)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
 from evenstep.core.recipe import Recipe
+from evenstep.core.step import Step
 from evenstep.data.sources.source import length_of
 from evenstep.errors import ConfigError
 from evenstep.planning.planner import make_plan
@@ -27,10 +29,18 @@ from evenstep.train.forwards import Forward, forward_of
 from evenstep.train.prefetch import Prefetch
 
 
+class SampleSequence(Protocol):
+    """Samples by number: a list, or a `RolloutBatch`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> Any: ...
+
+
 def compute_log_probs(
     model: Any,
-    samples: Sequence[Any],
-    recipe: Recipe,
+    samples: SampleSequence | Step,
+    recipe: Recipe | None = None,
     *,
     collective: Collective | None = None,
     collate: Callable[[MicroBatch, Any], Batch] | None = None,
@@ -47,6 +57,9 @@ def compute_log_probs(
     share the work, and each gets the results of all samples, in the order given. Entry i belongs
     to token i. The first token, and tokens that the recipe drops or truncates, get 0.
 
+    A `Step` in place of samples and recipe gives the results of this rank's samples, in the order
+    of `step.own_sample_ids`, without communication.
+
     The model runs in eval mode, without dropout, and is in its earlier mode afterwards. Samples
     need `input_ids` only; other keys are ignored unless `collate` is given. Logits are divided by
     `temperature`. With `entropy`, each result is (tokens, 2): the log-prob, and the entropy of the
@@ -60,50 +73,86 @@ def compute_log_probs(
     [3, 1]
     """
     ranks = Alone() if collective is None else collective
-    run = forward_of(model) if forward is None else forward
+    positive("temperature", temperature)
+    wanted: Wanted = frozenset({"entropy"} if entropy else ())
+    scorer = _Scorer(
+        model,
+        collate=_collated if collate is None else collate,
+        forward=forward_of(model) if forward is None else forward,
+        device=device,
+        prefetch=prefetch,
+        options={"head": Head.of(head), "temperature": temperature, "wanted": wanted},
+    )
+    if isinstance(samples, Step):
+        if recipe is not None or collective is not None:
+            raise ConfigError(
+                "a step is planned and holds this rank's samples only, so recipe and collective "
+                "have no effect. Leave them out."
+            )
+        items = samples if samples.batches is None else samples.batches
+        found = restore_ragged(samples, scorer.results(items), shifted=True)
+        return list(found.values.split(torch.diff(found.offsets).tolist()))
+    if recipe is None:
+        raise ConfigError("recipe is missing. Pass a Recipe, or a Step in place of the samples.")
     if recipe.topology.dp != ranks.size:
         raise ConfigError(
             f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "
             f"{ranks.size}. Set topology.dp to {ranks.size}."
         )
-    positive("temperature", temperature)
-    plan = make_plan([length_of(sample) for sample in samples], recipe)
+    plan = make_plan([length_of(samples[i]) for i in range(len(samples))], recipe)
     if plan.num_micro_batches == 0:  # no samples, or all are dropped
         shape = (2,) if entropy else ()
         return [torch.zeros((length, *shape), device=device) for length in plan.lengths.tolist()]
-    results: dict[tuple[int, int, int], Tensor] = {}
-    wanted: Wanted = frozenset({"entropy"} if entropy else ())
-    options: Any = {"head": Head.of(head), "temperature": temperature, "wanted": wanted}
-
-    def batches() -> Iterator[tuple[tuple[int, int, int], Batch]]:
-        for key, micro in _mine(plan, ranks.rank):
-            batch = _collated(micro, samples) if collate is None else collate(micro, samples)
-            yield key, batch if device is None else batch.to(device, non_blocking=True)
-
-    with (
-        torch.no_grad(),
-        _evaluating(model),
-        closing(iter(Prefetch(batches(), prefetch))) as prepared,
-    ):
-        for key, batch in prepared:
-            outputs = select_output(run(model, batch), "logits", batch.rows, batch.width)
-            # All tokens, not only loss tokens.
-            labels = batch.ahead("tokens", fill=IGNORE_INDEX)
-            found = score(outputs.flatten(0, 1), labels.flatten(), **options)
-            values = found.log_probs
-            if entropy:
-                values = torch.stack((found.log_probs, found.entropy), -1)
-            results[key] = values.unflatten(0, labels.shape)
-        restored = restore_ragged(plan, results, shifted=True)
+    keys, micros = zip(*_mine(plan, ranks.rank), strict=True)
+    results = scorer.results((micro, samples) for micro in micros)
+    with torch.no_grad():
+        restored = restore_ragged(plan, dict(zip(keys, results, strict=True)), shifted=True)
         values = ranks.all_reduce_sum(restored.values).to(restored.values.device)
     return list(values.split(plan.lengths.tolist()))
 
 
-def _collated(micro: MicroBatch, samples: Sequence[Any]) -> Batch:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scorer:
+    """Forward passes over micro-batches. `options` are those of `score`."""
+
+    model: Any = field(kw_only=False)
+    collate: Callable[[MicroBatch, Any], Batch]
+    forward: Forward
+    device: torch.device | str | None
+    prefetch: int
+    options: Any
+
+    def results(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> list[Tensor]:
+        """The scores of each micro-batch, (rows, width) or (rows, width, 2)."""
+        with (
+            torch.no_grad(),
+            _evaluating(self.model),
+            closing(iter(Prefetch(self._batches(items), self.prefetch))) as prepared,
+        ):
+            return [self._scores(batch) for batch in prepared]
+
+    def _batches(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> Iterator[Batch]:
+        for item in items:
+            batch = item if isinstance(item, Batch) else self.collate(*item)
+            yield batch if self.device is None else batch.to(self.device, non_blocking=True)
+
+    def _scores(self, batch: Batch) -> Tensor:
+        outputs = self.forward(self.model, batch)
+        outputs = select_output(outputs, "logits", batch.rows, batch.width)
+        # All tokens, not only loss tokens.
+        labels = batch.ahead("tokens", fill=IGNORE_INDEX)
+        found = score(outputs.flatten(0, 1), labels.flatten(), **self.options)
+        values = found.log_probs
+        if self.options["wanted"]:
+            values = torch.stack((found.log_probs, found.entropy), -1)
+        return values.unflatten(0, labels.shape)
+
+
+def _collated(micro: MicroBatch, samples: Any) -> Batch:
     """The batch of the tokens alone; a mask that hides tokens is still an error."""
     keys = ("input_ids", "attention_mask")
-    ids = set(micro.segments.sample.tolist())
-    needed = {i: {key: samples[i][key] for key in keys if key in samples[i]} for i in ids}
+    held = {i: samples[i] for i in set(micro.segments.sample.tolist())}
+    needed = {i: {key: held[i][key] for key in keys if key in held[i]} for i in held}
     return Collator()(micro, needed)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from evenstep.core.step import Step
 from evenstep.train.result import StepResult
 from evenstep.train.runner import Runner
+from evenstep.train.stopwatch import Stopwatch
 
 
 class Clock:
@@ -16,10 +17,12 @@ class Clock:
     def __init__(self) -> None:
         self.whole, self.model, self._step_model = 0.0, 0.0, 0.0
         self._began, self._first = 0.0, True
+        self.saving = Stopwatch()
+        """Of checkpoints, which are not counted as steps."""
 
     def each(self, stream: Iterable[Step]) -> Iterator[Step]:
         """The steps; planning one is part of its time."""
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() - self.saving.seconds
         yield from stream
 
     def run(self, runner: Runner, step: Step) -> StepResult:
@@ -36,7 +39,7 @@ class Clock:
 
     def end(self) -> None:
         """End a step. The first compiles kernels and is not counted."""
-        now = time.perf_counter()
+        now = time.perf_counter() - self.saving.seconds
         if not self._first:
             self.whole += now - self._began
             self.model += self._step_model

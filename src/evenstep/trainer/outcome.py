@@ -13,11 +13,14 @@ class Outcome:
     loss      the loss of the last step; None if no step was run
     stopped   whether a signal ended it before the last step
     seconds   of this call
-    overhead  share of the time of steps that is neither forward, backward nor optimizer
+    saving    seconds of these that checkpoints took
+    overhead  share of the time of steps, without checkpoints, that is neither forward, backward
+              nor optimizer; None if there was one step only
     """
 
     steps: int
     loss: float | None
     stopped: bool
     seconds: float
+    saving: float
     overhead: float | None
