@@ -9,7 +9,18 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, config, lengths, plan, report, terminal, train
+from evenstep.cli import (
+    check,
+    compare,
+    config,
+    lengths,
+    plan,
+    report,
+    simulate,
+    terminal,
+    train,
+    tune,
+)
 from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
@@ -27,6 +38,8 @@ app.command("check")(check.check)
 app.command("compare")(compare.compare)
 app.command("train")(train.train)
 app.add_typer(config.app, name="config")
+app.command("simulate")(simulate.simulate)
+app.command("tune")(tune.tune)
 
 # typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]
