@@ -14,8 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "evenstep",
     "evenstep.compat.cosmos_rl",
+    "evenstep.compat.fast_llm",
     "evenstep.compat.nemo_rl",
     "evenstep.compat.roll",
+    "evenstep.compat.veomni",
+    "evenstep.config",
     "evenstep.data",
     "evenstep.demo",
     "evenstep.integrations.accelerate",
@@ -30,8 +33,13 @@ PACKAGES = (
     "evenstep.tensors",
     "evenstep.testing",
     "evenstep.train",
+    "evenstep.trainer",
 )
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "compat").glob("*.md")),
+]
 
 
 def names_of(package: str) -> list[str]:

@@ -13,6 +13,7 @@ from benchmarks import (
     rollout_plans,
     rollout_rows,
     scaling,
+    simulation,
     systems,
 )
 from benchmarks.approaches import (
@@ -50,6 +51,8 @@ def tiny() -> tuple[Bench, list[str]]:
         rollout_plans.planning,
         rollout_rows.selecting,
         pytest.param(scaling.scaling, marks=pytest.mark.slow),
+        simulation.speed,
+        pytest.param(simulation.validation, marks=pytest.mark.slow),
     ],
 )
 def test_a_section_has_tables_targets_and_progress(section: Callable[[Bench], Section]) -> None:

@@ -1,4 +1,4 @@
-"""The commands and their exit codes: 0 success, 1 a plan is invalid, 2 an error."""
+"""The commands and their exit codes: 0 success, 1 a plan or a file is invalid, 2 an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, plan, report, terminal
+from evenstep.cli import (
+    check,
+    compare,
+    config,
+    lengths,
+    plan,
+    report,
+    simulate,
+    terminal,
+    train,
+    tune,
+)
 from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
@@ -20,10 +31,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("lengths")(lengths.lengths)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("compare")(compare.compare)
+app.command("train")(train.train)
+app.add_typer(config.app, name="config")
+app.command("simulate")(simulate.simulate)
+app.command("tune")(tune.tune)
 
 # typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -15,21 +14,31 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.sources.source import MeasuredSource, Source, check_source, has_random_access
+from evenstep.data.sources.as_source import as_source
+from evenstep.data.sources.mapped import MapStyle
+from evenstep.data.sources.source import MeasuredSource, Source, has_random_access, is_seeded
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
-from evenstep.data.streams.epoch_source import EpochSource
+from evenstep.data.streams.common_end import (
+    ItemLengths,
+    check_count_ahead,
+    common_steps,
+    own_steps,
+)
+from evenstep.data.streams.digests import lengths_digest
+from evenstep.data.streams.epoch_source import EpochSource, shuffles
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
 from evenstep.data.streams.lookup import OnError
+from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
-from evenstep.data.streams.reader import PoolReader
+from evenstep.data.streams.reader import PoolReader, warn_lost
 from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.sample_columns import ColumnOf
 from evenstep.data.streams.samples_seen import SamplesSeen
-from evenstep.data.streams.stream import steps_of_pass, world_for
+from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError
 
 
@@ -46,8 +55,17 @@ class PooledStream:
     sample exactly once; this needs the cursors of all readers (`merge_cursors`).
 
     Readers of a finite stream end at different times, so ranks must agree on the end; see
-    `until_all_end`. With `on_error="skip"` unreadable samples are left out and counted, also when
-    the pool is read again on resume.
+    `until_all_end`. With `count_ahead` they need not: each rank counts the steps of all readers
+    before its first step. Ranks with fewer then make smaller micro-batches at the end, or empty
+    ones if their pool holds too few samples. Lengths that the source does not know are read for
+    that, once per reader: give them (`MeasuredMapped`) if samples are expensive.
+
+    With `on_error="skip"` unreadable samples are left out and counted, also when the pool is read
+    again on resume.
+
+    `source` may also be a list of samples, or a torch or Hugging Face dataset (see `as_source`).
+    `shuffle` gives every epoch its own order. It is the default if items can be read by index, and
+    an error for a sequential source, whose order is its own.
 
     `columns` maps the names in `recipe.limits.columns` to functions of a sample; `loss_tokens`
     needs none. Lengths that the source knows are checked at once. `fingerprint` names the data in
@@ -63,31 +81,35 @@ class PooledStream:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | MapStyle | Iterable[Any],
         recipe: Recipe,
         *,
         pool: Pool | None = None,
         world: World | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
         on_error: OnError = "raise",
         length_of: Measure = count_tokens,
         columns: Mapping[str, ColumnOf] | None = None,
         fingerprint: str | None = None,
+        count_ahead: bool = False,
     ) -> None:
-        check_source(source)
+        source = as_source(source)
         one_of("on_error", on_error, OnError)
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
         self.pool = Pool() if pool is None else pool
-        self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
+        self.seed, self.shuffle = seed_number(seed), shuffles(source, shuffle)
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
-        self.on_error, self.length_of, self.fingerprint = on_error, length_of, fingerprint
+        self.on_error, self.length_of, self._named = on_error, length_of, fingerprint
+        self.count_ahead = truth_value("count_ahead", count_ahead)
         self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
+        if self.count_ahead:
+            check_count_ahead(recipe, self.infinite_loop)
         self._measured = False
         if length_of is count_tokens and knows_lengths(source):
             self._measured = True
@@ -100,6 +122,8 @@ class PooledStream:
         self._done = 0
         self._iterated = False  # since the start was set
         self._seen = SamplesSeen()
+        self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
+        self._changed = False  # settings, since the loaded state was taken
 
     @property
     def done(self) -> int:
@@ -108,8 +132,13 @@ class PooledStream:
 
     @property
     def ends_together(self) -> bool:
-        """True on one rank only: ranks do not know when the others run out of samples."""
-        return self.world.size == 1
+        """True on one rank or with `count_ahead`; else ranks do not know when others run out."""
+        return self.world.size == 1 or self.count_ahead
+
+    @property
+    def can_share(self) -> bool:
+        """Whether `shared` is cheap: reading what is left does not read what is done again."""
+        return has_random_access(self.source)
 
     # Iterating ---------------------------------------------------------------------------------
 
@@ -131,7 +160,7 @@ class PooledStream:
             found = reader.step(number)
             lost = reader.newly_lost()
             if found is None:
-                _warn_lost(lost, reader)
+                warn_lost(lost, reader)
                 return
             state = {str(reader.number): {**reader.state_dict(), "step": number + workers}}
             step = Step(
@@ -141,6 +170,7 @@ class PooledStream:
                 samples=found[1],
                 cursor=self._cursor(number + 1, workers, (reader_turn + 1) % workers, state),
                 lost=lost,
+                fingerprint=self.fingerprint,
                 budget=self.recipe.layout.budget,
                 ranks=self.world.size,
             )
@@ -199,7 +229,11 @@ class PooledStream:
         items = self._items()
         mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
-            return ReaderState.fresh(mine, readers, self._epoch, items.count, items.lengths), worker
+            every = [
+                ReaderState.fresh(each, readers, self._epoch, items.count, items.lengths)
+                for each in (range(readers) if self.count_ahead else [mine])
+            ]
+            return self._counted(every, mine, workers), worker
         position = self._begin.place
         held = states_of(position)
         if (position["ranks"], position["workers"]) == (ranks, workers):
@@ -207,8 +241,9 @@ class PooledStream:
             turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
             if own:
                 turn = min(held, default=first) - first
-            if first + turn in held:
-                return held[first + turn].measured(items.lengths), turn
+            if first + turn in held and self._is_counted(held[first + turn]):
+                state = held[first + turn].measured(items.lengths)
+                return state if self.count_ahead else replace(state, left=None), turn
         then = position["ranks"] * position["workers"]
         missing = sorted(set(range(then)) - held.keys())
         if missing:
@@ -219,7 +254,28 @@ class PooledStream:
                 f"ranks and workers with merge_cursors."
             )
         states = list(held.values())
-        return redealt(states, mine, readers, items.count, items.lengths), worker
+        every = [
+            redealt(states, each, readers, items.count, items.lengths)
+            for each in (range(readers) if self.count_ahead else [mine])
+        ]
+        return self._counted(every, mine, workers), worker
+
+    def _is_counted(self, state: ReaderState) -> bool:
+        """Whether the steps left in a loaded state still hold, or none are needed."""
+        return not self.count_ahead or (state.left is not None and not self._changed)
+
+    def _counted(self, every: list[ReaderState], mine: int, workers: int) -> ReaderState:
+        """The state of reader `mine`, with the number of steps left to it if they are counted."""
+        if not self.count_ahead:
+            return every[0]
+        key = (self._epoch if self._begin is None else -1, workers)
+        if key not in self._counts:
+            items = ItemLengths(self._items(), self.length_of)
+            firsts = [self._first + state.reader % workers for state in every]
+            skip = self.on_error == "skip"
+            own = own_steps(every, firsts, workers, items, self._batcher, skip)
+            self._counts[key] = common_steps(own, workers)
+        return replace(every[mine], left=self._counts[key][mine])
 
     def _items(self) -> EpochSource:
         return EpochSource(self.source, self.seed, self.shuffle, self._measured)
@@ -249,6 +305,8 @@ class PooledStream:
         states_of(cursor.place)
         self._begin = self._now = replace(cursor, belongs=self._belongs)
         self._skip, self._iterated = 0, False
+        self._changed = bool(cursor.differences(self._belongs))
+        self._counts.clear()
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """What differs between this stream and that of a state, in words; [] if nothing does."""
@@ -280,6 +338,19 @@ class PooledStream:
         if steps:
             self._skip, self._now, self._iterated = self._skip + steps, None, False
 
+    def shared(self, cursors: Sequence[Cursor], workers: int = 1) -> Cursor:
+        """The cursor of this rank if what is left on all ranks is shared anew, given the cursors of
+        all ranks after the same step. Each sample still runs exactly once."""
+        merged = merge_cursors(cursors)
+        states, items = list(states_of(merged.place).values()), self._items()
+        ranks, first = self.world.size, self.world.rank * workers
+        mine = [
+            redealt(states, first + worker, ranks * workers, items.count, items.lengths)
+            for worker in range(workers)
+        ]
+        readers = {str(state.reader): state.to_dict() for state in mine}
+        return self._cursor(merged.step, workers, 0, readers)
+
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
         """Merge the cursors of several workers; see `merge_cursors`."""
@@ -287,14 +358,25 @@ class PooledStream:
 
     @cached_property
     def _belongs(self) -> dict[str, str]:
-        source, given = self.source, self.fingerprint
+        source, given = self.source, self._named
         count = f"{len(source)} items, " if has_random_access(source) else ""
-        return {
+        size = len(source) if has_random_access(source) else 0
+        order = EpochOrder(count=size, seed=self.seed, epoch=0, shuffle=self.shuffle)
+        found = {
             "stream": "pooled",
             "data": f"{count}{source.fingerprint if given is None else given}",
-            "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
+            "order": order.description,
             **described(self.recipe, self.pool, self._batcher.strategy),
         }
+        if self._measured:
+            found["lengths"] = lengths_digest(cast("MeasuredSource", source))
+        return {**found, "seed of samples": str(self.seed)} if is_seeded(source) else found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what must be the same on all ranks: data, order, recipe, number of ranks."""
+        end = [self.max_num_steps, self.infinite_loop, self.count_ahead]
+        return digest_of({**self._belongs, "ranks": self.world.size, "end": end})
 
     # Length ------------------------------------------------------------------------------------
 
@@ -321,14 +403,3 @@ class PooledStream:
         """Steps of one pass: those left of `max_num_steps`, or an estimate for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
-
-
-def _warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
-    """Warn of samples that were lost after the last step."""
-    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
-    if counts:
-        warnings.warn(
-            f"reader {reader.number} lost samples after its last step: {counts}. They are not in "
-            f"`lost` of any step.",
-            stacklevel=3,
-        )
