@@ -13,9 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "evenstep",
+    "evenstep.compat.areal",
+    "evenstep.compat.axolotl",
     "evenstep.compat.cosmos_rl",
+    "evenstep.compat.megatron",
     "evenstep.compat.nemo_rl",
     "evenstep.compat.roll",
+    "evenstep.compat.slime",
+    "evenstep.compat.torchtitan",
+    "evenstep.compat.trl",
+    "evenstep.compat.verl",
     "evenstep.data",
     "evenstep.demo",
     "evenstep.integrations.accelerate",
