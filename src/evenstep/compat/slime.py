@@ -37,13 +37,15 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: Sequence[int],
+    sample_is_multimodal: Sequence[bool] | None = None,
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
     """(samples per rank, micro-batches per rank, their number per step, rollouts per step).
 
     Samples of a rollout stay in one step. Rollouts after the last full step are left out. All
     ranks run equally many micro-batches. With `use_dynamic_batch_size` none exceeds
     `max_tokens_per_gpu * cp_size`, except one with a single longer sample; otherwise each has
-    `micro_batch_size` samples, which stay in order without `balance_data`.
+    `micro_batch_size` samples, which stay in order without `balance_data`. Later versions pass
+    `sample_is_multimodal`, which is only for their packing of media and not used here.
 
         schedule = build_dp_schedule(
             args, {"dp_size": 2, "cp_size": 1, "vpp_size": 1}, [5, 3, 8, 2],
