@@ -16,13 +16,16 @@ PACKAGES = (
     "evenstep.compat.areal",
     "evenstep.compat.axolotl",
     "evenstep.compat.cosmos_rl",
+    "evenstep.compat.fast_llm",
     "evenstep.compat.megatron",
     "evenstep.compat.nemo_rl",
     "evenstep.compat.roll",
     "evenstep.compat.slime",
     "evenstep.compat.torchtitan",
     "evenstep.compat.trl",
+    "evenstep.compat.veomni",
     "evenstep.compat.verl",
+    "evenstep.config",
     "evenstep.data",
     "evenstep.demo",
     "evenstep.integrations.accelerate",
@@ -35,8 +38,13 @@ PACKAGES = (
     "evenstep.tensors",
     "evenstep.testing",
     "evenstep.train",
+    "evenstep.trainer",
 )
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "compat").glob("*.md")),
+]
 
 
 def names_of(package: str) -> list[str]:

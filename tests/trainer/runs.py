@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from evenstep import Packed, Recipe, Steps
+from evenstep.config import Settings
+from evenstep.config.native import PARTS
 from evenstep.data import Corpus
-from evenstep.trainer import ModelOptions, OptimizerOptions, Trainer
+from evenstep.trainer import train
 
 SAMPLES, PER_STEP = 24, 6
 ROOT = Path(__file__).parents[2]
@@ -29,18 +31,23 @@ def texts(folder: Path, count: int = SAMPLES) -> str:
     return str(path)
 
 
-def trainer(out: Path, paths: str, **changes: Any) -> Trainer:
-    """A run of 12 steps: three epochs of 24 samples."""
-    settings: dict[str, Any] = {
-        "out": str(out),
-        "data": Corpus(paths=paths),
-        "recipe": Recipe(layout=Packed(max_tokens=512), steps=Steps(samples=PER_STEP)),
-        "model": ModelOptions(hidden=32, layers=2, heads=2, kv_heads=1, ffn=48),
-        "optimizer": OptimizerOptions(lr=3e-3, warmup_steps=2),
-        "max_num_steps": 12,
-        "save_every": 3,
+def settings(out: Path, paths: str, **changes: Any) -> Settings:
+    """A run of 12 steps: three epochs of 24 samples.
+
+    `changes` replace sections, or single values as in `trainer={"save_every": 2}`.
+    """
+    parts: dict[str, dict[str, Any]] = {
+        "stream": {"max_num_steps": 12},
+        "model": {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 48},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 2},
+        "trainer": {"out": str(out), "save_every": 3},
     }
-    return Trainer(**(settings | changes))
+    recipe = Recipe(layout=Packed(max_tokens=512), steps=Steps(samples=PER_STEP))
+    whole: dict[str, Any] = {"recipe": recipe, "data": Corpus(paths=paths)}
+    for name, given in parts.items():
+        change = changes.pop(name, {})
+        whole[name] = PARTS[name](**given | change) if isinstance(change, dict) else change
+    return Settings(**whole | changes)
 
 
 def logged(out: Path) -> list[dict[str, Any]]:
@@ -82,10 +89,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 def main() -> None:
     """Run as a script: OUT PATHS CHANGES."""
     out, paths, changes = sys.argv[1:]
-    found = json.loads(changes)
-    if "model" in found:
-        found["model"] = ModelOptions(**found["model"])
-    print(trainer(Path(out), paths, **found).run())
+    print(train(settings(Path(out), paths, **json.loads(changes))))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evenstep.trainer import train
 from evenstep.trainer.checkpoints import complete
-from tests.trainer.runs import finish, losses, start, texts, trainer
+from tests.trainer.runs import finish, losses, settings, start, texts
 
 KILLS = 10
 
 
 def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     data = texts(tmp_path)
-    trainer(tmp_path / "one", data, max_num_steps=4).run()
+    train(settings(tmp_path / "one", data, stream={"max_num_steps": 4}))
 
-    finish(start(tmp_path / "two", data, ranks=2, max_num_steps=4))
+    finish(start(tmp_path / "two", data, ranks=2, stream={"max_num_steps": 4}))
 
     assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
 
@@ -29,15 +30,17 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_killed_processes_continue_the_same_losses(tmp_path: Path, parallel: str) -> None:
     data, steps = texts(tmp_path), 40
-    trainer(tmp_path / "whole", data, max_num_steps=steps).run()
+    train(settings(tmp_path / "whole", data, stream={"max_num_steps": steps}))
     out, random = tmp_path / "killed", np.random.default_rng(0)
+    trainer = {"parallel": parallel, "save_every": 2}
+    options = {"stream": {"max_num_steps": steps}, "trainer": trainer}
     for kill in range(KILLS):
         ranks = 1 if kill == KILLS // 2 else 2  # once resumed on one process
-        process = start(out, data, ranks, parallel=parallel, max_num_steps=steps, save_every=2)
+        process = start(out, data, ranks, **options)
         _wait_for_steps(out, process, int(random.integers(1, 4)))
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    finish(start(out, data, 2, parallel=parallel, max_num_steps=steps, save_every=2))
+    finish(start(out, data, 2, **options))
 
     assert np.allclose(losses(out), losses(tmp_path / "whole"), atol=1e-4)
     assert len(losses(out)) == steps
@@ -46,7 +49,7 @@ def test_killed_processes_continue_the_same_losses(tmp_path: Path, parallel: str
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path: Path) -> None:
     data, out = texts(tmp_path), tmp_path / "run"
-    options = {"max_num_steps": 60, "save_every": 1000}
+    options = {"stream": {"max_num_steps": 60}, "trainer": {"save_every": 1000}}
     process = start(out, data, 2, **options)
     _wait_for_steps(out, process, 3)
     os.kill(process.pid, signal.SIGTERM)
@@ -54,7 +57,7 @@ def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path: Path) -> None:
 
     assert len(complete(out / "checkpoints")) == 1
     finish(start(out, data, 1, **options))
-    trainer(tmp_path / "whole", data, **options).run()
+    train(settings(tmp_path / "whole", data, **options))
     assert np.allclose(losses(out), losses(tmp_path / "whole"), atol=1e-4)
 
 

@@ -1,4 +1,5 @@
-"""The command line: files -> **`evenstep plan | report | check | compare`** -> tables, files.
+"""The command line: files -> **`evenstep plan | report | check | compare | config`** -> tables,
+files.
 
 Every command reads, works, writes whole files, then prints. Slow imports are inside the command
 that needs them.

@@ -1,4 +1,4 @@
-"""The commands and their exit codes: 0 success, 1 a plan is invalid, 2 an error."""
+"""The commands and their exit codes: 0 success, 1 a plan or a file is invalid, 2 an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, plan, report, terminal
+from evenstep.cli import check, compare, config, plan, report, terminal, train
 from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
@@ -24,6 +24,8 @@ app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("compare")(compare.compare)
+app.command("train")(train.train)
+app.add_typer(config.app, name="config")
 
 # typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]

@@ -26,6 +26,7 @@ StrategyOption: TypeAlias = Annotated[
 def compare(
     lengths: options.Lengths,
     config: options.Config = None,
+    from_: options.From = None,
     set_: options.Set = None,
     model: options.Model = None,
     strategy: StrategyOption = None,
@@ -46,7 +47,7 @@ def compare(
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, config, *files.of_model(model)], picture)
     with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups, model)
+        job = load_job(lengths, config, set_ or [], column, groups, model, from_)
     own = [own_strategy(text, job) for text in strategy or []]
     entries: list[Entry] = []
     for each in refuse_duplicates([*built_in_strategies(job), *own]):

@@ -11,7 +11,7 @@ from evenstep.cli.samples import Samples, read_samples, samples_of, saved_plan
 from evenstep.config import load_recipe
 from evenstep.core.plan import Plan
 from evenstep.core.recipe import Recipe
-from evenstep.errors import InputError
+from evenstep.errors import ConfigError, InputError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,12 +73,15 @@ def load_job(
     column: str | None,
     groups: str | None,
     model: str | None,
+    dialect: str | None,
 ) -> Job:
     """Read lengths and recipe; a saved plan gives both, and overrides change its recipe."""
     source = Input.at(path)
     saved = saved_plan(source)
     base = None if saved is None else saved.recipe.to_dict()
-    recipe = load_recipe(config, overrides, base, model)
+    if dialect is not None and config is None:
+        raise ConfigError(f"--from {dialect} has no effect without --config. Name the file.")
+    recipe = load_recipe(config, overrides, base, model, dialect)
     if saved is None:
         return Job(read_samples(source, column, groups, list(recipe.columns)), recipe)
     if column or groups:

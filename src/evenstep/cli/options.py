@@ -20,7 +20,18 @@ SavedPlan: TypeAlias = Annotated[
 ]
 Config: TypeAlias = Annotated[
     Path | None,
-    typer.Option(help="Read the recipe from a YAML file.", metavar="FILE", show_default=False),
+    typer.Option(
+        help="Read the recipe from a YAML or TOML file.", metavar="FILE", show_default=False
+    ),
+]
+From: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="The system whose file it is: nemo-rl, roll, cosmos-rl, veomni, fast-llm or verl.",
+        metavar="SYSTEM",
+        show_default=False,
+    ),
 ]
 Set: TypeAlias = Annotated[
     list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -16,6 +16,9 @@ from evenstep.core.glimpse import printable
 from evenstep.report.comparison import HEADER, LEGEND, Entry, cells
 from evenstep.report.tables import cost_line, sections, step_table
 from evenstep.screen import console
+
+if TYPE_CHECKING:
+    from evenstep.trainer.outcome import Outcome
 
 _MOST_STEPS = 50
 
@@ -108,6 +111,14 @@ def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
         screen.print(
             f"Shows the first {_MOST_STEPS} of {len(steps):,} steps; --json prints all of them."
         )
+
+
+def print_outcome(ended: Outcome, out: str) -> None:
+    """Print how a training run ended."""
+    state = "stopped" if ended.stopped else "done"
+    loss = "" if ended.loss is None else f", loss {ended.loss:.4f}"
+    overhead = "" if ended.overhead is None else f", overhead {ended.overhead:.1%}"
+    print(f"{state} after {ended.steps:,} steps{loss}, {ended.seconds:.0f} s{overhead}: {out}")
 
 
 def print_checks(found: Mapping[str, Sequence[str]], invariants: Mapping[str, str]) -> None:

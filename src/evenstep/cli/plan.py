@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def plan(
     lengths: options.Lengths,
     config: options.Config = None,
+    from_: options.From = None,
     set_: options.Set = None,
     model: options.Model = None,
     column: options.Column = None,
@@ -36,7 +37,7 @@ def plan(
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, config, *files.of_model(model)], out, picture)
     with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups, model)
+        job = load_job(lengths, config, set_ or [], column, groups, model, from_)
     with progress("Planning") as advance:
         if in_order:
             made = job.plan_epoch(seed or 0, epoch or 0, advance)

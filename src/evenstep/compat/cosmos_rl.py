@@ -1,32 +1,66 @@
 """The load-balanced datasets of cosmos-rl, implemented with a `PooledStream`.
 
 Parameters, defaults and batches are as documented there. Unlike there, resuming is exact and reads
-only the pool, seeds of readers and epochs never collide, and an error in a sample is raised with
-the id of the sample instead of ending the data.
+only the pool, seeds of readers and epochs never collide, an error in a sample is raised with the id
+of the sample instead of ending the data, and ranks of a finite dataset end after the same item.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Self
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.rounding import divided_up
+from evenstep.core.step import Step
 from evenstep.core.topology import Topology
 from evenstep.core.validate import seed_number, truth_value
 from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.source import Source
+from evenstep.data.sources.source import MeasuredSource, Source
+from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
-from evenstep.integrations.dataloader import StreamDataset
+from evenstep.errors import ConfigError, InputError
+from evenstep.integrations.dataloader import Collate, StreamDataset
 from evenstep.integrations.huggingface import choose_layout
 
-__all__ = ["LoadBalancedDataset", "ShardedIterableDataset"]
+__all__ = ["LoadBalancedDataset", "ShardedIterableDataset", "get_sample_length"]
+
+_TOKENS = 32768  # as documented, if no budget is set
+
+
+def get_sample_length(sample: Any, length_key: str = "input_ids") -> int:
+    """The length of the value under `length_key`, or that value if it is a number.
+
+    Without the key, the length of the first tensor or non-empty list in the sample.
+
+    >>> get_sample_length({"input_ids": [5, 6, 7]}), get_sample_length({"name": "a", "ids": [1, 2]})
+    (3, 2)
+    """
+    if not isinstance(sample, Mapping):
+        return len(sample) if isinstance(sample, Sized) else int(sample)
+    found = sample.get(length_key)
+    if isinstance(found, Sized) and not (isinstance(found, Tensor) and found.ndim == 0):
+        return len(found)
+    if found is not None:
+        return int(found)
+    for value in sample.values():
+        if isinstance(value, Tensor | list) and (
+            value.ndim > 0 if isinstance(value, Tensor) else value
+        ):
+            return len(value)
+    raise InputError(
+        f"the sample has no {length_key!r} and no list or tensor to take its length from; its keys "
+        f"are {list(sample)}. Set length_key to the key of its tokens."
+    )
 
 
 class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
@@ -49,6 +83,7 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.base_dataset = base_dataset
+        self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.world = World(dp_rank, dp_world_size)
         self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
         self.epoch = 0
@@ -83,11 +118,18 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
 
     Each item is a list of `accumulate_steps` batches, the work of one optimizer step. A batch is a
     list of samples. Their number times the longest length, or with `seq_packing_enabled` the sum
-    of their lengths, is at most `max_tokens_for_batch`. A sample of at least `max_tokens_len`
-    tokens (default: the budget) is a batch of its own. Use `DataLoader(dataset, batch_size=None)`.
+    of their lengths, is at most `max_tokens_for_batch` (None: 32768). A sample of at least
+    `max_tokens_len` tokens (default: the budget) is a batch of its own. Use
+    `DataLoader(dataset, batch_size=None)`. With `collate`, batches are `Batch`es, and an item is
+    what `Runner.run` takes.
 
     If `model` is given and does not support packed sequences, batches are formed for padding, with
-    a warning.
+    a warning. With `infinite_loop=False`, ranks end after the same item without communication:
+    each counts the batches of all from the lengths of all samples, which it reads once for that
+    (see `PooledStream(count_ahead=True)`). A source with known lengths (`MeasuredMapped`) as
+    `base_dataset` avoids that.
+
+    The counters `accumulated_{tokens,samples,batches}_this_rank` are of this process.
 
     >>> data = [{"input_ids": [0] * n} for n in (7, 6, 8, 5, 1, 3, 8, 6)]
     >>> dataset = LoadBalancedDataset(data, max_tokens_for_batch=16, infinite_loop=False)
@@ -99,7 +141,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
         self,
         base_dataset: Any,
         pool_size: int = 32,
-        max_tokens_for_batch: int = 32768,
+        max_tokens_for_batch: int | None = _TOKENS,
         length_key: str = "input_ids",
         batching_strategy: Literal["prefer_closest", "prefer_first"] = "prefer_closest",
         max_tokens_len: int | None = None,
@@ -111,46 +153,115 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
         infinite_loop: bool = True,
         max_num_steps: int | None = None,
         model: Any = None,
+        collate: Collate | None = None,
     ) -> None:
         super().__init__()
-        world, shuffle = World(dp_rank, dp_world_size), True
-        if isinstance(base_dataset, ShardedIterableDataset):
-            world, seed, shuffle = base_dataset.world, base_dataset.seed, base_dataset.shuffle
-            base_dataset = base_dataset.base_dataset
-        layout: Layout = Padded(max_tokens=max_tokens_for_batch)
-        if truth_value("seq_packing_enabled", seq_packing_enabled):
-            layout = Packed(max_tokens=max_tokens_for_batch)
-            layout = layout if model is None else choose_layout(model, layout)
+        sharded = base_dataset
+        if not isinstance(sharded, ShardedIterableDataset):
+            sharded = ShardedIterableDataset(base_dataset, dp_rank, dp_world_size, seed)
+        budget = _TOKENS if max_tokens_for_batch is None else max_tokens_for_batch
+        self.base_dataset, self.pool_size, self.max_tokens_for_batch = sharded, pool_size, budget
+        self.length_key, self.batching_strategy = length_key, batching_strategy
+        self.max_tokens_len = max_tokens_len or budget
+        self.seq_packing_enabled = truth_value("seq_packing_enabled", seq_packing_enabled)
+        self.seed = sharded.seed
+        self.dp_rank, self.dp_world_size = sharded.dp_rank, sharded.dp_world_size
+        self.accumulate_steps, self.infinite_loop = accumulate_steps, infinite_loop
+        self.accumulated_tokens_this_rank = 0
+        self.accumulated_samples_this_rank = 0
+        self.accumulated_batches_this_rank = 0
+        layout = self._layout(model)
         named = batching_strategy in layout.pool_strategies
+        source = source_of(sharded.base_dataset)
+        length_of = partial(get_sample_length, length_key=length_key)
         self.stream = PooledStream(
-            source_of(base_dataset),
+            source,
             Recipe(
                 layout=layout,
-                topology=Topology(dp=world.size),
+                topology=Topology(dp=self.dp_world_size),
                 steps=Steps(micro_batches=accumulate_steps),
                 overflow="alone",
             ),
-            pool=Pool(samples=pool_size, strategy=batching_strategy if named else "greedy"),
-            world=world,
-            seed=seed,
-            shuffle=shuffle,
+            pool=Pool(
+                samples=pool_size,
+                strategy=batching_strategy if named else "greedy",
+                alone=max_tokens_len or None,
+            ),
+            world=sharded.world,
+            seed=self.seed,
+            shuffle=sharded.shuffle,
             max_num_steps=max_num_steps,
             infinite_loop=infinite_loop,
-            length_of=_Length(length_key, max_tokens_len, max_tokens_for_batch),
+            length_of=count_tokens if isinstance(source, MeasuredSource) else length_of,
+            count_ahead=infinite_loop is False and self.dp_world_size > 1,
         )
-        self._steps = StreamDataset(self.stream)
+        self._steps = StreamDataset(self.stream, collate)
 
-    def __iter__(self) -> Iterator[list[list[Any]]]:
+    @classmethod
+    def from_config(cls, base_dataset: Any, config: Mapping[str, Any], **options: Any) -> Self:
+        """The dataset of a cosmos-rl configuration (its TOML as a mapping). `options` are further
+        arguments: `dp_rank`, `dp_world_size`, `model`, ...
+
+        >>> policy = {"enable_dp_load_balancing": True, "load_balanced_pool_size": 64}
+        >>> config = {"train": {"max_num_steps": 100, "train_policy": policy}}
+        >>> LoadBalancedDataset.from_config([{"input_ids": [1]}], config).pool_size
+        64
+        """
+        train: Mapping[str, Any] = config.get("train", {})
+        policy: Mapping[str, Any] = train.get("train_policy", {})
+        if not policy.get("enable_dp_load_balancing", False):
+            raise ConfigError(
+                "train.train_policy.enable_dp_load_balancing is false, so this dataset would have "
+                "no effect. Set it to true."
+            )
+        if train.get("max_num_steps") is None:
+            raise ConfigError(
+                "train.max_num_steps is missing. Set it to the number of optimizer steps, which "
+                "enable_dp_load_balancing requires."
+            )
+        if "epoch" in train:
+            warnings.warn(
+                f"train.epoch={train['epoch']} is ignored: with enable_dp_load_balancing, training "
+                f"ends after train.max_num_steps={train['max_num_steps']} steps.",
+                stacklevel=2,
+            )
+        given = {name: policy[key] for key, name in _KEYS.items() if key in policy}
+        packing = train.get("sequence_packing", False)
+        steps = train["max_num_steps"]
+        return cls(
+            base_dataset, **given, seq_packing_enabled=packing, max_num_steps=steps, **options
+        )
+
+    def _layout(self, model: Any) -> Layout:
+        if not self.seq_packing_enabled:
+            return Padded(max_tokens=self.max_tokens_for_batch)
+        layout = Packed(max_tokens=self.max_tokens_for_batch)
+        return layout if model is None else choose_layout(model, layout)
+
+    def __iter__(self) -> Iterator[list[Any]]:
         for step in self._steps:
+            self._count(step)
+            if step.batches is not None:
+                yield list(step.batches)
+                continue
             yield [
                 [samples[sample_id] for sample_id in micro.segments.sample.tolist()]
                 for micro, samples in step
                 if not micro.is_empty
             ]
 
+    def _count(self, step: Step) -> None:
+        filled = [micro for micro in step.micro_batches if not micro.is_empty]
+        self.accumulated_tokens_this_rank += sum(micro.slots for micro in filled)
+        self.accumulated_samples_this_rank += sum(len(micro.segments) for micro in filled)
+        self.accumulated_batches_this_rank += len(filled)
+
     def __len__(self) -> int:
-        """`max_num_steps`, or an upper bound: the samples of this rank / `accumulate_steps`."""
-        return len(self.stream)
+        """An upper bound: the samples of this rank / `accumulate_steps`; or `max_num_steps`, if
+        they are given and the data repeats."""
+        if self.infinite_loop and self.stream.max_num_steps is not None:
+            return len(self.stream)
+        return divided_up(len(self.base_dataset), self.accumulate_steps)
 
     def set_epoch(self, epoch: int) -> None:
         """Start at the beginning of `epoch`. With `infinite_loop`, later epochs follow."""
@@ -169,21 +280,23 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
         self._steps.load_state_dict(state)
 
 
-class _Length:
-    """The length of a sample: the number under `key`, or the length of the value there."""
-
-    def __init__(self, key: str, alone: int | None, budget: int) -> None:
-        self.key, self.alone, self.budget = key, alone, budget
-
-    def __call__(self, sample: Any) -> int:
-        found = sample[self.key] if isinstance(sample, Mapping) else sample
-        length = len(found) if isinstance(found, Sized) else int(found)
-        # A sample that must be a batch of its own fills the budget.
-        return max(length, self.budget) if self.alone and length >= self.alone else length
+_KEYS = {
+    "load_balanced_pool_size": "pool_size",
+    "load_balanced_max_tokens_for_batch": "max_tokens_for_batch",
+    "load_balanced_batching_strategy": "batching_strategy",
+    "load_balanced_accumulate_steps": "accumulate_steps",
+    "load_balanced_batches_per_optimizer_step": "accumulate_steps",
+    "dataloader_seed": "seed",
+    "infinite_loop": "infinite_loop",
+}
+"""Keys of train.train_policy -> arguments. Two of them are in the document only."""
 
 
 def source_of(dataset: Any) -> Source:
-    """Any torch dataset as a source. Every item is one sample, even if it is a list."""
+    """Any torch dataset as a source. Every item is one sample, even if it is a list. A source that
+    knows its lengths stays one."""
+    if isinstance(dataset, MeasuredSource):
+        return dataset
     by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not by_index:
         return Iterated(dataset, transform=_single)

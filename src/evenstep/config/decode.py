@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -14,7 +13,10 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError, SchemaValidator, core_schema
 
+from evenstep.config.faults import FaultsError, not_a_mapping, unknown_key, unknown_word
 from evenstep.config.model import BESIDE, model_cost
+from evenstep.config.settings import StreamSettings, TrainerSettings
+from evenstep.config.training import LoraSettings, ModelSettings, OptimizerSettings
 from evenstep.config.yaml import is_number
 from evenstep.core.cost import Cost
 from evenstep.core.glimpse import cut, glimpse
@@ -23,11 +25,12 @@ from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.second_work import SecondWork
 from evenstep.core.topology import Topology
 from evenstep.core.validate import MOST
+from evenstep.data.corpus.corpus import Corpus
+from evenstep.data.streams.pool import Pool
 from evenstep.errors import ConfigError
 
 DEFAULT_KIND = "packed"
 
-_MOST_FAULTS = 20
 _LONGEST_HINT = 40
 
 _PARTS: dict[str, type] = {
@@ -37,6 +40,13 @@ _PARTS: dict[str, type] = {
     "limits": Limits,
     "second_work": SecondWork,
     "second_work.cost": Cost,
+    "stream": StreamSettings,
+    "stream.pool": Pool,
+    "model": ModelSettings,
+    "model.lora": LoraSettings,
+    "data": Corpus,
+    "optimizer": OptimizerSettings,
+    "trainer": TrainerSettings,
 }
 
 
@@ -47,8 +57,16 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     8
     >>> recipe_from({"layout": {"max_tokens": 0}, "topology": {"pd": 8}})
     Traceback (most recent call last):
-    evenstep.errors.ConfigError: the recipe has 2 faults: (1) ...
+    evenstep.config.faults.FaultsError: the recipe has 2 faults: (1) ...
     """
+    recipe, faults = decode_recipe(data)
+    if faults:
+        raise FaultsError(faults, source)
+    return recipe
+
+
+def decode_recipe(data: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe and no faults, or the faults."""
     rest = dict(data)
     layout, faults = _layout(rest.pop("layout", {}))
     # An invalid layout is replaced by a valid one, so that the faults of other keys are found.
@@ -56,29 +74,21 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     if isinstance(rest.get("cost"), Mapping) and "model" in rest["cost"]:
         rest["cost"], unpriced = _model(rest["cost"])
         faults += unpriced
-    recipe, others = _decode(Recipe, rest, ())
-    faults += others
-    if not faults:
-        return cast(Recipe, recipe)
-    if len(faults) == 1:
-        raise ConfigError(f"{source}: {faults[0]}" if source else faults[0])
-    numbered = " ".join(
-        f"({number}) {fault}" for number, fault in enumerate(faults[:_MOST_FAULTS], 1)
-    )
-    raise ConfigError(f"{source or 'the recipe'} has {len(faults)} faults: {numbered}")
+    recipe, others = decode(Recipe, rest, ())
+    return cast(Recipe, recipe), faults + others
 
 
 def _layout(data: object) -> tuple[Layout | None, list[str]]:
     """The layout, or None and its faults."""
     if not isinstance(data, Mapping):
-        return None, [_not_a_mapping("layout", data)]
+        return None, [not_a_mapping("layout", data)]
     kind = data.get("kind", DEFAULT_KIND)
     if not isinstance(kind, str) or kind not in LAYOUTS:
-        return None, [_unknown_word("layout.kind", kind, LAYOUTS)]
-    layout, faults = _decode(LAYOUTS[kind], data, ("layout",))
+        return None, [unknown_word("layout.kind", kind, LAYOUTS)]
+    layout, faults = decode(LAYOUTS[kind], data, ("layout",))
     packer = data.get("packer")
     if isinstance(packer, str) and ":" in packer:  # a function, which only Python can pass
-        faults.append(_unknown_word("layout.packer", packer, PACKER_NAMES))
+        faults.append(unknown_word("layout.packer", packer, PACKER_NAMES))
     return (None if faults else layout), faults
 
 
@@ -91,7 +101,7 @@ def _model(data: Mapping[str, Any]) -> tuple[Cost, list[str]]:
         for key in priced
     ]
     beside = {key: value for key, value in rest.items() if key not in priced}
-    added, others = _decode(Cost, beside, ("cost",))
+    added, others = decode(Cost, beside, ("cost",))
     faults += others
     try:
         cost = model_cost(data["model"])
@@ -102,7 +112,7 @@ def _model(data: Mapping[str, Any]) -> tuple[Cost, list[str]]:
     return dataclasses.replace(cost, per_micro_batch=added.per_micro_batch), []
 
 
-def _decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[Any, list[str]]:
+def decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[Any, list[str]]:
     """The object that `data` describes, or None, and all its faults.
 
     A class raises at its first fault. The faulty key is then removed and the rest is tried again:
@@ -221,21 +231,21 @@ def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "value_error":
-            return str(context["error"])  # already names its field
+            return _named(str(context["error"]), prefix)
         case "unexpected_keyword_argument":
             return _unknown_key(keys, kind)
         case "missing":
             return f"{path} is missing. Set it with --set {path}=VALUE."
         case "literal_error":
-            return _unknown_word(path, value, re.findall(r"'(\w+)'", context["expected"]))
+            return unknown_word(path, value, re.findall(r"'(\w+)'", context["expected"]))
         case "string_type" if keys[-1] == "packer":
-            return _unknown_word(path, value, PACKER_NAMES)
+            return unknown_word(path, value, PACKER_NAMES)
         case "string_type" if str(detail["loc"][-1]) == "[key]":
             return f"{path} is not a known key. Write keys as words."
         case "invalid_key":
             return f"{path} is not a known key. Write keys as words."
         case "dataclass_type" | "dict_type":
-            return _not_a_mapping(path, value)
+            return not_a_mapping(path, value)
         case "int_type" | "int_from_float":
             expected, hint = "an integer", _as_number(value)
         case "float_type":
@@ -245,6 +255,17 @@ def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
         case _:
             expected, hint = detail["msg"].removeprefix("Input should be "), ""
     return f"{path} must be {expected}, got {glimpse(value)}.{hint}"
+
+
+def _named(sentence: str, prefix: tuple[str, ...]) -> str:
+    """The sentence of a class, which names its field; a pool does not know that it is a stream's.
+
+    >>> _named("pool.samples must be an integer.", ("stream",))
+    'stream.pool.samples must be an integer.'
+    """
+    if prefix != ("stream",):
+        return sentence
+    return re.sub(r"^(unknown )?(pool\.|seed )", r"\1stream.\2", sentence)
 
 
 def _as_number(value: object) -> str:
@@ -272,7 +293,7 @@ def _as_boolean(value: object) -> str:
 
 
 def _unknown_key(path: tuple[str, ...], kind: type) -> str:
-    *parents, key = path
+    parents = list(path[:-1])
     if parents == ["layout"]:
         word = next(word for word, layout in LAYOUTS.items() if layout is kind)
         owner, known = f"a {word} layout", _fields(kind)
@@ -281,20 +302,7 @@ def _unknown_key(path: tuple[str, ...], kind: type) -> str:
         known += ["model"] if parents == ["cost"] else []
     else:
         owner, known = "a recipe", _fields(Recipe)
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    return (
-        f"{cut('.'.join(path))} is not a known key. {hint}"
-        f"{owner[0].upper()}{owner[1:]} has {', '.join(known)}."
-    )
-
-
-def _unknown_word(path: str, value: object, words: Iterable[str]) -> str:
-    return f"unknown {path} {glimpse(value)}; expected one of: {', '.join(words)}."
-
-
-def _not_a_mapping(path: str, value: object) -> str:
-    return f"{path} must hold keys, got {glimpse(value)}. Write it as {path}.KEY=VALUE."
+    return unknown_key(cut(".".join(path)), owner[0].upper() + owner[1:], known)
 
 
 def _fields(owner: type) -> list[str]:

@@ -1,17 +1,46 @@
-"""Load recipes from files and overrides."""
+"""Load settings and recipes from files and overrides."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.config.decode import recipe_from
+from evenstep.config.dialects import DIALECTS
+from evenstep.config.dialects.draft import log_probs_section
+from evenstep.config.dialects.reader import Reader
+from evenstep.config.document import Document, read_document
+from evenstep.config.faults import FaultsError, unknown_word
+from evenstep.config.inherit import read_tree
 from evenstep.config.model import beside, with_model
-from evenstep.config.override import overridden
-from evenstep.config.yaml import parse_yaml
+from evenstep.config.native import decode_settings, leaves
+from evenstep.config.override import overridden, parsed
+from evenstep.config.settings import Settings
+from evenstep.config.tree import Layer, Tree, has
 from evenstep.core.recipe import Recipe
-from evenstep.errors import ConfigError, FileError
+from evenstep.errors import ConfigError
+
+_OVERRIDE = "--set"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """Settings, where each value comes from, and what else there is to say about a file.
+
+    origins  the place of each value, by its dotted path
+    notes    what the user should know, such as keys without effect
+    ignored  keys of another system's file that have nothing to do with batches
+
+        loaded = load_file(Path("grpo.yaml"), dialect="nemo-rl")
+        loaded.origins["topology.dp"]  # "derived: 16 GPUs (cluster) / 8"
+    """
+
+    settings: Settings
+    origins: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 def load_recipe(
@@ -19,38 +48,184 @@ def load_recipe(
     overrides: Iterable[str] = (),
     base: Mapping[str, Any] | None = None,
     model: str | None = None,
+    dialect: str | None = None,
 ) -> Recipe:
-    """The recipe of a YAML file, or of `base` without a file, with overrides applied.
+    """The training recipe of a file, or of `base` without a file, with overrides applied.
 
     `model` is the name of a known model or the path of its configuration, which gives the cost.
-    A path is relative to the working directory; one in the file, to the file's folder.
+    A path is relative to the working directory; one in the file, to the file's folder. `dialect`
+    is the system whose file it is, such as "nemo-rl".
 
     >>> load_recipe(overrides=["layout.max_tokens=8192", "overflow=split"]).overflow
     'split'
     """
-    data = beside(load_mapping(path), path.parent) if path else dict(base or {})
+    if path is not None:
+        return load_settings(path, overrides, model=model, dialect=dialect).recipe
+    return _decoded(dict(base or {}), list(overrides), model, None, "").recipe
+
+
+def load_settings(
+    path: Path,
+    overrides: Iterable[str] = (),
+    *,
+    model: str | None = None,
+    dialect: str | None = None,
+) -> Settings:
+    """The settings of a file of ours, or of another system with `dialect`.
+
+    The result has the recipe for training, and the one for log-probabilities if there is one.
+
+        settings = load_settings(Path("grpo.yaml"), dialect="nemo-rl")
+        settings.recipe, settings.log_probs
+    """
+    return load_file(path, overrides, model=model, dialect=dialect).settings
+
+
+def load_file(
+    path: Path,
+    overrides: Iterable[str] = (),
+    *,
+    model: str | None = None,
+    dialect: str | None = None,
+) -> Loaded:
+    """The settings of a file with the origin of each value; the arguments of `load_settings`.
+
+    One error has all faults.
+
+        load_file(Path("run.yaml"), ["topology.dp=8"]).origins["topology.dp"]  # "--set"
+    """
     overrides = list(overrides)
+    if dialect is None:
+        document = read_document(path)
+        _refuse_other_system(document)
+        data = beside(document.data, path.parent)
+        settings = _decoded(data, overrides, model, path, str(path))
+        return Loaded(settings, _native_origins(settings, document, overrides))
+    if dialect not in DIALECTS:
+        raise ConfigError(unknown_word("dialect", dialect, DIALECTS))
+    return _load_dialect(path, overrides, model, dialect)
+
+
+def _decoded(
+    data: dict[str, Any],
+    overrides: list[str],
+    model: str | None,
+    path: Path | None,
+    source: str,
+    faults: Iterable[str] = (),
+    origins: Mapping[str, str] | None = None,
+) -> Settings:
+    """Decode data with overrides; an error has these faults too."""
     if model is not None:
         data = with_model(data, model, path, overrides)
-    return recipe_from(overridden(data, overrides), str(path) if path else "")
+    settings, found = decode_settings(overridden(data, overrides))
+    found = [*faults, *(_with_origins(fault, origins or {}) for fault in found)]
+    if found or settings is None:
+        raise FaultsError(found, source)
+    return settings
 
 
-def load_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file gives an empty one."""
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Check the path given to --config."
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text. Give --config a YAML file.") from None
-    data = parse_yaml(text, str(path))
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(
-            f"{path} holds {type(data).__name__} data, expected keys that are words. "
-            f"Write for example `layout: {{max_tokens: 8192}}`."
+def _refuse_other_system(document: Document) -> None:
+    """One sentence for a file of another system, instead of a fault for each of its keys."""
+    if "layout" in document.data:
+        return
+    counts = {
+        name: sum(has(document.data, key.split(".")) for key in dialect.keys)
+        for name, dialect in DIALECTS.items()
+    }
+    likely = max(counts, key=lambda name: counts[name])
+    if counts[likely]:
+        system = DIALECTS[likely].system
+        raise FaultsError(
+            [
+                f"this is a configuration of {system}, it seems. Add --from {likely}, or "
+                f"dialect={likely!r} in Python."
+            ],
+            str(document.path),
         )
-    return data
+
+
+# Dialects ----------------------------------------------------------------------------------------
+
+
+def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str) -> Loaded:
+    dialect = DIALECTS[name]
+    tree = read_tree(path) if dialect.interpolates else _single(read_document(path, merges=True))
+    reader = Reader(dialect, tree, _ranks(overrides))
+    dialect.read(reader)
+    data = {**reader.train.data(), **reader.stream.data()}
+    origins = {**reader.train.origins, **reader.stream.origins}
+    if reader.log_probs is not None:
+        data["log_probs"] = log_probs_section(reader.train, reader.log_probs)
+        found = reader.log_probs.origins
+        origins |= {f"log_probs.{path}": origin for path, origin in found.items()}
+    if model is not None:  # it replaces the cost that the other system assumes
+        data.pop("cost", None)
+        data.get("log_probs", {}).pop("cost", None)
+    settings = _decoded(data, overrides, model, None, str(path), reader.faults, origins)
+    origins = _all_origins(settings, origins, overrides)
+    return Loaded(settings, origins, tuple(reader.notes), tuple(reader.ignored))
+
+
+def _single(document: Document) -> Tree:
+    return Tree(document.data, (Layer(document),))
+
+
+def _ranks(overrides: list[str]) -> int | None:
+    """The number of ranks that `--set topology.dp=8` gives."""
+    topology = overridden({}, overrides).get("topology")
+    ranks = topology.get("dp") if isinstance(topology, Mapping) else None
+    return ranks if isinstance(ranks, int) and ranks > 0 else None
+
+
+def _with_origins(fault: str, origins: Mapping[str, str]) -> str:
+    """A fault of the native schema, with the keys of the other system behind it."""
+    sentence = fault.removeprefix("log_probs: ")
+    prefix = "log_probs." if sentence != fault else ""
+    named = [
+        f"{path} is {origins[prefix + path]}"
+        for path in dict.fromkeys(re.findall(r"[a-z_]+(?:\.[a-z_]+)*", sentence))
+        if prefix + path in origins
+    ]
+    return f"{fault} ({'; '.join(named)})" if named else fault
+
+
+# Origins -----------------------------------------------------------------------------------------
+
+
+def _native_origins(settings: Settings, document: Document, overrides: list[str]) -> dict[str, str]:
+    """The place of each value of a native file."""
+    found = {
+        path: document.place(path.split("."))
+        for path in leaves(settings.to_dict())
+        if has(document.data, path.split("."))
+    }
+    if has(document.data, ("cost", "model")):
+        place = f"cost.model, {document.place(('cost', 'model'))}"
+        found |= {f"cost.{name}": place for name in ("per_token", "per_pair")}
+    return _all_origins(settings, found, overrides)
+
+
+def _all_origins(
+    settings: Settings, found: Mapping[str, str], overrides: list[str]
+) -> dict[str, str]:
+    """An origin for every value: given, overridden, as in training, or the default."""
+    set_by = [".".join(parsed(text)[0]) for text in overrides]
+    values = leaves(settings.to_dict())
+    origins: dict[str, str] = {}
+    for path, value in values.items():
+        own = path.removeprefix("log_probs.")
+        if any(path == name or path.startswith(f"{name}.") for name in set_by):
+            origins[path] = _OVERRIDE
+        elif path in found:
+            origins[path] = found[path]
+        elif own != path and _same(own, value, values) and origins[own] != "default":
+            origins[path] = "as in training"
+        else:
+            origins[path] = "default"
+    return origins
+
+
+def _same(path: str, value: Any, values: Mapping[str, Any]) -> bool:
+    """Whether there is this value at the path."""
+    return path in values and bool(values[path] == value)

@@ -11,6 +11,15 @@ from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.model.presets import PRESETS
 from evenstep.errors import ConfigError, FileError
 
+_PATHS = (
+    ("cost", "model"),
+    ("data", "paths"),
+    ("data", "tokenizer"),
+    ("data", "template"),
+    ("model", "path"),
+    ("trainer", "out"),
+)
+"""The keys of a file that hold paths."""
 BESIDE = "per_micro_batch"  # the only key that may stand beside a model
 
 
@@ -47,16 +56,26 @@ def _place(path: Path) -> str:
 
 
 def beside(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The data of a file, with a path in `cost.model` taken relative to the file's folder.
+    """The data of a file, with its paths taken relative to the file's folder.
 
     >>> beside({"cost": {"model": "config.json"}}, Path("recipes"))
     {'cost': {'model': 'recipes/config.json'}}
     """
-    cost = data.get("cost")
-    model = cost.get("model") if isinstance(cost, Mapping) else None
-    if not isinstance(model, str) or not model or model in PRESETS:
-        return dict(data)
-    return {**data, "cost": {**cost, "model": str(folder / model)}}  # type: ignore[dict-item]
+    found = dict(data)
+    for section, key in _PATHS:
+        inside = found.get(section)
+        if isinstance(inside, Mapping) and key in inside:
+            found[section] = {**inside, key: _moved(inside[key], folder)}
+    return found
+
+
+def _moved(value: Any, folder: Path) -> Any:
+    """A path, or each of several, in a folder; anything else as it is."""
+    if isinstance(value, list):
+        return [_moved(each, folder) for each in value]
+    if not isinstance(value, str) or not value or value in PRESETS:
+        return value
+    return str(folder / value) + ("/" if value.endswith("/") else "")
 
 
 def with_model(

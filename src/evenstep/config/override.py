@@ -26,7 +26,7 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
     {'topology': {'dp': 8}, 'overflow': 'split'}
     """
     result: dict[str, Any] = copy.deepcopy(dict(data))
-    pairs = [_parse(override) for override in overrides]
+    pairs = [parsed(override) for override in overrides]
     # These two come first, so that they do not drop keys set by the same call.
     for path, value in sorted(pairs, key=lambda pair: pair[0] not in (_KIND, _MODEL)):
         if path == _KIND:
@@ -47,7 +47,8 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
     return result
 
 
-def _parse(override: str) -> tuple[tuple[str, ...], Any]:
+def parsed(override: str) -> tuple[tuple[str, ...], Any]:
+    """The path and the value of one override."""
     key, equals, text = override.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):

@@ -1,4 +1,4 @@
-"""Parse YAML 1.2. Duplicate keys and merge keys (`<<`) are errors.
+"""Parse YAML 1.2. Duplicate keys are errors, and so are merge keys (`<<`) unless allowed.
 
 true, True, TRUE            booleans; yes, no, on and off are text
 10000, 10_000, 1e4          numbers; 0x10 and 0o17 too
@@ -9,12 +9,17 @@ true, True, TRUE            booleans; yes, no, on and off are text
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import yaml
 
 from evenstep.core.glimpse import cut
 from evenstep.errors import ConfigError
+
+LineOf: TypeAlias = Callable[[Sequence[str]], int | None]
+"""The path of a key -> its line, None if there is no such key."""
 
 _MOST_DIGITS = 100
 
@@ -42,11 +47,14 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2 that refuses merge keys and duplicate keys."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (without the resolvers of YAML 1.1)
+    merges = False
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
+                if self.merges:
+                    continue
                 raise _MergeKeyError(problem_mark=key_node.start_mark)
             key = str(self.construct_object(key_node, deep=True))
             if key in seen:
@@ -99,14 +107,36 @@ for _tag, _construct in (
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
 
 
+class _MergingLoader(_Loader):
+    """The same with merge keys, which files of other systems may have."""
+
+    merges = True
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """Parse one YAML value; error messages name `source`.
 
     >>> parse_yaml("{samples: 128, tokens: 4e6}", "steps")
     {'samples': 128, 'tokens': 4000000.0}
     """
+    return parse_with_lines(text, source)[0]
+
+
+def parse_with_lines(text: str, source: str, merges: bool = False) -> tuple[Any, LineOf]:
+    """Parse one YAML value, and a function from the path of a key to its line, counted from 1.
+
+    >>> data, line_of = parse_with_lines("{seed: 1, steps: {samples: 2}}", "a file")
+    >>> line_of(("steps", "samples")), line_of(("steps", "tokens"))
+    (1, None)
+    """
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
+        loader = (_MergingLoader if merges else _Loader)(text)
+        try:
+            node = loader.get_single_node()
+            data = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+        return data, partial(_line, node)
     except _MergeKeyError as error:
         raise ConfigError(
             f"{source} merges keys with <<{_where(error)}, which is not supported. "
@@ -121,6 +151,19 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(
             f"{source} is not valid YAML{_where(error)} ({problem}). Write keys as `key: value`."
         ) from None
+
+
+def _line(node: yaml.Node | None, path: Sequence[str]) -> int | None:
+    """The line of the key at `path`. Merged keys stand before the mapping's own."""
+    line = None
+    for key in path:
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        found = [pair for pair in node.value if pair[0].value == key]
+        if not found:
+            return None
+        line, node = found[-1][0].start_mark.line + 1, found[-1][1]
+    return line
 
 
 def _where(error: Exception) -> str:

@@ -12,6 +12,7 @@ from evenstep.core.placement import Placement, place
 from evenstep.core.ragged import IntArray, by_first_appearance, sum_by
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
+from evenstep.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +40,25 @@ class MicroBatch:
     """The group of each segment, if the plan keeps groups in one micro-batch; else None."""
     width_unit: int = 1
     """Widths are multiples of this (`Recipe.width_unit`)."""
+
+    @classmethod
+    def one_row(cls, lengths: Sequence[int], width: int | None = None) -> MicroBatch:
+        """Whole samples 0, 1, ... in order, end to end in one row of this width (default: as wide
+        as they are).
+
+        >>> MicroBatch.one_row([3, 2], width=8).placement.offsets.tolist()
+        [0, 3, 5, 8]
+        """
+        length = np.asarray(lengths, np.int64)
+        number, start = np.arange(len(length)), np.zeros_like(length)
+        used = int(length.sum())
+        found = max(used, 1) if width is None else width
+        if found < used:
+            raise InputError(
+                f"a row of {found} slots cannot hold {used} tokens. Use at least {used}, or fewer "
+                f"samples."
+            )
+        return cls(Segments(number, start, length), np.array([0, len(length)]), found, length)
 
     @property
     def rows(self) -> int:

@@ -42,6 +42,23 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     return take_slots(batch, mine, rank, size, "sequence")
 
 
+def shard_rows(
+    values: Tensor, rank: int, size: int, *, multiple: int = 1, pad: float = 0
+) -> Tensor:
+    """One rank's run of entries along the first dimension, for example image patches.
+
+    The entries are first padded to a multiple of `size * multiple`.
+
+    >>> shard_rows(torch.tensor([1, 2, 3]), 1, 2).tolist()
+    [3, 0]
+    """
+    check_rank(rank, size)
+    run = rounded_up(len(values), size * multiple) // size
+    missing = run * size - len(values)
+    padding = values.new_full((missing, *values.shape[1:]), pad)
+    return torch.cat((values, padding))[rank * run : (rank + 1) * run]
+
+
 def join_sequence(shards: Sequence[Tensor]) -> Tensor:
     """Per-slot results of all sequence-parallel ranks -> results of the whole batch.
 

@@ -45,14 +45,17 @@ def varlen(
     softcap: float,  # 0 for none
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (slots, heads, dim) and the log-sum-exp (heads, slots), both after the sink."""
+    """Outputs (slots, heads, dim) and the log-sum-exp (heads, slots), both after the sink.
+
+    Contiguous: compiled code relies on the strides of the fake. The kernels follow those of q.
+    """
     run = _flash_forward if q.is_cuda else _tiles_forward
     out, lse = run(q, k, v, cu_seqlens, longest, causal, window, scale, softcap)
     if sinks is None:
-        return out, lse
+        return out.contiguous(), lse.contiguous()
     both = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
     keys = torch.exp(lse - both).transpose(0, 1).unsqueeze(2)
-    return (out * keys).to(out.dtype), both
+    return (out * keys).to(out.dtype).contiguous(), both.contiguous()
 
 
 @varlen.register_fake  # type: ignore[untyped-decorator]
@@ -79,9 +82,11 @@ def varlen_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v, contiguous."""
     run = _flash_backward if q.is_cuda else _tiles_backward
-    return run(grad, q, k, v, out, lse, cu_seqlens, longest, causal, window, scale, softcap)
+    found = run(grad, q, k, v, out, lse, cu_seqlens, longest, causal, window, scale, softcap)
+    dq, dk, dv = (each.contiguous() for each in found)
+    return dq, dk, dv
 
 
 @varlen_backward.register_fake  # type: ignore[untyped-decorator]

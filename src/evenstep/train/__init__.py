@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from evenstep.train.forwards import register_forward
     from evenstep.train.kept import Kept
     from evenstep.train.normalization import (
+        ByLoss,
         Constant,
         Custom,
         FixedLength,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AllTokens",
     "Alone",
+    "ByLoss",
     "Collective",
     "Constant",
     "Custom",
@@ -78,6 +80,7 @@ if not TYPE_CHECKING:
             "forwards": ["register_forward"],
             "kept": ["Kept"],
             "normalization": [
+                "ByLoss",
                 "Constant",
                 "Custom",
                 "FixedLength",

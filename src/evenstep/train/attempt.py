@@ -17,16 +17,15 @@ from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.metrics import Metric
-from evenstep.tensors.per_sequence import Sums
 from evenstep.train.backward import Backward
 from evenstep.train.bundle import Bundle
 from evenstep.train.framework import Framework
 from evenstep.train.kept import Keeper, Places
+from evenstep.train.loss_terms import LossTerms
 from evenstep.train.measures import Measures
 from evenstep.train.memory import TooLargeError, out_of_memory
 from evenstep.train.nonfinite import Suspects
-from evenstep.train.normalization import weighted
+from evenstep.train.normalization import ByLoss
 from evenstep.train.prefetch import Prefetch
 from evenstep.train.result import StepResult, Timings
 from evenstep.train.step_checks import (
@@ -96,7 +95,9 @@ class Attempt:
         norms = {loss.normalization.name: loss.normalization for loss in self.losses.values()}
         if all(each.known(self.work.totals) is not None for each in norms.values()):
             return "known"
-        return "counted" if len(norms) > 1 and self.work.count is not None else "deferred"
+        counts = len(norms) > 1 and self.work.count is not None
+        counts = counts and not any(isinstance(each, ByLoss) for each in norms.values())
+        return "counted" if counts else "deferred"
 
     def result(self) -> StepResult:
         """Run all micro-batches and finish the gradients."""
@@ -269,13 +270,13 @@ class Attempt:
         exchange = self.backward.exchanges(last=exchange)
         try:
             batch = ready.batch if ready.moved else self._moved(ready.batch)
+            batch = self._preprocessed(batch)
             shard = (self.runner.shard or _whole)(batch)
             amounts = self.step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
-            scales = self._scales(amounts)
             if self.suspects is not None:
                 self.suspects.begin(ready.sample_ids, exchange)
             with self.compute, self.busy, self.framework.exchange(exchange):
-                self._forward_backward(ready, batch, shard, amounts, scales)
+                self._forward_backward(ready, batch, shard, amounts)
             if self.suspects is not None:
                 self.suspects.gradients(self.backward.gradients())
         except torch.OutOfMemoryError as error:
@@ -294,6 +295,12 @@ class Attempt:
             ) from failure
         self.measures.add(ready, getattr(shard, "size", 1))
         self.position += 1
+
+    def _preprocessed(self, batch: Batch) -> Batch:
+        if self.runner.preprocess is None:
+            return batch
+        with self.compute, torch.no_grad():
+            return self.runner.preprocess(batch)
 
     def _scales(self, amounts: Mapping[str, Tensor]) -> dict[str, float]:
         """Factors of this micro-batch's loss sums before backward."""
@@ -314,28 +321,19 @@ class Attempt:
         batch: Batch,
         shard: Batch | BatchShard,
         amounts: Mapping[str, Tensor],
-        scales: Mapping[str, float],
     ) -> None:
         assert self.runner.forward is not None
         outputs = self.runner.forward(self.runner.model, shard)
-        sums: dict[str, Tensor] = {}
-        metrics: dict[str, Metric] = {}
-        found: dict[str, Sums | Tensor] = {}
-        take = self.runner.shard or _whole
-        for name, loss in self.losses.items():
-            each = loss.function(outputs, take(weighted(batch, loss.normalization)))
-            sums[name] = each.loss if isinstance(each, Sums) else each
-            found[name] = each
-            if isinstance(each, Sums):
-                prefix = f"{name}/" if len(self.losses) > 1 else ""
-                metrics |= {prefix + key: metric for key, metric in each.metrics.items()}
+        terms = LossTerms.of(self.losses, outputs, batch, self.runner.shard or _whole)
+        amounts = {**amounts, **terms.divisors}
         if self.suspects is not None:
             self.suspects.watch(outputs, shard)
-            self.suspects.losses(found.values())
+            self.suspects.losses(terms.found.values())
         if self.keeper is not None and ready.places is not None:
-            self.keeper.add(ready.places, found)
-        self.backward.run(sums, scales)
-        self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
+            self.keeper.add(ready.places, terms.found)
+        scales = self._scales(amounts)
+        self.backward.run(terms.sums, scales)
+        self.bundles.append(self.step_loss.bundle(terms.sums, amounts, scales, terms.metrics))
 
     def _agree(self, failure: BaseException | None, ready: Ready) -> None:
         """Raise on all ranks if this micro-batch ran out of memory on any of them."""

@@ -278,11 +278,7 @@ class Custom:
 
     def __post_init__(self) -> None:
         whole_field(self, "distance", least=0)
-        if self.name in _PLAN_TOTALS:
-            raise ConfigError(
-                f"the custom normalization {self.name!r} has the name of a total of plans. Use "
-                f"another name than {', '.join(_PLAN_TOTALS)}."
-            )
+        _free_name("custom normalization", self.name)
 
     def weights(self, batch: Batch) -> Tensor:
         """The result of `of_slots`, 0 where the label `distance` tokens ahead is ignored."""
@@ -304,6 +300,36 @@ class Custom:
         return totals.get(self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class ByLoss:
+    """The sum of the divisors that the loss function returns, as `(loss, divisor)`.
+
+    For amounts that are known only in the forward pass. Losses with the same name share a
+    denominator and must return the same divisor. Not for mode="known" and mode="counted", which
+    need denominators before the first forward.
+
+    >>> ByLoss("num_labels_in_batch").known({}) is None
+    True
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        _free_name("normalization", self.name)
+
+    def weights(self, batch: Batch) -> Tensor:
+        """1 for each loss token."""
+        return whole_batch(batch).loss_weights
+
+    def amount(self, batch: Batch) -> Tensor:
+        """0: what the loss returns takes its place."""
+        return _total(whole_batch(batch).loss_weights[:0])
+
+    def known(self, totals: Mapping[str, float]) -> float | None:
+        """Never."""
+        return None
+
+
 NORMALIZATIONS: dict[str, Callable[..., Normalization]] = {
     "token_mean": TokenMean,
     "sequence_mean": SequenceMean,
@@ -316,6 +342,14 @@ NORMALIZATIONS: dict[str, Callable[..., Normalization]] = {
 
 def _total(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
+
+
+def _free_name(what: str, name: str) -> None:
+    if name in _PLAN_TOTALS:
+        raise ConfigError(
+            f"the {what} {name!r} has the name of a total of plans. Use another name than "
+            f"{', '.join(_PLAN_TOTALS)}."
+        )
 
 
 def _positive(name: str, value: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,10 +33,23 @@ from evenstep.train.step_checks import check_collective, check_fingerprints, che
 from evenstep.train.step_loss import Mode
 from evenstep.train.work import Work, empty_micro_batch
 
-LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor]
-"""(the model's outputs, batch) -> unnormalized sums, or a scalar."""
+LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor | tuple[Sums | Tensor, Tensor]]
+"""(the model's outputs, batch) -> unnormalized sums, or a scalar; with `ByLoss` also a divisor."""
 OnMemory: TypeAlias = Literal["raise", "split"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
+
+
+class LazyBatches(Protocol):
+    """A known number of batches that are made when they are iterated."""
+
+    @property
+    def budget(self) -> int | None:
+        """The most slots of a batch, the same on all ranks; None if unknown."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +89,8 @@ class Runner:
                   get the logits; return `dict(outputs)` to pass on all of it
     shard         Batch -> BatchShard of this context-parallel rank, e.g.
                   `lambda batch: shard_context(batch, rank, size)`
+    preprocess    Batch -> Batch, without gradient, on the device and just before the micro-batch
+                  runs; for example adds the log-probs of a reference model as an extra
     device        where batches are moved before they run; None leaves them
     prefetch      number of micro-batches prepared ahead; prefetch + 1 are alive. If the device has
                   no memory for the next one yet, it is copied when it runs
@@ -101,6 +116,7 @@ class Runner:
     collate: Callable[[MicroBatch, Any], Batch] = field(default_factory=Collator)
     forward: Forward | None = None
     shard: Callable[[Batch], BatchShard] | None = None
+    preprocess: Callable[[Batch], Batch] | None = None
     device: torch.device | str | None = None
     prefetch: int = 1
     cost: Cost | None = None
@@ -146,8 +162,8 @@ class Runner:
             return dict(self.loss)
         return {"loss": Loss(function=self.loss, normalization=self.normalization)}
 
-    def run(self, step: Step | Sequence[Batch]) -> StepResult:
-        """Run a step of a stream, or a sequence of batches."""
+    def run(self, step: Step | Sequence[Batch] | LazyBatches) -> StepResult:
+        """Run a step of a stream, or batches: a sequence, or lazy ones with a known number."""
         if self.on_memory == "split" and (not isinstance(step, Step) or step.batches is not None):
             raise ConfigError(
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
@@ -157,7 +173,8 @@ class Runner:
             self._compared.append(getattr(step, "fingerprint", ""))
             check_fingerprints(self._compared[0], self.collective)
         if not isinstance(step, Step):
-            return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=None))
+            budget = getattr(step, "budget", None)
+            return self._once(Work(items=step, count=len(step), number=0, totals={}, budget=budget))
         check_collective(step.ranks, self.collective)
         if self.on_memory == "split" and step.plan is not None and step.plan.recipe.equal_tokens:
             raise ConfigError(

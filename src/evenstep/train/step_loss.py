@@ -39,7 +39,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.gradients import SeparateGradients, rescale
-from evenstep.train.normalization import Normalization
+from evenstep.train.normalization import ByLoss, Normalization
 
 Mode: TypeAlias = Literal["known", "counted", "deferred", "per_micro_batch"]
 
@@ -121,6 +121,12 @@ class StepLoss:
                 f"mode='deferred' has one factor for one denominator, got "
                 f"{sorted(self.denominators)}. Use mode='counted', or separate=True for one "
                 f"backward each."
+            )
+        by_loss = [name for name, n in self.denominators.items() if isinstance(n, ByLoss)]
+        if by_loss and self.ahead:
+            raise ConfigError(
+                f"mode={self.mode!r} needs the denominator {by_loss[0]!r} before the step, but the "
+                f"loss function returns it. Use mode='deferred'."
             )
         if self.separate and self.mode != "deferred":
             raise ConfigError(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from evenstep.config.settings import TrainerSettings
+from evenstep.config.training import LoraSettings, ModelSettings
 from evenstep.core.cost import Cost
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError, FileError
 from evenstep.train.forwards import Forward, forward_of
-from evenstep.trainer.options import Lora, ModelOptions
 from evenstep.trainer.ranks import Ranks
-from evenstep.trainer.trainer import Trainer
 
 
-def build(options: ModelOptions, vocab: int) -> nn.Module:
+def build(options: ModelSettings, vocab: int) -> nn.Module:
     """The model on the CPU, in float32. `vocab` is the number of token ids in the data."""
     if options.path is None:
         sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads")}
@@ -29,37 +30,42 @@ def build(options: ModelOptions, vocab: int) -> nn.Module:
     return model if options.lora is None else _adapted(model, options.lora)
 
 
-def cost_of(model: nn.Module) -> Cost:
-    """Training FLOPs of a model that `build` made, from its shape."""
+def cost_of(model: nn.Module) -> Cost | None:
+    """Training FLOPs of a model that `build` made, from its shape; None if its layers are
+    unknown."""
     if isinstance(model, Decoder):
         shape = model.shape
         names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
         return Cost.of_model(**{name: getattr(shape, name) for name in names})
-    return Cost.of_config(model.config)
+    try:
+        return Cost.of_config(model.config)
+    except ConfigError as error:
+        warnings.warn(f"balancing by tokens only: {error}", stacklevel=2)
+        return None
 
 
-def wrapped(model: nn.Module, trainer: Trainer, ranks: Ranks) -> Any:
+def wrapped(model: nn.Module, settings: TrainerSettings, ranks: Ranks) -> Any:
     """The model on its device, with checkpointing, compilation and what exchanges gradients."""
     model = model.to(ranks.device)
     layers = layers_of(model)
-    if trainer.checkpointing:
+    if settings.checkpointing:
         _checkpoint(model, layers)
-    if trainer.compile:
+    if settings.compile:
         for layer in layers_of(model):
             layer.compile()
     if ranks.slow is None:
         return model
-    if trainer.parallel == "fsdp2":
-        return _sharded(model, trainer)
+    if settings.parallel == "fsdp2":
+        return _sharded(model, settings)
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(model)
 
 
-def forward_for(model: Any, trainer: Trainer, device: torch.device) -> Forward:
+def forward_for(model: Any, settings: TrainerSettings, device: torch.device) -> Forward:
     """How the model is called: in mixed precision if asked for."""
     forward = forward_of(model)
-    if trainer.precision == "float32" or (trainer.parallel == "fsdp2" and _is_sharded(model)):
+    if settings.precision == "float32" or (settings.parallel == "fsdp2" and _is_sharded(model)):
         return forward  # fully_shard casts weights and inputs itself
 
     def cast(model: Any, batch: Any) -> Any:
@@ -75,7 +81,7 @@ def layers_of(model: nn.Module) -> list[Any]:
     return max(lists, key=len, default=[])
 
 
-def _hugging_face(options: ModelOptions) -> Any:
+def _hugging_face(options: ModelSettings) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -110,7 +116,7 @@ def _check_vocabulary(size: int, needed: int, what: str) -> None:
         )
 
 
-def _adapted(model: Any, lora: Lora) -> Any:
+def _adapted(model: Any, lora: LoraSettings) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -134,11 +140,11 @@ def _checkpoint(model: Any, layers: list[Any]) -> None:
     wrapper.apply_activation_checkpointing(model, check_fn=lambda each: id(each) in chosen)
 
 
-def _sharded(model: Any, trainer: Trainer) -> Any:
+def _sharded(model: Any, settings: TrainerSettings) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    if trainer.precision == "bfloat16":
+    if settings.precision == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers_of(model):
         fully_shard(layer, mp_policy=policy)

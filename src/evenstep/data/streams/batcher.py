@@ -146,11 +146,25 @@ class PoolBatcher:
         rows = layout.rows_of(packs)
         return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
 
+    def take_few(
+        self, waiting: list[Entry], step: int, most: int
+    ) -> tuple[MicroBatch, list[Entry]]:
+        """As `take`, when nothing will be added to `waiting`, but at most `most` entries."""
+        micro, taken = self.take(list(waiting), step, ending=True)
+        if len(taken) > most:
+            micro, taken = self.take(taken[:most], step, ending=True)
+        gone = {id(entry) for entry in taken}
+        waiting[:] = [entry for entry in waiting if id(entry) not in gone]
+        return micro, taken
+
     def _pack(self, waiting: list[Entry], step: int, left: list[int], ending: bool) -> list[Entry]:
         lengths = np.array([entry.length for entry in waiting], np.int64)
         if self._alignment > 1:
             lengths = rounded_up(lengths, self._alignment)
         room = self._full_room if self.pool.warmup_tokens is None else self._room(step)
+        if self.pool.alone is not None:  # as if it filled the room
+            alone = np.array([entry.length >= self.pool.alone for entry in waiting])
+            lengths = np.where(alone, np.maximum(lengths, room.capacity), lengths)
         if not left and self.recipe.limits.cost is None:
             chosen = self._selected(lengths, room, None, ending)
         else:

@@ -51,6 +51,11 @@ class EpochSource:
         source = cast("MeasuredSource", self.source)
         return source.lengths_of(np.array(self.items(epoch, positions), np.int64))
 
+    def length_of_item(self, item: int) -> int:
+        """The length of an item, if the source knows it."""
+        assert self.measured
+        return int(cast("MeasuredSource", self.source).lengths_of(np.array([item]))[0])
+
     def items(self, epoch: int, positions: IntArray) -> list[int]:
         """The items at these positions."""
         if self.count is not None:

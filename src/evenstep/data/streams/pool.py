@@ -34,6 +34,7 @@ class Pool:
                     `greedy` takes what fits, in order. Padded rows: `fullest` chooses the width
                     and rows that hold the most tokens; `prefer_closest` and `prefer_first` are
                     those of cosmos-rl. The default is the first of each.
+    alone           samples of at least so many tokens are a micro-batch of their own
     warmup_steps    number of steps over which the budget grows from `warmup_tokens` to its full
                     size
 
@@ -44,6 +45,7 @@ class Pool:
     samples: int = 64
     tokens: int | None = None
     strategy: PackedStrategy | PaddedStrategy | None = None
+    alone: int | None = None
     warmup_steps: int = 0
     warmup_tokens: int | None = None
 
@@ -51,6 +53,8 @@ class Pool:
         whole_field(self, "pool.samples")
         if self.tokens is not None:
             whole_field(self, "pool.tokens", least=0)
+        if self.alone is not None:
+            whole_field(self, "pool.alone")
         whole_field(self, "pool.warmup_steps", least=0)
         if (self.warmup_steps > 0) != (self.warmup_tokens is not None):
             raise ConfigError(

@@ -19,6 +19,7 @@ from evenstep.data.sources.source import MeasuredSource, Source, check_source, h
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
+from evenstep.data.streams.common_end import ItemLengths, common_steps, own_steps
 from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
@@ -30,7 +31,7 @@ from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.sample_columns import ColumnOf
 from evenstep.data.streams.samples_seen import SamplesSeen
 from evenstep.data.streams.stream import steps_of_pass, world_for
-from evenstep.errors import CursorError
+from evenstep.errors import ConfigError, CursorError
 
 
 class PooledStream:
@@ -46,8 +47,13 @@ class PooledStream:
     sample exactly once; this needs the cursors of all readers (`merge_cursors`).
 
     Readers of a finite stream end at different times, so ranks must agree on the end; see
-    `until_all_end`. With `on_error="skip"` unreadable samples are left out and counted, also when
-    the pool is read again on resume.
+    `until_all_end`. With `count_ahead` they need not: each rank counts the steps of all readers
+    before its first step. Ranks with fewer then make smaller micro-batches at the end, or empty
+    ones if their pool holds too few samples. Lengths that the source does not know are read for
+    that, once per reader: give them (`MeasuredMapped`) if samples are expensive.
+
+    With `on_error="skip"` unreadable samples are left out and counted, also when the pool is read
+    again on resume.
 
     `columns` maps the names in `recipe.limits.columns` to functions of a sample; `loss_tokens`
     needs none. Lengths that the source knows are checked at once. `fingerprint` names the data in
@@ -76,6 +82,7 @@ class PooledStream:
         length_of: Measure = count_tokens,
         columns: Mapping[str, ColumnOf] | None = None,
         fingerprint: str | None = None,
+        count_ahead: bool = False,
     ) -> None:
         check_source(source)
         one_of("on_error", on_error, OnError)
@@ -87,7 +94,9 @@ class PooledStream:
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self.on_error, self.length_of, self.fingerprint = on_error, length_of, fingerprint
+        self.count_ahead = truth_value("count_ahead", count_ahead)
         self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
+        self._check_count_ahead()
         self._measured = False
         if length_of is count_tokens and knows_lengths(source):
             self._measured = True
@@ -100,6 +109,21 @@ class PooledStream:
         self._done = 0
         self._iterated = False  # since the start was set
         self._seen = SamplesSeen()
+        self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
+        self._changed = False  # settings, since the loaded state was taken
+
+    def _check_count_ahead(self) -> None:
+        if not self.count_ahead:
+            return
+        for what, given in (
+            ("infinite_loop", self.infinite_loop),
+            ("limits.columns", bool(self.recipe.limits.columns)),
+        ):
+            if given:
+                raise ConfigError(
+                    f"count_ahead counts steps by lengths until the end, so it cannot be combined "
+                    f"with {what}. Leave one of them out."
+                )
 
     @property
     def done(self) -> int:
@@ -108,8 +132,8 @@ class PooledStream:
 
     @property
     def ends_together(self) -> bool:
-        """True on one rank only: ranks do not know when the others run out of samples."""
-        return self.world.size == 1
+        """True on one rank or with `count_ahead`; else ranks do not know when others run out."""
+        return self.world.size == 1 or self.count_ahead
 
     # Iterating ---------------------------------------------------------------------------------
 
@@ -199,7 +223,11 @@ class PooledStream:
         items = self._items()
         mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
-            return ReaderState.fresh(mine, readers, self._epoch, items.count, items.lengths), worker
+            every = [
+                ReaderState.fresh(each, readers, self._epoch, items.count, items.lengths)
+                for each in (range(readers) if self.count_ahead else [mine])
+            ]
+            return self._counted(every, mine, workers), worker
         position = self._begin.place
         held = states_of(position)
         if (position["ranks"], position["workers"]) == (ranks, workers):
@@ -207,8 +235,9 @@ class PooledStream:
             turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
             if own:
                 turn = min(held, default=first) - first
-            if first + turn in held:
-                return held[first + turn].measured(items.lengths), turn
+            if first + turn in held and self._is_counted(held[first + turn]):
+                state = held[first + turn].measured(items.lengths)
+                return state if self.count_ahead else replace(state, left=None), turn
         then = position["ranks"] * position["workers"]
         missing = sorted(set(range(then)) - held.keys())
         if missing:
@@ -219,7 +248,28 @@ class PooledStream:
                 f"ranks and workers with merge_cursors."
             )
         states = list(held.values())
-        return redealt(states, mine, readers, items.count, items.lengths), worker
+        every = [
+            redealt(states, each, readers, items.count, items.lengths)
+            for each in (range(readers) if self.count_ahead else [mine])
+        ]
+        return self._counted(every, mine, workers), worker
+
+    def _is_counted(self, state: ReaderState) -> bool:
+        """Whether the steps left in a loaded state still hold, or none are needed."""
+        return not self.count_ahead or (state.left is not None and not self._changed)
+
+    def _counted(self, every: list[ReaderState], mine: int, workers: int) -> ReaderState:
+        """The state of reader `mine`, with the number of steps left to it if they are counted."""
+        if not self.count_ahead:
+            return every[0]
+        key = (self._epoch if self._begin is None else -1, workers)
+        if key not in self._counts:
+            items = ItemLengths(self._items(), self.length_of)
+            firsts = [self._first + state.reader % workers for state in every]
+            skip = self.on_error == "skip"
+            own = own_steps(every, firsts, workers, items, self._batcher, skip)
+            self._counts[key] = common_steps(own, workers)
+        return replace(every[mine], left=self._counts[key][mine])
 
     def _items(self) -> EpochSource:
         return EpochSource(self.source, self.seed, self.shuffle, self._measured)
@@ -249,6 +299,8 @@ class PooledStream:
         states_of(cursor.place)
         self._begin = self._now = replace(cursor, belongs=self._belongs)
         self._skip, self._iterated = 0, False
+        self._changed = bool(cursor.differences(self._belongs))
+        self._counts.clear()
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """What differs between this stream and that of a state, in words; [] if nothing does."""

@@ -57,6 +57,7 @@ class PoolReader:
         self._lost, self._reported = dict(state.lost), dict(state.lost)
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
+        self._left = state.left
 
     @property
     def number(self) -> int:
@@ -71,13 +72,14 @@ class PoolReader:
 
     def state_dict(self) -> dict[str, Any]:
         """The current `ReaderState` as plain data."""
-        return {
+        state: dict[str, Any] = {
             "epochs": [remaining.to_list() for remaining in self._epochs],
             "read": self._read,
             "waiting": [entry.key for entry in self._waiting],
             "cuts": [self._batcher.cut.to_list()],
             "lost": dict(self._lost),
         }
+        return state if self._left is None else {**state, "left": self._left}
 
     @property
     def epoch(self) -> int:
@@ -85,7 +87,9 @@ class PoolReader:
         return self._waiting[0].epoch if self._waiting else self._epochs[0].epoch
 
     def step(self, number: int) -> tuple[list[MicroBatch], dict[int, Sample]] | None:
-        """The micro-batches of a step and their samples by id; None when nothing is left."""
+        """The micro-batches of a step and their samples by id; None when nothing is left.
+
+        If steps were counted ahead, there are exactly as many, the last ones empty if need be."""
         micro_batches: list[MicroBatch] = []
         samples: dict[int, Sample] = {}
         owners: dict[int, tuple[int, int]] = {}
@@ -93,19 +97,30 @@ class PoolReader:
             self._fill()
             if not self._waiting:
                 break
-            micro, taken = self._batcher.take(self._waiting, number, self._ended)
+            micro, taken = self._take(number, len(micro_batches))
             if self._items.count is None:
                 micro, taken = _distinct(micro, taken, owners)
             micro_batches.append(micro)
             for entry in taken:
                 samples[entry.sample_id] = entry.sample
                 self._tokens -= entry.length
-        if not micro_batches:
+        if not micro_batches and (self._left or 0) <= 0:
             return None
+        if self._left is not None:
+            self._left -= 1
         missing = self._batcher.micro_batches - len(micro_batches)
         if missing:
             micro_batches += [micro_batch([], self._batcher.recipe)] * missing
         return micro_batches, samples
+
+    def _take(self, number: int, before: int) -> tuple[MicroBatch, list[Entry]]:
+        """Remove the next micro-batch of a step from the pool; `before` precede it in the step."""
+        if self._left is None or not self._ended:
+            return self._batcher.take(self._waiting, number, self._ended)
+        # Later steps need a sample each. A full step has `micro_batches` micro-batches.
+        later = (self._left - 1) * self._batcher.micro_batches - before
+        most = max(1, len(self._waiting) - max(0, later))
+        return self._batcher.take_few(self._waiting, number, most)
 
     def _fill(self) -> None:
         waiting, samples, enough = self._waiting, self._batcher.samples, self._batcher.enough

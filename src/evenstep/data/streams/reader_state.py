@@ -35,6 +35,8 @@ class ReaderState:
     lost             number of samples lost so far, by reason
     step             number of the next step as this reader counts. It determines a growing budget,
                      and runs ahead of the loader's count when other workers have ended
+    left             number of steps left to this reader, if the steps of all readers were counted
+                     ahead
     """
 
     reader: int
@@ -45,6 +47,7 @@ class ReaderState:
     cuts: tuple[Cut, ...] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
+    left: int | None = None
 
     @classmethod
     def fresh(
@@ -88,7 +91,8 @@ class ReaderState:
             "cuts": [cut.to_list() for cut in self.cuts],
             "lost": dict(self.lost),
         }
-        return data if self.step is None else {**data, "step": self.step}
+        further = {"step": self.step, "left": self.left}
+        return data | {name: value for name, value in further.items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], reader: int, readers: int) -> ReaderState:
@@ -103,6 +107,7 @@ class ReaderState:
                 cuts=tuple(Cut.from_list(cut) for cut in data["cuts"]),
                 lost={str(reason): int(count) for reason, count in data["lost"].items()},
                 step=None if data.get("step") is None else int(data["step"]),
+                left=None if data.get("left") is None else int(data["left"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CursorError(

@@ -1,4 +1,4 @@
-"""What a training run is asked to do, as plain data: the model and the optimizer."""
+"""The model and the optimizer of a training run, as plain data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ Schedule: TypeAlias = Literal["cosine", "constant"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
+class LoraSettings:
     """Low-rank adapters, trained instead of the weights of a Hugging Face model (with peft).
 
     targets  names of the linear layers that get one; none chooses all but the head
+
+    >>> ModelSettings(path="models/llama", lora=LoraSettings(rank=4)).lora.rank
+    4
     """
 
     rank: int = 8
@@ -29,7 +32,7 @@ class Lora:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions:
+class ModelSettings:
     """The model: a Hugging Face causal language model, or our small decoder.
 
     path       folder of a Hugging Face model; or a config.json, for random weights. None: the
@@ -37,13 +40,13 @@ class ModelOptions:
     attention  attention implementation of a Hugging Face model
     vocab      size of the decoder's vocabulary; None: that of the tokenizer
 
-    >>> ModelOptions(hidden=128).heads
+    >>> ModelSettings(hidden=128).heads
     4
     """
 
     path: str | None = None
     attention: str = "evenstep"
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     vocab: int | None = None
     hidden: int = 64
     layers: int = 2
@@ -68,13 +71,13 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerOptions:
+class OptimizerSettings:
     """AdamW, and how its learning rate changes: up over `warmup_steps`, then along `schedule`.
 
     min_lr  the learning rate at the last step of a cosine schedule
     clip    the largest norm of the gradient; None does not clip
 
-    >>> [round(OptimizerOptions(lr=1.0, warmup_steps=2).rate(step, 10), 2) for step in (0, 1, 9)]
+    >>> [round(OptimizerSettings(lr=1.0, warmup_steps=2).rate(step, 10), 2) for step in (0, 1, 9)]
     [0.5, 1.0, 0.04]
     """
 

@@ -1,0 +1,115 @@
+"""Settings: everything that a configuration file says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from evenstep.config.training import ModelSettings, OptimizerSettings
+from evenstep.core.recipe import Recipe
+from evenstep.core.validate import one_of, seed_number, truth_field, whole_field
+from evenstep.data.corpus.corpus import Corpus
+from evenstep.data.streams.pool import Pool
+
+Precision: TypeAlias = Literal["float32", "bfloat16"]
+Parallel: TypeAlias = Literal["ddp", "fsdp2"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamSettings:
+    """How samples are read. The names are those of `PlannedStream` and `PooledStream`.
+
+    With a pool the stream is a `PooledStream`.
+
+    >>> StreamSettings(pool=Pool(samples=32), seed=42).options()["seed"]
+    42
+    """
+
+    pool: Pool | None = None
+    seed: int = 0
+    shuffle: bool = True
+    infinite_loop: bool = False
+    max_num_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", seed_number(self.seed))
+        for name in ("shuffle", "infinite_loop"):
+            truth_field(self, f"stream.{name}")
+        if self.max_num_steps is not None:
+            whole_field(self, "stream.max_num_steps", least=0)
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the stream."""
+        pool = {} if self.pool is None else {"pool": self.pool}
+        names = ("seed", "shuffle", "infinite_loop", "max_num_steps")
+        return {**pool, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSettings:
+    """How steps are run, and what is kept of them.
+
+    out             folder for checkpoints, logs and tokenized samples
+    parallel        what keeps several ranks together
+    precision       bfloat16: mixed precision, with weights and gradients in float32
+    checkpointing   recompute activations in the backward
+    compile         compile the layers with torch.compile
+    save_every      steps between two checkpoints; the last step is always saved
+    keep            how many of the newest checkpoints remain
+    device          None: the GPU of this rank if there is one, else the CPU
+    tensorboard     also write logs for TensorBoard
+    per_micro_batch_normalization  divide the loss of each micro-batch by its own labels, summed
+                                   over ranks, and by the number of micro-batches, instead of by
+                                   the labels of the step
+    """
+
+    out: str | None = None
+    parallel: Parallel = "ddp"
+    precision: Precision = "float32"
+    checkpointing: bool = False
+    compile: bool = False
+    save_every: int = 100
+    keep: int = 2
+    device: str | None = None
+    tensorboard: bool = False
+    per_micro_batch_normalization: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "keep"):
+            whole_field(self, f"trainer.{name}")
+        for name in ("checkpointing", "compile", "tensorboard", "per_micro_batch_normalization"):
+            truth_field(self, f"trainer.{name}")
+        one_of("trainer.parallel", self.parallel, Parallel)
+        one_of("trainer.precision", self.precision, Precision)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """A recipe for training, one for log-probabilities if there is one, and what a training run
+    needs besides: model, data, optimizer, how to read and how to run.
+
+    >>> from evenstep import Packed
+    >>> Settings(recipe=Recipe(layout=Packed(max_tokens=8192))).log_probs is None
+    True
+    """
+
+    recipe: Recipe
+    log_probs: Recipe | None = None
+    stream: StreamSettings = field(default_factory=StreamSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: Corpus | None = None
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with every value; `log_probs` is a whole recipe."""
+        log_probs = None if self.log_probs is None else self.log_probs.to_dict()
+        return {
+            **self.recipe.to_dict(),
+            "log_probs": log_probs,
+            "stream": asdict(self.stream),
+            "model": asdict(self.model),
+            "data": None if self.data is None else asdict(self.data),
+            "optimizer": asdict(self.optimizer),
+            "trainer": asdict(self.trainer),
+        }

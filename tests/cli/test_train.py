@@ -1,0 +1,62 @@
+"""`evenstep train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenstep.cli import main
+from tests.trainer.runs import losses, texts
+
+CONFIG = """
+layout: {max_tokens: 512}
+steps: {samples: 6}
+stream: {max_num_steps: 3}
+data: {paths: texts.jsonl}
+model: {hidden: 32, heads: 2, kv_heads: 1, ffn: 48}
+optimizer: {lr: 3e-3}
+trainer: {out: run}
+"""
+
+
+def test_a_configuration_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG)
+
+    assert main(["train", str(config), "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["steps"] == 3
+    assert len(losses(tmp_path / "run")) == 3
+    assert main(["train", str(config), "--steps", "4"]) == 0
+    assert "done after 4 steps, loss" in capsys.readouterr().out
+
+
+def test_all_mistakes_are_listed_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "layout: {max_tokens: 0}\ndata: {path: a}\nmodel: {hiden: 4}\noptimizer: {lr: -1}\n"
+        "trainer: {parallel: zero}\n"
+    )
+
+    assert main(["train", str(config)]) == 2
+
+    said = capsys.readouterr().err
+    for fault in ("layout.max_tokens", "data.path", "model.hiden", "optimizer.lr", "parallel"):
+        assert fault in said
+    assert list(tmp_path.iterdir()) == [config]
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("layout: {max_tokens: 512}\n")
+
+    assert main(["train", str(config)]) == 2
+
+    said = capsys.readouterr().err
+    assert "has 3 faults" in said
+    assert "data is missing" in said
