@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -235,16 +236,27 @@ def log_seqlen_unbalance(
 
 
 def _ranks(lengths: IntArray, dp_size: int, max_token_len: int | None) -> list[list[int]]:
+    even = get_seqlen_balanced_partitions(_work(lengths).tolist(), dp_size, equal_size=True)
     if max_token_len is None:
-        return get_seqlen_balanced_partitions(_work(lengths).tolist(), dp_size, equal_size=True)
-    recipe = Recipe(
-        layout=pack_recipe(max_token_len).layout,
-        topology=Topology(dp=dp_size),
-        cost=WORK,
-        equal_sizes=True,
-    )
-    plan = make_plan(np.maximum(lengths, 1), recipe)
-    return [[i for micro in rank for i in micro.segments.sample.tolist()] for rank in plan[0]]
+        return even
+    differenced = partition(_work(lengths), dp_size, "karmarkar_karp", equal_sizes=True)
+    recipe = replace(pack_recipe(max_token_len), topology=Topology(dp=dp_size), equal_sizes=True)
+    planned = [
+        [i for micro in rank for i in micro.segments.sample.tolist()]
+        for rank in make_plan(np.maximum(lengths, 1), recipe)[0]
+    ]
+    ways = [even, Ragged.group(differenced, dp_size).tolist(), planned]
+    return min(ways, key=lambda ranks: _lock_step(lengths, ranks, pack_recipe(max_token_len)))
+
+
+def _lock_step(lengths: IntArray, ranks: list[list[int]], recipe: Recipe) -> float:
+    """The work of the slowest rank, summed over the micro-batches that each rank will form."""
+    count = max(packs_needed(lengths[own], recipe) for own in ranks)
+    work = [
+        [float(_work(lengths[own][pack]).sum()) for pack in packs_of(lengths[own], recipe, count)]
+        for own in ranks
+    ]
+    return float(np.array(work).max(axis=0).sum())
 
 
 def _by_sum(parts: Ragged, costs: FloatArray) -> list[list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from evenstep.compat.over_ranks import most_over_ranks
-from evenstep.compat.rank_packs import WORK
+from evenstep.compat.rank_packs import WORK, packs_of
 from evenstep.compat.roll.data_proto import BatchError, DataProto
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.validate import one_of
 from evenstep.errors import ConfigError, PlanError
-from evenstep.planning.planner import make_plan, plan_step
+from evenstep.planning.planner import make_plan
 
 _UNIT = 16  # rows are padded to a multiple of this
 
@@ -115,10 +115,9 @@ class LoadBalancePacker:
             raise BatchError(str(error)) from None
         own = max(own, getattr(self.config, f"min_num_micro_batches_{phase}"))
         count = rounded_up(_most_over_ranks(own, dp_group), max(vp_size, 1))
-        if not len(sizes):
-            return [[] for _ in range(count)]
-        plan = plan_step(sizes, replace(recipe, steps=Steps(micro_batches=count)))
-        return [micro.segments.sample.tolist() for micro in plan[0, 0]]
+        filled = min(count, len(sizes))
+        packs = packs_of(sizes, recipe, filled) if filled else []
+        return packs + [[] for _ in range(count - filled)]
 
     @staticmethod
     def restore_results_order(
