@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,10 +96,9 @@ def megatron(problem: Problem) -> RanksAndWaves:
 def token_budget(problem: Problem) -> RanksAndWaves:
     """`TokenBudgetBatcher` over samples that arrive in order."""
     samples = [{"input_ids": range(n), "at": i} for i, n in enumerate(problem.lengths.tolist())]
-    found = [
-        [[sample["at"] for sample in row] for row in rows]
-        for rows in TokenBudgetBatcher(samples, problem.ranks, problem.budget)
-    ]
+    with warnings.catch_warnings(action="ignore"):  # of the last samples, which follow below
+        batches = list(TokenBudgetBatcher(samples, problem.ranks, problem.budget))
+    found = [[[sample["at"] for sample in row] for row in rows] for rows in batches]
     held = {at for rows in found for row in rows for at in row}
     rest = [at for at in range(len(samples)) if at not in held]  # too few for all ranks
     found.append([rest[rank : rank + 1] for rank in range(problem.ranks)])

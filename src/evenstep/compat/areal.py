@@ -1,7 +1,7 @@
 """AReaL's allocation of sequences to micro-batches and ranks.
 
 Arguments, results and errors are those of `areal.utils.seqpack`. Both allocators plan alike: groups
-of about equal size within the capacity.
+of similar work within the capacity, where a sequence of L tokens takes 24576 · L + L².
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from evenstep.compat.rank_packs import pack_recipe, packs_needed, packs_of
-from evenstep.core.cost import Cost
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.recipe import Steps
 from evenstep.core.rounding import rounded_up
@@ -35,15 +34,15 @@ class AllocateError(InputError, RuntimeError):
 def ffd_allocate(
     values: Sequence[int], capacity: int, min_groups: int | None, n_groups_divisor: int = 1
 ) -> list[list[int]]:
-    """The indices of each group: groups of similar sums, none above the capacity, none empty.
+    """The indices of each group: groups of similar work, none above the capacity, none empty.
 
     There are at least `min_groups`, and `n_groups_divisor` divides their number.
 
     >>> ffd_allocate([100, 200, 300, 150, 250], capacity=500, min_groups=2)
-    [[0, 3, 4], [1, 2]]
+    [[1, 2], [0, 3, 4]]
     """
     lengths, count = _counted(values, capacity, min_groups, n_groups_divisor)
-    return packs_of(lengths, pack_recipe(capacity, Cost.tokens()), count)
+    return packs_of(lengths, pack_recipe(capacity), count)
 
 
 def kk_allocate(
@@ -66,7 +65,7 @@ def kk_allocate(
             f"equal_size=True requires len(values) ({len(lengths)}) to be divisible by k ({count})."
         )
     recipe = replace(
-        pack_recipe(capacity, Cost.tokens()),
+        pack_recipe(capacity),
         topology=Topology(dp=count),
         steps=Steps(micro_batches=1),
         equal_sizes=True,
@@ -111,7 +110,7 @@ def _counted(
         raise AllocateError(f"value {lengths[at]} at {at} is larger than capacity {capacity}.")
     if len(lengths) < least:
         raise AllocateError(f"Number of values {len(lengths)} is smaller than min_groups {least}.")
-    needed = packs_needed(lengths, pack_recipe(capacity, Cost.tokens()))
+    needed = packs_needed(lengths, pack_recipe(capacity))
     count = int(rounded_up(max(needed, least), divisor))
     if count > len(lengths):
         raise AllocateError(

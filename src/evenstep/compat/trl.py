@@ -96,17 +96,22 @@ class TokenBudgetBatcher(IterableDataset):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[list[Any]]:
         waiting: list[dict[str, Any]] = []
+        tokens = 0
         for sample in self.dataset:
             if len(sample["input_ids"]) > self.token_budget:
                 self._drop(sample)
                 continue
             waiting.append(sample)
+            tokens += len(sample["input_ids"])
+            if tokens < self.num_processes * self.token_budget:
+                continue  # another sample may fit
             size = step_size(_lengths(waiting), self._recipe, complete=False)
             if size is not None:
                 # As many samples as rows always fit, one in each.
                 size = max(size, self.num_processes)
                 yield self._rows(waiting[:size])
                 waiting = waiting[size:]
+                tokens = int(_lengths(waiting).sum())
         while len(waiting) >= self.num_processes:
             size = max(step_size(_lengths(waiting), self._recipe) or 0, self.num_processes)
             yield self._rows(waiting[:size])

@@ -105,7 +105,9 @@ def prepare_dynamic_batch(
 ) -> tuple[list[Any], list[list[int]]]:
     """`rearrange_micro_batches` for a `DataProto`, with its other data.
 
-    micro_batches, rows = prepare_dynamic_batch(data, max_token_len=16384)
+    Each micro-batch is a `DataProto` with a copy of `meta_info`:
+
+        micro_batches, rows = prepare_dynamic_batch(data, max_token_len=16384)
     """
     batches, rows = rearrange_micro_batches(
         data.batch,
@@ -250,13 +252,13 @@ def _ranks(lengths: IntArray, dp_size: int, max_token_len: int | None) -> list[l
 
 
 def _lock_step(lengths: IntArray, ranks: list[list[int]], recipe: Recipe) -> float:
-    """The work of the slowest rank, summed over the micro-batches that each rank will form."""
+    """The work of the slowest rank, summed over the even micro-batches of the ranks."""
     count = max(packs_needed(lengths[own], recipe) for own in ranks)
-    work = [
-        [float(_work(lengths[own][pack]).sum()) for pack in packs_of(lengths[own], recipe, count)]
-        for own in ranks
-    ]
-    return float(np.array(work).max(axis=0).sum())
+    total = np.zeros((len(ranks), count))
+    for rank, own in enumerate(ranks):
+        work = _work(lengths[own])
+        total[rank] = sum_by(partition(work, count, "karmarkar_karp"), work, count)
+    return float(np.sort(total, axis=1).max(axis=0).sum())
 
 
 def _by_sum(parts: Ragged, costs: FloatArray) -> list[list[int]]:
