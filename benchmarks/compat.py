@@ -59,8 +59,8 @@ def functions(bench: Bench) -> Section:
             "largest micro-batch over the budget. Lock-step and rank sum are over the ideal. "
             "Padding is what micro-batches of a fixed size, the budget, would leave empty; those "
             "of any size have none. ms is the mean time to plan a step; with verl and AReaL, ranks "
-            "plan for themselves, here one after the other. Faster steps: within the budget and over "
-            "1 % faster than ours in lock-step.",
+            "plan for themselves, here one after the other. Faster steps: within the budget and "
+            "over 1 % faster than ours in lock-step.",
         ],
     )
     columns = {

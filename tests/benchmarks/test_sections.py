@@ -14,6 +14,7 @@ from benchmarks import (
     rollout_plans,
     rollout_rows,
     scaling,
+    simulation,
     systems,
 )
 from benchmarks.approaches import (
@@ -52,6 +53,8 @@ def tiny() -> tuple[Bench, list[str]]:
         rollout_plans.planning,
         rollout_rows.selecting,
         pytest.param(scaling.scaling, marks=pytest.mark.slow),
+        simulation.speed,
+        pytest.param(simulation.validation, marks=pytest.mark.slow),
     ],
 )
 def test_a_section_has_tables_targets_and_progress(section: Callable[[Bench], Section]) -> None:

@@ -1,4 +1,4 @@
-"""What a plan looks like: Plan -> **tables, SVG, HTML**. Nothing here prints or plans.
+"""What a plan looks like: Plan -> **tables, SVG, HTML, simulated time**. Nothing prints or plans.
 
 >>> from evenstep import Packed, Recipe, make_plan
 >>> from evenstep.report import plan_picture
@@ -14,17 +14,22 @@ if TYPE_CHECKING:
     from evenstep.report.comparison import Entry
     from evenstep.report.page import comparison_page, plan_page
     from evenstep.report.picture import comparison_picture, plan_picture
+    from evenstep.report.simulation.cluster import Cluster
+    from evenstep.report.simulation.simulate import Simulation, simulate
     from evenstep.report.tables import Row, Section, sections
 
 __all__ = [
+    "Cluster",
     "Entry",
     "Row",
     "Section",
+    "Simulation",
     "comparison_page",
     "comparison_picture",
     "plan_page",
     "plan_picture",
     "sections",
+    "simulate",
 ]
 
 if not TYPE_CHECKING:
@@ -34,6 +39,8 @@ if not TYPE_CHECKING:
             "comparison": ["Entry"],
             "page": ["comparison_page", "plan_page"],
             "picture": ["comparison_picture", "plan_picture"],
+            "simulation.cluster": ["Cluster"],
+            "simulation.simulate": ["Simulation", "simulate"],
             "tables": ["Row", "Section", "sections"],
         },
     )

@@ -145,7 +145,7 @@ class Drawing:
             )
             parts.append(f'<path class="barrier" d="{lines}"/>')
         parts.append(f'<path class="axis" d="M{_X} {_n(bottom + 2)}h{_n(panel.span * scale)}"/>')
-        for tick in _ticks(end):
+        for tick in round_ticks(end):
             x = _X + tick * unit * scale
             parts.append(f'<path class="axis" d="M{_n(x)} {_n(bottom + 2)}v4"/>')
             text = f"{tick:g}"
@@ -189,7 +189,7 @@ def _hover(panel: Panel, rank: int, wave: int, bars: Bars, box: str) -> str:
     return f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>'
 
 
-def _ticks(end: float) -> list[float]:
+def round_ticks(end: float) -> list[float]:
     """About five round numbers from 0 to `end`."""
     step = 10 ** math.floor(math.log10(max(end, 1e-9) / 4))
     step *= min((1, 2, 2.5, 5, 10), key=lambda times: abs(end / (step * times) - 5))
