@@ -13,6 +13,7 @@ from evenstep.cli import (
     check,
     compare,
     config,
+    lengths,
     plan,
     report,
     simulate,
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("lengths")(lengths.lengths)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("check")(check.check)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 
 from evenstep.cli import options, terminal
 from evenstep.cli.compare import StrategyOption
-
-if TYPE_CHECKING:
-    pass
 
 Gpu: TypeAlias = Annotated[
     str | None,
@@ -65,6 +62,9 @@ def simulate(
     config: options.Config = None,
     from_: options.From = None,
     set_: options.Set = None,
+    max_tokens: options.MaxTokens = None,
+    ranks: options.Ranks = None,
+    samples_per_step: options.SamplesPerStep = None,
     model: options.Model = None,
     gpu: Gpu = None,
     flops: Flops = None,
@@ -84,7 +84,9 @@ def simulate(
     """
     from evenstep.cli import output
     from evenstep.cli.cluster import Speed
+    from evenstep.cli.input import called
     from evenstep.cli.job import load_job
+    from evenstep.cli.overrides import overrides_of
     from evenstep.cli.simulation_output import print_simulations
     from evenstep.cli.strategies import built_in_strategies, own_strategy, refuse_duplicates
     from evenstep.errors import ConfigError, PlanError
@@ -92,8 +94,11 @@ def simulate(
     from evenstep.screen import progress
 
     speed = Speed.of(gpu, flops, share, link, overlap, model)
-    with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups, model, from_)
+    overrides = overrides_of(
+        set_, max_tokens=max_tokens, ranks=ranks, samples_per_step=samples_per_step
+    )
+    with progress(f"Reading {called(lengths)}"):
+        job = load_job(lengths, config, overrides, column, groups, model, from_)
     speed.check(job.recipe)
     own = [own_strategy(text, job) for text in strategy or []]
     every = refuse_duplicates([*built_in_strategies(job), *own])
@@ -118,4 +123,6 @@ def simulate(
             broken = [{"strategy": name, "fault": fault} for name, fault in faults.items()]
             output.print_json([*rows, *broken])
         else:
-            print_simulations(found, faults, f"Simulated steps of {lengths.name}", speed.about(job))
+            print_simulations(
+                found, faults, f"Simulated steps of {called(lengths)}", speed.about(job)
+            )

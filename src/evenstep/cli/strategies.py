@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.cli.job import Job
+from evenstep.cli.overrides import resolved
 from evenstep.config import overridden, recipe_from
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import ConfigError, PlanError
@@ -33,7 +34,7 @@ def parse_strategy(text: str) -> Strategy:
     name, colon, rest = text.partition(":")
     if not colon:
         name, rest = text, text
-    overrides = tuple(part.strip() for part in rest.split(",") if part.strip())
+    overrides = tuple(resolved(part.strip()) for part in rest.split(",") if part.strip())
     if not name.strip() or not all("=" in override for override in overrides):
         raise ConfigError(
             f"--strategy must be of the form 'name: key=value, key=value', got {text!r}. "

@@ -54,7 +54,8 @@ def tune(
 ) -> None:
     """Find the budget, samples per step, layout and rank split with the fewest GPU-hours."""
     from evenstep.cli import output
-    from evenstep.cli.input import Input
+    from evenstep.cli.input import Input, called
+    from evenstep.cli.overrides import overrides_of
     from evenstep.cli.samples import read_samples
     from evenstep.cli.simulation_output import print_settings
     from evenstep.cli.sweep import Sweep
@@ -70,15 +71,15 @@ def tune(
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, *files.of_model(model)], picture)
     device, size = Device.named(gpu), ModelSize.of(named_config(model))
-    with progress(f"Reading {lengths.name}"):
+    with progress(f"Reading {called(lengths)}"):
         samples = read_samples(Input.at(lengths), column, None, [])
     counted = checked_lengths(samples.lengths, None)
-    sweep = Sweep.of(counted, size, device, ranks, steps, set_ or [])
+    sweep = Sweep.of(counted, size, device, ranks, steps, overrides_of(set_))
     with progress("Simulating settings") as advance:
         settings = sweep.settings(advance)
     chosen = recommended(settings)
     why = reason(chosen, settings, device.memory)
-    title = f"{model} on {ranks} × {device.name}, {lengths.name}"
+    title = f"{model} on {ranks} × {device.name}, {called(lengths)}"
     if picture is not None:
         drawn = files.picture(
             picture,

@@ -74,7 +74,7 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
         f"{int(np.median(lengths)):,}, maximum {lengths.max():,}.\n{RANKS} processes, "
         f"{each} samples per step, at most {BUDGET:,} slots per micro-batch.\n"
     )
-    records = train_all(corpus.path, each)
+    records = train_all(corpus.paths[0], each)
     entries = [entry_of(name, record) for name, record in records.items()]
     console.print(table(records, entries))
     losses = np.array([record["losses"] for record in records.values()])
