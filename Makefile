@@ -47,6 +47,7 @@ bench: .venv/.bench ## Run the benchmarks against peers (needs a C++ compiler)
 	@$(BIN)/python benchmarks/streams.py
 	@$(BIN)/python benchmarks/steps.py
 	@$(BIN)/python benchmarks/rollouts.py
+	@$(BIN)/python benchmarks/compat.py
 	@$(BIN)/python benchmarks/ray_dispatch.py
 	@$(BIN)/python benchmarks/simulation.py
 

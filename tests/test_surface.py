@@ -13,11 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "evenstep",
+    "evenstep.compat.areal",
+    "evenstep.compat.axolotl",
     "evenstep.compat.cosmos_rl",
     "evenstep.compat.fast_llm",
+    "evenstep.compat.megatron",
     "evenstep.compat.nemo_rl",
     "evenstep.compat.roll",
+    "evenstep.compat.slime",
+    "evenstep.compat.torchtitan",
+    "evenstep.compat.trl",
     "evenstep.compat.veomni",
+    "evenstep.compat.verl",
     "evenstep.config",
     "evenstep.data",
     "evenstep.demo",

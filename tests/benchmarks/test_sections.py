@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    compat,
     limits,
     padded,
     pipelines,
@@ -48,6 +49,7 @@ def tiny() -> tuple[Bench, list[str]]:
         pipelines.pipelines,
         limits.limits,
         systems.systems,
+        compat.functions,
         rollout_plans.planning,
         rollout_rows.selecting,
         pytest.param(scaling.scaling, marks=pytest.mark.slow),
