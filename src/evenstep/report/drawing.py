@@ -12,6 +12,7 @@ from evenstep.report.bars import Bars, bars_of
 from evenstep.report.markup import escape, shortened
 from evenstep.report.numbers import count, percent, times
 from evenstep.report.panel import Panel
+from evenstep.report.time_bars import shared_end
 
 WIDTH = 1240
 LEFT, RIGHT = 28, 28
@@ -23,6 +24,7 @@ _MOST_BARS = 24_000  # per picture
 _MOST_HOVERS = 2500  # with more blocks there are no tooltips
 _DIGIT = 7  # width of a digit under the axis, in pixels
 _THINNEST = 2.5  # minimum height of a row in pixels; thinner rows share a line
+_MOST_RATIO = 4.0  # a panel of more than this many times the shortest has its own scale
 _APART = 4  # minimum width in pixels of a bar with an outline
 
 _SHADES = [f"s{shade}" for shade in range(ink.SHADES)]
@@ -32,13 +34,13 @@ _LAYERS = ["idle", "pad", "hatch", *_SHADES, *(f"apart {s}" for s in _SHADES), "
 class Drawing:
     """The state that all panels of one picture share: scale, shades and notes.
 
-    `unit` is the cost shown as 1 on a shared axis. Without it every panel has its own axis, in
-    mean loads.
+    `unit` is the cost shown as 1 on a shared axis; panels that are much longer than the shortest
+    have a scale of their own. Without it every panel has its own axis, in mean loads.
     """
 
     def __init__(self, panels: Sequence[Panel], unit: float | None) -> None:
         self.unit = unit
-        self._span = max((panel.span for panel in panels), default=1.0)
+        self._span = shared_end([panel.span for panel in panels], _MOST_RATIO)
         lengths = [panel.plan.segments.length[panel.segments] for panel in panels]
         every = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
         self.shading = ink.Shading.of(int(every.min(initial=2**40)), int(every.max(initial=1)))
@@ -63,7 +65,8 @@ class Drawing:
 
     def panel(self, panel: Panel, y: float) -> tuple[str, float]:
         """The panel as SVG with its top at `y`, and its height."""
-        scale = _LINE_WIDTH / (panel.span if self.unit is None else self._span)
+        own = self.unit is None or panel.span > self._span
+        scale = _LINE_WIDTH / (panel.span if own else self._span)
         top = y + 42
         paint: dict[str, list[str]] = {layer: [] for layer in _LAYERS}
         labels, hovers = [], []
@@ -74,9 +77,12 @@ class Drawing:
                 hovers.append(self._block(paint, panel, rank, wave, scale, line_y))
         self._left_out += [note for note in panel.notes() if note not in self._left_out]
         heading = escape(fitting(panel.heading, 14))
+        detail = panel.detail
+        if self.unit is not None and own:
+            detail += f" · drawn {self._span / panel.span:.2g}× as wide as the others"
         parts = [
             f'<text class="h2" x="{LEFT}" y="{y + 12:g}">{heading}</text>',
-            f'<text class="note" x="{LEFT}" y="{y + 30:g}">{escape(panel.detail)}</text>',
+            f'<text class="note" x="{LEFT}" y="{y + 30:g}">{escape(detail)}</text>',
             f'<text class="unit" x="{_RIGHT + 10}" y="{y + 30:g}">busy</text>',
             *labels,
             *(f'<path class="{kind}" d="{"".join(d)}"/>' for kind, d in paint.items() if d),
@@ -145,7 +151,7 @@ class Drawing:
             )
             parts.append(f'<path class="barrier" d="{lines}"/>')
         parts.append(f'<path class="axis" d="M{_X} {_n(bottom + 2)}h{_n(panel.span * scale)}"/>')
-        for tick in _ticks(end):
+        for tick in round_ticks(end):
             x = _X + tick * unit * scale
             parts.append(f'<path class="axis" d="M{_n(x)} {_n(bottom + 2)}v4"/>')
             text = f"{tick:g}"
@@ -189,7 +195,7 @@ def _hover(panel: Panel, rank: int, wave: int, bars: Bars, box: str) -> str:
     return f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>'
 
 
-def _ticks(end: float) -> list[float]:
+def round_ticks(end: float) -> list[float]:
     """About five round numbers from 0 to `end`."""
     step = 10 ** math.floor(math.log10(max(end, 1e-9) / 4))
     step *= min((1, 2, 2.5, 5, 10), key=lambda times: abs(end / (step * times) - 5))
