@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.core.glimpse import printable
-from evenstep.report.comparison import HEADER, LEGEND, Entry, cells, closing
+from evenstep.report.comparison import HEADER, LEGEND, MUCH, Entry, cells, closing
 from evenstep.report.tables import cost_line, sections, step_table
 from evenstep.screen import console, print_grid
 
 if TYPE_CHECKING:
+    from evenstep.report import Report
     from evenstep.trainer.outcome import Outcome
 
 _MOST_STEPS = 50
@@ -90,6 +91,17 @@ def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
         screen.print(
             f"Shows the first {_MOST_STEPS} of {len(steps):,} steps; --json prints all of them."
         )
+
+
+def print_advice(report: Report) -> None:
+    """Print what a report says in words."""
+    screen = console()
+    screen.print(_title(report.title))
+    saving = report.saving
+    if saving is not None and saving.times_less_time > MUCH:
+        screen.print(f"{saving.times_less_time:.2f}× less time than {saving.than}.")
+    for each in report.advice:
+        screen.print(Text(f"- {each.text}"))
 
 
 def print_outcome(ended: Outcome, out: str) -> None:

@@ -43,7 +43,7 @@ def step_times(plan: Plan) -> FloatArray:
     counts = np.diff(plan.cell_offsets)
     if plan.recipe.sync_every == "step":
         by_cell = sum_by(plan.cell_of_micro_batch, costs, len(counts))
-        return by_cell.reshape(-1, ranks).max(axis=1)
+        return np.asarray(by_cell.reshape(-1, ranks).max(axis=1))
     # Waves are numbered over all steps: two ranks that run 3 and 2 micro-batches -> 0 1 2 | 0 1
     per_step = counts.reshape(-1, ranks).max(axis=1)
     waves = offsets_of(per_step)
@@ -51,6 +51,19 @@ def step_times(plan: Plan) -> FloatArray:
     slowest = np.zeros(waves[-1])
     np.maximum.at(slowest, np.arange(len(costs)) + np.repeat(first, counts), costs)
     return sum_by(np.repeat(np.arange(len(per_step)), per_step), slowest, len(per_step))
+
+
+def step_imbalances(plan: Plan) -> FloatArray:
+    """The time of each step over the mean cost of a rank; 1 if it is even or empty.
+
+    >>> from evenstep import Padded, Recipe, Topology, make_plan
+    >>> recipe = Recipe(layout=Padded(samples=2), topology=Topology(dp=2), balance="none")
+    >>> step_imbalances(make_plan([5, 3, 4], recipe)).round(2).tolist()
+    [1.43]
+    """
+    step = plan.cell_of_micro_batch // plan.num_ranks
+    mean = sum_by(step, plan.costs, plan.num_steps) / plan.num_ranks
+    return np.divide(step_times(plan), mean, out=np.ones(len(mean)), where=mean > 0)
 
 
 def time_parts(plan: Plan) -> TimeParts:

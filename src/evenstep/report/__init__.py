@@ -14,16 +14,27 @@ if TYPE_CHECKING:
     from evenstep.report.comparison import Entry
     from evenstep.report.page import comparison_page, plan_page
     from evenstep.report.picture import comparison_picture, plan_picture
+    from evenstep.report.png import png_of
+    from evenstep.report.report import Report
+    from evenstep.report.report_html import report_page
+    from evenstep.report.run_log import RunLog
+    from evenstep.report.suggestions import Advice, advice
     from evenstep.report.tables import Row, Section, sections
 
 __all__ = [
+    "Advice",
     "Entry",
+    "Report",
     "Row",
+    "RunLog",
     "Section",
+    "advice",
     "comparison_page",
     "comparison_picture",
     "plan_page",
     "plan_picture",
+    "png_of",
+    "report_page",
     "sections",
 ]
 
@@ -31,9 +42,14 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "suggestions": ["Advice", "advice"],
             "comparison": ["Entry"],
             "page": ["comparison_page", "plan_page"],
             "picture": ["comparison_picture", "plan_picture"],
+            "png": ["png_of"],
+            "report": ["Report"],
+            "report_html": ["report_page"],
+            "run_log": ["RunLog"],
             "tables": ["Row", "Section", "sections"],
         },
     )

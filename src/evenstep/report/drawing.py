@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from evenstep.core.plan import Plan
 from evenstep.report import ink
 from evenstep.report.bars import Bars, bars_of
 from evenstep.report.markup import escape, shortened
@@ -22,6 +23,7 @@ _RIGHT = WIDTH - RIGHT - _BUSY
 _LINE_WIDTH = _RIGHT - _X
 _MOST_BARS = 24_000  # per picture
 _MOST_HOVERS = 2500  # with more blocks there are no tooltips
+_MOST_SAMPLES = 12  # that a tooltip lists
 _DIGIT = 7  # width of a digit under the axis, in pixels
 _THINNEST = 2.5  # minimum height of a row in pixels; thinner rows share a line
 _MOST_RATIO = 4.0  # a panel of more than this many times the shortest has its own scale
@@ -191,8 +193,22 @@ def _hover(panel: Panel, rank: int, wave: int, bars: Bars, box: str) -> str:
         f"rank {rank}, micro-batch {wave}: {times(bars.segments, 'segment')}, "
         f"{times(rows, 'row')} × {count(width)} = {times(rows * width, 'slot')}, "
         f"{times(bars.tokens, 'token')}, cost {panel.line.costs[rank, wave]:.6g}"
+        f"{_samples(plan, micro)}"
     )
     return f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>'
+
+
+def _samples(plan: Plan, micro: int) -> str:
+    """The samples of a micro-batch with their lengths, in the order in which they run."""
+    first, last = plan.row_offsets[plan.micro_offsets[micro : micro + 2]].tolist()
+    shown = plan.segments.take(slice(first, min(last, first + _MOST_SAMPLES)))
+    if not len(shown):
+        return ""
+    ids = shown.sample if plan.sample_ids is None else plan.sample_ids[shown.sample]
+    names = [f"{i} ({n:,})" for i, n in zip(ids.tolist(), shown.length.tolist(), strict=True)]
+    more = last - first - len(names)
+    left = f" and {count(more)} more" if more else ""
+    return f". Samples (tokens): {', '.join(names)}{left}"
 
 
 def round_ticks(end: float) -> list[float]:

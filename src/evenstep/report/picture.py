@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from evenstep.core.modelled_time import TimeParts, time_parts
+from evenstep.core.modelled_time import TimeParts, step_imbalances, time_parts
 from evenstep.core.plan import Plan
 from evenstep.report import ink
 from evenstep.report.comparison import closing, one_step_warning
@@ -35,11 +35,19 @@ def plan_picture(plan: Plan, title: str = "Plan") -> str:
     >>> plan_picture(plan)[:4]
     '<svg'
     """
-    steps = timelines(plan)
-    shown, left_out = _choose(steps)
-    panels = [Panel(plan, step, *_describe(plan, step)) for step in shown]
-    notes = [*left_out, cost_line([plan])]
-    return _compose(title, _headline(headline(plan.stats())), panels, notes, unit=None)
+    return _steps_picture(plan, title, _headline(headline(plan.stats())))
+
+
+def steps_picture(plan: Plan, title: str) -> str:
+    """The same steps without the figures above them, which take time to compute."""
+    return _steps_picture(plan, title, lambda y: ("", 8.0))
+
+
+def _steps_picture(plan: Plan, title: str, top: Block) -> str:
+    shown, left_out = _choose(plan)
+    lines = timelines(plan, shown)
+    panels = [Panel(plan, line, *_describe(plan, line)) for line in lines]
+    return _compose(title, top, panels, [*left_out, cost_line([plan])], unit=None)
 
 
 def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", step: int = 0) -> str:
@@ -54,7 +62,9 @@ def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", ste
     """
     parts = {name: time_parts(plan) for name, plan in plans.items()}
     lines = {
-        name: timelines(plans[name])[step] for name in _telling(parts) if step < len(plans[name])
+        name: timelines(plans[name], [step])[0]
+        for name in _telling(parts)
+        if step < len(plans[name])
     }
     shortest = min((line.end for line in lines.values()), default=1.0) or 1.0
     panels = []
@@ -86,19 +96,18 @@ def _telling(parts: Mapping[str, TimeParts]) -> list[str]:
     return names if len(names) <= 3 else list(dict.fromkeys([*names[:2], fastest]))
 
 
-def _choose(steps: list[Timeline]) -> tuple[list[Timeline], list[str]]:
+def _choose(plan: Plan) -> tuple[list[int], list[str]]:
     """The first steps and the most uneven of the rest, and a note about what is left out."""
-    most = 4 if not steps or len(steps[0].micro) <= MANY_RANKS else 2
-    if len(steps) <= most:
-        return steps, []
-    rest = steps[most - 1 :]
-    worst = max(rest, key=lambda line: line.end / line.mean if line.mean else 1.0)
+    most = 4 if plan.num_ranks <= MANY_RANKS else 2
+    if plan.num_steps <= most:
+        return list(range(plan.num_steps)), []
+    worst = most - 1 + int(step_imbalances(plan)[most - 1 :].argmax())
     first = "the first" if most == 2 else f"the first {most - 1}"
     note = (
-        f"Shows {most} of {times(len(steps), 'step')}: {first}, and step {worst.step}, the most "
+        f"Shows {most} of {times(plan.num_steps, 'step')}: {first}, and step {worst}, the most "
         f"uneven of the rest."
     )
-    return [*steps[: most - 1], worst], [note]
+    return [*range(most - 1), worst], [note]
 
 
 def _describe(plan: Plan, line: Timeline) -> tuple[str, str]:

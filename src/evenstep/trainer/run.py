@@ -48,6 +48,7 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
     done, loss, stopped = state.place.step, None, False
     cursor, every = state.place.cursor, job.settings.trainer.save_every
     clock = Clock()
+    remember(job, ranks, state)
     with writers(job, ranks, done) as write:
         for step in clock.each(state.stream):
             result = clock.run(state.runner, step)
@@ -72,6 +73,24 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
         saving=clock.saving.seconds,
         overhead=clock.overhead,
     )
+
+
+def remember(job: Job, ranks: Ranks, state: State) -> None:
+    """Add to `starts.jsonl` what determines the steps from here on, to plan them again later."""
+    if not ranks.first:
+        return
+    stream, place = state.stream, state.place
+    starts = Log(job.folder / "starts.jsonl", place.step)
+    starts.write(
+        {
+            "step": place.step,
+            "cursor": place.cursor,
+            "seed": stream.seed,
+            "shuffle": stream.shuffle,
+            "recipe": stream.recipe.to_dict(),
+        }
+    )
+    starts.close()
 
 
 def update(job: Job, state: State, done: int) -> None:
