@@ -50,6 +50,9 @@ bench: .venv/.bench ## Run the benchmarks against peers (needs a C++ compiler)
 	@$(BIN)/python benchmarks/streams.py
 	@$(BIN)/python benchmarks/steps.py
 	@$(BIN)/python benchmarks/rollouts.py
+	@$(BIN)/python benchmarks/compat.py
+	@$(BIN)/python benchmarks/ray_dispatch.py
+	@$(BIN)/python benchmarks/simulation.py
 
 fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
 	@$(BIN)/python -m tests.fuzz --plans $(PLANS)

@@ -147,7 +147,7 @@ def verl(problem: Problem) -> RanksAndWaves:
 
 def slime(problem: Problem) -> RanksAndWaves:
     """First fit in order, largest packs divided, Karmarkar–Karp to ranks."""
-    packs = _first_fit(problem.lengths, problem.budget)
+    packs = first_fit(problem.lengths, problem.budget)
     while len(packs) % problem.ranks:
         sizes = [int(problem.lengths[held].sum()) if len(held) > 1 else 0 for held in packs]
         largest = int(np.argmax(sizes))
@@ -224,7 +224,7 @@ def trl(problem: Problem) -> RanksAndWaves:
     return rank, wave
 
 
-def _first_fit(lengths: IntArray, budget: int) -> list[list[int]]:
+def first_fit(lengths: IntArray, budget: int) -> list[list[int]]:
     """In the order of the samples, each into the first pack with room."""
     packs: list[list[int]] = []
     room = np.zeros(len(lengths), np.int64)

@@ -28,6 +28,7 @@ from evenstep.errors import EvenstepError
 from evenstep.planning.overflow import segments_of
 from evenstep.testing import Case, cases
 from tests.pooled_cases import pooled_cases
+from tests.source_cases import MEASURED, check_draws, source_of
 
 SegmentKey: TypeAlias = tuple[int, int, int]
 """(sample, start, length)"""
@@ -59,6 +60,7 @@ class PlannedCase:
     epoch: int
     stages: tuple[Stage, ...]
     plan_ranks: int | None = None
+    source: str = "lengths"
 
     def check(self) -> bool:
         """Run all stages; every token of the epoch must run exactly once."""
@@ -79,9 +81,12 @@ class PlannedCase:
         """Whether an uninterrupted epoch on one of these numbers of ranks is an error, too.
 
         Ranks cannot share groups equally in every step, and where steps of micro-batches begin
-        depends on the ranks before.
+        depends on the ranks before. The rest of a step may have too few samples with second work
+        to give each rank of a wave one.
         """
         recipe = self.case.recipe
+        if recipe.second_work is not None and recipe.second_work.same_waves:
+            return True
         if recipe.equal_sizes and recipe.steps.micro_batches and self.case.groups is not None:
             return True
         for ranks in {stage.ranks for stage in self.stages}:
@@ -103,7 +108,7 @@ class PlannedCase:
         return replace(self.case.recipe, topology=topology)
 
     def _stream(self, ranks: int, rank: int = 0) -> PlannedStream:
-        world, source = World(rank, ranks), Lengths(self.case.lengths)
+        world, source = World(rank, ranks), self._source()
         if self.plan_ranks is not None:
             return PlannedStream.from_plan(source, self._plan(), world=world)
         stream = PlannedStream(
@@ -117,6 +122,11 @@ class PlannedCase:
         )
         stream.set_epoch(self.epoch)
         return stream
+
+    def _source(self) -> Any:
+        if self.source == "lengths":
+            return Lengths(self.case.lengths)
+        return source_of(f"measured {self.source}", tuple((n,) for n in self.case.lengths.tolist()))
 
     def _plan(self) -> Plan:
         assert self.plan_ranks is not None
@@ -133,6 +143,10 @@ class PlannedCase:
         budget = None if recipe.overflow == "alone" else recipe.layout.budget
         for steps, states in whole_steps(shared, alone, stage.workers):
             assert len({len(step) for step in steps}) == 1, "ranks differ in micro-batches"
+            if self.source != "lengths":
+                seed = 0 if self.plan_ranks is not None else self.seed
+                epoch = 0 if self.plan_ranks is not None else self.epoch
+                check_draws(steps[0], epoch, seed)
             for wave, after in enumerate(states):
                 if left == 0:
                     return state
@@ -203,6 +217,7 @@ def planned_cases(max_samples: int = 40) -> SearchStrategy[PlannedCase]:
             draw(st.integers(0, 2)),
             (*stages, Stage(draw(allowed), 1, None)),
             plan_ranks,
+            draw(st.sampled_from(["lengths", "lengths", *MEASURED])),
         )
 
     return case()

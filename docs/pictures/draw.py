@@ -15,12 +15,15 @@ RANKS, COST = Topology(dp=4), Cost(per_token=24576.0, per_pair=1.0)
 def lengths(count: int) -> list[int]:
     """Lengths as in a corpus: many short, few long."""
     drawn = np.random.default_rng(3).lognormal(6.6, 0.8, count)
-    return np.clip(drawn, 32, 4096).astype(int).tolist()
+    return [int(length) for length in np.clip(drawn, 32, 4096)]
 
 
 def comparison() -> str:
     """One step of 64 samples on four ranks, in three ways."""
-    layouts = {"dynamic batches": Padded(max_tokens=8192), "packed": Packed(max_tokens=8192)}
+    layouts: dict[str, Padded | Packed] = {
+        "dynamic batches": Padded(max_tokens=8192),
+        "packed": Packed(max_tokens=8192),
+    }
     recipes = {
         "padded batches of 8": Recipe(
             layout=Padded(samples=8), topology=RANKS, cost=COST, balance="none"

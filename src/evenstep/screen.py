@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,10 +64,11 @@ def _grid(
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str, unit: str = "step") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar if standard error is a terminal; yields `advance(done, total)`.
 
-    The bar pulses until the first call of `advance`.
+    The bar pulses until the first call of `advance`. What Evenstep logs appears above it, such as
+    that kernels are compiled.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -82,6 +84,31 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         task = bar.add_task(printable(what), total=None, steps="")
 
         def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, steps=f"step {done:,} of {total:,}")
+            bar.update(task, completed=done, total=total, steps=f"{unit} {done:,} of {total:,}")
 
-        yield advance
+        with _logged(bar.console):
+            yield advance
+
+
+@contextmanager
+def _logged(console: Console) -> Iterator[None]:
+    """Print what Evenstep logs, from INFO on."""
+    logger, handler = logging.getLogger("evenstep"), _Printer(console)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+class _Printer(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message of a record."""
+        self._console.print(printable(record.getMessage()), markup=False, highlight=False)

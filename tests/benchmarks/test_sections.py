@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    compat,
     limits,
     padded,
     pipelines,
@@ -13,6 +14,7 @@ from benchmarks import (
     rollout_plans,
     rollout_rows,
     scaling,
+    simulation,
     systems,
 )
 from benchmarks.approaches import (
@@ -47,9 +49,12 @@ def tiny() -> tuple[Bench, list[str]]:
         pipelines.pipelines,
         limits.limits,
         systems.systems,
+        compat.functions,
         rollout_plans.planning,
         rollout_rows.selecting,
         pytest.param(scaling.scaling, marks=pytest.mark.slow),
+        simulation.speed,
+        pytest.param(simulation.validation, marks=pytest.mark.slow),
     ],
 )
 def test_a_section_has_tables_targets_and_progress(section: Callable[[Bench], Section]) -> None:

@@ -219,7 +219,28 @@ FAULTS = {
         "xxx.svg cannot be written (File name too long)",
         options=(*BUDGET, "--picture", f"{'x' * 300}.svg"),
     ),
-    "an unknown option": Fault("No such option", options=("--max-tokens", "3")),
+    "an unknown option": Fault("No such option", options=("--max-token", "3")),
+    "a budget in two ways": Fault(
+        "--max-tokens and --set layout.max_tokens both set layout.max_tokens.",
+        options=(*BUDGET, "--max-tokens", "100"),
+    ),
+    "ranks in two ways": Fault(
+        "--ranks and --set topology both set topology.dp.",
+        options=(*BUDGET, *sets("topology={dp: 2}"), "--ranks", "2"),
+    ),
+    "samples per step in two ways": Fault(
+        "--samples-per-step and --set steps.samples both set",
+        options=(*BUDGET, *sets("steps.samples=2"), "--samples-per-step", "2"),
+    ),
+    "a budget that is no number": Fault(
+        "--max-tokens must be a whole number such as 16384 or 16k, got '16kb'.",
+        options=("--max-tokens", "16kb"),
+    ),
+    "a budget below 0": Fault("--max-tokens must be", options=("--max-tokens=-1",)),
+    "ranks with a fraction": Fault("--ranks must be", options=(*BUDGET, "--ranks", "1.5k")),
+    "no ranks as an option": Fault("topology.dp must be", options=(*BUDGET, "--ranks", "0")),
+    "a unit in a unit": Fault("got '1kk'", options=sets("layout.max_tokens=1kk")),
+    "an output to standard output": Fault("regular file", options=(*BUDGET, "--out", "-")),
     "an argument too many": Fault("unexpected", options=("another",)),
 }
 

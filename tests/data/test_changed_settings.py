@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -193,3 +194,53 @@ def test_lengths_that_are_known_are_checked_when_the_stream_is_made(
     assert len(list(PooledStream(InMemory(data), recipe, on_error="skip"))) == 1
     PooledStream(Mapped(data), recipe)  # its lengths are unknown
     PooledStream(InMemory(data), recipe, length_of=lambda sample: 3)
+
+
+def test_changed_lengths_are_noticed() -> None:
+    """The fingerprint covers 64 of 500 samples; the lengths cover all."""
+    data = [{"input_ids": [k] * (3 + k % 4)} for k in range(500)]
+    edited = [*data[:101], {"input_ids": [101] * 9}, *data[102:]]
+    assert InMemory(data).fingerprint == InMemory(edited).fingerprint
+    layout = Packed(max_tokens=10)
+    streams: list[Any] = [
+        lambda source: PooledStream(source, Recipe(layout=layout), pool=SMALL),
+        lambda source: PlannedStream(source, Recipe(layout=layout, steps=Steps(samples=9))),
+    ]
+    for make in streams:
+        state = next(iter(make(data))).cursor.to_dict()
+        make(list(data)).load_state_dict(state)
+        with pytest.raises(CursorError, match=r"lengths was .* and is "):
+            make(edited).load_state_dict(state)
+
+
+def test_a_cursor_of_few_items_that_were_shuffled_in_another_way_is_refused() -> None:
+    stream = PooledStream(InMemory(DATA), Recipe(layout=Packed(max_tokens=50)))
+    cursor = next(iter(stream)).cursor
+    assert cursor.belongs["order"] == "shuffled by seed 0 as a list"
+    before = replace(cursor, belongs={**cursor.belongs, "order": "shuffled by seed 0"})
+    with pytest.raises(CursorError, match=r"order was shuffled by seed 0 and is .* as a list"):
+        stream.load_state_dict(before.to_dict())
+
+
+def test_shuffling_a_sequential_source_is_refused_if_it_is_asked_for() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=50))
+    source = Iterated(DATA, fingerprint="x")
+    with pytest.raises(ConfigError, match=r"shuffle=True has no effect on Iterated.* omit shuffle"):
+        PooledStream(source, recipe, shuffle=True)
+    for stream in (PooledStream(source, recipe), PooledStream(source, recipe, shuffle=False)):
+        assert not stream.shuffle
+        assert next(iter(stream)).cursor.belongs["order"] == "as stored"
+    assert PooledStream(InMemory(DATA), recipe).shuffle
+    assert not PooledStream(InMemory(DATA), recipe, shuffle=False).shuffle
+
+
+def test_a_planned_stream_takes_a_fingerprint_and_compares_lengths_anyway() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=50), steps=Steps(samples=2))
+    first = PlannedStream(DATA, recipe, fingerprint="mine")
+    state = next(iter(first)).cursor.to_dict()
+    moved = Lengths(np.array([len(sample["input_ids"]) for sample in DATA]))
+    with pytest.raises(CursorError, match="data was 7 samples, mine and is 7 samples, "):
+        PlannedStream(moved, recipe).load_state_dict(state)
+    PlannedStream(moved, recipe, fingerprint="mine").load_state_dict(state)
+    with pytest.raises(CursorError, match="lengths was"):
+        PlannedStream(DATA[::-1], recipe, fingerprint="mine").load_state_dict(state)

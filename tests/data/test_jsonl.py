@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data.sources import jsonl
+from evenstep.data.sources import lines as line_files
 from evenstep.data.sources.jsonl import Jsonl
 from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
 from evenstep.errors import FileError, InputError, SampleError
@@ -38,8 +38,8 @@ def write(path: Path, *rows: Any) -> Path:
 def test_items_are_the_lines_that_are_not_blank(lines: list[str], ended: bool, block: int) -> None:
     data = "\n".join(lines) + ("\n" if ended and lines else "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "_BLOCK", block)
-        index = jsonl._scanned(data.encode())
+        patch.setattr(line_files, "_BLOCK", block)
+        index = line_files._scanned(data.encode())
     kept = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     starts = index.starts.tolist()
     found = [data[a:b] for a, b in pairwise(starts)]
@@ -133,7 +133,7 @@ def test_the_fingerprint_covers_contents_and_field_but_not_the_name(tmp_path: Pa
     others = [
         Jsonl(write(tmp_path / "c.jsonl", *rows[::-1])),
         Jsonl(write(tmp_path / "d.jsonl", *rows, *rows)),
-        Jsonl(one.path, field="body"),
+        Jsonl(one.paths, field="body"),
     ]
     assert len({source.fingerprint for source in [one, *others]}) == 4
 
@@ -141,9 +141,9 @@ def test_the_fingerprint_covers_contents_and_field_but_not_the_name(tmp_path: Pa
 def test_pickling_keeps_the_index_but_not_the_open_file(tmp_path: Path) -> None:
     source = Jsonl(write(tmp_path / "a.jsonl", *range(100)), transform=identity)
     assert len(source) == 100
-    assert "_data" in vars(source)
+    assert "_data" in vars(source._files[0])
     copy = pickle.loads(pickle.dumps(source))
-    assert set(vars(copy)) == {"path", "_decoder", "_index"}
+    assert set(vars(copy._files[0])) == {"path", "_index"}
     assert [copy[item] for item in range(100)] == list(range(100))
     assert copy.fingerprint == source.fingerprint
 

@@ -103,7 +103,7 @@ def test_an_unknown_column_is_refused_with_the_known_ones() -> None:
         source.lengths_of(np.array([0]))
 
 
-def test_the_fingerprint_of_a_hugging_face_dataset_is_used() -> None:
+def test_the_fingerprint_of_a_hugging_face_dataset_covers_its_rows() -> None:
     one, same = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS)
     other = datasets.Dataset.from_list([ROWS[1], ROWS[0], ROWS[2]])
     assert Mapped(one).fingerprint == Mapped(same).fingerprint
@@ -111,11 +111,11 @@ def test_the_fingerprint_of_a_hugging_face_dataset_is_used() -> None:
     assert Mapped(one).fingerprint != Mapped(one.select([0, 1])).fingerprint
 
 
-def test_the_fingerprint_covers_type_size_and_lengths() -> None:
+def test_the_fingerprint_covers_samples_size_and_lengths() -> None:
     sources: list[Mapped | MeasuredMapped] = [
         Mapped(ROWS),
         Mapped(ROWS[:2]),
-        Mapped(Torch()),
+        Mapped(ROWS[::-1]),
         MeasuredMapped(ROWS, lengths=[3, 1, 2]),
         MeasuredMapped(ROWS, lengths=[3, 2, 1]),
     ]

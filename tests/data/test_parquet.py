@@ -128,7 +128,7 @@ def test_a_missing_or_foreign_file_is_named_when_it_is_used(tmp_path: Path) -> N
     foreign.write_bytes(b"text" * 100)
     with pytest.raises(FileError, match=r"foreign.parquet is not readable Parquet"):
         len(ParquetText(foreign))
-    with pytest.raises(ConfigError, match="at least one Parquet file"):
+    with pytest.raises(ConfigError, match="at least one file"):
         ParquetText([])
 
 

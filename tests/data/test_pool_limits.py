@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology
+from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.rounding import rounded_up
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.sample_columns import loss_tokens_of
 from evenstep.errors import ConfigError, SampleError
+from evenstep.tensors.collate import Collator
+from tests.examples import examples
 
 samples = st.lists(
     st.tuples(st.integers(1, 12), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30
@@ -109,3 +112,23 @@ def test_a_column_that_is_not_a_number_names_the_sample() -> None:
     for function in (lambda sample: -1, lambda sample: sample["missing"]):
         with pytest.raises(SampleError, match="sample 0 cannot be read"):
             list(PooledStream(source, recipe, columns={"images": function}))
+
+
+@given(st.data())
+@examples(60)
+def test_loss_tokens_are_counted_as_the_collator_counts_them(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 20))
+    sample: dict[str, Any] = {"input_ids": list(range(length))}
+    bits = st.lists(st.integers(0, 1), min_size=length, max_size=length)
+    for name in ("loss_mask", "assistant_masks"):
+        if data.draw(st.booleans()):
+            sample[name] = data.draw(bits)
+    if data.draw(st.booleans()):
+        hidden = data.draw(bits)
+        sample["labels"] = [n if keep else -100 for n, keep in enumerate(hidden)]
+    recipe = Recipe(layout=Packed(max_tokens=6), overflow="split")
+    for micro in (m for step in make_plan([length], recipe) for m in step[0]):
+        batch = Collator()(micro, [sample])
+        segments = zip(micro.segments.start.tolist(), micro.segments.length.tolist(), strict=True)
+        counts = [loss_tokens_of(sample, start, start + n, length) for start, n in segments]
+        assert batch.loss_weights.sum() == sum(counts)

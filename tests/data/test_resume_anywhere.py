@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 
-from evenstep import Packed, Padded, Recipe, Steps
+from evenstep import Packed, Padded, PlannedStream, Recipe, SecondWork, Steps, Topology, World
 from evenstep.core.layout import Layout
+from evenstep.data import Lengths
+from evenstep.data.streams.position import StreamPosition
+from evenstep.errors import PlanError
 from evenstep.testing import Case
 from tests.examples import examples
 from tests.pooled_cases import PooledCase, pooled_cases
@@ -86,3 +92,22 @@ def test_the_rest_of_a_step_need_not_have_equal_sizes() -> None:
     recipe = Recipe(layout=Packed(samples=3), equal_sizes=True, balance="lpt")
     given = Case(np.ones(5, np.int64), recipe, np.array([1, 1, 1, 0, 0]), {})
     assert PlannedCase(given, 0, False, 0, (Stage(1, 1, 1), Stage(2, 1, None))).check()
+
+
+def test_a_rest_that_ranks_cannot_share_is_refused_with_the_ranks_to_resume_on() -> None:
+    recipe = Recipe(
+        layout=Packed(max_tokens=16),
+        steps=Steps(samples=8),
+        topology=Topology(dp=2),
+        second_work=SecondWork(column="patches", same_waves=True),
+    )
+    given: Any = {"columns": {"patches": np.full(8, 3)}, "shuffle": False}
+    lengths = Lengths(np.full(8, 8))
+    stream = PlannedStream(lengths, recipe, world=World(0, 2), **given)
+    begun = stream.cursor(StreamPosition().within(2, 1)).to_dict()
+    more = PlannedStream(
+        lengths, replace(recipe, topology=Topology(dp=8)), world=World(0, 8), **given
+    )
+    more.load_state_dict(begun)
+    with pytest.raises(PlanError, match=r"2 ranks have begun cannot be .* on 2 ranks"):
+        next(iter(more))

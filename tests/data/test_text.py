@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from evenstep.data.sources.text import RowDecoder, as_tokenize
+from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import ConfigError, InputError
 
 
@@ -58,7 +59,9 @@ def test_anything_but_a_tokenizer_is_refused() -> None:
 
 
 def decoded(row: Any, tokenizer: Any = None, transform: Any = None) -> Any:
-    return RowDecoder("text", as_tokenize(tokenizer), transform).decode(row, "a.jsonl, line 4")
+    return RowDecoder("text", as_tokenize(tokenizer), ItemTransform.of(transform)).decode(
+        row, "a.jsonl, line 4"
+    )
 
 
 def test_a_row_becomes_the_tokens_of_its_field() -> None:

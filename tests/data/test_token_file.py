@@ -108,20 +108,20 @@ def test_a_foreign_file_is_refused(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("size", [20, 4095, 4096, 4100, -1])
 def test_an_incomplete_file_is_refused(file: TokenFile, size: int) -> None:
-    file.path.write_bytes(file.path.read_bytes()[:size])
+    file.paths[0].write_bytes(file.paths[0].read_bytes()[:size])
     with pytest.raises(FileError, match=r"is damaged or incomplete \(.*write it again"):
         len(file)
 
 
 def test_a_file_with_trailing_bytes_is_refused(file: TokenFile) -> None:
-    file.path.write_bytes(file.path.read_bytes() + b"\0")
+    file.paths[0].write_bytes(file.paths[0].read_bytes() + b"\0")
     with pytest.raises(FileError, match="it has 4193 bytes instead of 4192"):
-        len(TokenFile(file.path))
+        len(TokenFile(file.paths[0]))
 
 
 @pytest.mark.parametrize("at", [16, 47, 48, 60, HEADER_SIZE - 1])
 def test_a_header_with_one_wrong_byte_is_refused(file: TokenFile, at: int) -> None:
-    spoil(file.path, at)
+    spoil(file.paths[0], at)
     with pytest.raises(FileError, match="its header does not match its digest"):
         len(file)
 
@@ -136,26 +136,26 @@ def test_a_malformed_header_is_refused(file: TokenFile, dtype: str, samples: int
         str = dtype
 
     header = Header({"input_ids": Claimed()}, samples, 6, {})  # type: ignore[dict-item]
-    file.path.write_bytes(header.encode() + bytes(200))
+    file.paths[0].write_bytes(header.encode() + bytes(200))
     with pytest.raises(FileError, match="its header is malformed"):
         len(file)
 
 
 def test_a_header_without_the_digest_of_a_section_is_refused(file: TokenFile) -> None:
     header = Header({"input_ids": np.dtype("<u2")}, 3, 6, {"input_ids": "f" * 32})
-    file.path.write_bytes(header.encode() + bytes(200))
+    file.paths[0].write_bytes(header.encode() + bytes(200))
     with pytest.raises(FileError, match="its header is malformed"):
         len(file)
 
 
 def test_offsets_that_do_not_span_the_tokens_are_detected_on_opening(file: TokenFile) -> None:
-    spoil(file.path, -8)
+    spoil(file.paths[0], -8)
     with pytest.raises(FileError, match="its samples span tokens 0 to"):
         len(file)
 
 
 def test_decreasing_offsets_are_detected_on_reading(file: TokenFile) -> None:
-    spoil(file.path, -24)
+    spoil(file.paths[0], -24)
     assert len(file) == 3
     with pytest.raises(FileError, match=r"sample 1 spans tokens \d+ to 4"):
         file[1]
@@ -165,7 +165,7 @@ def test_decreasing_offsets_are_detected_on_reading(file: TokenFile) -> None:
 
 @pytest.mark.parametrize(("at", "name"), [(HEADER_SIZE, "input_ids"), (-24, "offsets")])
 def test_verify_detects_any_wrong_byte(file: TokenFile, at: int, name: str) -> None:
-    spoil(file.path, at)
+    spoil(file.paths[0], at)
     with pytest.raises(FileError, match=f"the digest of {name} does not match"):
         file.verify()
 

@@ -54,9 +54,9 @@ def test_an_exception_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_token_file(old.path, interrupted())
+        write_token_file(old.paths[0], interrupted())
     assert [path.name for path in tmp_path.iterdir()] == ["a.tokens"]
-    assert rows_of(TokenFile(old.path)) == [[1, 2]]
+    assert rows_of(TokenFile(old.paths[0])) == [[1, 2]]
 
 
 def test_a_mapped_file_stays_readable_after_its_replacement(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_mapped_file_stays_readable_after_its_replacement(tmp_path: Path) -> N
 def test_the_umask_decides_who_may_read_a_file(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.touch()
-    path = write_token_file(tmp_path / "a.tokens", [[1]]).path
+    path = write_token_file(tmp_path / "a.tokens", [[1]]).paths[0]
     assert path.stat().st_mode == plain.stat().st_mode
 
 

@@ -6,22 +6,27 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
+from torch.utils.data import IterableDataset
 from transformers import MambaConfig, MambaForCausalLM, TrainingArguments
 
 from evenstep import Packed, Recipe, Steps, Topology
 from evenstep.core.world import World
 from evenstep.data.sources.mapped import MeasuredMapped
+from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.errors import ConfigError, PlanError
+from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.accelerate import StepLoader, accelerate_loader
 from tests.integrations.loops import (
     EPOCHS,
     LENGTHS,
     VOCAB,
+    Events,
+    KilledError,
     PlannedTrainer,
     Samples,
     alike,
@@ -29,6 +34,7 @@ from tests.integrations.loops import (
     chain,
     crash,
     in_two,
+    parameters,
     run_accelerate,
     run_on,
     run_steps_of_samples,
@@ -36,6 +42,7 @@ from tests.integrations.loops import (
     tiny_model,
     without_name,
 )
+from tests.source_cases import Rows
 
 
 @pytest.mark.parametrize("run", [run_trainer, run_accelerate])
@@ -153,6 +160,99 @@ def test_a_number_of_steps_ends_within_an_epoch(tmp_path: Path) -> None:
     found.train()
     assert found.state.global_step == 17
     assert found.state.epoch == pytest.approx(17 / 14)
+
+
+@pytest.mark.slow
+def test_a_number_of_steps_resumes_exactly_in_its_second_epoch(tmp_path: Path) -> None:
+    changes: Any = {"max_steps": 20, "save_steps": 16}
+    (tmp_path / "stopped").mkdir()
+    whole = run_trainer(tmp_path / "whole", "packed", **changes)
+    run_trainer(tmp_path / "stopped", "packed", stop=18, **changes)
+    resumed = run_trainer(tmp_path / "stopped", "packed", resume=True, **changes)
+    assert whole["steps"] == resumed["steps"] == 20
+    assert sorted(whole["reads"][0]) == list(range(len(LENGTHS)))
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["parameters"] == whole["parameters"]
+
+
+@pytest.mark.parametrize("kind", ["list", "hugging face", "torch", "source"])
+def test_samples_need_no_lengths(tmp_path: Path, kind: str) -> None:
+    rows = [
+        {"input_ids": [1 + k % 9] * n, "assistant_masks": [0] + [1] * (n - 1), "about": "x"}
+        for k, n in enumerate(LENGTHS)
+    ]
+    data: Any = {
+        "list": rows,
+        "hugging face": datasets.Dataset.from_list(rows),
+        "torch": Rows(rows),
+        # A source is read as it is; of datasets, the collator gets the keys that it takes.
+        "source": InMemory([{k: v for k, v in row.items() if k != "about"} for row in rows]),
+    }[kind]
+    arguments = arguments_of(TrainingArguments, tmp_path, max_steps=2, save_strategy="no")
+    recipe = Recipe(layout=Packed(max_tokens=48))
+    trainer = PlannedTrainer(tiny_model(), arguments, train_dataset=data, recipe=recipe)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+class Streamed(IterableDataset):  # type: ignore[misc]
+    """Samples in order, without a length."""
+
+    def __iter__(self) -> Any:
+        rows = Samples()
+        return (rows[item] for item in range(len(LENGTHS)))
+
+
+def run_streamed(
+    folder: Path, stop: int | None = None, resume: bool = False, workers: int = 0, **changes: Any
+) -> dict[str, Any]:
+    """18 steps of a dataset without a length; an epoch has about 14."""
+    arguments = arguments_of(
+        TrainingArguments, folder, max_steps=18, save_steps=4, dataloader_num_workers=workers
+    )
+    trainer = PlannedTrainer(
+        tiny_model(),
+        arguments,
+        train_dataset=changes.pop("dataset", Streamed()),
+        recipe=Recipe(layout=Packed(max_tokens=48), **changes),
+        callbacks=[Events(Samples(), stop)],
+    )
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except KilledError:
+        return {}
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "parameters": parameters(trainer.model), "trainer": trainer}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_without_a_length_resumes_exactly(tmp_path: Path, workers: int) -> None:
+    whole = run_streamed(tmp_path / "whole", workers=workers)
+    assert len(whole["losses"]) == whole["trainer"].state.global_step == 18
+    assert run_streamed(tmp_path / "stopped", stop=14, workers=workers) == {}
+    resumed = run_streamed(tmp_path / "stopped", resume=True, workers=workers)
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["parameters"] == whole["parameters"]
+
+
+def test_a_dataset_without_a_length_needs_steps_of_micro_batches(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"without a length have 2 micro-batches"):
+        run_streamed(tmp_path, steps=Steps(samples=4))
+    data = datasets.Dataset.from_list([{"input_ids": [1, 2]}]).to_iterable_dataset()
+    arguments = arguments_of(TrainingArguments, tmp_path, max_steps=1, save_strategy="no")
+    recipe = Recipe(layout=Packed(max_tokens=48))
+    trainer = PlannedTrainer(tiny_model(), arguments, train_dataset=data, recipe=recipe)
+    trainer.train()
+    (tmp_path / "checkpoint-1").mkdir()
+    trainer = PlannedTrainer(tiny_model(), arguments, train_dataset=data, recipe=recipe)
+    with pytest.raises(CursorError, match="has no position of the data"):
+        _loaded(trainer, tmp_path)
+
+
+def _loaded(trainer: Any, folder: Path) -> Any:
+    trainer._resumed = folder / "checkpoint-1"
+    return trainer.get_train_dataloader()
 
 
 def accelerated(**changes: Any) -> StepLoader:

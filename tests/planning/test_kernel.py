@@ -49,6 +49,27 @@ def test_without_a_place_for_a_cache_kernels_still_run(monkeypatch: pytest.Monke
     assert kernel(one_more)(3) == 4
 
 
+def compiling(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a process logs that calls the same kernel for two types."""
+    kernels._log.cache_clear()
+    caplog.clear()
+    with caplog.at_level("INFO", "evenstep"):
+        compiled: Any = kernel(one_more)
+        assert [compiled(3), compiled(3.0), compiled(4)] == [4, 4.0, 5]
+    return [record.message for record in caplog.records]
+
+
+def test_compiling_is_logged_once_and_not_if_the_cache_has_the_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    assert compiling(caplog) == ["compiling kernels (once)"]
+    assert compiling(caplog) == []
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    (message,) = compiling(caplog)
+    assert "again in every process" in message
+
+
 @pytest.mark.usefixtures("cached")
 def test_cached_code_is_valid_only_while_no_kernel_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     # A kernel of another file, which may be inside this one's code, has changed.

@@ -141,7 +141,10 @@ def test_a_log_without_times_has_none() -> None:
     log = RunLog.of([{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}])
     assert np.isnan([log.per_second(), log.waiting_share(), log.seconds_per_cost()]).all()
     assert len(log.micro_batches()[0]) == 0
-    data = data_of(report_page(Report(title="t", plan=PACKED, runs={"recipe as it is": log})))
+    entries = [Entry("today", TODAY), Entry("recipe as it is", PACKED)]
+    runs = {"recipe as it is": log}
+    data = data_of(report_page(Report(title="t", plan=PACKED, entries=entries, runs=runs)))
+    assert data["saving"]["gpu_hours"] is None
     assert data["runs"]["recipe as it is"]["last_loss"] == 0.5
     assert data["runs"]["recipe as it is"]["tokens_per_second"] is None
 

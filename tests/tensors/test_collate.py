@@ -116,6 +116,44 @@ def test_a_loss_mask_hides_labels_and_not_tokens(dtype: Any) -> None:
     assert batch.loss_weights.tolist() == [[0, 1, 1, 0]]
 
 
+TEMPLATE = (
+    "{% for message in messages %}{{ '[' + message['role'] + '] ' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + ' .' }}"
+    "{% endgeneration %}{{ ' ' }}{% else %}{{ message['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+
+
+def test_what_a_chat_template_returns_is_a_sample() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = ["[UNK]", "[", "]", "user", "assistant", "hi", "hello", "you", "."]
+    model = tokenizers.models.WordLevel({w: k for k, w in enumerate(words)}, unk_token="[UNK]")
+    raw = tokenizers.Tokenizer(model)
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=TEMPLATE)
+    chat = [{"role": "user", "content": "hi you"}, {"role": "assistant", "content": "hello you"}]
+    sample = tokenizer.apply_chat_template(
+        [*chat, *chat], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    batch = one_batch([dict(sample), {"input_ids": [5, 6]}])
+    answer = [words.index(word) for word in ("hello", "you", ".")]
+    labels = batch.labels[batch.labels != -100].tolist()
+    assert labels == [*answer, *answer, 6]
+    assert int(batch.loss_weights.sum()) == len(labels)
+
+
+def test_all_given_masks_hide_tokens() -> None:
+    sample = {
+        "input_ids": ids(5, 6, 7, 8, 9),
+        "assistant_masks": [0, 1, 1, 1, 0],
+        "loss_mask": [1, 1, 0, 1, 1],
+        "labels": ids(5, 6, 7, 80, 9),
+    }
+    assert one_batch([sample]).labels.tolist() == [[6, -100, 80, -100, -100]]
+    with pytest.raises(InputError, match=r"sample 0 has 0.5 in its 'assistant_masks'; expected 0"):
+        one_batch([{"input_ids": ids(5, 6), "assistant_masks": [0.5, 1]}])
+
+
 def test_samples_with_and_without_labels_share_a_batch() -> None:
     samples = [{"input_ids": ids(1, 2), "labels": ids(-100, 2)}, {"input_ids": ids(3, 4)}]
     assert one_batch(samples).labels.tolist() == [[2, -100, 4, -100]]

@@ -1,5 +1,4 @@
-"""The command line: files -> **`evenstep plan | report | check | compare | config`** -> tables,
-files.
+"""The command line: files -> **`evenstep lengths | plan | compare | train | …`** -> tables, files.
 
 Every command reads, works, writes whole files, then prints. Slow imports are inside the command
 that needs them.

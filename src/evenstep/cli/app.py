@@ -9,7 +9,18 @@ from collections.abc import Sequence
 import typer
 
 from evenstep import __version__
-from evenstep.cli import check, compare, config, plan, report, terminal, train
+from evenstep.cli import (
+    check,
+    compare,
+    config,
+    lengths,
+    plan,
+    report,
+    simulate,
+    terminal,
+    train,
+    tune,
+)
 from evenstep.core.glimpse import printable
 from evenstep.errors import EvenstepError
 
@@ -20,12 +31,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("lengths")(lengths.lengths)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("compare")(compare.compare)
 app.command("train")(train.train)
 app.add_typer(config.app, name="config")
+app.command("simulate")(simulate.simulate)
+app.command("tune")(tune.tune)
 
 # typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]

@@ -13,13 +13,14 @@ import numpy as np
 from evenstep.cli.input import Input
 from evenstep.core.glimpse import glimpse
 from evenstep.core.ragged import IntArray
+from evenstep.data.sources.token_lists import is_token_list
 from evenstep.errors import FileError, InputError
 
 
 def read_csv(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
     """Read columns of a CSV file with a header (.tsv: separated by tabs); values are text."""
     path = source.path
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    delimiter = "\t" if source.suffix == ".tsv" else ","
     table: dict[str, list[Any]] = {name: [] for name in names}
     with source.text() as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -74,8 +75,8 @@ def read_jsonl(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
     return table
 
 
-def read_parquet(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
-    """Read columns of a Parquet file; needs pyarrow."""
+def read_parquet(source: Input, names: Sequence[str]) -> dict[str, Any]:
+    """Read columns of a Parquet file; needs pyarrow. Lists of integers stay Arrow columns."""
     path = source.path
     try:
         from pyarrow import ArrowException, parquet
@@ -89,7 +90,11 @@ def read_parquet(source: Input, names: Sequence[str]) -> dict[str, list[Any]]:
             _refuse_missing(path, names, file.schema_arrow.names)
             _refuse_duplicates(path, names, file.schema_arrow.names)
             data = file.read(columns=list(names))
-            return {name: data.column(name).to_pylist() for name in names}
+            found = {name: data.column(name) for name in names}
+            return {
+                name: column if is_token_list(column.type) else column.to_pylist()
+                for name, column in found.items()
+            }
     except InputError:
         raise
     except (ArrowException, ArithmeticError, LookupError, ValueError) as error:

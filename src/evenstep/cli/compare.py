@@ -28,6 +28,9 @@ def compare(
     config: options.Config = None,
     from_: options.From = None,
     set_: options.Set = None,
+    max_tokens: options.MaxTokens = None,
+    ranks: options.Ranks = None,
+    samples_per_step: options.SamplesPerStep = None,
     model: options.Model = None,
     strategy: StrategyOption = None,
     column: options.Column = None,
@@ -37,7 +40,9 @@ def compare(
 ) -> None:
     """Plan the same lengths with several strategies and compare the results."""
     from evenstep.cli import output
+    from evenstep.cli.input import called
     from evenstep.cli.job import load_job
+    from evenstep.cli.overrides import overrides_of
     from evenstep.cli.strategies import (
         TODAY,
         built_in_strategies,
@@ -53,8 +58,11 @@ def compare(
 
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, config, *files.of_model(model)], picture)
-    with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups, model, from_)
+    overrides = overrides_of(
+        set_, max_tokens=max_tokens, ranks=ranks, samples_per_step=samples_per_step
+    )
+    with progress(f"Reading {called(lengths)}"):
+        job = load_job(lengths, config, overrides, column, groups, model, from_)
     own = [own_strategy(text, job) for text in strategy or []]
     entries: list[Entry] = []
     for each in refuse_duplicates([*built_in_strategies(job), *own]):
@@ -63,7 +71,7 @@ def compare(
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}
     if not plans.keys() - {TODAY}:
         raise PlanError(f"no strategy can plan these lengths: {entries[1].fault}")
-    title = f"Strategies for {lengths.name}"
+    title = f"Strategies for {called(lengths)}"
     if picture is not None:
         drawn = files.picture(
             picture,

@@ -30,12 +30,13 @@ def check(
 ) -> int:
     """Check a configuration and list all its faults. Exits with code 1 if there are any."""
     from evenstep.cli import config_output, output
+    from evenstep.cli.overrides import overrides_of
     from evenstep.config import FaultsError, load_file
 
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     try:
-        notes = load_file(file, set_ or [], dialect=from_).notes
+        notes = load_file(file, overrides_of(set_), dialect=from_).notes
     except FaultsError as error:
         faults = error.faults
     with terminal.printing():
@@ -52,9 +53,10 @@ def show(
 ) -> None:
     """Show every value and where it comes from: a line, an override, a rule or a default."""
     from evenstep.cli import config_output, output
+    from evenstep.cli.overrides import overrides_of
     from evenstep.config import load_file
 
-    loaded = load_file(file, set_ or [], dialect=from_)
+    loaded = load_file(file, overrides_of(set_), dialect=from_)
     with terminal.printing():
         if json:
             output.print_json(_summary(loaded))
@@ -72,11 +74,12 @@ def convert(
 ) -> None:
     """Convert another system's configuration to a native one."""
     from evenstep.cli import output
+    from evenstep.cli.overrides import overrides_of
     from evenstep.config import load_file, native_yaml
     from evenstep.core.archive import replace_file
 
     files.refuse_unwritable([file], out)
-    loaded = load_file(file, set_ or [], dialect=from_)
+    loaded = load_file(file, overrides_of(set_), dialect=from_)
     head = (f"Converted from {file.name} ({from_}).", *loaded.notes)
     text = native_yaml(loaded.settings, loaded.origins, head)
     if out is not None:

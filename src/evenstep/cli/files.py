@@ -48,6 +48,8 @@ def _same(one: Path, other: Path) -> bool:
 
 def _refuse_special(target: Path) -> None:
     """Refuse pipes and devices, which a new file would replace, and folders."""
+    if str(target) == "-":
+        raise FileError("- cannot be written: expected a regular file. Choose another name.")
     try:
         status = target.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -10,13 +10,18 @@ import typer
 Lengths: TypeAlias = Annotated[
     Path,
     typer.Argument(
-        help="File with lengths (.npy, .csv, .tsv, .jsonl, .parquet or text), or a saved plan.",
+        help="File with lengths (.npy, .csv, .tsv, .jsonl, .parquet or text), or a saved plan; "
+        "- for standard input.",
         metavar="LENGTHS",
         show_default=False,
     ),
 ]
 SavedPlan: TypeAlias = Annotated[
     Path, typer.Argument(help="A saved plan.", metavar="PLAN", show_default=False)
+]
+CheckedPlan: TypeAlias = Annotated[
+    Path,
+    typer.Argument(help="A saved plan; - for standard input.", metavar="PLAN", show_default=False),
 ]
 Config: TypeAlias = Annotated[
     Path | None,
@@ -39,6 +44,26 @@ Set: TypeAlias = Annotated[
         "--set",
         help="Set one key of the recipe, such as layout.max_tokens=8192. Repeatable.",
         metavar="KEY=VALUE",
+        show_default=False,
+    ),
+]
+MaxTokens: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Slots per micro-batch, such as 16384 or 16k: --set layout.max_tokens=N.",
+        metavar="N",
+        show_default=False,
+    ),
+]
+Ranks: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Data-parallel ranks: --set topology.dp=N.", metavar="N", show_default=False),
+]
+SamplesPerStep: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Samples of a step, over all ranks: --set steps.samples=N.",
+        metavar="N",
         show_default=False,
     ),
 ]

@@ -112,6 +112,19 @@ def print_outcome(ended: Outcome, out: str) -> None:
     print(f"{state} after {ended.steps:,} steps{loss}, {ended.seconds:.0f} s{overhead}: {out}")
 
 
+def print_figures(figures: Mapping[str, int | float], title: str) -> None:
+    """Print one figure per line."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("label")
+    table.add_column("value", style="bold", justify="right")
+    for name, figure in figures.items():
+        value = f"{figure:,.1f}" if figure % 1 else f"{figure:,.0f}"
+        table.add_row(Text(f"  {name.replace('_', ' ')}"), value)
+    screen = console()
+    screen.print(_title(title))
+    screen.print(table)
+
+
 def print_checks(found: Mapping[str, Sequence[str]], invariants: Mapping[str, str]) -> None:
     """Print one line per invariant: ok, broken with its violations, or skipped."""
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -16,6 +16,9 @@ def plan(
     config: options.Config = None,
     from_: options.From = None,
     set_: options.Set = None,
+    max_tokens: options.MaxTokens = None,
+    ranks: options.Ranks = None,
+    samples_per_step: options.SamplesPerStep = None,
     model: options.Model = None,
     column: options.Column = None,
     groups: options.Groups = None,
@@ -27,7 +30,9 @@ def plan(
 ) -> None:
     """Plan training steps for these lengths; show padding and balance."""
     from evenstep.cli import output
+    from evenstep.cli.input import called
     from evenstep.cli.job import load_job
+    from evenstep.cli.overrides import overrides_of
     from evenstep.core.archive import replace_files
     from evenstep.core.checks import assert_valid
     from evenstep.report import plan_page, plan_picture
@@ -36,8 +41,11 @@ def plan(
     in_order = seed is not None or epoch is not None
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, config, *files.of_model(model)], out, picture)
-    with progress(f"Reading {lengths.name}"):
-        job = load_job(lengths, config, set_ or [], column, groups, model, from_)
+    overrides = overrides_of(
+        set_, max_tokens=max_tokens, ranks=ranks, samples_per_step=samples_per_step
+    )
+    with progress(f"Reading {called(lengths)}"):
+        job = load_job(lengths, config, overrides, column, groups, model, from_)
     with progress("Planning") as advance:
         if in_order:
             made = job.plan_epoch(seed or 0, epoch or 0, advance)
@@ -47,7 +55,7 @@ def plan(
     with progress("Measuring") as advance:
         stats = made.stats(progress=advance)
     order = f", seed {seed or 0}, epoch {epoch or 0}" if in_order else ""
-    title = f"Plan of {lengths.name}{order}"
+    title = f"Plan of {called(lengths)}{order}"
     contents: dict[Path, bytes] = {}
     if out is not None:
         contents[out] = made.to_bytes()

@@ -16,6 +16,7 @@ from evenstep.cli.input import Input
 from evenstep.core.archive import MAGIC
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
+from evenstep.data.sources.token_lists import list_lengths
 from evenstep.errors import FileError, InputError
 
 _TABLES = {
@@ -47,6 +48,12 @@ class Samples:
         )
 
 
+def load_plan(source: Input) -> Plan:
+    """The plan in this input; an error if it is not a plan."""
+    with source.open() as file:
+        return Plan.from_bytes(file.read(), source.path)
+
+
 def saved_plan(source: Input) -> Plan | None:
     """The plan in this input, or None if it is not a plan."""
     try:
@@ -69,7 +76,7 @@ def read_samples(
 ) -> Samples:
     """Read an input by its suffix; unknown suffixes are text. `extra` names limit columns."""
     path = source.path
-    suffix = path.suffix.lower()
+    suffix = source.suffix
     try:
         if suffix in _TABLES:
             samples = _from_table(source, column or "length", groups, extra)
@@ -94,7 +101,7 @@ def read_samples(
 def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[str]) -> Samples:
     names = list(dict.fromkeys([column, *([groups] if groups else []), *extra]))
     path = source.path
-    table = _TABLES[path.suffix.lower()](source, names)
+    table = _TABLES[source.suffix](source, names)
     return Samples(
         _lengths(path, column, table[column]),
         tables.group_ids(path, groups, table[groups]) if groups else None,
@@ -102,8 +109,10 @@ def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[
     )
 
 
-def _lengths(path: Path, column: str, values: list[Any]) -> IntArray:
+def _lengths(path: Path, column: str, values: Any) -> IntArray:
     """Lengths from a column of integers or of lists of token ids."""
+    if not isinstance(values, list):  # of Arrow
+        return list_lengths(values, column, str(path))
     first = next((at for at, value in enumerate(values) if isinstance(value, list)), None)
     if first is None:
         return tables.integers(path, column, values)

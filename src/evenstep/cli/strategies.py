@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.cli.job import Job
+from evenstep.cli.overrides import resolved
 from evenstep.config import overridden, recipe_from
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import ConfigError, PlanError
@@ -31,6 +32,10 @@ class Strategy:
     overrides: tuple[str, ...]
     longest: int | None = None
 
+    def job(self, job: Job) -> Job:
+        """The job with the samples that this strategy plans."""
+        return job if self.longest is None else job.within(self.longest)
+
 
 def parse_strategy(text: str) -> Strategy:
     """Parse `name: key=value, key=value`; without a name, the overrides are the name.
@@ -41,7 +46,7 @@ def parse_strategy(text: str) -> Strategy:
     name, colon, rest = text.partition(":")
     if not colon:
         name, rest = text, text
-    overrides = tuple(part.strip() for part in rest.split(",") if part.strip())
+    overrides = tuple(resolved(part.strip()) for part in rest.split(",") if part.strip())
     if not name.strip() or not all("=" in override for override in overrides):
         raise ConfigError(
             f"--strategy must be of the form 'name: key=value, key=value', got {text!r}. "
@@ -110,7 +115,7 @@ def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | Non
 
     A small plan runs first, so that the measured time excludes compiling or loading kernels.
     """
-    job = job if strategy.longest is None else job.within(strategy.longest)
+    job = strategy.job(job)
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
         with contextlib.suppress(PlanError):  # the first 64 may have no plan where all have one

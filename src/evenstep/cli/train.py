@@ -37,12 +37,14 @@ def train(
     from dataclasses import asdict
 
     from evenstep.cli import output
+    from evenstep.cli.overrides import overrides_of
     from evenstep.config import load_settings
     from evenstep.core.world import World
     from evenstep.lazy import need
 
     need("torch", extra="cli,torch", package="evenstep train")
-    overrides = [*(set_ or []), *([] if steps is None else [f"stream.max_num_steps={steps}"])]
+    given = [] if steps is None else [f"stream.max_num_steps={steps}"]
+    overrides = [*overrides_of(set_), *given]
     settings = load_settings(config, overrides)
     from evenstep.trainer.job import job_of
     from evenstep.trainer.run import train as run

@@ -24,7 +24,7 @@ from evenstep.core.validate import seed_number, truth_value
 from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.source import MeasuredSource, Source
+from evenstep.data.sources.source import MeasuredSource, Source, has_random_access
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
@@ -98,13 +98,15 @@ class ShardedIterableDataset(IterableDataset):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         # A pool of one sample of length 1 leaves only the order and the sharing between readers.
+        source = source_of(self.base_dataset)
         stream = PooledStream(
-            source_of(self.base_dataset),
+            source,
             Recipe(layout=Packed(max_tokens=1), topology=Topology(dp=self.world.size)),
             pool=Pool(samples=1, strategy="greedy"),
             world=self.world,
             seed=self.seed,
-            shuffle=self.shuffle,
+            # An iterable dataset has an order of its own.
+            shuffle=self.shuffle and has_random_access(source),
             length_of=_one,
         )
         stream.set_epoch(self.epoch)
@@ -189,7 +191,7 @@ class LoadBalancedDataset(IterableDataset):  # type: ignore[misc]
             ),
             world=sharded.world,
             seed=self.seed,
-            shuffle=sharded.shuffle,
+            shuffle=sharded.shuffle and has_random_access(source),
             max_num_steps=max_num_steps,
             infinite_loop=infinite_loop,
             length_of=count_tokens if isinstance(source, MeasuredSource) else length_of,

@@ -16,13 +16,21 @@ from evenstep.lazy import exports
 
 if TYPE_CHECKING:
     from evenstep.data.corpus.corpus import Corpus
+    from evenstep.data.sources.as_source import as_source
     from evenstep.data.sources.iterated import Iterated
     from evenstep.data.sources.jsonl import Jsonl
     from evenstep.data.sources.lengths import Lengths
     from evenstep.data.sources.mapped import Mapped, MeasuredMapped
+    from evenstep.data.sources.megatron import MegatronTokens
     from evenstep.data.sources.memory import InMemory
     from evenstep.data.sources.parquet import ParquetText
-    from evenstep.data.sources.source import MeasuredSource, SampleSource, SequentialSource
+    from evenstep.data.sources.source import (
+        Draw,
+        MeasuredSource,
+        SampleSource,
+        SeededSource,
+        SequentialSource,
+    )
     from evenstep.data.sources.token_file import TokenFile
     from evenstep.data.sources.token_writer import TokenFileWriter, write_token_file
     from evenstep.data.streams.feed import FedMicroBatch, Feed
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Corpus",
+    "Draw",
     "FedMicroBatch",
     "Feed",
     "InMemory",
@@ -42,12 +51,15 @@ __all__ = [
     "Mapped",
     "MeasuredMapped",
     "MeasuredSource",
+    "MegatronTokens",
     "ParquetText",
     "Pool",
     "SampleSource",
+    "SeededSource",
     "SequentialSource",
     "TokenFile",
     "TokenFileWriter",
+    "as_source",
     "merge_cursors",
     "separate_lengths",
     "until_all_end",
@@ -58,14 +70,22 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "sources.as_source": ["as_source"],
             "corpus.corpus": ["Corpus"],
             "sources.iterated": ["Iterated"],
             "sources.jsonl": ["Jsonl"],
             "sources.lengths": ["Lengths"],
             "sources.mapped": ["Mapped", "MeasuredMapped"],
+            "sources.megatron": ["MegatronTokens"],
             "sources.memory": ["InMemory"],
             "sources.parquet": ["ParquetText"],
-            "sources.source": ["MeasuredSource", "SampleSource", "SequentialSource"],
+            "sources.source": [
+                "Draw",
+                "MeasuredSource",
+                "SampleSource",
+                "SeededSource",
+                "SequentialSource",
+            ],
             "sources.token_file": ["TokenFile"],
             "sources.token_writer": ["TokenFileWriter", "write_token_file"],
             "streams.feed": ["FedMicroBatch", "Feed"],

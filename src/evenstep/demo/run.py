@@ -75,7 +75,7 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
         f"{int(np.median(lengths)):,}, maximum {lengths.max():,}.\n{RANKS} processes, "
         f"{each} samples per step, at most {BUDGET:,} slots per micro-batch.\n"
     )
-    records = train_all(corpus.path, each)
+    records = train_all(corpus.paths[0], each)
     entries = [entry_of(name, record) for name, record in records.items()]
     console.print(table(records, entries))
     losses = np.array([record["losses"] for record in records.values()])
@@ -253,7 +253,8 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     stream = stream_of(TokenFile(corpus), recipe, rank)
     planned = Planned(stream)
     runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
-    results, log = [], []
+    results: list[Any] = []
+    log: list[dict[str, Any]] = []
     with Watch(timeout=60), progress(rank, name) as advance:
         for step in planned:
             results.append(runner.run(step).reduce(runner.collective))

@@ -9,6 +9,8 @@ hf_attention attention within segments for transformers models: attn_implementat
 huggingface  how transformers models are called, and which keep segments apart; in hf_forward,
              hf_kwargs, hf_model, padded_rows, rope; supports, packing_code, packing_probe
 megatron     the fields of Megatron's PackedSeqParams
+local        planned rollouts to the workers of an RL job in one process; results in gathered
+ray          the same to Ray actors
 """
 
 from evenstep.lazy import need

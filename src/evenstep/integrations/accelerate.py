@@ -13,6 +13,7 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.step_work import Progress
+from evenstep.data.streams.stream import Stream
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
@@ -76,7 +77,7 @@ def accelerate_loader(
     return loader
 
 
-def check_accelerator(accelerator: Any, stream: PlannedStream) -> None:
+def check_accelerator(accelerator: Any, stream: Stream) -> None:
     """Raise if accelerate would divide batches itself, or other processes were planned for."""
     config = accelerator.dataloader_config
     for name in ("dispatch_batches", "split_batches"):
@@ -104,9 +105,9 @@ def check_accelerator(accelerator: Any, stream: PlannedStream) -> None:
 
 def check_fingerprints(accelerator: Any, stream: PlannedStream) -> None:
     """Raise on all processes if one has other data, another seed, recipe or position."""
+    mine = f"{stream.fingerprint} {stream.start().to_dict()['digest']}"  # reads some samples
     if accelerator.num_processes == 1:
         return
-    mine = f"{stream.fingerprint} {stream.start().to_dict()['digest']}"
     found = gather_object([mine])
     other = [rank for rank, each in enumerate(found) if each != found[0]]
     if other:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -17,10 +18,14 @@ from evenstep.core.validate import truth_value, whole_number
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.step_work import Progress
-from evenstep.data.streams.stream import Stream, until_all_end
+from evenstep.data.streams.stream import Stream
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.dispatching import refuse_dispatching
+from evenstep.integrations.last_steps import LastSteps
 from evenstep.integrations.parcel import Parcel, register
+from evenstep.integrations.run_state import Gather
+from evenstep.train.collectives import Distributed
+from evenstep.train.step_checks import check_fingerprints
 
 __all__ = ["StreamDataset", "StreamLoader"]
 
@@ -142,7 +147,14 @@ class StreamLoader:
 
     anyone    for finite pooled streams on several ranks: `anyone(mine)` returns whether any rank
               has another step (see `until_all_end`). By default an all-reduce of torch.distributed
+    gather    for the same: an all-gather of objects. What is left when the first rank ends is then
+              shared by all, so that they end together. By default that of torch.distributed, if
+              `anyone` is not given. Sequential sources are not shared: they would be read again
     progress  `progress(done, total)` is called while `len` counts the steps of a planned stream
+
+    If torch.distributed is initialised with as many processes as the stream has ranks, the first
+    iteration compares the ranks' data, order, seed, recipe and position, and raises on all of them
+    if one differs. All ranks must iterate then.
 
     >>> from evenstep import Packed, Recipe, Steps
     >>> from evenstep.data.sources.memory import InMemory
@@ -161,6 +173,7 @@ class StreamLoader:
         collate: Collate | None = None,
         num_workers: int = 0,
         anyone: Callable[[bool], bool] | None = None,
+        gather: Gather | None = None,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
@@ -169,38 +182,66 @@ class StreamLoader:
         self.num_workers = whole_number("num_workers", num_workers, least=0)
         self._dataset = _SentDataset(stream, collate, capped=False)
         self._options = options
-        self._anyone, self._progress = anyone, progress
+        self._anyone, self._gather, self._progress = anyone, gather, progress
         self._loader: Any = None
         self._now: Cursor | None = None
+        self._compared = False
 
     def __iter__(self) -> Iterator[Step]:
         # Includes the start of every worker, also of those that have not yielded a step yet.
-        self._now = now = start = self.stream.start(max(1, self.num_workers))
+        self._now = start = self.stream.start(max(1, self.num_workers))
+        if not self._compared:
+            _compare(self.stream, start)
+            self._compared = True
         if self._loader is None:
-            # A separate generator: drawing from torch's would change the dropout of a resumed run.
-            seeds = torch.Generator().manual_seed(_seed_of_workers(start))
-            options = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
-            self._loader = DataLoader(self._dataset, **{**options, **self._options})
-        with torch.device("cpu"):  # torch draws the seeds of workers on the default device
-            ready = iter(self._loader)
-        steps: Iterator[Step] = _received(ready)
-        if not (self.stream.infinite_loop or self.stream.ends_together):
-            steps = until_all_end(steps, self._anyone or _anyone, self.stream.recipe)
-        most = self.stream.max_num_steps
+            self._loader = self._made(self._dataset, start, **self._options)
+        ready, now = [_iterator(self._loader)], [start]
+        steps: Iterator[Step] = _received(ready[0])
+        stream, collate = self.stream, self._dataset.collate
+        if not (stream.infinite_loop or stream.ends_together):
+
+            def share(cursors: list[Cursor]) -> Iterator[Step]:
+                assert isinstance(stream, PooledStream)
+                now.append(stream.shared(cursors, max(1, self.num_workers)))
+                ready.append(_iterator(self._rest(stream, now[-1])))
+                return _received(ready[-1])
+
+            can_share = isinstance(stream, PooledStream) and stream.can_share
+            last = LastSteps(
+                self._anyone, self._gather, stream.recipe, share if can_share else None, now
+            )
+            steps = last.until_all_end(steps)
+        most = stream.max_num_steps
         left = None if most is None else max(most - start.step, 0)
         try:
             for number, step in enumerate(islice(steps, left), start.step):
-                if self._dataset.collate and step.batches is None:  # an empty step after the end
-                    step = step.collated(self._dataset.collate)
-                if self.num_workers and isinstance(self.stream, PooledStream):
-                    self.stream.observe(step)
-                joined = self.stream.join([now, step.cursor]) if step.cursor.place else now
-                self._now = now = replace(joined, step=number + 1)
-                yield replace(step, number=number, cursor=now)
+                if collate and step.batches is None:  # an empty step after the end
+                    step = step.collated(collate)
+                if self.num_workers and isinstance(stream, PooledStream):
+                    stream.observe(step)
+                mine = stream.join([now[-1], step.cursor]) if step.cursor.place else now[-1]
+                now[:] = [replace(mine, step=number + 1)]
+                self._now = now[-1]
+                yield replace(step, number=number, cursor=now[-1])
         finally:
             # An error that torch re-raises keeps its workers alive in a reference cycle.
-            if self.num_workers and not self._options.get("persistent_workers"):
-                ready._shutdown_workers()
+            if self.num_workers and self._options.get("persistent_workers"):
+                del ready[0]
+            for each in ready if self.num_workers else ():
+                each._shutdown_workers()
+
+    def _made(self, dataset: _SentDataset, start: Cursor, **options: Any) -> Any:
+        # A separate generator: drawing from torch's would change the dropout of a resumed run.
+        seeds = torch.Generator().manual_seed(_seed_of_workers(start))
+        own = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
+        return DataLoader(dataset, **{**own, **options})
+
+    def _rest(self, stream: PooledStream, start: Cursor) -> Any:
+        """A loader of the same stream from another start, which leaves that of the stream."""
+        rest = copy.copy(stream)
+        rest.load_state_dict(start.to_dict())
+        dataset = _SentDataset(rest, self._dataset.collate, capped=False)
+        return self._made(dataset, start, **{**self._options, "persistent_workers": False})
 
     def __len__(self) -> int:
         """Steps of one pass. Exact for planned streams, counted once without reading samples;
@@ -216,6 +257,7 @@ class StreamLoader:
         """Start after the step that the state was taken at. `allow` names settings of a pooled
         stream that may have changed since; see `PooledStream.load_state_dict`."""
         self.stream.load_state_dict(state, allow)
+        self._compared = False
         self._loader, self._now = None, None  # persistent workers have a copy of the old stream
 
     def set_epoch(self, epoch: int) -> None:
@@ -238,6 +280,24 @@ def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
     if stream.steps_in_every_epoch is None:
         stream.epoch_size(stream.start().place["epoch"], progress=progress)
     return len(stream)
+
+
+def _iterator(loader: Any) -> Any:
+    with torch.device("cpu"):  # torch draws the seeds of workers on the default device
+        return iter(loader)
+
+
+def _compare(stream: Stream, start: Cursor) -> None:
+    """Raise on all ranks if one has another stream or position. Positions of a pooled stream
+    differ; only the number of steps is the same."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if not 1 < stream.world.size == distributed.get_world_size():
+        return  # without a process group, or other ranks are tensor- or context-parallel
+    place = {} if isinstance(stream, PooledStream) else start.place
+    text = f"{stream.fingerprint} {start.step} {place}".encode()
+    check_fingerprints(hashlib.blake2b(text, digest_size=8).hexdigest(), Distributed())
 
 
 def _received(steps: Iterator[Step]) -> Iterator[Step]:
@@ -279,18 +339,3 @@ def _seed_of_workers(start: Cursor) -> int:
 def _worker() -> tuple[int, int]:
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-def _anyone(mine: bool) -> bool:
-    """Whether `mine` is true on any rank of the default process group."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ConfigError(
-            "ranks of a finite pooled stream must agree on its end, but there is no process group. "
-            "Initialise torch.distributed, pass `anyone`, or set infinite_loop=True with "
-            "max_num_steps."
-        )
-    flag = torch.tensor([int(mine)])
-    if torch.distributed.get_backend() == "nccl":
-        flag = flag.cuda()
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag.item())

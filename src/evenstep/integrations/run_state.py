@@ -39,7 +39,7 @@ def gather_state(stream: HasState, gather: Gather | None = None) -> dict[str, An
         if rank == 0:
             torch.save({"data": state, ...}, path)
     """
-    states = list((gather or _all_gather)(stream.state_dict()))
+    states = list((gather or all_gather)(stream.state_dict()))
     cursors = [Cursor.from_dict(state) for state in states]
     if cursors[0].belongs.get("stream") != "pooled":
         _check_equal(states)
@@ -66,7 +66,7 @@ def load_gathered_state(
 
     allow  settings of a pooled stream that may have changed; see `PooledStream.load_state_dict`
     """
-    given = [found for found in (gather or _all_gather)(state) if found is not None]
+    given = [found for found in (gather or all_gather)(state) if found is not None]
     if not given:
         raise CursorError("no rank has a state to load. Pass the checkpoint's state on one rank.")
     _check_equal(given)
@@ -82,7 +82,8 @@ def _check_equal(states: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _all_gather(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
+    """An object of every process of the default group."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return [value]

@@ -22,6 +22,7 @@ class Part(NamedTuple):
 
     micro: MicroBatch
     state: dict[str, Any] | None
+    epoch: int = 0
 
 
 class StepSampler:
@@ -155,10 +156,10 @@ class StepSampler:
             state = self._state(step.cursor.to_dict(), done)
             self._total = step.number + 1
             yield from self._full(step, state)
-        empty = micro_batch([], self.stream.recipe)
+        epoch, empty = self.epoch, micro_batch([], self.stream.recipe)
         for number in range(done + 1, 1 + (0 if self.epochs is None else self.steps)):
             state = {**state, "done": number}
-            yield from self._numbered([empty] * self.per_step, state)
+            yield from self._numbered([empty] * self.per_step, state, epoch)
 
     def _full(self, step: Step, state: dict[str, Any]) -> Iterator[Part]:
         """The micro-batches of a step, and empty ones up to `per_step`."""
@@ -170,11 +171,13 @@ class StepSampler:
             )
         empty = micro_batch([], self.stream.recipe)
         missing = [empty] * (self.per_step - len(step))
-        yield from self._numbered([*step.micro_batches, *missing], state)
+        yield from self._numbered([*step.micro_batches, *missing], state, step.epoch)
 
-    def _numbered(self, micros: list[MicroBatch], state: dict[str, Any]) -> Iterator[Part]:
+    def _numbered(
+        self, micros: list[MicroBatch], state: dict[str, Any], epoch: int
+    ) -> Iterator[Part]:
         for number, micro in enumerate(micros, 1):
-            yield Part(micro, state if number == len(micros) else None)
+            yield Part(micro, state if number == len(micros) else None, epoch)
 
 
 class PartDataset(Dataset):  # type: ignore[misc]
@@ -192,7 +195,8 @@ class PartDataset(Dataset):  # type: ignore[misc]
     def __getitems__(self, part: Part) -> tuple[Part, dict[int, Any]]:
         """The micro-batch without samples that the source skipped, and its samples by id."""
         ids = part.micro.segments.sample.tolist()
-        found = {number: self._samples[number] for number in ids}
+        samples = self._samples.in_epoch(part.epoch)
+        found = {number: samples[number] for number in ids}
         missing = [number for number, sample in found.items() if sample is None]
         micro = part.micro.without(missing) if missing else part.micro
         return part._replace(micro=micro), found

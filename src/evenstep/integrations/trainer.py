@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,16 +13,22 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import tqdm
 from numpy.typing import ArrayLike
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from evenstep.core.layout import Packed
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.world import World
+from evenstep.data.sources.as_source import as_measured, as_source, is_source
+from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.sources.source import MeasuredSource, length_of
+from evenstep.data.sources.measure import measured_lengths
+from evenstep.data.sources.source import MeasuredSource, has_random_access
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.errors import ConfigError, InputError
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.streams.step_work import Progress
+from evenstep.errors import ConfigError
 from evenstep.integrations.accelerate import check_accelerator, check_fingerprints
+from evenstep.integrations.endless_batches import EndlessBatches
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
 from evenstep.integrations.supports import judged_once
@@ -29,7 +36,8 @@ from evenstep.tensors.collate import Collator
 
 __all__ = ["EvenstepMixin"]
 
-_COLUMNS = ("input_ids", "labels", "loss_mask", "loss_masking_spans", "attention_mask")
+_COLUMNS = ("input_ids", "labels", "loss_mask", "assistant_masks", "loss_masking_spans",
+            "attention_mask")  # fmt: skip
 
 
 class EvenstepMixin:
@@ -46,6 +54,9 @@ class EvenstepMixin:
     fewer if the recipe says `Steps(samples=...)`; empty ones follow. Each sample runs once per
     epoch, in an order that depends on `data_seed` (else `seed`) and the epoch. Resuming from a
     checkpoint is exact. `per_device_train_batch_size` and `data_collator` are for evaluation only.
+
+    A dataset without a length, such as a streamed one, needs `max_steps`. Its micro-batches come
+    from an endless `PooledStream`, whose position is saved with every checkpoint.
 
     recipe   what is planned. `steps` defaults to `Steps(micro_batches=gradient_accumulation_steps)`
     lengths  per sample, its number of tokens, or the name of a column. By default each sample is
@@ -72,10 +83,31 @@ class EvenstepMixin:
         super().__init__(*arguments, **options)
         _check_arguments(self.args)
         self.add_callback(_SkipFillers(self))  # type: ignore[attr-defined]
+        self.add_callback(_SavePosition(self))  # type: ignore[attr-defined]
         self.step_sampler: StepSampler | None = None
+        self.batches: EndlessBatches | None = None
+        self._resumed: Any = None
 
-    def get_train_dataloader(self) -> DataLoaderShard:
-        """The planned micro-batches of this process."""
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Train as the trainer does; it skips no data on resume if the dataset has no length."""
+        self._resumed = resume_from_checkpoint
+        if resume_from_checkpoint is True:
+            self._resumed = get_last_checkpoint(self.args.output_dir)
+        if self._endless:
+            self.args.ignore_data_skip = True
+        return super().train(resume_from_checkpoint, *arguments, **options)  # type: ignore[misc]
+
+    @property
+    def _endless(self) -> bool:
+        """Whether the dataset can only be read in order."""
+        return self.train_dataset is not None and not has_random_access(
+            as_source(self.train_dataset)
+        )
+
+    def get_train_dataloader(self) -> DataLoaderShard | EndlessBatches:
+        """The planned micro-batches of this process; those of a pool without known lengths."""
+        if self._endless:
+            return self._pooled()
         stream = self._stream()
         check_accelerator(self.accelerator, stream)
         check_fingerprints(self.accelerator, stream)
@@ -109,44 +141,75 @@ class EvenstepMixin:
     # The stream --------------------------------------------------------------------------------
 
     def _stream(self) -> PlannedStream:
-        args, processes = self.args, self.accelerator.num_processes
-        recipe = self.recipe
+        recipe, per_step = self.recipe, self.args.gradient_accumulation_steps
         if recipe.steps == Steps():
-            recipe = replace(recipe, steps=Steps(micro_batches=args.gradient_accumulation_steps))
+            recipe = replace(recipe, steps=Steps(micro_batches=per_step))
+        recipe, world = self._for_ranks(recipe)
+        return PlannedStream(self._source(), recipe, world=world, seed=self._seed)
+
+    def _for_ranks(self, recipe: Recipe) -> tuple[Recipe, World]:
+        """The recipe for all processes, and this one."""
+        processes = self.accelerator.num_processes
         if recipe.topology.dp == 1:
             recipe = replace(recipe, topology=replace(recipe.topology, dp=processes))
-        seed = args.seed if args.data_seed is None else args.data_seed
-        world = World(self.accelerator.process_index, processes)
-        return PlannedStream(self._source(), recipe, world=world, seed=seed)
+        return recipe, World(self.accelerator.process_index, processes)
+
+    @property
+    def _seed(self) -> int:
+        args = self.args
+        return int(args.seed if args.data_seed is None else args.data_seed)
+
+    def _pooled(self) -> EndlessBatches:
+        """A dataset without a length in an endless pool, for `max_steps` steps."""
+        steps, per_step = self.recipe.steps, self.args.gradient_accumulation_steps
+        if steps not in (Steps(), Steps(micro_batches=per_step)) or self._lengths is not None:
+            raise ConfigError(
+                f"steps of a dataset without a length have {per_step} micro-batches, and lengths "
+                f"have no effect. Set Steps(micro_batches={per_step}), or pass a dataset with a "
+                f"length."
+            )
+        dataset = self.train_dataset
+        if not is_source(dataset):
+            dataset = Iterated(dataset, transform=_Chosen(self._names))
+        recipe, world = self._for_ranks(replace(self.recipe, steps=Steps(micro_batches=1)))
+        stream = PooledStream(dataset, recipe, world=world, seed=self._seed, infinite_loop=True)
+        check_accelerator(self.accelerator, stream)
+        if isinstance(self.recipe.layout, Packed):
+            self._check_packing()
+        args = self.args
+        batches = EndlessBatches(
+            stream,
+            HfCollate(model=self.model, collate=self._collate),
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+        if self._resumed:
+            batches.load(Path(self._resumed))
+        self.batches = batches
+        return batches
+
+    @property
+    def _names(self) -> set[str] | None:
+        """The keys of samples that are kept; None: all."""
+        return {*_COLUMNS, *self._collate.extras} if self.args.remove_unused_columns else None
 
     def _source(self) -> MeasuredSource:
         dataset, lengths = self.train_dataset, self._lengths
         if dataset is None:
             raise ConfigError("training needs a train_dataset. Pass samples or a source.")
-        if hasattr(dataset, "lengths_of"):
-            found: MeasuredSource = dataset
-            return found
-        if not hasattr(dataset, "__len__"):
-            raise InputError(
-                f"train_dataset is a {type(dataset).__name__} without a length, but steps are "
-                f"planned ahead. Pass a map-style dataset, or use a PooledStream with a Runner."
-            )
-        names = {*_COLUMNS, *self._collate.extras} if self.args.remove_unused_columns else None
-        if isinstance(dataset, list) and lengths is None and names is None:
-            return InMemory(dataset)
+        if hasattr(dataset, "lengths_of") and lengths is None:
+            return as_measured(dataset)
         if lengths is None:
-            lengths = [length_of(dataset[item]) for item in range(len(dataset))]
-        return MeasuredMapped(dataset, lengths=lengths, transform=_Chosen(names))
+            with tqdm(desc="Measuring samples", delay=2, leave=False) as bar:
+                lengths = measured_lengths(dataset, None, _advance(bar))
+        return MeasuredMapped(dataset, lengths=lengths, transform=_Chosen(self._names))
 
     def _sampler(self, stream: PlannedStream) -> StepSampler:
         args, per_step = self.args, self.args.gradient_accumulation_steps
         epochs = math.ceil(args.num_train_epochs)
         with tqdm(desc="Counting steps", delay=2, leave=False) as bar:
-
-            def progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
+            progress = _advance(bar)
             if args.max_steps > 0:  # enough epochs, whichever is the longest
                 first = StepSampler(stream, per_step=per_step, progress=progress).steps_of(0)
                 epochs = math.ceil(args.max_steps / max(first, 1))
@@ -163,6 +226,16 @@ class EvenstepMixin:
                 f"Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
                 f"evenstep.integrations.hf_attention."
             )
+
+
+def _advance(bar: Any) -> Progress:
+    """Advance a bar of tqdm."""
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return progress
 
 
 def _check_arguments(args: Any) -> None:
@@ -198,6 +271,18 @@ class _SkipFillers(TrainerCallback):  # type: ignore[misc]
         if sampler is not None and sampler.is_filler(state.global_step):
             for parameter in model.parameters():
                 parameter.grad = None
+
+
+class _SavePosition(TrainerCallback):  # type: ignore[misc]
+    """Saves the position of a dataset without a length with every checkpoint."""
+
+    def __init__(self, trainer: EvenstepMixin) -> None:
+        self._trainer = trainer
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._trainer.batches is not None:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            self._trainer.batches.save(checkpoint, args.should_save)
 
 
 class _Inputs:

@@ -5,6 +5,7 @@ It also works as plain Python: set `NUMBA_DISABLE_JIT=1` to debug it or to measu
 """
 
 import hashlib
+import logging
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numba import config, njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, NullCache
 from numba.core.serialize import dumps
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PACKAGE = Path(__file__).parents[1]
+_LOGGER = logging.getLogger(__name__)
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
@@ -36,6 +38,7 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
         except RuntimeError as error:
             if "no locator available" not in str(error):
                 raise
+            compiled._cache = _NoCache()
     return cast(Callable[P, R], compiled)
 
 
@@ -58,13 +61,29 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(signature, target_context)
+            found = super().load_overload(signature, target_context)
         except Exception:  # unpickling damaged bytes can raise any error
-            return None
+            found = None
+        if found is None:
+            _log("compiling kernels (once)")
+        return found
 
     def save_overload(self, signature: Any, data: Any) -> None:
         with suppress(OSError):  # for example a full disk or a read-only folder
             super().save_overload(signature, data)
+
+
+class _NoCache(NullCache):  # type: ignore[misc]
+    """No cache, because there is no writable folder."""
+
+    def load_overload(self, signature: Any, target_context: Any) -> None:
+        _log("compiling kernels (again in every process: no folder for their cache is writable)")
+
+
+@cache
+def _log(message: str) -> None:
+    """Log a message, once per process."""
+    _LOGGER.info(message)
 
 
 class _CheckedFile:

@@ -1,4 +1,4 @@
-"""What a plan looks like: Plan -> **tables, SVG, HTML**. Nothing here prints or plans.
+"""What a plan looks like: Plan -> **tables, SVG, HTML, simulated time**. Nothing prints or plans.
 
 >>> from evenstep import Packed, Recipe, make_plan
 >>> from evenstep.report import plan_picture
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from evenstep.report.report import Report
     from evenstep.report.report_html import report_page
     from evenstep.report.run_log import RunLog
+    from evenstep.report.simulation.cluster import Cluster
+    from evenstep.report.simulation.simulate import Simulation, simulate
     from evenstep.report.suggestions import Advice, advice
     from evenstep.report.tables import Row, Section, sections
 
 __all__ = [
     "Advice",
+    "Cluster",
     "Entry",
     "Report",
     "Row",
     "RunLog",
     "Section",
+    "Simulation",
     "advice",
     "comparison_page",
     "comparison_picture",
@@ -36,6 +40,7 @@ __all__ = [
     "png_of",
     "report_page",
     "sections",
+    "simulate",
 ]
 
 if not TYPE_CHECKING:
@@ -50,6 +55,8 @@ if not TYPE_CHECKING:
             "report": ["Report"],
             "report_html": ["report_page"],
             "run_log": ["RunLog"],
+            "simulation.cluster": ["Cluster"],
+            "simulation.simulate": ["Simulation", "simulate"],
             "tables": ["Row", "Section", "sections"],
         },
     )

@@ -101,7 +101,7 @@ class Report:
         }
         return {
             "steps": len(log),
-            "seconds": _finite(float(log.seconds.sum())),
+            "seconds": float(np.nansum(log.seconds)),
             "tokens_per_second": _finite(log.per_second()),
             "last_loss": _finite(float(log.loss[-1])) if len(log) else None,
             "waiting_for_data": _finite(log.waiting_share()),

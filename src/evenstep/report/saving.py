@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from evenstep.core.plan import Plan
 from evenstep.report.comparison import Entry
 from evenstep.report.run_log import RunLog
@@ -13,7 +15,7 @@ from evenstep.report.run_log import RunLog
 class Saving:
     """Compared with `than`: how many times less time, and how many slots are not computed.
 
-    `gpu_hours` is estimated: the time of the run, scaled by the modelled times. None without a run.
+    `gpu_hours` is estimated: the time of the run, scaled by the modelled times. None without a timed run.
     """
 
     than: str
@@ -36,8 +38,9 @@ class Saving:
         ratio = first.modelled_time / mine.modelled_time
         scale = int(plan.tokens.sum()) / max(1, int(mine.stats["tokens"]))
         slots = scale * (int(first.stats["slots"]) - int(mine.stats["slots"]))
-        hours = None if log is None else devices(plan) * float(log.seconds.sum()) / 3600
-        return cls(first.name, ratio, round(slots), None if hours is None else hours * (ratio - 1))
+        seconds = 0.0 if log is None else float(np.nansum(log.seconds))
+        hours = devices(plan) * seconds / 3600 * (ratio - 1) if seconds else None
+        return cls(first.name, ratio, round(slots), hours)
 
 
 def devices(plan: Plan) -> int:

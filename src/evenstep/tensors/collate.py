@@ -14,6 +14,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.placement import Placement
 from evenstep.core.ragged import IntArray
 from evenstep.core.validate import truth_field, whole_number
+from evenstep.data.sources.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.columns import Columns, Sample
@@ -23,7 +24,7 @@ from evenstep.tensors.numbering import number_slots
 
 Samples: TypeAlias = Mapping[int, Sample] | Sequence[Sample]
 
-_TARGETS = ("labels", "loss_mask", "loss_masking_spans")
+_TARGETS = ("labels", *LOSS_MASKS, "loss_masking_spans")
 _KNOWN = ("input_ids", *_TARGETS, "attention_mask")
 
 
@@ -37,6 +38,8 @@ class Collator:
                         tokens themselves
     loss_mask           per token, 1 to count it in the loss and 0 to ignore it. For weights use
                         the normalization `Custom`
+    assistant_masks     the same, as `apply_chat_template(..., return_assistant_tokens_mask=True)`
+                        of Hugging Face tokenizers names it; tokens that either hides are ignored
     loss_masking_spans  (begin, end) pairs of tokens to ignore in the loss
     attention_mask      must be 1 for every token; remove padding from samples
 

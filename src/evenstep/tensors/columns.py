@@ -13,6 +13,7 @@ from torch import Tensor
 
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import offsets_of
+from evenstep.data.sources.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.continuation import Continuation
@@ -46,21 +47,23 @@ class Columns:
         given = [s["labels"] if "labels" in s else s["input_ids"] for s in self.chosen]
         values = self._segment_values("labels", given, torch.int64)
         targets = self._spread("labels", values, torch.int64, IGNORE_INDEX)
-        if "loss_mask" in keys:
-            given = [
-                s["loss_mask"] if "loss_mask" in s else torch.ones(len(s["input_ids"]))
-                for s in self.chosen
-            ]
-            values = self._segment_values("loss_mask", given, torch.float32)
-            mask = self._spread("loss_mask", values, torch.float32, 0)
-            hidden = mask == 0
-            if not bool((hidden | (mask == 1)).all()):
-                self._refuse_mask(values)
-            targets.masked_fill_(hidden, IGNORE_INDEX)
+        for name in LOSS_MASKS:
+            if name in keys:
+                targets.masked_fill_(self._hidden(name), IGNORE_INDEX)
         if "loss_masking_spans" in keys:
             for number, sample in enumerate(self.chosen):
                 self._mask_spans(targets, number, sample.get("loss_masking_spans", ()))
         return targets
+
+    def _hidden(self, name: str) -> Tensor:
+        """The slots that a loss mask hides; samples without the mask hide none."""
+        given = [s[name] if name in s else torch.ones(len(s["input_ids"])) for s in self.chosen]
+        values = self._segment_values(name, given, torch.float32)
+        mask = self._spread(name, values, torch.float32, 0)
+        hidden = mask == 0
+        if not bool((hidden | (mask == 1)).all()):
+            self._refuse_mask(name, values)
+        return hidden
 
     def check_attention_masks(self) -> None:
         """Raise if an `attention_mask` hides tokens; tokenizers return masks of ones."""
@@ -86,9 +89,10 @@ class Columns:
         sample = self.chosen[number]
         given = sample["labels"] if "labels" in sample else sample["input_ids"]
         targets = _tensors([given])[0].to(torch.int64, copy=True)
-        if "loss_mask" in sample:
-            mask = _tensors([sample["loss_mask"]])[0].to(torch.float32)
-            targets.masked_fill_(mask == 0, IGNORE_INDEX)
+        for name in LOSS_MASKS:
+            if name in sample:
+                mask = _tensors([sample[name]])[0].to(torch.float32)
+                targets.masked_fill_(mask == 0, IGNORE_INDEX)
         for begin, end in sample.get("loss_masking_spans", ()):
             targets[int(begin) : int(end)] = IGNORE_INDEX
         return targets
@@ -254,17 +258,17 @@ class Columns:
         )
 
     def _refuse_value(self, key: str, at: int, value: object) -> NoReturn:
-        optional = key in ("labels", "loss_mask", "loss_masking_spans", "attention_mask")
+        optional = key in ("labels", *LOSS_MASKS, "loss_masking_spans", "attention_mask")
         raise InputError(
             f"sample {self._name(at)} has {reprlib.repr(value)} as its {key!r}; expected numbers. "
             f"{'Omit the key if there are none' if optional else 'Pass a tensor, array or list'}."
         ) from None
 
-    def _refuse_mask(self, masks: list[Tensor]) -> NoReturn:
+    def _refuse_mask(self, name: str, masks: list[Tensor]) -> NoReturn:
         odd = [mask[(mask != 0) & (mask != 1)] for mask in masks]
         at = next(n for n, values in enumerate(odd) if len(values))
         raise InputError(
-            f"sample {self._name(at)} has {odd[at][0].item():g} in its 'loss_mask'; expected 0 or "
+            f"sample {self._name(at)} has {odd[at][0].item():g} in its {name!r}; expected 0 or "
             f"1. To weight tokens, declare a token-aligned extra 'token_weight' and use the "
             f"normalization Custom('weighted', lambda batch: batch.ahead('token_weight'))."
         )

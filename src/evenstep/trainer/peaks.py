@@ -1,17 +1,10 @@
-"""Peak FLOPs of GPUs by name, dense, as their vendors state them."""
+"""Peak FLOPs of the device of a run."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_BFLOAT16 = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-}
+from evenstep.core.gpu import GPUS
 
 
 def peak_flops(device: Any, precision: str) -> float | None:
@@ -20,5 +13,5 @@ def peak_flops(device: Any, precision: str) -> float | None:
         return None
     import torch
 
-    name = torch.cuda.get_device_name(device)
-    return next((peak for gpu, peak in _BFLOAT16.items() if gpu in name), None)
+    name = torch.cuda.get_device_name(device).lower()
+    return next((gpu.flops for gpu in GPUS.values() if gpu.name in name), None)

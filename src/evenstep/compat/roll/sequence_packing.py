@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from evenstep.compat.over_ranks import most_over_ranks
+from evenstep.compat.rank_packs import WORK, packs_of
 from evenstep.compat.roll.data_proto import BatchError, DataProto
-from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.validate import one_of
 from evenstep.errors import ConfigError, PlanError
-from evenstep.planning.planner import make_plan, plan_step
+from evenstep.planning.planner import make_plan
 
-_WORK = Cost(per_token=24576, per_pair=1)
 _UNIT = 16  # rows are padded to a multiple of this
 
 Algorithm = Literal["none", "load_balance"]
@@ -65,7 +64,7 @@ class LoadBalancePacker:
     @staticmethod
     def calculate_workload(seqlen: int) -> float:
         """The modelled work of a row: 24576 · L + L²."""
-        return float(_WORK.of_lengths(np.array([seqlen]))[0])
+        return float(WORK.of_lengths(np.array([seqlen]))[0])
 
     def make_micro_batch_iter_for_sequence_packing(
         self,
@@ -109,17 +108,16 @@ class LoadBalancePacker:
         most = getattr(self.config, name)
         if most is None:
             raise ConfigError(f"{name} is missing, and packs have at most so many tokens. Set it.")
-        recipe = Recipe(layout=Packed(max_tokens=most), cost=_WORK)
+        recipe = Recipe(layout=Packed(max_tokens=most), cost=WORK)
         try:
             own = max(make_plan(sizes, recipe).num_micro_batches, 1)
         except PlanError as error:
             raise BatchError(str(error)) from None
         own = max(own, getattr(self.config, f"min_num_micro_batches_{phase}"))
         count = rounded_up(_most_over_ranks(own, dp_group), max(vp_size, 1))
-        if not len(sizes):
-            return [[] for _ in range(count)]
-        plan = plan_step(sizes, replace(recipe, steps=Steps(micro_batches=count)))
-        return [micro.segments.sample.tolist() for micro in plan[0, 0]]
+        filled = min(count, len(sizes))
+        packs = packs_of(sizes, recipe, filled) if filled else []
+        return packs + [[] for _ in range(count - filled)]
 
     @staticmethod
     def restore_results_order(
@@ -184,9 +182,4 @@ def _in_order(mini_batch: DataProto, size: int | None) -> Iterator[Any]:
 
 def _most_over_ranks(count: int, group: Any) -> int:
     """The largest count of all ranks of the group."""
-    if group is None or not dist.is_initialized():
-        return count
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found = torch.tensor([count], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return int(found.item())
+    return most_over_ranks([count], group)[0]

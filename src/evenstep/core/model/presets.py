@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256}
+_TIED = {"tie_word_embeddings": True}
 _QWEN2 = {"model_type": "qwen2", "use_sliding_window": False, "vocab_size": 152064}
 _QWEN3 = {
     "model_type": "qwen3",
@@ -51,18 +52,18 @@ def _dense(base: dict[str, Any], hidden: int, layers: int, heads: int, ffn: int)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": _dense(_LLAMA, 2048, 16, 32, 8192),
-    "llama-3.2-3b": _dense(_LLAMA, 3072, 28, 24, 8192),
+    "llama-3.2-1b": _dense(_LLAMA | _TIED, 2048, 16, 32, 8192),
+    "llama-3.2-3b": _dense(_LLAMA | _TIED, 3072, 28, 24, 8192),
     "llama-3-8b": _dense(_LLAMA, 4096, 32, 32, 14336),
     "llama-3-70b": _dense(_LLAMA, 8192, 80, 64, 28672),
     "qwen2.5-1.5b": _dense(
-        {**_QWEN2, "num_key_value_heads": 2, "vocab_size": 151936}, 1536, 28, 12, 8960
+        {**_QWEN2, **_TIED, "num_key_value_heads": 2, "vocab_size": 151936}, 1536, 28, 12, 8960
     ),
     "qwen2.5-7b": _dense({**_QWEN2, "num_key_value_heads": 4}, 3584, 28, 28, 18944),
     "qwen2.5-32b": _dense({**_QWEN2, "num_key_value_heads": 8}, 5120, 64, 40, 27648),
     "qwen2.5-72b": _dense({**_QWEN2, "num_key_value_heads": 8}, 8192, 80, 64, 29568),
-    "qwen3-0.6b": _dense(_QWEN3, 1024, 28, 16, 3072),
-    "qwen3-4b": _dense(_QWEN3, 2560, 36, 32, 9728),
+    "qwen3-0.6b": _dense(_QWEN3 | _TIED, 1024, 28, 16, 3072),
+    "qwen3-4b": _dense(_QWEN3 | _TIED, 2560, 36, 32, 9728),
     "qwen3-8b": _dense(_QWEN3, 4096, 36, 32, 12288),
     "qwen3-32b": _dense(_QWEN3, 5120, 64, 64, 25600),
     "qwen3-30b-a3b": {**_dense(_QWEN3_MOE, 2048, 48, 32, 6144), "moe_intermediate_size": 768},

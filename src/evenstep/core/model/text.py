@@ -22,7 +22,7 @@ def text_work(config: ModelConfig) -> Work:
     layers = config.layers("num_hidden_layers", "n_layer")
     mixing = mixing_of(config, kind, layers)
     sparse = sparse_layers(config, kind, layers)
-    total = Work(weights=_hidden(config) * config.whole("vocab_size"))
+    total = Work(weights=hidden_size(config) * config.whole("vocab_size"))
     for layer in range(layers):
         total += _mix(config, kind, mixing[layer])
         if not kind.bare:
@@ -31,7 +31,8 @@ def text_work(config: ModelConfig) -> Work:
     return total
 
 
-def _hidden(config: ModelConfig) -> int:
+def hidden_size(config: ModelConfig) -> int:
+    """The numbers of a token between layers."""
     return config.whole("hidden_size", "n_embd")
 
 
@@ -48,7 +49,7 @@ def _mix(config: ModelConfig, kind: Kind, mixing: Mixing) -> Work:
 
 def _grouped(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     """The weights of attention and the multiply-adds of one pair: its score and its value."""
-    hidden, heads = _hidden(config), config.whole("num_attention_heads", "n_head")
+    hidden, heads = hidden_size(config), config.whole("num_attention_heads", "n_head")
     derived = "head_dim" in config.fields or not kind.own_dim
     dim = config.whole("head_dim", default=hidden // heads if derived else None)
     if dim == 0:
@@ -63,7 +64,7 @@ def _grouped(config: ModelConfig, kind: Kind) -> tuple[int, int]:
 
 def _latent(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     """Attention with low-rank queries, keys and values (DeepSeek)."""
-    hidden, heads = _hidden(config), config.whole("num_attention_heads")
+    hidden, heads = hidden_size(config), config.whole("num_attention_heads")
     positioned = config.whole("qk_rope_head_dim")
     plain, value = config.whole("qk_nope_head_dim"), config.whole("v_head_dim")
     rank, key = config.whole("kv_lora_rank"), plain + positioned
@@ -77,16 +78,13 @@ def _latent(config: ModelConfig, kind: Kind) -> tuple[int, int]:
 
 
 def _dense(config: ModelConfig, kind: Kind) -> int:
-    hidden = _hidden(config)
-    if kind.gated:
-        return 3 * hidden * _feed_forward(config)
-    if "n_inner" in config.fields:  # null: four times the width
-        return 2 * hidden * config.whole("n_inner", default=4 * hidden)
-    return 2 * hidden * config.whole("intermediate_size")
+    return (3 if kind.gated else 2) * hidden_size(config) * feed_forward_width(config, kind)
 
 
-def _feed_forward(config: ModelConfig) -> int:
+def feed_forward_width(config: ModelConfig, kind: Kind) -> int:
     """The width of the feed-forward layer; LFM2 gives one that is still to be adjusted."""
+    if not kind.gated and "n_inner" in config.fields:  # null: four times the width
+        return config.whole("n_inner", default=4 * hidden_size(config))
     if config.model_type != "lfm2":
         return config.whole("intermediate_size")
     width = config.whole("intermediate_size", "block_ff_dim")
@@ -98,19 +96,24 @@ def _feed_forward(config: ModelConfig) -> int:
 
 def _experts(config: ModelConfig) -> int:
     """The weights that one token passes through: the router, its experts, the shared ones."""
-    hidden = _hidden(config)
+    hidden = hidden_size(config)
+    experts, chosen, width, shared = expert_widths(config)
+    gate = hidden if config.has("shared_expert_intermediate_size") else 0
+    return hidden * experts + 3 * hidden * (chosen * width + shared) + gate
+
+
+def expert_widths(config: ModelConfig) -> tuple[int, int, int, int]:
+    """(experts, how many a token visits, the width of one, the width of the shared ones)."""
     shared = config.whole(
         "shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0
     )
-    gate = hidden if config.has("shared_expert_intermediate_size") else 0
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = config.whole(*names, least=0)
     if experts == 0:
-        return 3 * hidden * shared + gate
+        return 0, 0, 0, shared
     width = config.whole("moe_intermediate_size", "intermediate_size")
     shared += width * config.whole("n_shared_experts", "moe_num_shared_experts", default=0, least=0)
-    chosen = config.whole("num_experts_per_tok", "moe_k")
-    return hidden * experts + 3 * hidden * (chosen * width + shared) + gate
+    return experts, config.whole("num_experts_per_tok", "moe_k"), width, shared
 
 
 # A state is updated and read once per token: two multiply-adds for each of its numbers.
@@ -118,7 +121,7 @@ def _experts(config: ModelConfig) -> int:
 
 def _delta(config: ModelConfig) -> Work:
     """Gated delta rule (Qwen3-Next)."""
-    hidden, heads = _hidden(config), config.whole("linear_num_value_heads")
+    hidden, heads = hidden_size(config), config.whole("linear_num_value_heads")
     key, value = config.whole("linear_key_head_dim"), config.whole("linear_value_head_dim")
     keys, values = config.whole("linear_num_key_heads") * key, heads * value
     convolution = (2 * keys + values) * config.whole("linear_conv_kernel_dim")
@@ -127,7 +130,7 @@ def _delta(config: ModelConfig) -> Work:
 
 
 def _mamba(config: ModelConfig) -> Work:
-    hidden, bare = _hidden(config), "state_size" in config.fields
+    hidden, bare = hidden_size(config), "state_size" in config.fields
     inner = hidden * config.whole("mamba_expand", "expand")
     if bare:
         inner = config.whole("intermediate_size", default=inner)
@@ -141,7 +144,7 @@ def _mamba(config: ModelConfig) -> Work:
 
 
 def _mamba2(config: ModelConfig) -> Work:
-    hidden = _hidden(config)
+    hidden = hidden_size(config)
     inner = hidden * config.whole("mamba_expand", "expand")
     state = config.whole("mamba_d_state", "state_size")
     groups = config.whole("mamba_n_groups", "n_groups") * state
@@ -153,7 +156,7 @@ def _mamba2(config: ModelConfig) -> Work:
 
 def _short_conv(config: ModelConfig) -> Work:
     """Three projections, a short convolution and one more projection (LFM2)."""
-    hidden = _hidden(config)
+    hidden = hidden_size(config)
     return Work(weights=4 * hidden * hidden + hidden * config.whole("conv_L_cache"))
 
 

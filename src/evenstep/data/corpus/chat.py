@@ -27,7 +27,7 @@ class ChatEncoder:
 
     >>> chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     >>> sample = ChatEncoder().encode(chat)
-    >>> bytes(sample["input_ids"][sample["loss_mask"] == 1])
+    >>> bytes(sample["input_ids"][sample["loss_mask"] == 1].tolist())
     b'2</assistant>\\n'
     """
 

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evenstep.core.archive import replace_file
-from evenstep.core.validate import one_of
+from evenstep.core.ragged import IntArray
+from evenstep.core.validate import one_of, whole_number
 from evenstep.data.corpus.chat import ChatEncoder, chat_of
-from evenstep.data.corpus.files import files_of, format_of
-from evenstep.data.corpus.formats import Format
+from evenstep.data.corpus.counting import Engine, Progress, counted, default_workers
+from evenstep.data.corpus.files import files_of, format_of, statuses
+from evenstep.data.corpus.formats import TOKENIZED, Format
+from evenstep.data.corpus.known_counts import known_counts
+from evenstep.data.corpus.saved_dataset import SavedDataset
 from evenstep.data.corpus.tokenizer import load_tokenizer, vocabulary
 from evenstep.data.sources.jsonl import Jsonl
+from evenstep.data.sources.megatron import MegatronTokens
 from evenstep.data.sources.parquet import ParquetText
 from evenstep.data.sources.source import Sample, SampleSource, read_samples
-from evenstep.data.sources.text import as_tokenize
+from evenstep.data.sources.text import RowDecoder, as_tokenize
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_writer import TokenFileWriter
+from evenstep.data.sources.transform import ItemTransform, Transform
 from evenstep.errors import ConfigError, FileError, InputError
 
-Progress = Callable[[int, int], None]
 _EVERY = 64  # samples between two reports
 
 
@@ -35,14 +39,16 @@ class Corpus:
     """Files, how to read them and how to turn their text into tokens.
 
     paths      files, folders or globs; several are read one after the other
-    format     None: by the names of the files (.jsonl, .parquet, .tokens; others are text)
-    field      the field of a row with its text ("text" by default), or with the messages of a chat
-               ("messages")
+    format     None: by the names of the files (.jsonl, .parquet, .tokens, Megatron's .bin and .idx;
+               others are text); the folder of a saved Hugging Face dataset is a dataset
+    field      the field of a row with its text or a list of token ids ("text" by default), or with
+               the messages of a chat ("messages")
     tokenizer  folder of a Hugging Face tokenizer; None: UTF-8 bytes
     template   file with a chat template (Jinja); None: that of the tokenizer
 
-    A text file is one sample, and so is a row of a JSONL or Parquet file. In a chat, only the
-    tokens of the assistant count in the loss. Samples without tokens are left out.
+    A text file is one sample, and so is a row of a JSONL or Parquet file or a dataset, or a
+    document of a Megatron file. In a chat, only the tokens of the assistant count in the loss.
+    Samples without tokens are left out.
 
     >>> Corpus(paths=("texts/",)).paths
     ('texts/',)
@@ -63,15 +69,56 @@ class Corpus:
             one_of("data.format", self.format, Format)
         if self.template is not None and self.format != "chat":
             raise ConfigError("data.template is for chats. Set data.format to chat, or remove it.")
-        if self.format in ("text", "tokens") and self.field is not None:
-            raise ConfigError(f"data.field has no effect on {self.format} files. Remove it.")
-        if self.format == "tokens" and self.tokenizer is not None:
-            raise ConfigError("data.tokenizer has no effect on token files. Remove it.")
+        if self.format is not None:
+            self._refuse_idle(self.format)
+
+    def _refuse_idle(self, kind: Format) -> None:
+        """Refuse options that have no effect on a format."""
+        if kind in ("text", *TOKENIZED) and self.field is not None:
+            raise ConfigError(f"data.field has no effect on {kind} files. Remove it.")
+        if kind in TOKENIZED and self.tokenizer is not None:
+            raise ConfigError(f"data.tokenizer has no effect on {kind} files. Remove it.")
+
+    def _found(self) -> tuple[list[Path], Format]:
+        """The files and their format."""
+        files = files_of((self.paths,) if isinstance(self.paths, str) else self.paths)
+        kind = self.format or format_of(files)
+        self._refuse_idle(kind)
+        return files, kind
+
+    def token_counts(
+        self,
+        *,
+        workers: int | None = None,
+        engine: Engine = "processes",
+        progress: Progress | None = None,
+    ) -> IntArray:
+        """The number of tokens of every sample, 0 for those without, in the order of the files.
+
+        Text is tokenized in `workers` processes (None: as many as there are cores, fewer for small
+        files; more than one need `if __name__ == "__main__"` in a script), or on Ray Data. Lengths
+        of tokens are read without the tokens.
+
+            np.save("lengths.npy", Corpus(paths="texts/", tokenizer="models/llama").token_counts())
+        """
+        one_of("engine", engine, Engine)
+        if workers is not None:
+            workers = whole_number("workers", workers)
+        files, kind = self._found()
+        report = progress or (lambda done, total: None)
+        known = known_counts(kind, files, self.field or "text", report)
+        if known is None:
+            if workers is None and engine == "processes":
+                workers = default_workers(files)
+            return counted(self._source(kind, files), workers, engine, report)
+        if engine != "processes" or self.tokenizer is not None:
+            idle = "data.tokenizer" if self.tokenizer is not None else f"the engine {engine}"
+            raise ConfigError(f"{idle} has no effect on lists of tokens. Remove it.")
+        return known
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples as one token file at `path`, written unless it already holds them."""
-        files = files_of((self.paths,) if isinstance(self.paths, str) else self.paths)
-        kind = self.format or format_of(files)
+        files, kind = self._found()
         if kind == "tokens" and len(files) == 1:
             return TokenFile(files[0])
         key, beside = self._key(files), path.with_suffix(".json")
@@ -109,16 +156,23 @@ class Corpus:
             case "text":
                 return TextFiles(files, tokenizer)
             case "tokens":
-                return Joined([TokenFile(file) for file in files])
+                return TokenFile(files)
+            case "megatron":
+                return MegatronTokens(files)
             case "chat":
                 chat = chat_of(self.field or "messages", self._encoder(tokenizer))
-                if files[0].suffix.lower() == ".parquet":
-                    return ParquetText(files, transform=chat)
-                return Joined([Jsonl(file, transform=chat) for file in files])
-            case "parquet":
-                return ParquetText(files, field=self.field or "text", tokenizer=tokenizer)
-        open_one = partial(Jsonl, field=self.field or "text", tokenizer=tokenizer)
-        return Joined([open_one(file) for file in files])
+                return self._rows(format_of(files[:1]), files, None, chat)
+        return self._rows(kind, files, tokenizer, None)
+
+    def _rows(
+        self, kind: Format, files: list[Path], tokenizer: Any, transform: Transform | None
+    ) -> Any:
+        field = self.field or "text"
+        if kind == "dataset":
+            decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
+            return Joined([SavedDataset(file, decoder) for file in files])
+        source = ParquetText if kind == "parquet" else Jsonl
+        return source(files, field=field, tokenizer=tokenizer, transform=transform)
 
     def _encoder(self, tokenizer: Any) -> ChatEncoder:
         template = None if self.template is None else _text(Path(self.template))
@@ -132,7 +186,7 @@ class Corpus:
 
     def _key(self, files: list[Path]) -> str:
         """What the token file depends on, as JSON."""
-        seen = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        seen = [[str(file), status.st_size, status.st_mtime_ns] for file, status in statuses(files)]
         digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
         options = {**asdict(self), "paths": list(self.paths)}
         return json.dumps({"options": options, "files": len(files), "digest": digest}, indent=1)

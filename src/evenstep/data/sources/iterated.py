@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from evenstep.data.sources.source import Sample
-from evenstep.data.sources.text import Transform
+from evenstep.data.sources.source import Draw, Sample
+from evenstep.data.sources.transform import ItemTransform, Transform, parameters_of
 from evenstep.errors import InputError, SampleError
 
 
@@ -18,7 +17,8 @@ class Iterated:
     `items` is a torch or Hugging Face `IterableDataset`, a list, or a function that returns an
     iterable. `set_epoch` is called if it exists. A function may have the parameters `start`, the
     index of the first item to yield, and `epoch`. Without `start`, the items before it are read
-    and discarded on resume.
+    and discarded on resume. A transform may have parameters named `sample_id`, `epoch` and `seed`
+    (see `Draw`); the id of an item is its index.
 
     Streams distribute items over ranks and workers, so the iterable must not do so itself. The
     default fingerprint covers little more than the type. Pass one of your own, such as a version
@@ -47,7 +47,7 @@ class Iterated:
                 f"{type(items).__name__}. For a dataset with items by index, use Mapped(dataset)."
             )
         self.items = items
-        self.transform = transform
+        self.transform = ItemTransform.of(transform)
         self._given = fingerprint
 
     @property
@@ -75,7 +75,16 @@ class Iterated:
 
     def decode(self, item: Any) -> Sample | list[Sample]:
         """The sample, or list of samples, of one raw item."""
-        return item if self.transform is None else self.transform(item)
+        return self.transform(item)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
+        return self.transform.seeded
+
+    def drawn(self, item: Any, draw: Draw) -> Sample | list[Sample]:
+        """The same with a seeded transform."""
+        return self.transform(item, draw)
 
     def _opened(self, start: int, epoch: int) -> tuple[Iterable[Any], int]:
         """An iterable, and the index of its first item."""
@@ -88,7 +97,7 @@ class Iterated:
         if isinstance(items, Iterable):
             return items, 0
         wanted = {"start": start, "epoch": epoch}
-        passed = {name: wanted[name] for name in wanted if name in _parameters(items)}
+        passed = {name: wanted[name] for name in wanted if name in parameters_of(items)}
         return items(**passed), start if "start" in passed else 0
 
 
@@ -113,16 +122,6 @@ def _broken(index: int, error: Exception) -> SampleError:
         f"item {index} cannot be read ({type(error).__name__}: {error}). An iterator that raises "
         f"cannot continue. Repair the item, or catch the error inside the iterable."
     )
-
-
-def _parameters(function: Callable[..., Any]) -> set[str]:
-    """Names of the parameters that can be passed by name."""
-    try:
-        found = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return set()  # some builtins have no signature
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name for parameter in found if parameter.kind in named}
 
 
 def _is_hugging_face(items: object) -> bool:

@@ -1,139 +1,93 @@
-"""Jsonl: a file of one JSON value per line, read in any order."""
+"""Jsonl: files of one JSON value per line, read in any order."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray
-from evenstep.data.sources.source import Sample
-from evenstep.data.sources.text import RowDecoder, Transform, as_tokenize
-from evenstep.errors import FileError, InputError
-
-_BLOCK = 1 << 24
-_END = 1 << 16
-_NEWLINE = 10
+from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.data.sources.content import samples_digest, spread
+from evenstep.data.sources.files import Paths, files_digest, files_of
+from evenstep.data.sources.lines import LineFile
+from evenstep.data.sources.source import Draw, Sample
+from evenstep.data.sources.text import RowDecoder, as_tokenize
+from evenstep.data.sources.transform import ItemTransform, Transform
+from evenstep.errors import InputError
 
 
 class Jsonl:
-    """The non-blank lines of a JSONL file.
+    """The non-blank lines of one or several JSONL files, concatenated.
 
-    An item is `transform(row)`, one sample or a list of several; without a transform, the tokens
-    of `field`. The file is scanned for line ends once, on first use. Pickling keeps this index but
-    not the open file.
+    `paths` is a path, a pattern such as `"data/*.jsonl"`, or a list of either. Matches of a
+    pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
+    several; without a transform, the tokens of `field`. A transform may have parameters named
+    `sample_id`, `epoch` and `seed` (see `Draw`), so that what it draws is exact on resume. Files
+    are scanned for line ends once, on first use. Pickling keeps this index but not the open files.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "a.jsonl"
-    ...     _ = path.write_text('{"text": "ab"}\\n\\n{"text": "c"}\\n')
-    ...     source = Jsonl(path)
+    ...     _ = (Path(folder) / "a.jsonl").write_text('{"text": "ab"}\\n\\n{"text": "c"}\\n')
+    ...     source = Jsonl(f"{folder}/*.jsonl")
     ...     len(source), source[1]["input_ids"].tolist()
     (2, [99])
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        paths: Paths,
         *,
         field: str = "text",
         tokenizer: Any = None,
         transform: Transform | None = None,
     ) -> None:
-        self.path = Path(path)
-        self._decoder = RowDecoder(field, as_tokenize(tokenizer), transform)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_data"}
+        self.paths = files_of(paths)
+        self._files = [LineFile(path) for path in self.paths]
+        self._decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
 
     def __len__(self) -> int:
-        return len(self._index.starts) - 1
+        return int(self._starts[-1])
 
     def __getitem__(self, item: int, /) -> Sample | list[Sample]:
+        return self._read(item)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
+        return self._decoder.transform.seeded
+
+    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
+        """An item with a seeded transform."""
+        return self._read(item, draw)
+
+    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
         if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
-        starts = self._index.starts
-        line = self._data[int(starts[item]) : int(starts[item + 1])]  # with blank lines after it
-        where = f"{self.path}, line {self._index.line(item)}"
+        which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
+        file, number = self._files[which], item - int(self._starts[which])
+        where = f"{file.path}, line {file.number(number)}"
         try:
-            row = json.loads(line.decode("utf-8-sig").strip())
+            row = json.loads(file[number].decode("utf-8-sig").strip())
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{where}: not JSON ({error}). Write one JSON value per line."
             ) from None
-        return self._decoder.decode(row, where)
+        return self._decoder.decode(row, where, draw)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Covers the size, the number of lines, the field, and the first and last 64 KiB."""
-        data = self._data
-        text = f"jsonl {len(data)} {len(self)} {self._decoder.field!r} "
-        digest = hashlib.blake2b(text.encode(), digest_size=16)
-        digest.update(data[:_END])
-        digest.update(data[max(0, len(data) - _END) :])
+        """Covers 16 samples as they are read, so also tokenizer, field and transform; number of
+        lines, sizes and 64 blocks of 64 KiB of the files (see `files_digest`). Not their names."""
+        digest = hashlib.blake2b(f"jsonl {len(self)} ".encode(), digest_size=16)
+        digest.update(files_digest(self.paths))
+        read = lambda item: self._read(item, Draw(item, 0, 0))  # noqa: E731
+        digest.update(samples_digest(read, spread(len(self))))
         return digest.hexdigest()
 
     @cached_property
-    def _index(self) -> _Index:
-        return _scanned(self._data)
-
-    @cached_property
-    def _data(self) -> mmap.mmap | bytes:
-        try:
-            with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                # An empty file cannot be mapped.
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except OSError as error:
-            raise FileError(
-                f"{self.path} cannot be read ({error.strerror or error}). Check the path."
-            ) from None
-        index: _Index | None = vars(self).get("_index")  # from this or another process
-        if index is not None and index.starts[-1] != size:
-            raise FileError(
-                f"{self.path} has {size} bytes but had {index.starts[-1]} when it was indexed. Do "
-                f"not change the file while it is in use."
-            )
-        return data
-
-
-class _Index(NamedTuple):
-    """Where each item's line starts, with the size of the file at the end; for each blank line,
-    the number of items before it."""
-
-    starts: IntArray
-    blanks: IntArray
-
-    def line(self, item: int) -> int:
-        """The line number of an item, from 1: items of lines [a, blank, b] -> 1, 3."""
-        return item + 1 + int(np.searchsorted(self.blanks, item, "right"))
-
-
-def _scanned(data: mmap.mmap | bytes) -> _Index:
-    """Find the lines, block by block.
-
-    >>> _scanned(b"1\\n \\n2")
-    _Index(starts=array([0, 4, 5]), blanks=array([1]))
-    """
-    view = np.frombuffer(data, np.uint8)
-    starts, blank = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
-    for at in range(0, len(view), _BLOCK):
-        found = np.flatnonzero(view[at : at + _BLOCK] == _NEWLINE) + at + 1
-        found = np.append(0, found) if at == 0 else found
-        found = found[found < len(view)]
-        first = view[found]
-        empty = first == _NEWLINE
-        for number in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
-            end = data.find(b"\n", found[number])
-            empty[number] = data[found[number] : end if end >= 0 else len(data)].isspace()
-        starts.append(found)
-        blank.append(empty)
-    empty = np.concatenate(blank)
-    items = np.concatenate([*starts, [len(view)]])[np.append(~empty, True)].astype(np.int64)
-    return _Index(items, np.cumsum(~empty)[empty])
+    def _starts(self) -> IntArray:
+        return offsets_of(np.array([len(file) for file in self._files], np.int64))

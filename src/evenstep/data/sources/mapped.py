@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.ragged import IntArray, frozen
-from evenstep.data.sources.source import Sample, check_items
-from evenstep.data.sources.text import Transform
+from evenstep.data.sources.content import samples_digest, spread
+from evenstep.data.sources.measure import measured_lengths
+from evenstep.data.sources.source import Draw, Sample, check_items, is_seeded
+from evenstep.data.sources.transform import ItemTransform, Transform
 from evenstep.errors import InputError
 
 
@@ -27,8 +29,8 @@ class MapStyle(Protocol):
 class Mapped:
     """A dataset of unknown lengths; `transform` turns its items into samples.
 
-    The fingerprint is that of a Hugging Face dataset, else it covers type and size. It does not
-    cover `transform`.
+    A transform may have parameters named `sample_id`, `epoch` and `seed` (see `Draw`), so that what
+    it draws is exact on resume. The dataset may be another source.
 
     >>> source = Mapped(["ab", "c"], transform=lambda text: {"input_ids": list(text.encode())})
     >>> len(source), source[1]
@@ -37,30 +39,49 @@ class Mapped:
 
     def __init__(self, dataset: MapStyle, *, transform: Transform | None = None) -> None:
         self.dataset = dataset
-        self.transform = transform
+        self.transform = ItemTransform.of(transform)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        if not 0 <= item < len(self):
+        if not 0 <= item < len(self.dataset):
             raise IndexError(f"item {item} of {len(self)}")
         found = self.dataset[index(item)]
-        return found if self.transform is None else self.transform(found)
+        return found if self.transform.function is None else self.transform(found)
 
     @property
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
+        return self.transform.seeded or is_seeded(self.dataset)
+
+    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
+        """An item with a seeded transform."""
+        dataset: Any = self.dataset
+        if not 0 <= item < len(dataset):
+            raise IndexError(f"item {item} of {len(self)}")
+        found = dataset.drawn(item, draw) if is_seeded(dataset) else dataset[index(item)]
+        return self.transform(found, draw)
+
+    @cached_property
     def fingerprint(self) -> str:
-        """Covers the fingerprint or type of the dataset, and its size. Nothing is read."""
-        own = getattr(self.dataset, "_fingerprint", None)  # of a datasets.Dataset
-        text = f"mapped {own or type(self.dataset).__qualname__} {len(self)}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        """Covers the number of items, and 16 samples as they are read, evenly spread; so also the
+        transform. Not the samples if two reads of them differ. Not the dataset's name or path."""
+        digest = hashlib.blake2b(f"mapped {len(self)} ".encode(), digest_size=16)
+        digest.update(
+            samples_digest(lambda item: self.drawn(item, Draw(item, 0, 0)), spread(len(self)))
+        )
+        return digest.hexdigest()
 
 
 class MeasuredMapped:
     """A dataset whose items are single samples of known length.
 
     `lengths` are those of the samples that `transform` returns, one per item, or the name of a
-    column of a Hugging Face dataset.
+    column of a Hugging Face dataset. By default they are counted on first use: from the column
+    `input_ids` of a Hugging Face dataset, or those of another source, unless there is a transform;
+    else by reading every item once. A seeded transform (see `Mapped`) must not change the length of
+    a sample from epoch to epoch.
 
     >>> data = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
     >>> source = MeasuredMapped(data, lengths=[3, 1])
@@ -69,7 +90,11 @@ class MeasuredMapped:
     """
 
     def __init__(
-        self, dataset: MapStyle, *, lengths: ArrayLike | str, transform: Transform | None = None
+        self,
+        dataset: MapStyle,
+        *,
+        lengths: ArrayLike | str | None = None,
+        transform: Transform | None = None,
     ) -> None:
         self._source = Mapped(dataset, transform=transform)
         self._given = lengths
@@ -78,30 +103,38 @@ class MeasuredMapped:
         return len(self._source)
 
     def __getitem__(self, item: int, /) -> Sample:
-        sample = self._source[item]
-        if isinstance(sample, list):
-            raise InputError(
-                f"item {item} is a list, that is several samples, but has one length. Return one "
-                f"mapping or array from transform, or use a PooledStream with Mapped(dataset)."
-            )
-        return sample
+        return _single(item, self._source[item])
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
+        return self._source.seeded
+
+    def drawn(self, item: int, draw: Draw) -> Sample:
+        """An item with a seeded transform."""
+        return _single(item, self._source.drawn(item, draw))
 
     def lengths_of(self, items: IntArray) -> IntArray:
-        """The given lengths of these items."""
+        """The lengths of these items."""
         check_items(items, len(self))
         return self._lengths[items]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Covers the fingerprint of the dataset and all lengths."""
+        """Covers what that of `Mapped` does, and all lengths."""
         digest = hashlib.blake2b(f"measured {self._source.fingerprint} ".encode(), digest_size=16)
         digest.update(self._lengths.astype("<i8").tobytes())
         return digest.hexdigest()
 
     @cached_property
     def _lengths(self) -> IntArray:
+        given = self._given
         lengths = np.asarray(
-            self._column(self._given) if isinstance(self._given, str) else self._given
+            self._counted()
+            if given is None
+            else self._column(given)
+            if isinstance(given, str)
+            else given
         )
         if lengths.shape != (len(self),):
             raise InputError(
@@ -115,6 +148,11 @@ class MeasuredMapped:
             )
         return frozen(lengths.astype(np.int64))
 
+    def _counted(self) -> IntArray:
+        source, plain = self._source, self._source.transform.function is None
+        read = None if plain else lambda item: source.drawn(item, Draw(item, 0, 0))
+        return measured_lengths(source.dataset, read)
+
     def _column(self, name: str) -> Any:
         dataset: Any = self._source.dataset
         columns = getattr(dataset, "column_names", None)
@@ -125,3 +163,12 @@ class MeasuredMapped:
                 f"lengths."
             )
         return dataset.with_format("numpy")[name][:]
+
+
+def _single(item: int, sample: Sample | list[Sample]) -> Sample:
+    if isinstance(sample, list):
+        raise InputError(
+            f"item {item} is a list, that is several samples, but has one length. Return one "
+            f"mapping or array from transform, or use a PooledStream with Mapped(dataset)."
+        )
+    return sample

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from evenstep.core.ragged import IntArray
-from evenstep.data.sources.source import Sample, check_items, length_of
-from evenstep.errors import InputError
+from evenstep.data.sources.content import samples_digest, spread
+from evenstep.data.sources.measure import item_length
+from evenstep.data.sources.source import Sample, check_items
 
 _ITEMS = 64  # in the fingerprint
 
@@ -44,44 +44,13 @@ class InMemory:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Covers the number of items and the tokens of up to 64 of them, evenly spread."""
+        """Covers the number of items and all values of up to 64 of them, evenly spread."""
         digest = hashlib.blake2b(f"memory {len(self)}".encode(), digest_size=16)
-        spread = np.linspace(0, len(self) - 1, min(len(self), _ITEMS)).astype(np.int64)
-        for item in spread.tolist():
-            found = self._samples[item]
-            samples = found if isinstance(found, list) else [found]
-            digest.update(f" {item} {len(samples)}".encode())
-            for sample in samples:
-                digest.update(_content(sample))
+        digest.update(samples_digest(self._samples.__getitem__, spread(len(self), _ITEMS)))
         return digest.hexdigest()
 
     @cached_property
     def _lengths(self) -> IntArray:
-        return np.array([_length(item, sample) for item, sample in enumerate(self._samples)], int)
-
-
-def _length(item: int, sample: Sample) -> int:
-    if isinstance(sample, list):
-        raise InputError(
-            f"item {item} is a list, that is several samples, so it has no single length. Pass one "
-            f"mapping or array per item, or use a PooledStream."
+        return np.array(
+            [item_length(item, sample) for item, sample in enumerate(self._samples)], int
         )
-    try:
-        return length_of(sample)
-    except (KeyError, TypeError) as error:
-        raise InputError(
-            f"item {item} has no length ({type(error).__name__}: {error}). Pass a mapping with "
-            f"input_ids, or a sequence of tokens."
-        ) from None
-
-
-def _content(sample: Sample) -> bytes:
-    """The length and tokens of a sample; only the length of values that are not integers."""
-    tokens: Any = sample.get("input_ids") if isinstance(sample, Mapping) else sample
-    try:
-        size = len(tokens)
-    except TypeError:
-        return b" -"
-    array = np.asarray(tokens)
-    values = array.astype("<i8").tobytes() if array.dtype.kind in "biu" else b""
-    return f" {size} ".encode() + values

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.data.sources.source import Sample
-from evenstep.data.sources.text import RowDecoder, Transform, as_tokenize
-from evenstep.errors import ConfigError, FileError, InputError
+from evenstep.data.sources.content import samples_digest, spread
+from evenstep.data.sources.files import Paths, files_digest, files_of
+from evenstep.data.sources.source import Draw, Sample
+from evenstep.data.sources.text import RowDecoder, as_tokenize
+from evenstep.data.sources.transform import ItemTransform, Transform
+from evenstep.errors import FileError, InputError
 
 _GROUPS_KEPT = 4
 
@@ -25,27 +28,28 @@ _GROUPS_KEPT = 4
 class ParquetText:
     """The rows of one or several Parquet files, concatenated; needs pyarrow.
 
-    An item is `transform(row)`, one sample or a list of several; without a transform, the tokens
-    of `field`, and no other column is read. Footers are read on first use. Parquet is decoded by
-    row group, and the last four groups are cached. So reading in order is fast, but reading in
-    shuffled order decodes a group for almost every row; write a `TokenFile` first to shuffle.
+    `paths` is a path, a pattern such as `"data/*.parquet"`, or a list of either. Matches of a
+    pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
+    several; without a transform, the tokens of `field`, and no other column is read. A transform
+    may have parameters named `sample_id`, `epoch` and `seed` (see `Draw`).
+
+    Footers are read on first use. Parquet is decoded by row group, and the last four groups are
+    cached. So reading in order is fast, but reading in shuffled order decodes a group for almost
+    every row; write a `TokenFile` first to shuffle.
 
         ParquetText(["a.parquet", "b.parquet"], field="content", tokenizer=tokenizer)
     """
 
     def __init__(
         self,
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        paths: Paths,
         *,
         field: str = "text",
         tokenizer: Any = None,
         transform: Transform | None = None,
     ) -> None:
-        several = [paths] if isinstance(paths, str | os.PathLike) else paths
-        self.paths = [Path(path) for path in several]
-        if not self.paths:
-            raise ConfigError("expected at least one Parquet file, got none.")
-        self._decoder = RowDecoder(field, as_tokenize(tokenizer), transform)
+        self.paths = files_of(paths)
+        self._decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
         self._reset()
 
     def _reset(self) -> None:
@@ -63,6 +67,18 @@ class ParquetText:
         return int(self._index.offsets[-1])
 
     def __getitem__(self, item: int, /) -> Sample | list[Sample]:
+        return self._read(item)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
+        return self._decoder.transform.seeded
+
+    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
+        """An item with a seeded transform."""
+        return self._read(item, draw)
+
+    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
         if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         index = self._index
@@ -70,16 +86,24 @@ class ParquetText:
         row = self._table(group).slice(item - int(index.offsets[group]), 1).to_pylist()[0]
         file = int(index.file[group])
         number = item - int(index.offsets[index.first[file]])
-        return self._decoder.decode(row, f"{self.paths[file]}, row {number}")
+        return self._decoder.decode(row, f"{self.paths[file]}, row {number}", draw)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Covers the field, and the size and footer (counts, schema) of every file."""
-        return self._index.digest
+        """Covers 16 samples of the first row group as they are read, so also tokenizer, field and
+        transform; the size and footer (counts, schema, statistics) of every file, and 64 blocks of
+        64 KiB (see `files_digest`). Not the names of files."""
+        index = self._index
+        digest = hashlib.blake2b(f"parquet {index.digest} ".encode(), digest_size=16)
+        digest.update(files_digest(self.paths))
+        group = int(index.offsets[index.offsets > 0][0]) if len(self) else 0
+        read = lambda item: self._read(item, Draw(item, 0, 0))  # noqa: E731
+        digest.update(samples_digest(read, spread(group)))
+        return digest.hexdigest()
 
     @cached_property
     def _index(self) -> _Index:
-        digest = hashlib.blake2b(f"parquet {self._decoder.field!r}".encode(), digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         counts: list[int] = []
         files: list[int] = []
         first: list[int] = []
@@ -94,7 +118,7 @@ class ParquetText:
 
     def _footer(self, path: Path) -> tuple[Any, bytes]:
         """The metadata of a file, and its size and footer as bytes for the fingerprint."""
-        with _reading(path) as parquet:
+        with reading(path) as parquet:
             metadata = parquet.read_metadata(path)
             with path.open("rb") as file:
                 size = file.seek(-8, os.SEEK_END) + 8  # ... footer | its size, 4 bytes | PAR1
@@ -102,7 +126,7 @@ class ParquetText:
                 file.seek(size - 8 - length)
                 about = f" {size} {metadata.num_rows} ".encode() + file.read(length)
             names = metadata.schema.to_arrow_schema().names
-        if self._decoder.transform is None and self._decoder.field not in names:
+        if self._decoder.transform.function is None and self._decoder.field not in names:
             raise InputError(
                 f"{path} has no column {self._decoder.field!r}; it has {', '.join(names[:20])}. "
                 f"Set field to one of them, or pass a transform."
@@ -114,10 +138,11 @@ class ParquetText:
         with self._lock:
             if group not in self._decoded:
                 file = int(self._index.file[group])
-                columns = None if self._decoder.transform is not None else [self._decoder.field]
+                given = self._decoder.transform.function is not None
+                columns = None if given else [self._decoder.field]
                 number = group - self._index.first[file]
                 path = self.paths[file]
-                with _reading(path) as parquet, parquet.ParquetFile(path) as opened:
+                with reading(path) as parquet, parquet.ParquetFile(path) as opened:
                     self._decoded[group] = opened.read_row_group(number, columns=columns)
                 while len(self._decoded) > _GROUPS_KEPT:
                     self._decoded.popitem(last=False)
@@ -135,7 +160,7 @@ class _Index(NamedTuple):
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[Any]:
+def reading(path: Path) -> Iterator[Any]:
     """Yield pyarrow.parquet, and turn its errors into a FileError."""
     try:
         from pyarrow import ArrowException, parquet

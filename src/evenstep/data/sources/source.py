@@ -6,20 +6,32 @@ several. A sample is usually a mapping with `input_ids`; streams need only its l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from inspect import getattr_static
-from os import PathLike
-from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 
 from evenstep.core.identity import sample_name, sample_number
 from evenstep.core.ragged import IntArray
-from evenstep.errors import ConfigError, FileError, SampleError
+from evenstep.errors import FileError, SampleError
 
 Sample: TypeAlias = Any
 """Usually a mapping with `input_ids`; anything that has a length is accepted."""
 Source: TypeAlias = "SampleSource | SequentialSource"
+
+
+class Draw(NamedTuple):
+    """What determines a random sample: its id, the epoch, and the seed of the stream.
+
+    >>> draw = Draw(sample_id=7, epoch=2, seed=0)
+    >>> np.random.default_rng(draw).integers(100)
+    np.int64(28)
+    """
+
+    sample_id: int
+    """The number of the item."""
+    epoch: int
+    seed: int
 
 
 @runtime_checkable
@@ -60,91 +72,26 @@ class SequentialSource(Protocol):
         """The sample, or list of samples, of one raw item."""
 
 
+@runtime_checkable
+class SeededSource(Protocol):
+    """What a source has whose samples depend on epoch and seed, in addition to the above."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether they do. If not, `drawn` is not called."""
+
+    def drawn(self, item: Any, draw: Draw) -> Sample:
+        """What `source[item]`, or `decode(item)` of a raw item, is in this epoch."""
+
+
+def is_seeded(source: object) -> bool:
+    """Whether samples depend on epoch and seed."""
+    return bool(getattr(source, "seeded", False))
+
+
 def has_random_access(source: Source) -> TypeGuard[SampleSource]:
     """Whether items can be read by index."""
     return hasattr(source, "__getitem__")
-
-
-def check_source(source: object) -> None:
-    """Raise unless `source` is a source; the error names the wrapper to use."""
-    if not (_has(source, *_BY_INDEX) or _has(source, *_IN_ORDER)):
-        raise _not_a_source(source, _WRAPPERS[_kind(source)])
-
-
-def check_measured(source: object) -> None:
-    """Raise unless `source` knows its lengths; the error names the wrapper to use."""
-    by_index = _has(source, *_BY_INDEX)
-    if by_index and _has(source, "lengths_of"):
-        return
-    if not (by_index or _has(source, *_IN_ORDER)):
-        raise _not_a_source(source, (_WRAPPERS | _MEASURED_WRAPPERS)[_kind(source)])
-    measured = f", or pass its lengths with {_MEASURED}" if by_index else ""
-    raise ConfigError(
-        f"expected a source with known lengths, got {type(source).__name__}. Read it with a "
-        f"PooledStream{measured}."
-    )
-
-
-_BY_INDEX = ("fingerprint", "__len__", "__getitem__")
-_IN_ORDER = ("fingerprint", "open", "decode")
-_MEASURED = "MeasuredMapped(dataset, lengths=...)"
-_MAPPED = "Mapped(dataset)"
-_IN_MEMORY = "Wrap it with InMemory(samples)"
-_WRAPPERS = {
-    "samples": _IN_MEMORY,
-    "lengths": _IN_MEMORY,
-    "dataset": f"Wrap it with {_MAPPED}",
-    "datasets": f"Wrap one of its values with {_MAPPED}",
-    "items": "Wrap it with Iterated(items)",
-    "path": "Open it with Jsonl(path), ParquetText(path) or TokenFile(path)",
-    "other": f"Wrap a list of samples with InMemory(samples), a dataset with {_MAPPED}",
-}
-"""The remedy for each kind of argument that is not a source."""
-_MEASURED_WRAPPERS = {
-    "lengths": "Wrap it with Lengths(np.asarray(lengths))",
-    "dataset": f"Wrap it with {_MEASURED}, or use a PooledStream with {_MAPPED}",
-    "datasets": f"Wrap one of its values with {_MEASURED}",
-    "items": "Use a PooledStream with Iterated(items)",
-    "path": "Open it with TokenFile(path), or use a PooledStream with Jsonl(path) or "
-    "ParquetText(path)",
-    "other": f"Wrap a list of samples with InMemory(samples), a dataset with {_MEASURED}",
-}
-"""The remedies that differ if lengths must be known."""
-
-
-def _kind(value: object) -> str:
-    """The kind of an argument that is not a source."""
-    if isinstance(value, (str, bytes, PathLike)):
-        return "path"
-    if isinstance(value, Mapping):
-        return "datasets"
-    if isinstance(value, (list, tuple, np.ndarray)):
-        numbers = np.ndim(value) == 1 if isinstance(value, np.ndarray) else _begins_with_int(value)
-        return "lengths" if numbers else "samples"
-    # A torch IterableDataset may have __len__, and has a __getitem__ that raises.
-    in_order = any(base.__name__ == "IterableDataset" for base in type(value).__mro__)
-    if not in_order and _has(value, "__len__", "__getitem__"):
-        return "dataset"
-    return "items" if isinstance(value, Iterable) or callable(value) else "other"
-
-
-def _begins_with_int(values: list[Any] | tuple[Any, ...]) -> bool:
-    return isinstance(next(iter(values), None), (int, np.integer))
-
-
-def _has(value: object, *names: str) -> bool:
-    """Whether `value` has all of these attributes. Properties are not read: they may be slow."""
-    missing = object()
-    return all(
-        getattr_static(value, name, missing) is not missing or hasattr(value, name)
-        for name in names
-    )
-
-
-def _not_a_source(value: object, remedy: str) -> ConfigError:
-    return ConfigError(
-        f"expected a source, got {type(value).__name__}. {remedy} (from evenstep.data)."
-    )
 
 
 def check_items(items: IntArray, count: int) -> None:
@@ -153,14 +100,19 @@ def check_items(items: IntArray, count: int) -> None:
         raise IndexError(f"items {np.min(items)} to {np.max(items)} of {count}")
 
 
-def read_samples(source: Source, item: int, raw: Any = None) -> list[tuple[int, Sample]]:
+def read_samples(
+    source: Source, item: int, raw: Any = None, draw: Draw | None = None
+) -> list[tuple[int, Sample]]:
     """(sample id, sample) of every sample of an item. Errors name the item.
 
-    `raw` is the raw item of a sequential source. A `FileError` is raised as it is, because it
-    does not concern one sample only.
+    `raw` is the raw item of a sequential source. `draw` is given if the source is seeded. A
+    `FileError` is raised as it is, because it does not concern one sample only.
     """
     try:
-        if has_random_access(source):
+        if draw is not None:
+            given = item if has_random_access(source) else raw
+            found = cast("SeededSource", source).drawn(given, draw)
+        elif has_random_access(source):
             found = source[item]
         else:
             found = cast("SequentialSource", source).decode(raw)
@@ -180,6 +132,11 @@ def unreadable(sample_id: int, error: BaseException) -> SampleError:
         f"sample {sample_name(sample_id)} cannot be read ({type(error).__name__}: {error}). "
         f"Repair it, or skip such samples with on_error='skip'."
     )
+
+
+LOSS_MASKS = ("loss_mask", "assistant_masks")
+"""Keys of a sample with 1 per token that counts in the loss and 0 for others: ours, and that of
+Hugging Face tokenizers. A token counts if no mask that the sample has is 0."""
 
 
 def length_of(sample: Sample) -> int:

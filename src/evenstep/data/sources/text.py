@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.data.sources.source import Sample
+from evenstep.core.glimpse import glimpse
+from evenstep.data.sources.source import Draw, Sample
+from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import ConfigError, InputError
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Tokenize: TypeAlias = Callable[[str], Tokens]
-Transform: TypeAlias = Callable[[Any], Sample | list[Sample]]
-"""From an item to one sample, or to a list of several."""
 
 
 def as_tokenize(tokenizer: Any = None) -> Tokenize:
@@ -45,28 +45,32 @@ def as_tokenize(tokenizer: Any = None) -> Tokenize:
 
 @dataclass(frozen=True, slots=True)
 class RowDecoder:
-    """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`.
+    """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`, which is
+    text or, without a tokenizer, a list of token ids.
 
-    >>> RowDecoder("text", as_tokenize(None), None).decode({"text": "ab"}, "a.jsonl, line 1")
+    >>> decoder = RowDecoder("text", as_tokenize(None), ItemTransform(None))
+    >>> decoder.decode({"text": "ab"}, "a.jsonl, line 1")
     {'input_ids': array([97, 98], dtype=int32)}
     """
 
     field: str
     tokenize: Tokenize
-    transform: Transform | None
+    transform: ItemTransform
 
-    def decode(self, row: Any, where: str) -> Sample | list[Sample]:
+    def decode(self, row: Any, where: str, draw: Draw | None = None) -> Sample | list[Sample]:
         """The samples of `row`. Errors get a note that names `where`."""
         try:
-            if self.transform is not None:
-                return self.transform(row)
-            text = self._text(row, where)
-            return {"input_ids": _integers(self.tokenize(text), where)}
+            if self.transform.function is not None:
+                return self.transform(row, draw)
+            value = self._value(row, where)
+            if isinstance(value, str):
+                return {"input_ids": _integers(self.tokenize(value), where)}
+            return {"input_ids": self._listed(value, where)}
         except Exception as error:
             error.add_note(f"raised for {where}")
             raise
 
-    def _text(self, row: Any, where: str) -> str:
+    def _value(self, row: Any, where: str) -> Any:
         if not isinstance(row, Mapping):
             raise InputError(
                 f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
@@ -78,13 +82,27 @@ class RowDecoder:
                 f"{where}: no field {self.field!r}; the row has {has}. Set field to one of them, "
                 f"or pass a transform."
             )
-        text = row[self.field]
-        if not isinstance(text, str):
+        return row[self.field]
+
+    def _listed(self, value: Any, where: str) -> NDArray[np.integer[Any]]:
+        """Token ids that a row has as a list."""
+        if not isinstance(value, list):
             raise InputError(
-                f"{where}: field {self.field!r} must be a str, got {type(text).__name__}. Correct "
+                f"{where}: field {self.field!r} must be a str, got {type(value).__name__}. Correct "
                 f"the row, or pass a transform."
             )
-        return text
+        odd = [token for token in value if type(token) is not int]
+        if odd:
+            raise InputError(
+                f"{where}: field {self.field!r} has {glimpse(odd[0])} in its list, expected token "
+                f"ids. Correct the row, or pass a transform."
+            )
+        if self.tokenize is not _utf8:
+            raise InputError(
+                f"{where}: field {self.field!r} is a list of token ids, on which the tokenizer has "
+                f"no effect. Remove the tokenizer, or choose another field."
+            )
+        return np.array(value, np.int64)
 
 
 def _utf8(text: str) -> Tokens:

@@ -1,4 +1,4 @@
-"""TokenFile: the tokens of many samples in one memory-mapped file.
+"""TokenFile: the tokens of many samples in memory-mapped files.
 
     header, 4096 bytes | input_ids | further columns | offsets
     header = magic, 16 bytes | sha256 of the rest, 32 bytes | JSON, padded with spaces
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.rounding import rounded_up
+from evenstep.data.sources.files import Paths, files_of
 from evenstep.data.sources.source import check_items
 from evenstep.errors import FileError
 
@@ -35,11 +36,12 @@ _BLOCK = 1 << 24
 
 
 class TokenFile:
-    """Samples of a file that a `TokenFileWriter` wrote; every item is one sample.
+    """Samples of files that a `TokenFileWriter` wrote, concatenated; every item is one sample.
 
-    `file[i]` is a mapping of `input_ids` and the further columns of the file, all read-only views
-    of the mapped file. Every process opens the file on first use. Opening takes the same time for
-    any number of samples.
+    `paths` is a path, a pattern such as `"data/*.tokens"`, or a list of either. Matches of a
+    pattern are sorted; a list keeps its order. All files must have the same columns. `file[i]` is a
+    mapping of `input_ids` and the further columns, all read-only views of the mapped files. Every
+    process opens the files on first use. Opening takes the same time for any number of samples.
 
     >>> import tempfile
     >>> from evenstep.data.sources.token_writer import write_token_file
@@ -49,77 +51,115 @@ class TokenFile:
     (2, [1, 3], {'input_ids': array([5, 6, 7], dtype=uint16)})
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, paths: Paths) -> None:
+        self.paths = files_of(paths)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
-        return type(self), (self.path,)
+    def __reduce__(self) -> tuple[type[Self], tuple[list[Path]]]:
+        return type(self), (self.paths,)
 
     def __len__(self) -> int:
-        return self._opened.header.samples
+        return self._count
 
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
-        opened = self._opened
-        if not 0 <= item < opened.header.samples:
+        if not 0 <= item < self._count:
             raise IndexError(f"item {item} of {len(self)}")
-        start, end = int(opened.offsets[item]), int(opened.offsets[item + 1])
+        opened, number = self._opened[0], item
+        if number >= opened.header.samples:
+            which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
+            opened, number = self._opened[which], item - int(self._starts[which])
+        start, end = int(opened.offsets[number]), int(opened.offsets[number + 1])
         if not 0 <= start < end <= opened.header.tokens:
-            raise damaged(self.path, f"sample {item} spans tokens {start} to {end}")
+            raise damaged(opened.path, f"sample {number} spans tokens {start} to {end}")
         return {name: column[start:end] for name, column in opened.columns.items()}
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items. Reads no others."""
         check_items(items, len(self))
-        offsets, at = self._opened.offsets, np.asarray(items, np.int64)
-        lengths: IntArray = (offsets[at + 1] - offsets[at]).astype(np.int64)
-        if len(at) and lengths.min() < 1:
-            raise damaged(self.path, f"sample {at[lengths.argmin()]} has {lengths.min()} tokens")
+        at = np.asarray(items, np.int64)
+        if len(self.paths) == 1:
+            return self._opened[0].lengths_of(at)
+        lengths = np.empty(len(at), np.int64)
+        files = np.searchsorted(self._starts, at, "right") - 1
+        for which in np.unique(files).tolist():
+            here = files == which
+            lengths[here] = self._opened[which].lengths_of(at[here] - self._starts[which])
         return lengths
 
     @property
     def fingerprint(self) -> str:
-        """Covers all samples. It was computed when they were written, so nothing is read."""
-        return self._opened.header.fingerprint
+        """Covers all samples. It was computed when they were written, so nothing is read, and a
+        file that was changed in place by other means is not noticed (see `verify`)."""
+        found = [opened.header.fingerprint for opened in self._opened]
+        if len(found) == 1:
+            return found[0]
+        return hashlib.blake2b(" ".join(found).encode(), digest_size=16).hexdigest()
 
     def verify(self) -> None:
         """Read the whole file and raise a FileError if it differs from what was written.
 
         Opening checks only sizes and the header.
         """
-        opened = self._opened
-        for name, section in [*opened.columns.items(), (OFFSETS, opened.offsets)]:
-            digest, data = hasher(), section.view(np.uint8)
-            for at in range(0, len(data), _BLOCK):
-                digest.update(data[at : at + _BLOCK].tobytes())
-            if digest.hexdigest() != opened.header.digests[name]:
-                raise damaged(self.path, f"the digest of {name} does not match")
+        for opened in self._opened:
+            for name, section in [*opened.columns.items(), (OFFSETS, opened.offsets)]:
+                digest, data = hasher(), section.view(np.uint8)
+                for at in range(0, len(data), _BLOCK):
+                    digest.update(data[at : at + _BLOCK].tobytes())
+                if digest.hexdigest() != opened.header.digests[name]:
+                    raise damaged(opened.path, f"the digest of {name} does not match")
 
     @cached_property
-    def _opened(self) -> _Opened:
-        try:
-            with self.path.open("rb") as file:
-                block = file.read(HEADER_SIZE)
-                size = os.fstat(file.fileno()).st_size
-                header = Header.decode(self.path, block)
-                sections, expected = header.sections()
-                if size != expected:
-                    raise damaged(self.path, f"it has {size} bytes instead of {expected}")
-                data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        except OSError as error:
-            raise FileError(
-                f"{self.path} cannot be read ({error.strerror or error}). Check the path."
-            ) from None
-        columns = {name: data[a:b].view(dtype) for name, (a, b, dtype) in sections.items()}
-        offsets = columns.pop(OFFSETS)
-        if (offsets[0], offsets[-1]) != (0, header.tokens):
-            raise damaged(self.path, f"its samples span tokens {offsets[0]} to {offsets[-1]}")
-        return _Opened(header, columns, offsets)
+    def _count(self) -> int:
+        return int(self._starts[-1])
+
+    @cached_property
+    def _starts(self) -> IntArray:
+        return offsets_of(np.array([o.header.samples for o in self._opened], np.int64))
+
+    @cached_property
+    def _opened(self) -> list[_Opened]:
+        found = [_open(path) for path in self.paths]
+        for each in found:
+            if each.columns.keys() != found[0].columns.keys():
+                raise FileError(
+                    f"{each.path} has the columns {', '.join(each.columns)}, but {found[0].path} "
+                    f"has {', '.join(found[0].columns)}. Write both with the same columns."
+                )
+        return found
+
+
+def _open(path: Path) -> _Opened:
+    try:
+        with path.open("rb") as file:
+            block = file.read(HEADER_SIZE)
+            size = os.fstat(file.fileno()).st_size
+            header = Header.decode(path, block)
+            sections, expected = header.sections()
+            if size != expected:
+                raise damaged(path, f"it has {size} bytes instead of {expected}")
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be read ({error.strerror or error}). Check the path."
+        ) from None
+    columns = {name: data[a:b].view(dtype) for name, (a, b, dtype) in sections.items()}
+    offsets = columns.pop(OFFSETS)
+    if (offsets[0], offsets[-1]) != (0, header.tokens):
+        raise damaged(path, f"its samples span tokens {offsets[0]} to {offsets[-1]}")
+    return _Opened(path, header, columns, offsets)
 
 
 class _Opened(NamedTuple):
+    path: Path
     header: Header
     columns: dict[str, NDArray[Any]]
     offsets: NDArray[Any]
+
+    def lengths_of(self, at: IntArray) -> IntArray:
+        """The lengths of samples of this file."""
+        lengths: IntArray = (self.offsets[at + 1] - self.offsets[at]).astype(np.int64)
+        if len(at) and lengths.min() < 1:
+            raise damaged(self.path, f"sample {at[lengths.argmin()]} has {lengths.min()} tokens")
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)

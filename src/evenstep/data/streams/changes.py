@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from evenstep.core.cursor import Cursor
@@ -62,6 +62,10 @@ def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[
             "way. Resume with that version, or start without the cursor, for example at the next "
             "epoch."
         )
+    if not ("lengths" in cursor.belongs and "lengths" in belongs):  # known to one of them only
+        belongs = {name: value for name, value in belongs.items() if name != "lengths"}
+        kept = {name: value for name, value in cursor.belongs.items() if name != "lengths"}
+        cursor = replace(cursor, belongs=kept)
     differing, needed = cursor.differences(belongs), list[str]()
     for name in list(differing):
         change = next((c for c, begins in CHANGES.items() if name.startswith(begins)), None)

@@ -14,6 +14,7 @@ import numpy as np
 
 from evenstep.core.identity import item_and_part
 from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import Recipe
 from evenstep.data.sources.source import Sample
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.epoch_source import EpochSource
@@ -21,7 +22,7 @@ from evenstep.data.streams.pool import Measure
 from evenstep.data.streams.reader import PoolReader
 from evenstep.data.streams.reader_state import ReaderState
 from evenstep.data.streams.remaining import LengthsAt
-from evenstep.errors import SampleError
+from evenstep.errors import ConfigError, SampleError
 
 
 class ItemLengths:
@@ -56,7 +57,8 @@ class ItemLengths:
             for before in range(self._next[1], item + 1):
                 self._known[epoch, before] = self._measured(epoch, before)
                 self._next = (epoch, before + 1)
-        key = (epoch if self.count is None else 0, item)
+        varies = self.count is None or self._items.seeded
+        key = (epoch if varies else 0, item)
         if key not in self._known:
             self._known[key] = self._measured(epoch, item)
         found = self._known[key]
@@ -122,3 +124,16 @@ def common_steps(own: IntArray, workers: int) -> list[int]:
         while rank.sum() < most:
             rank[np.argmin(rank)] += 1
     return [int(count) for count in steps.reshape(-1)]
+
+
+def check_count_ahead(recipe: Recipe, infinite_loop: bool) -> None:
+    """Raise if steps cannot be counted by lengths alone, until the end."""
+    for what, given in (
+        ("infinite_loop", infinite_loop),
+        ("limits.columns", bool(recipe.limits.columns)),
+    ):
+        if given:
+            raise ConfigError(
+                f"count_ahead counts steps by lengths until the end, so it cannot be combined "
+                f"with {what}. Leave one of them out."
+            )

@@ -9,17 +9,20 @@ import numpy as np
 
 from evenstep.core.identity import item_and_part
 from evenstep.core.ragged import IntArray
+from evenstep.core.validate import truth_value
 from evenstep.data.sources.source import (
+    Draw,
     MeasuredSource,
     Sample,
     SequentialSource,
     Source,
     has_random_access,
+    is_seeded,
     read_samples,
 )
 from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.remaining import LengthsAt
-from evenstep.errors import CursorError
+from evenstep.errors import ConfigError, CursorError
 
 
 class EpochSource:
@@ -36,6 +39,8 @@ class EpochSource:
         """Whether the lengths of all items are known."""
         self.failed = False
         """Whether the source's iterator raised. It is finished then, so nothing can be skipped."""
+        self.seeded = is_seeded(source)
+        """Whether samples differ between epochs."""
         self._open: Iterator[Any] | None = None
         self._at = (-1, -1)  # epoch, position of the next raw item
         self._again_for = (-1, -1)  # epoch, item that was read again last
@@ -66,20 +71,17 @@ class EpochSource:
 
     def read(self, epoch: int, item: int) -> list[tuple[int, Sample]] | None:
         """(sample id, sample) of every sample of an item; None past an end that was unknown."""
+        draw = Draw(item, epoch, self.seed) if self.seeded else None
         if self.count is not None:
-            return read_samples(self.source, item)
+            return read_samples(self.source, item, None, draw)
         found, raw = self._raw(epoch, item)
-        return read_samples(self.source, item, raw) if found else None
+        return read_samples(self.source, item, raw, draw) if found else None
 
     def again(self, epoch: int, sample_id: int) -> Sample:
         """A sample that was read before. Consecutive samples of one item are read once."""
         item, part = item_and_part(sample_id)
         if self._again_for != (epoch, item):
-            if self.count is not None:
-                self._again = read_samples(self.source, item)
-            else:
-                found, raw = self._raw(epoch, item)
-                self._again = read_samples(self.source, item, raw) if found else []
+            self._again = self.read(epoch, item) or []
             self._again_for = (epoch, item)
         samples = self._again
         if part >= len(samples):
@@ -108,3 +110,16 @@ class EpochSource:
             self._at = (epoch, here + 1)
             if here == position:
                 return True, raw
+
+
+def shuffles(source: Source, given: bool | None) -> bool:
+    """Whether the epoch's order is shuffled: by default, if items can be read in any order."""
+    by_index = has_random_access(source)
+    found = by_index if given is None else truth_value("shuffle", given)
+    if found and not by_index:
+        raise ConfigError(
+            f"shuffle=True has no effect on {type(source).__name__}, which is read in its own "
+            f"order. Shuffle inside it (Hugging Face: dataset.shuffle(seed, buffer_size)), or use "
+            f"a source with items by index, and omit shuffle."
+        )
+    return found

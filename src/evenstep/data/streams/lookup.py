@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from evenstep.core.identity import sample_name
 from evenstep.core.validate import one_of
-from evenstep.data.sources.source import Sample, SampleSource, read_samples
+from evenstep.data.sources.source import Draw, Sample, SampleSource, is_seeded, read_samples
 from evenstep.errors import SampleError
 
 OnError: TypeAlias = Literal["raise", "skip"]
@@ -21,11 +21,22 @@ class SampleLookup:
     'one'
     """
 
-    def __init__(self, source: SampleSource, on_error: OnError) -> None:
+    def __init__(
+        self, source: SampleSource, on_error: OnError, seed: int = 0, epoch: int = 0
+    ) -> None:
         one_of("on_error", on_error, OnError)
         self.source, self.on_error = source, on_error
+        self.seed, self.epoch, self._seeded = seed, epoch, is_seeded(source)
         self.skipped: list[int] = []
         """Ids of the samples that this process could not read so far."""
+
+    def in_epoch(self, epoch: int) -> SampleLookup:
+        """The samples as they are in this epoch; `skipped` is shared."""
+        if epoch == self.epoch or not self._seeded:
+            return self
+        other = SampleLookup(self.source, self.on_error, self.seed, epoch)
+        other.skipped = self.skipped
+        return other
 
     def __getitem__(self, sample_id: int) -> Sample | None:
         try:
@@ -39,7 +50,8 @@ class SampleLookup:
             return None
 
     def _read(self, sample_id: int) -> Sample:
-        found = read_samples(self.source, sample_id)
+        draw = Draw(sample_id, self.epoch, self.seed) if self._seeded else None
+        found = read_samples(self.source, sample_id, None, draw)
         if len(found) != 1:
             raise SampleError(
                 f"item {sample_name(sample_id)} has {len(found)} samples; a planned stream expects "

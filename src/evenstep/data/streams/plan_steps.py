@@ -25,6 +25,16 @@ from evenstep.data.streams.step_work import Progress, StepBounds, StepWork
 from evenstep.errors import ConfigError, InputError
 
 
+def lengths_by_id(plan: Plan) -> IntArray:
+    """The planned length of every sample of the source."""
+    ids, count = plan.sample_ids, len(plan.lengths)
+    if ids is None or count == 0 or not 0 <= ids.min() <= ids.max() < count:
+        return plan.lengths
+    found = np.zeros(count, np.int64)
+    found[ids] = plan.lengths
+    return found
+
+
 class PlanSteps:
     """The steps of a plan, the same in every epoch. A unit is a step.
 

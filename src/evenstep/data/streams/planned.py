@@ -15,7 +15,9 @@ from evenstep.core.recipe import Recipe
 from evenstep.core.step import Step
 from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.sources.source import MeasuredSource, check_measured
+from evenstep.data.sources.as_source import as_measured
+from evenstep.data.sources.mapped import MapStyle
+from evenstep.data.sources.source import MeasuredSource, is_seeded
 from evenstep.data.streams.digests import lengths_digest, values_digest
 from evenstep.data.streams.epoch_size import EpochSize, measure
 from evenstep.data.streams.epoch_steps import EpochSteps
@@ -23,7 +25,7 @@ from evenstep.data.streams.epoch_units import EpochUnits
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.lookup import OnError, SampleLookup
 from evenstep.data.streams.per_sample import per_sample, whole_per_sample
-from evenstep.data.streams.plan_steps import PlanSteps
+from evenstep.data.streams.plan_steps import PlanSteps, lengths_by_id
 from evenstep.data.streams.position import StreamPosition
 from evenstep.data.streams.step_maker import StepMaker
 from evenstep.data.streams.step_work import Progress, StepBounds, StepSource
@@ -50,6 +52,9 @@ class PlannedStream:
     loss_tokens  per sample, its number of loss tokens; the denominator of the loss is then known
                  before anything is read
     on_error     `skip` leaves unreadable samples out of their micro-batch and counts them
+    fingerprint  names the data in cursors, instead of the source's own
+
+    `source` may also be a list of samples, or a torch or Hugging Face dataset (see `as_source`).
 
     >>> import numpy as np
     >>> from evenstep import Packed, Steps
@@ -62,7 +67,7 @@ class PlannedStream:
 
     def __init__(
         self,
-        source: MeasuredSource,
+        source: MeasuredSource | MapStyle,
         recipe: Recipe,
         *,
         world: World | None = None,
@@ -74,8 +79,9 @@ class PlannedStream:
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
         on_error: OnError = "raise",
+        fingerprint: str | None = None,
     ) -> None:
-        check_measured(source)
+        source = as_measured(source)
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
@@ -90,7 +96,8 @@ class PlannedStream:
         )
         units = EpochUnits.of(count, ids)
         self._steps: StepSource = EpochSteps(source, recipe, units, self.seed, self.shuffle, held)
-        self._lookup = SampleLookup(source, on_error)
+        self._lookup = SampleLookup(source, on_error, self.seed)
+        self._named = fingerprint
         self._start = self._now = StreamPosition()
         self._iterated = False  # since the start was set
         self._sizes: dict[tuple[int, bool], EpochSize] = {}
@@ -98,7 +105,7 @@ class PlannedStream:
     @classmethod
     def from_plan(
         cls,
-        source: MeasuredSource,
+        source: MeasuredSource | MapStyle,
         plan: Plan,
         *,
         world: World | None = None,
@@ -106,6 +113,7 @@ class PlannedStream:
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
         on_error: OnError = "raise",
+        fingerprint: str | None = None,
     ) -> PlannedStream:
         """The steps of a saved plan, in its own order, which is the same in every epoch.
 
@@ -123,7 +131,7 @@ class PlannedStream:
         >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]
         [[0, 1], [2, 3]]
         """
-        check_measured(source)
+        source = as_measured(source, lengths_by_id(plan))
         found = world_for(plan.recipe, None) if world is None else world
         steps = PlanSteps(source, plan, found.size)
         stream = cls(
@@ -135,6 +143,7 @@ class PlannedStream:
             max_num_steps=max_num_steps,
             infinite_loop=infinite_loop,
             on_error=on_error,
+            fingerprint=fingerprint,
         )
         stream._steps = steps
         return stream
@@ -303,11 +312,13 @@ class PlannedStream:
 
     @cached_property
     def _data(self) -> dict[str, str]:
-        return {
+        source, named = self.source, self._named
+        found = {
             "stream": "planned",
-            "data": f"{len(self.source)} samples, {self.source.fingerprint}",
-            "lengths": lengths_digest(self.source),
+            "data": f"{len(source)} samples, {source.fingerprint if named is None else named}",
+            "lengths": lengths_digest(source),
         }
+        return {**found, "seed of samples": str(self.seed)} if is_seeded(source) else found
 
     # Length ------------------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -15,23 +14,32 @@ from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
-from evenstep.data.sources.source import MeasuredSource, Source, check_source, has_random_access
+from evenstep.data.sources.as_source import as_source
+from evenstep.data.sources.mapped import MapStyle
+from evenstep.data.sources.source import MeasuredSource, Source, has_random_access, is_seeded
 from evenstep.data.sources.source import length_of as count_tokens
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.changes import check_changes, described
-from evenstep.data.streams.common_end import ItemLengths, common_steps, own_steps
-from evenstep.data.streams.epoch_source import EpochSource
+from evenstep.data.streams.common_end import (
+    ItemLengths,
+    check_count_ahead,
+    common_steps,
+    own_steps,
+)
+from evenstep.data.streams.digests import lengths_digest
+from evenstep.data.streams.epoch_source import EpochSource, shuffles
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
 from evenstep.data.streams.lookup import OnError
+from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.pool import Measure, Pool
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
-from evenstep.data.streams.reader import PoolReader
+from evenstep.data.streams.reader import PoolReader, warn_lost
 from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.sample_columns import ColumnOf
 from evenstep.data.streams.samples_seen import SamplesSeen
-from evenstep.data.streams.stream import steps_of_pass, world_for
-from evenstep.errors import ConfigError, CursorError
+from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
+from evenstep.errors import CursorError
 
 
 class PooledStream:
@@ -55,6 +63,10 @@ class PooledStream:
     With `on_error="skip"` unreadable samples are left out and counted, also when the pool is read
     again on resume.
 
+    `source` may also be a list of samples, or a torch or Hugging Face dataset (see `as_source`).
+    `shuffle` gives every epoch its own order. It is the default if items can be read by index, and
+    an error for a sequential source, whose order is its own.
+
     `columns` maps the names in `recipe.limits.columns` to functions of a sample; `loss_tokens`
     needs none. Lengths that the source knows are checked at once. `fingerprint` names the data in
     cursors instead of the source's own.
@@ -69,13 +81,13 @@ class PooledStream:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | MapStyle | Iterable[Any],
         recipe: Recipe,
         *,
         pool: Pool | None = None,
         world: World | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
         on_error: OnError = "raise",
@@ -84,19 +96,20 @@ class PooledStream:
         fingerprint: str | None = None,
         count_ahead: bool = False,
     ) -> None:
-        check_source(source)
+        source = as_source(source)
         one_of("on_error", on_error, OnError)
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
         self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
         self.pool = Pool() if pool is None else pool
-        self.seed, self.shuffle = seed_number(seed), truth_value("shuffle", shuffle)
+        self.seed, self.shuffle = seed_number(seed), shuffles(source, shuffle)
         self.max_num_steps = max_num_steps
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
-        self.on_error, self.length_of, self.fingerprint = on_error, length_of, fingerprint
+        self.on_error, self.length_of, self._named = on_error, length_of, fingerprint
         self.count_ahead = truth_value("count_ahead", count_ahead)
         self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
-        self._check_count_ahead()
+        if self.count_ahead:
+            check_count_ahead(recipe, self.infinite_loop)
         self._measured = False
         if length_of is count_tokens and knows_lengths(source):
             self._measured = True
@@ -112,19 +125,6 @@ class PooledStream:
         self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
         self._changed = False  # settings, since the loaded state was taken
 
-    def _check_count_ahead(self) -> None:
-        if not self.count_ahead:
-            return
-        for what, given in (
-            ("infinite_loop", self.infinite_loop),
-            ("limits.columns", bool(self.recipe.limits.columns)),
-        ):
-            if given:
-                raise ConfigError(
-                    f"count_ahead counts steps by lengths until the end, so it cannot be combined "
-                    f"with {what}. Leave one of them out."
-                )
-
     @property
     def done(self) -> int:
         """Steps before the start, over all epochs."""
@@ -134,6 +134,11 @@ class PooledStream:
     def ends_together(self) -> bool:
         """True on one rank or with `count_ahead`; else ranks do not know when others run out."""
         return self.world.size == 1 or self.count_ahead
+
+    @property
+    def can_share(self) -> bool:
+        """Whether `shared` is cheap: reading what is left does not read what is done again."""
+        return has_random_access(self.source)
 
     # Iterating ---------------------------------------------------------------------------------
 
@@ -155,7 +160,7 @@ class PooledStream:
             found = reader.step(number)
             lost = reader.newly_lost()
             if found is None:
-                _warn_lost(lost, reader)
+                warn_lost(lost, reader)
                 return
             state = {str(reader.number): {**reader.state_dict(), "step": number + workers}}
             step = Step(
@@ -165,6 +170,7 @@ class PooledStream:
                 samples=found[1],
                 cursor=self._cursor(number + 1, workers, (reader_turn + 1) % workers, state),
                 lost=lost,
+                fingerprint=self.fingerprint,
                 budget=self.recipe.layout.budget,
                 ranks=self.world.size,
             )
@@ -332,6 +338,19 @@ class PooledStream:
         if steps:
             self._skip, self._now, self._iterated = self._skip + steps, None, False
 
+    def shared(self, cursors: Sequence[Cursor], workers: int = 1) -> Cursor:
+        """The cursor of this rank if what is left on all ranks is shared anew, given the cursors of
+        all ranks after the same step. Each sample still runs exactly once."""
+        merged = merge_cursors(cursors)
+        states, items = list(states_of(merged.place).values()), self._items()
+        ranks, first = self.world.size, self.world.rank * workers
+        mine = [
+            redealt(states, first + worker, ranks * workers, items.count, items.lengths)
+            for worker in range(workers)
+        ]
+        readers = {str(state.reader): state.to_dict() for state in mine}
+        return self._cursor(merged.step, workers, 0, readers)
+
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
         """Merge the cursors of several workers; see `merge_cursors`."""
@@ -339,14 +358,25 @@ class PooledStream:
 
     @cached_property
     def _belongs(self) -> dict[str, str]:
-        source, given = self.source, self.fingerprint
+        source, given = self.source, self._named
         count = f"{len(source)} items, " if has_random_access(source) else ""
-        return {
+        size = len(source) if has_random_access(source) else 0
+        order = EpochOrder(count=size, seed=self.seed, epoch=0, shuffle=self.shuffle)
+        found = {
             "stream": "pooled",
             "data": f"{count}{source.fingerprint if given is None else given}",
-            "order": f"shuffled by seed {self.seed}" if self.shuffle else "as stored",
+            "order": order.description,
             **described(self.recipe, self.pool, self._batcher.strategy),
         }
+        if self._measured:
+            found["lengths"] = lengths_digest(cast("MeasuredSource", source))
+        return {**found, "seed of samples": str(self.seed)} if is_seeded(source) else found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what must be the same on all ranks: data, order, recipe, number of ranks."""
+        end = [self.max_num_steps, self.infinite_loop, self.count_ahead]
+        return digest_of({**self._belongs, "ranks": self.world.size, "end": end})
 
     # Length ------------------------------------------------------------------------------------
 
@@ -373,14 +403,3 @@ class PooledStream:
         """Steps of one pass: those left of `max_num_steps`, or an estimate for an epoch."""
         unknown = self.max_num_steps is not None and not has_random_access(self.source)
         return steps_of_pass(self, self.infinite_loop or unknown)
-
-
-def _warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
-    """Warn of samples that were lost after the last step."""
-    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
-    if counts:
-        warnings.warn(
-            f"reader {reader.number} lost samples after its last step: {counts}. They are not in "
-            f"`lost` of any step.",
-            stacklevel=3,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -338,3 +338,14 @@ def _distinct(
     segments = replace(micro.segments, sample=np.array(sample_ids, np.int64))
     renamed = [entry._replace(sample_id=i) for entry, i in zip(taken, sample_ids, strict=True)]
     return replace(micro, segments=segments), renamed
+
+
+def warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
+    """Warn of samples that were lost after the last step."""
+    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
+    if counts:
+        warnings.warn(
+            f"reader {reader.number} lost samples after its last step: {counts}. They are not in "
+            f"`lost` of any step.",
+            stacklevel=3,
+        )

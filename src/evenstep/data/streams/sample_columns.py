@@ -10,7 +10,7 @@ import numpy as np
 from evenstep.core.identity import sample_name
 from evenstep.core.recipe import Recipe
 from evenstep.core.validate import whole_number
-from evenstep.data.sources.source import Sample
+from evenstep.data.sources.source import LOSS_MASKS, Sample
 from evenstep.data.streams.cut import Piece
 from evenstep.errors import ConfigError, SampleError
 
@@ -21,7 +21,7 @@ ColumnOf: TypeAlias = Callable[[Sample], int]
 class SampleColumns:
     """The columns in `recipe.limits.columns`, by the functions in `given`.
 
-    `loss_tokens` needs no function: they are counted from `labels` or `loss_mask`, per segment.
+    `loss_tokens` needs no function: they are counted from `labels` and the loss mask, per segment.
     Every segment of a split sample counts its other columns in full, as in plans.
 
     >>> from evenstep import Limits, Packed
@@ -74,8 +74,9 @@ class SampleColumns:
 def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
     """Count the loss tokens of tokens `start` to `end` of a sample that ends at `stop`.
 
-    Uses the sample's `labels` or `loss_mask` if it has one. Token i is predicted at i - 1, so the
-    first token of a sample is not a label, and the first token after a segment is.
+    Uses the sample's `labels`, `loss_mask` and `assistant_masks`, as the collator does. Token
+    i is predicted at i - 1, so the first token of a sample is not a label, and the first token
+    after a segment is.
 
     >>> sample = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
     >>> loss_tokens_of(sample, 0, 3, 3), loss_tokens_of(sample, 0, 1, 3)
@@ -83,8 +84,9 @@ def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
     """
     labels = slice(start + 1, min(end + 1, stop))
     if isinstance(sample, Mapping):
+        counted = [np.asarray(sample[name])[labels] != 0 for name in LOSS_MASKS if name in sample]
         if "labels" in sample:
-            return int((np.asarray(sample["labels"])[labels] != -100).sum())
-        if "loss_mask" in sample:
-            return int((np.asarray(sample["loss_mask"])[labels] != 0).sum())
+            counted.append(np.asarray(sample["labels"])[labels] != -100)
+        if counted:
+            return int(np.logical_and.reduce(counted).sum())
     return max(labels.stop - labels.start, 0)

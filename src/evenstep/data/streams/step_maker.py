@@ -42,13 +42,14 @@ class StepMaker:
         totals = self._totals(work.sample_ids, plan, costs) if whole else {}
         fingerprint = self._fingerprint(at, after)
         sample_ids = frozen(work.sample_ids) if whole else None
+        samples = self.lookup.in_epoch(at.epoch)
         for rank in ranks:
             micro_batches = work.micro_batches(rank)
             yield Step(
                 number=at.step,
                 epoch=at.epoch,
                 micro_batches=micro_batches,
-                samples=self.lookup,
+                samples=samples,
                 cursor=after,
                 totals=totals,
                 lost={overflow: beyond} if overflow and beyond else {},

@@ -13,6 +13,7 @@ from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.segments import Segments
+from evenstep.errors import PlanError
 from evenstep.planning.planner import plan_step
 
 
@@ -89,14 +90,21 @@ class StepRemainder:
             name: np.array([each[name] for each in known], np.int64) for name in self.recipe.columns
         }
         recipe = replace(self.recipe, topology=replace(self.recipe.topology, dp=ranks))
-        plan = plan_step(
-            segments.length,
-            recipe,
-            groups=groups,
-            columns=columns,
-            names=segments.sample,
-            last=True,
-        )
+        try:
+            plan = plan_step(
+                segments.length,
+                recipe,
+                groups=groups,
+                columns=columns,
+                names=segments.sample,
+                last=True,
+            )
+        except PlanError as error:
+            before = len(self.by_rank)
+            raise PlanError(
+                f"the rest of a step that {before} ranks have begun cannot be planned for {ranks} "
+                f"({error}) Resume on {before} ranks, or from a cursor between two steps."
+            ) from None
         by_rank = [
             [_renumbered(micro, segments, whole, ends) for micro in plan[0, rank]]
             for rank in range(ranks)

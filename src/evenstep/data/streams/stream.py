@@ -27,6 +27,10 @@ class Stream(Protocol):
     max_num_steps: int | None
 
     @property
+    def fingerprint(self) -> str:
+        """A digest of what must be the same on all ranks: data, order, recipe, ranks."""
+
+    @property
     def done(self) -> int:
         """Steps before the start, over all epochs."""
 
@@ -123,12 +127,12 @@ def until_all_end(
         if not anyone(step is not None):
             return
         if step is None:
-            step = _empty(before, recipe)
+            step = empty_step(before, recipe)
         before = step
         yield step
 
 
-def _empty(before: Step | None, recipe: Recipe) -> Step:
+def empty_step(before: Step | None, recipe: Recipe) -> Step:
     """A step without work for this rank: as many empty micro-batches as the step before had."""
     empty: MicroBatch = micro_batch([], recipe)
     if before is None:

@@ -22,6 +22,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.planning.inputs import checked_groups
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.extras import Extra, RaggedTensor
+from evenstep.train.rollouts.arrays import array_of, tensor_of
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 from evenstep.train.rollouts.row_results import (
     check_complete,
@@ -207,6 +208,14 @@ class RolloutBatch:
         found = object.__new__(RolloutBatch)
         vars(found).update(vars(self) | changed)
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors as arrays: pickle protocol 5 does not copy them, so readers can share memory."""
+        return vars(self) | {"tensors": {name: array_of(t) for name, t in self.tensors.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.tensors = {name: tensor_of(held) for name, held in state["tensors"].items()}
 
     def collator(self, *, pad_token: int = 0) -> Collator:
         """A collator that knows the tensors of this batch, for `Runner(collate=...)`."""

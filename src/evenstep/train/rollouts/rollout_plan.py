@@ -95,7 +95,7 @@ class RolloutPlan:
         `batch` holds at least the rows of this rank. Sample ids are row numbers. On fewer ranks
         than planned, which must divide them, a rank runs the micro-batches of several.
         """
-        self._check(batch)
+        self.check(batch)
         source, done = _Rows(self, batch), 0
         for epoch, plan in enumerate(self.epochs):
             stream = PlannedStream.from_plan(source, plan, world=world)
@@ -103,7 +103,8 @@ class RolloutPlan:
             yield from stream
             done += len(plan)
 
-    def _check(self, batch: RolloutBatch) -> None:
+    def check(self, batch: RolloutBatch) -> None:
+        """Raise if the batch is not the one that was planned, or rows selected from it."""
         whole = (len(self.lengths), self.width) == (batch.num_rows, batch.width)
         if not whole or not np.array_equal(self.lengths[batch.rows], batch.lengths):
             raise InputError(

@@ -1,0 +1,128 @@
+"""Measure dispatching rollouts to Ray actors.
+
+python benchmarks/ray_dispatch.py            written to benchmarks/results
+python benchmarks/ray_dispatch.py --quick    a small version
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.bench import Bench
+from benchmarks.rollout_plans import rollout_lengths
+from benchmarks.runner import run
+from benchmarks.tables import Section, Table, Target, verdict
+from benchmarks.timing import interleave
+from evenstep import Packed, Recipe, Topology, World
+from evenstep.integrations.ray import RayDispatcher
+from evenstep.train import RolloutBatch, RolloutPlan
+
+ACTORS, MEGABYTES, RATIO = 4, 64, 2.0
+
+
+class Worker:
+    def rank(self, plan: RolloutPlan, batch: RolloutBatch, world: World) -> int:
+        """Receives everything and looks at nothing."""
+        return world.rank
+
+    def read(self, plan: RolloutPlan, batch: RolloutBatch, world: World) -> int:
+        """Reads every token of its rows."""
+        rows = torch.from_numpy(plan.rows_of(world.rank))
+        return int(batch.tensors["input_ids"].index_select(0, rows).sum())
+
+    def size(self, value: Any) -> int:
+        return len(value)
+
+
+def dispatching(bench: Bench) -> Section:
+    """Measure `RayDispatcher.dispatch` of a batch, compared with what Ray needs for its bytes."""
+    tokens = bench.pick(MEGABYTES, 1) * 2**20 // 8
+    count = bench.pick(2048, 64)
+    batch = _batch(bench, count, tokens // count)
+    plan = batch.plan(
+        Recipe(layout=Packed(max_tokens=4 * batch.width), topology=Topology(dp=ACTORS))
+    )
+    flat = np.ones(tokens * 8, np.uint8)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else one is written at home
+    ray.init(
+        num_cpus=ACTORS, include_dashboard=False, object_store_memory=2**30, log_to_driver=False
+    )
+    try:
+        timed = _measure(bench, plan, batch, flat)
+    finally:
+        ray.shutdown()
+    floor = timed["ray.put and ray.get of one array"]
+    section = Section(
+        "Dispatch",
+        notes=[
+            f"{count:,} rollouts of width {batch.width:,}, {flat.nbytes / 2**20:g} MiB, to "
+            f"{ACTORS} actors on one machine. Dispatching includes the plan, the calls and "
+            f"gathering. Plain Ray: `ray.put`, then a call of each actor. The first line involves "
+            f"no actor.",
+        ],
+    )
+    table = Table("One call", {"": "", "ms": ".1f", "ratio": ".2f", "target": ""})
+    for name, ms in timed.items():
+        judged = name == "dispatch"
+        table.add(name, ms, ms / floor, verdict(ms / floor <= RATIO) if judged else "")
+    section.tables.append(table)
+    ratio = timed["dispatch"] / floor
+    what = f"{MEGABYTES} MB to {ACTORS} actors: at most {RATIO:g}× ray.put and ray.get"
+    section.targets.append(Target(what, f"{ratio:.2f}×", ratio <= RATIO))
+    return section
+
+
+def _batch(bench: Bench, count: int, width: int) -> RolloutBatch:
+    lengths = np.minimum(rollout_lengths(bench, count), width)
+    ids = torch.ones((count, width), dtype=torch.int64)
+    return RolloutBatch({"input_ids": ids}, lengths=lengths, padding_side="left")
+
+
+def _measure(
+    bench: Bench, plan: RolloutPlan, batch: RolloutBatch, flat: NDArray[np.uint8]
+) -> dict[str, float]:
+    actors = [ray.remote(Worker).remote() for _ in range(ACTORS)]
+    dispatcher = RayDispatcher(actors)
+    plain = dict(batch.tensors)
+
+    def to_all(value: Any) -> Any:
+        stored = ray.put(value)
+        return ray.get([actor.size.remote(stored) for actor in actors])
+
+    bench.say("dispatch")
+    ways: dict[str, Callable[[], Any]] = {
+        "ray.put and ray.get of one array": lambda: len(ray.get(ray.put(flat))),
+        "dispatch": partial(dispatcher.dispatch, "rank", plan, batch),
+        "dispatch, workers read their rows": partial(dispatcher.dispatch, "read", plan, batch),
+        "one array to the actors, plain Ray": partial(to_all, flat),
+        "the tensors to the actors, plain Ray": partial(to_all, plain),
+    }
+    for way in ways.values():
+        way()  # the store touches its memory for the first time
+    timed = interleave(ways, repeats=bench.pick(30, 2))
+    return {name: found.ms for name, found in timed.items()}
+
+
+SECTIONS: dict[str, Callable[[Bench], Section]] = {"dispatch": dispatching}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure dispatching to Ray actors."""
+    return run("ray_dispatch", "Ray benchmark", SECTIONS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""EndlessBatches: the micro-batches of an endless pooled stream, for trainers that count steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evenstep.data.streams.pooled import PooledStream
+from evenstep.errors import CursorError
+from evenstep.integrations.dataloader import StreamLoader
+from evenstep.integrations.hf_collate import HfCollate
+from evenstep.integrations.run_state import gather_state
+
+_NAME = "evenstep.json"
+
+
+class EndlessBatches:
+    """The inputs of every micro-batch of this process, without an end and without a length.
+
+    The stream has steps of one micro-batch, so the position is known after each, and trainers
+    accumulate as many as they like. `options` are those of torch's `DataLoader`.
+    """
+
+    def __init__(self, stream: PooledStream, collate: HfCollate, **options: Any) -> None:
+        assert stream.infinite_loop
+        assert stream.recipe.steps.micro_batches == 1
+        self._loader = StreamLoader(stream, collate=collate, **options)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step in self._loader:
+            assert step.batches is not None
+            yield from step.batches
+
+    def save(self, checkpoint: Path, writes: bool) -> None:
+        """Gather the positions of all processes after the last micro-batch; one `writes` them."""
+        state = gather_state(self._loader)
+        if writes:
+            (checkpoint / _NAME).write_text(json.dumps(state))
+
+    def load(self, checkpoint: Path) -> None:
+        """Start after the step of a checkpoint, on any number of processes."""
+        try:
+            state = json.loads((checkpoint / _NAME).read_text())
+        except (OSError, ValueError) as error:
+            raise CursorError(
+                f"{checkpoint} has no position of the data that can be read ({error}). Resume from "
+                f"an earlier checkpoint."
+            ) from None
+        self._loader.load_state_dict(state)

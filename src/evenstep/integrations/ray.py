@@ -1,0 +1,133 @@
+"""ray: the workers of an RL job as Ray actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import ray
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+
+from evenstep.core.validate import whole_number
+from evenstep.core.world import World
+from evenstep.errors import ConfigError, RankError
+from evenstep.integrations.gathered import Gathered, check_job, no_method
+from evenstep.train.rollouts.rollout_batch import RolloutBatch
+from evenstep.train.rollouts.rollout_plan import RolloutPlan
+
+__all__ = ["RayDispatcher"]
+
+Replace: TypeAlias = Callable[[int], Any]
+"""Rank -> a new actor in the state that the lost one had between two calls."""
+
+_LOST = (RayActorError, ObjectLostError, NodeDiedError)
+_ATTEMPTS = 3
+
+
+class RayDispatcher:
+    """Runs methods on all of these Ray actors; actor i is rank i.
+
+        dispatcher = RayDispatcher([Worker.remote(rank) for rank in range(4)])
+        plan = batch.plan(Recipe(layout=..., topology=Topology(dp=dispatcher.size)))
+        old = dispatcher.dispatch("log_probs", plan, batch).tokens()  # (rows, width)
+
+    The batch is put into the object store once. Workers on a node share that memory: they get the
+    whole batch and run their rows of it, `plan.steps(batch, world)`, and must not write into its
+    tensors. `batch.select(plan.rows_of(world.rank))` is a copy to write into.
+
+    If a worker dies, `RankError` names it, and no result is returned. With `replace`, its share
+    runs again on the actor that `replace(rank)` returns, up to `attempts` times (default 3); the
+    results of the other workers are kept, and of each rank one result is used. The lost actor is
+    killed first, in case it can only not be reached. Workers that exchange tensors during a call
+    would wait for the lost one: leave `replace` out for those. An exception in a method is raised
+    here and not tried again; other workers may still be busy with the call.
+
+    Leave `max_restarts` of the actors at 0. Ray would restart them by itself, in the state of
+    their constructor.
+    """
+
+    def __init__(
+        self, workers: Sequence[Any], *, replace: Replace | None = None, attempts: int | None = None
+    ) -> None:
+        if not workers:
+            raise ConfigError("there are no workers. Pass at least one actor.")
+        if replace is None and attempts is not None:
+            raise ConfigError("attempts has no effect without replace. Leave it out, or pass both.")
+        self.workers = list(workers)
+        """The actor of each rank; replaced ones are the new ones."""
+        self._replace = replace
+        self._attempts = whole_number("attempts", _ATTEMPTS if attempts is None else attempts)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+    def dispatch(
+        self, method: str, plan: RolloutPlan, batch: RolloutBatch, **keywords: Any
+    ) -> Gathered:
+        """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
+        check_job(plan, batch, self.size)
+        shared = (ray.put(plan), ray.put(batch))
+        calls = [(*shared, World(rank, self.size)) for rank in range(self.size)]
+        return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
+
+    def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        """Call `worker.method(*arguments, **keywords)` on every worker; results by rank."""
+        shared = tuple(_put(argument) for argument in arguments)
+        return self._on_all(method, [shared] * self.size, keywords)
+
+    def _on_all(
+        self, method: str, calls: Sequence[tuple[Any, ...]], keywords: dict[str, Any]
+    ) -> list[Any]:
+        for rank, worker in enumerate(self.workers):
+            if not hasattr(worker, method):
+                raise no_method(rank, worker, method)
+        named = {name: _put(value) for name, value in keywords.items()}
+
+        def start(rank: int) -> Any:
+            call = getattr(self.workers[rank], method).options(max_task_retries=0)
+            return call.remote(*calls[rank], **named)
+
+        waiting = {start(rank): rank for rank in range(self.size)}
+        attempts, found = [1] * self.size, dict[int, Any]()
+        while waiting:
+            (ready, *_), _ = ray.wait(list(waiting), num_returns=1)
+            rank = waiting.pop(ready)
+            try:
+                found[rank] = ray.get(ready)
+            except Exception as error:
+                if not _is_lost(error):
+                    error.add_note(f"in {method} of rank {rank}")
+                    raise
+                self._put_in_place(rank, method, attempts[rank], error)
+                attempts[rank] += 1
+                waiting[start(rank)] = rank
+        return [found[rank] for rank in range(self.size)]
+
+    def _put_in_place(self, rank: int, method: str, attempts: int, error: Exception) -> None:
+        """Replace the actor of a rank, or raise."""
+        if self._replace is None:
+            raise RankError(
+                f"the actor of rank {rank} died in {method!r}, so the call has no result. Start "
+                f"new workers and call again, or pass replace= to run its share on a new actor."
+            ) from error
+        if attempts >= self._attempts:
+            raise RankError(
+                f"the actors of rank {rank} died {attempts} times in {method!r}. Check whether its "
+                f"share needs more memory than an actor has, or raise attempts."
+            ) from error
+        with suppress(Exception):
+            ray.kill(self.workers[rank], no_restart=True)
+        self.workers[rank] = self._replace(rank)
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether the actor is gone. A method may itself raise that of another actor."""
+    return isinstance(error, _LOST) and not isinstance(error, RayTaskError)
+
+
+def _put(value: Any) -> Any:
+    """A reference to a value, stored once for all workers."""
+    return value if isinstance(value, ray.ObjectRef) else ray.put(value)

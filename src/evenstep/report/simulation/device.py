@@ -1,0 +1,90 @@
+"""The time of a model's micro-batch on a GPU, in seconds.
+
+    matrix products   6 FLOPs per weight and token; 8 for weights in layers that are recomputed
+    attention         6 FLOPs per pair and layer width (2 forward, 4 backward), causal pairs only
+    other kernels     the bytes that they move (`core.model.sizes`), and 42 bytes per logit
+    weights           gathered, cast and accumulated once per micro-batch: 30 bytes each
+    host              launches kernels: 8.5 ms per layer at least
+    update            AdamW in float32, clipping, the sums of a step: 125 bytes per weight, and
+                      1.3 ms per layer
+
+The shares of the peak that kernels reach are fitted to five models on an H200, in PyTorch without
+torch.compile; `benchmarks/results/gpu_tune.md` compares predictions with a sixth.
+"""
+
+from __future__ import annotations
+
+from evenstep.core.cost import Cost
+from evenstep.core.gpu import Gpu
+from evenstep.core.model.sizes import ModelSize
+from evenstep.core.topology import Topology
+from evenstep.report.simulation.cluster import Cluster
+
+MATRIX_SHARE = 0.8
+ATTENTION_SHARE = 0.4
+MOVED_SHARE = 1 / 2.75
+LOGIT_SHARE, LOGIT_BYTES = 0.85, 42
+WEIGHT_BYTES = 30
+LAUNCH_S = 0.0085
+UPDATE_BYTES, UPDATE_S = 125, 0.0013
+RECOMPUTED = 4 / 3
+"""The work of a layer whose forward runs twice."""
+
+
+def cluster_of(
+    size: ModelSize, gpu: Gpu, topology: Topology, *, checkpointing: bool = False
+) -> Cluster:
+    """A cluster of these GPUs that trains a model.
+
+    >>> from evenstep.core.model.named import named_config
+    >>> size = ModelSize.of(named_config("llama-3.2-1b"))
+    >>> cluster = cluster_of(size, Gpu.named("h200"), Topology())
+    >>> round(16384 * cluster.cost.per_token, 2)  # seconds, without attention
+    0.32
+    """
+    again = RECOMPUTED if checkpointing else 1.0
+    stored = size.parameters / topology.tp  # of the whole pipeline
+    sharded = size.parameters / (topology.tp * topology.pp * topology.dp * topology.cp)
+    return Cluster(
+        cost=Cost(
+            per_token=_per_token(size, gpu, topology, again),
+            per_pair=6 * size.work.pairs * again / _attention(gpu, topology),
+            per_micro_batch=WEIGHT_BYTES * stored / gpu.bandwidth,
+        ),
+        least=LAUNCH_S * size.layers * again,
+        update=UPDATE_BYTES * sharded / gpu.bandwidth + UPDATE_S * size.layers / topology.pp,
+        link=gpu.network,
+        inside=gpu.link,
+        per_node=gpu.per_node,
+        parameters=size.parameters,
+        hidden=size.hidden,
+    )
+
+
+def _attention(gpu: Gpu, topology: Topology) -> float:
+    """FLOPs per second of the devices that share a micro-batch."""
+    return gpu.flops * ATTENTION_SHARE * topology.tp * topology.cp
+
+
+def _per_token(size: ModelSize, gpu: Gpu, topology: Topology, again: float) -> float:
+    head = size.hidden * size.vocab
+    products = 6 * ((size.work.weights - head) * again + head) / (gpu.flops * MATRIX_SHARE)
+    moved = size.moved * again / (gpu.bandwidth * MOVED_SHARE)
+    logits = LOGIT_BYTES * size.vocab / (gpu.bandwidth * LOGIT_SHARE)
+    near = 6 * size.work.nearby * again / _attention(gpu, topology)
+    shared = (products + moved + logits) / (topology.tp * topology.cp)
+    return shared + near + _sent(size, gpu, topology, again)
+
+
+def _sent(size: ModelSize, gpu: Gpu, topology: Topology, again: float) -> float:
+    """Seconds per token that tensor- and context-parallel ranks exchange; not overlapped.
+
+    Tensor parallelism sums two outputs per layer in the forward and two in the backward. Context
+    parallelism gathers keys and values in the forward and in the backward, and scatters their
+    gradients. All in bfloat16.
+    """
+    tp, cp = topology.tp, topology.cp
+    speed = gpu.link if tp * cp <= gpu.per_node else gpu.network
+    sums = (6 if again > 1 else 4) * size.layers * 2 * (tp - 1) / tp * 2 * size.hidden / cp
+    keys = (4 if again > 1 else 3) * (cp - 1) / cp * 2 * size.keys / tp
+    return sums / gpu.link + keys / speed

@@ -1,0 +1,91 @@
+"""The memory that training takes on one device, term by term.
+
+Mixed precision as `fully_shard` does it: weights, gradients and both states of AdamW are float32
+and sharded over all ranks; layers compute in bfloat16.
+
+    weights        4 bytes per weight, sharded
+    optimizer      8 bytes per weight, sharded
+    gradients      4 bytes per weight, sharded. They are summed over micro-batches before they are
+                   scattered, so that steps of several micro-batches hold them whole
+    gathered       2 bytes per weight of the embedding and the head, which stay gathered
+    activations    bytes per slot that the backward needs (`core.model.sizes`); with checkpointing,
+                   2 bytes per hidden number and layer
+    recomputed     with checkpointing, the activations of one layer in the backward
+    logits         14 bytes per slot and word: logits in bfloat16 and float32, and two gradients
+    update         4 bytes per weight, sharded, while AdamW runs; activations are free by then
+
+The peak is the larger of the end of the forward (weights, optimizer, summed gradients, gathered,
+activations, and the larger of logits and recomputed) and the update (weights, optimizer, gradients,
+update). Each stage of a pipeline holds the activations of up to pp micro-batches of its layers.
+The context of CUDA and fragmented memory come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenstep.core.model.sizes import ModelSize
+from evenstep.core.topology import Topology
+
+LOGIT_BYTES = 14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on one device, by term."""
+
+    weights: float
+    optimizer: float
+    gradients: float
+    summed_gradients: float
+    gathered: float
+    activations: float
+    recomputed: float
+    logits: float
+    update: float
+
+    @property
+    def peak(self) -> float:
+        """The most that is allocated at once."""
+        fixed = self.weights + self.optimizer
+        forward = self.summed_gradients + self.gathered + self.activations
+        forward += max(self.logits, self.recomputed)
+        return fixed + max(forward, self.gradients + self.update)
+
+    def to_dict(self) -> dict[str, float]:
+        """All terms and the peak, for JSON."""
+        return {**{name: getattr(self, name) for name in Memory.__slots__}, "peak": self.peak}
+
+
+def memory_of(
+    size: ModelSize,
+    topology: Topology,
+    *,
+    slots: int,
+    micro_batches: int,
+    checkpointing: bool = False,
+) -> Memory:
+    """The memory of a model with at most `slots` in one of `micro_batches` per rank and step.
+
+    >>> from evenstep.core.model.named import named_config
+    >>> size = ModelSize.of(named_config("llama-3.2-1b"))
+    >>> round(memory_of(size, Topology(), slots=16384, micro_batches=2).peak / 1e9)
+    78
+    """
+    held = size.parameters / (topology.tp * topology.pp)
+    shard = held / (topology.dp * topology.cp)
+    own = slots / (topology.tp * topology.cp)  # slots of one device
+    per_slot = 2 * size.hidden * size.layers if checkpointing else size.kept
+    in_flight = min(micro_batches, topology.pp) / topology.pp
+    several = micro_batches > 1
+    return Memory(
+        weights=4 * shard,
+        optimizer=8 * shard,
+        gradients=4 * shard,
+        summed_gradients=4 * held if several else 0.0,
+        gathered=2 * size.outside / topology.tp,
+        activations=per_slot * own * in_flight,
+        recomputed=size.kept / size.layers * own if checkpointing else 0.0,
+        logits=LOGIT_BYTES * size.vocab * own,
+        update=4 * shard,
+    )

@@ -1,0 +1,35 @@
+"""Tensors as arrays and back, so that pickling need not copy them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Stored: TypeAlias = tuple[NDArray[np.uint8], torch.dtype, tuple[int, ...]]
+
+
+def array_of(tensor: Tensor) -> Stored:
+    """The bytes of a tensor on the host, its dtype (numpy has no bfloat16) and its shape."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+
+
+def tensor_of(stored: Stored) -> Tensor:
+    """The tensor over the same memory.
+
+    >>> tensor_of(array_of(torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))).tolist()
+    [[1.5], [2.5]]
+    """
+    held, dtype, shape = stored
+    return over(held).view(dtype).view(shape)
+
+
+def over(array: NDArray[Any]) -> Tensor:
+    """A tensor over the memory of an array, which may be read-only: torch cannot mark it so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)

@@ -1,0 +1,105 @@
+"""TRL itself with our functions in place of its own: SFTTrainer and the collator of async GRPO."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evenstep.compat.trl import TokenBudgetBatcher, pack_dataset
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # TRL and transformers warn about each other
+]
+
+
+def test_the_trainer_packs_with_our_function_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+    from trl.trainer import sft_trainer
+
+    calls = []
+
+    def packing(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args[1:], kwargs))
+        return pack_dataset(*args, **kwargs)
+
+    monkeypatch.setattr(sft_trainer, "pack_dataset", packing)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(2, 64, n).tolist() for n in rng.integers(1, 40, 60)]
+    arguments = SFTConfig(
+        output_dir=str(tmp_path),
+        packing=True,
+        max_length=32,
+        max_steps=2,
+        per_device_train_batch_size=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = SFTTrainer(
+        model=LlamaForCausalLM(config),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        processing_class=tokenizer,
+    )
+    packed = trainer.train_dataset[:]
+    assert calls
+    assert calls[0][0][:2] == (32, "bfd")
+    assert max(map(sum, packed["seq_lengths"])) <= 32
+    kept = sorted(token for row in rows for token in row[:32])
+    assert sorted(token for row in packed["input_ids"] for token in row) == kept
+    assert np.isfinite(trainer.train().training_loss)
+
+
+def test_the_collator_of_async_grpo_takes_our_rows() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+
+    rng = np.random.default_rng(1)
+
+    def sample(number: int, length: int) -> dict[str, Any]:
+        return {
+            "input_ids": rng.integers(2, 64, length),
+            "completion_mask": (np.arange(length) > 0).astype(np.int64),
+            "old_log_probs": -rng.random(length),
+            "advantage": float(number % 3 - 1),
+            "group_id": number // 4,
+            "metrics": {"reward": 1.0},
+        }
+
+    samples = [sample(number, int(n)) for number, n in enumerate(rng.integers(2, 200, 80))]
+    metrics: dict[str, list[Any]] = defaultdict(list)
+    collate = DataCollatorForRollout(0, 4, metrics=metrics, token_budget=512)
+    trained, held = 0, []
+    for rows in TokenBudgetBatcher(samples, 4, 512, metrics):
+        batch = collate.torch_call([rows])
+        assert batch["input_ids"].shape[0] == 4
+        tokens = batch["attention_mask"].sum(dim=1)
+        assert int(tokens.min()) > 0
+        assert int(tokens.max()) <= 512
+        trained += int(batch["global_n_tokens"][0])
+        assert torch.isfinite(batch["old_log_probs"]).all()
+        held += [each for row in rows for each in row.samples]
+    assert len(samples) - 4 < len(held) <= len(samples)
+    assert trained == sum(len(each["input_ids"]) - 1 for each in held)
+    assert max(metrics["batch/row_imbalance"]) < 1.5

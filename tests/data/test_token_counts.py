@@ -1,0 +1,213 @@
+"""Numbers of tokens of a corpus: the same in every format, and for any number of workers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenstep.data import Corpus
+from evenstep.data.corpus.counting import default_workers, task_size
+from evenstep.errors import ConfigError, FileError, InputError
+from tests.data import corpora
+from tests.data.corpora import COUNTS, TEXTS, chat_of, tokens_of
+from tests.data.megatron_files import write_pair
+
+FULL = [count for count in COUNTS if count]
+MAKERS: dict[str, Any] = {
+    "text": (corpora.texts, {}),
+    "jsonl": (lambda folder: corpora.jsonl(folder, "text", str), {}),
+    "jsonl lists": (
+        lambda folder: corpora.jsonl(folder, "ids", tokens_of),
+        {"field": "ids"},
+    ),
+    "parquet": (lambda folder: corpora.parquet(folder, "body", str), {"field": "body"}),
+    "parquet lists": (lambda folder: corpora.parquet(folder, "ids", tokens_of), {"field": "ids"}),
+    "dataset": (lambda folder: corpora.dataset(folder, "text", str), {}),
+    "dataset lists": (lambda folder: corpora.dataset(folder, "ids", tokens_of), {"field": "ids"}),
+    "tokens": (corpora.token_file, {}),
+    "megatron": (corpora.megatron, {}),
+}
+CHATS = {"jsonl": corpora.jsonl, "parquet": corpora.parquet, "dataset": corpora.dataset}
+
+
+def made(kind: str, folder: Path) -> Corpus:
+    make, options = MAKERS[kind]
+    return Corpus(paths=str(make(folder)), **options)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_format_of_the_same_texts_has_the_same_counts(kind: str, tmp_path: Path) -> None:
+    corpus = made(kind, tmp_path)
+    counts = corpus.token_counts(workers=1)
+    assert counts.dtype == np.int64
+    if kind in ("tokens", "megatron"):  # without the empty text
+        assert counts.tolist() == FULL
+    else:
+        assert counts.tolist() == COUNTS
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_counts_are_those_of_the_samples_that_the_trainer_stores(kind: str, tmp_path: Path) -> None:
+    stored = made(kind, tmp_path).stored(tmp_path / "stored")
+    assert stored.lengths_of(np.arange(len(stored))).tolist() == FULL
+    texts = [text for text in TEXTS if text]
+    assert [bytes(stored[i]["input_ids"].tolist()).decode() for i in range(len(stored))] == texts
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_chats_of_every_format_have_the_same_counts(kind: str, tmp_path: Path) -> None:
+    path = CHATS[kind](tmp_path, "turns", chat_of)
+    corpus = Corpus(paths=str(path), format="chat", field="turns")
+    marks = len("<user>\n</user>\n<assistant>\n</assistant>\n")
+    assert corpus.token_counts(workers=1).tolist() == [marks + 2 * count for count in COUNTS]
+
+
+def test_several_processes_count_the_same_and_report_progress(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    sizes = [n * 37 % 101 for n in range(100)]
+    path.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in sizes))
+    seen: list[tuple[int, int]] = []
+    counts = Corpus(paths=str(path)).token_counts(
+        workers=2, progress=lambda done, total: seen.append((done, total))
+    )
+    assert counts.tolist() == sizes
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (100, 100)
+
+
+def test_a_fault_in_another_process_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n' * 70 + '{"text": 3}\n')
+    for workers in (1, 2):
+        with pytest.raises(InputError, match=r"^\S*a.jsonl, line 71: field 'text' must be a str"):
+            Corpus(paths=str(path)).token_counts(workers=workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MAKERS)
+def test_any_number_of_processes_counts_every_format_alike(kind: str, tmp_path: Path) -> None:
+    corpus = made(kind, tmp_path)
+    one = corpus.token_counts(workers=1)
+    for workers in (2, 3):
+        assert (corpus.token_counts(workers=workers) == one).all()
+
+
+def test_a_hugging_face_tokenizer_counts_what_it_makes(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.data.test_text import word_level
+
+    folder = str(tmp_path / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=word_level(), unk_token="[UNK]").save_pretrained(
+        folder
+    )
+    corpus = Corpus(paths=str(corpora.jsonl(tmp_path, "text", str)), tokenizer=folder)
+    assert corpus.token_counts(workers=1).tolist() == [len(text.split()) for text in TEXTS]
+
+
+def test_both_files_of_megatron_and_folders_of_datasets_are_found(tmp_path: Path) -> None:
+    (tmp_path / "pairs").mkdir()
+    for name in ("a", "b"):
+        write_pair(tmp_path / "pairs" / name, [[1, 2], [3]])
+    for paths in ("pairs", "pairs/*", "pairs/*.bin", "pairs/?.idx"):
+        found = Corpus(paths=str(tmp_path / paths)).token_counts()
+        assert found.tolist() == [2, 1, 2, 1]
+    (tmp_path / "sets").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "sets" / name).mkdir()
+        corpora.dataset(tmp_path / "sets" / name, "text", str)
+    found = Corpus(paths=str(tmp_path / "sets")).token_counts(workers=1)
+    assert found.tolist() == COUNTS * 2
+
+
+def test_a_changed_dataset_is_stored_again(tmp_path: Path) -> None:
+    corpora.dataset(tmp_path, "text", str)
+    corpus = Corpus(paths=str(tmp_path / "text-dataset"))
+    stored = corpus.stored(tmp_path / "stored")
+    before = stored.fingerprint
+    assert corpus.stored(tmp_path / "stored").fingerprint == before
+    corpora.dataset(tmp_path, "text", lambda text: text + "!")
+    assert corpus.stored(tmp_path / "stored").fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("megatron", {"field": "a"}, "data.field has no effect on megatron files"),
+        ("tokens", {"tokenizer": "a"}, "data.tokenizer has no effect on tokens files"),
+        ("text", {"field": "a"}, "data.field has no effect on text files"),
+        ("parquet lists", {"tokenizer": "a"}, "data.tokenizer has no effect on lists of tokens"),
+        ("dataset lists", {"tokenizer": "a"}, "data.tokenizer has no effect on lists of tokens"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    kind: str, options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    make, given = MAKERS[kind]
+    corpus = Corpus(paths=str(make(tmp_path)), **(given | options))
+    with pytest.raises(ConfigError, match=says):
+        corpus.token_counts(workers=1)
+
+
+def test_a_tokenizer_for_lists_of_tokens_is_refused_in_their_row(tmp_path: Path) -> None:
+    from evenstep.data import Jsonl
+
+    path = corpora.jsonl(tmp_path, "ids", tokens_of)
+    with pytest.raises(InputError, match=r"line 1: field 'ids' is a list of token ids, on which"):
+        Jsonl(path, field="ids", tokenizer=len)[0]
+    path.write_text('{"ids": [1, true]}\n')
+    with pytest.raises(InputError, match=r"field 'ids' has True in its list, expected token ids"):
+        Jsonl(path, field="ids")[0]
+
+
+def test_the_engine_ray_is_refused_for_tokens_and_unknown_engines_always(tmp_path: Path) -> None:
+    corpus = Corpus(paths=str(corpora.token_file(tmp_path)))
+    with pytest.raises(ConfigError, match="engine ray has no effect on lists of tokens"):
+        corpus.token_counts(engine="ray")
+    with pytest.raises(ConfigError, match="unknown engine 'threads'"):
+        corpus.token_counts(engine="threads")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="workers must be an integer"):
+        corpus.token_counts(workers=0)
+
+
+def test_without_ray_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    corpus = Corpus(paths=str(corpora.jsonl(tmp_path, "text", str)))
+    with pytest.raises(ConfigError, match=r"needs ray, .* pip install 'ray\[data\]'"):
+        corpus.token_counts(engine="ray")
+
+
+def test_several_datasets_in_one_folder_are_named(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    one = Dataset.from_dict({"text": ["a"]})
+    DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(FileError, match=r"holds several datasets: test, train. Name one, such as"):
+        Corpus(paths=str(tmp_path / "both")).token_counts()
+    assert Corpus(paths=str(tmp_path / "both" / "train")).token_counts().tolist() == [1]
+
+
+def test_a_folder_that_is_not_a_dataset_is_refused_as_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "state.json").write_text("{}")
+    (tmp_path / "a" / "dataset_info.json").write_text("{}")
+    with pytest.raises(FileError, match="is not a saved Hugging Face dataset"):
+        Corpus(paths=str(tmp_path / "a")).token_counts()
+    with pytest.raises(FileError, match="is not a saved Hugging Face dataset"):
+        Corpus(paths=str(corpora.texts(tmp_path)), format="dataset").token_counts()
+
+
+def test_a_missing_column_of_a_dataset_is_named(tmp_path: Path) -> None:
+    path = corpora.dataset(tmp_path, "body", str)
+    with pytest.raises(InputError, match=r"has no column 'text'; it has id, body"):
+        Corpus(paths=str(path)).token_counts()
+
+
+def test_small_files_are_counted_in_one_process(tmp_path: Path) -> None:
+    path = corpora.jsonl(tmp_path, "text", str)
+    assert default_workers([path]) == 1
+    assert [task_size(total, 4) for total in (0, 5, 640, 10**9)] == [1, 1, 10, 512]

@@ -1,0 +1,171 @@
+"""Workers that are Ray actors on a local cluster, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.exceptions import RayActorError
+
+from evenstep.errors import ConfigError, RankError
+from evenstep.integrations.ray import RayDispatcher
+from evenstep.train import RolloutBatch
+from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
+from tests.train.rollouts import make_rollouts, recipe_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+SIZE, DISPATCHES, KILLS = 4, 100, 30
+Worker = ray.remote(RolloutWorker)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # A token of its own: Ray would write one to the home directory.
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        ray.init(
+            num_cpus=SIZE,
+            include_dashboard=False,
+            object_store_memory=200_000_000,
+            log_to_driver=False,
+        )
+        yield
+        ray.shutdown()
+
+
+def started(count: int = SIZE, delay: float = 0.0) -> list[Any]:
+    return [Worker.options(num_cpus=0).remote(delay) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def actors(cluster: None) -> list[Any]:
+    """Actors that survive."""
+    return started()
+
+
+def batch_of(seed: int, rows: int = 24) -> RolloutBatch:
+    lengths = np.random.default_rng(seed).integers(0, 8, rows)
+    return make_rollouts([int(n) for n in lengths], "mixed", seed=seed).batch
+
+
+def test_results_of_actors_return_in_the_order_of_the_batch(actors: list[Any]) -> None:
+    dispatcher = RayDispatcher(actors)
+    batch = batch_of(0)
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    for method in ("per_row", "end_to_end"):
+        found = dispatcher.dispatch(method, plan, batch).tokens(pad=-1)
+        assert torch.equal(found.float(), expected_tokens(batch, pad=-1))
+    sums = dispatcher.dispatch("sums", plan, batch, times=ray.put(2)).sequences()
+    assert torch.equal(sums.float(), 2 * expected_sums(batch))
+    assert dispatcher.broadcast("hold", {"step": 3}) == [None] * SIZE
+    assert dispatcher.broadcast("get_held") == [{"step": 3}] * SIZE
+
+
+def test_a_dead_worker_is_an_error_that_names_it_or_is_replaced_as_asked() -> None:
+    batch = batch_of(1)
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    mine = started()
+    with pytest.raises(RankError, match=r"the actor of rank 2 died in 'die'.*pass replace="):
+        RayDispatcher(mine).dispatch("die", plan, batch, rank=2)
+    with pytest.raises(RankError, match="rank 2 died in 'sums'"):
+        RayDispatcher(mine).dispatch("sums", plan, batch)
+
+    asked: list[int] = []
+
+    def replace(rank: int) -> Any:
+        asked.append(rank)
+        return started(1)[0]
+
+    dispatcher = RayDispatcher(mine, replace=replace, attempts=2)
+    found = dispatcher.dispatch("sums", plan, batch).sequences()
+    assert torch.equal(found.float(), expected_sums(batch))
+    assert asked == [2]
+    assert dispatcher.workers[2] is not mine[2]
+    assert dispatcher.workers[:2] == mine[:2]
+    with pytest.raises(RankError, match="the actors of rank 1 died 2 times in 'die'"):
+        dispatcher.dispatch("die", plan, batch, rank=1)
+    assert asked == [2, 1]
+
+
+def test_an_exception_in_a_method_is_raised_and_not_tried_again(actors: list[Any]) -> None:
+    def never(rank: int) -> Any:
+        raise AssertionError(f"rank {rank} is replaced")
+
+    batch = batch_of(2)
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    dispatcher = RayDispatcher(actors, replace=never)
+    with pytest.raises(KeyError, match="a key of this worker") as caught:
+        dispatcher.dispatch("fail", plan, batch)
+    assert caught.value.__notes__ == ["in fail of rank 1"]
+
+    # A worker that calls a dead actor of its own is not dead.
+    (other,) = started(1)
+    ray.get(other.pid.remote())
+    ray.kill(other)
+    with pytest.raises(RayActorError):
+        dispatcher.broadcast("call", other)
+    assert dispatcher.workers == actors
+    assert len(dispatcher.broadcast("pid")) == SIZE
+
+
+def test_what_cannot_be_dispatched_is_refused(actors: list[Any]) -> None:
+    mine = actors[0]
+    batch = batch_of(3)
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    with pytest.raises(ConfigError, match="the plan is for 4 ranks, but there are 1 workers"):
+        RayDispatcher([mine]).dispatch("sums", plan, batch)
+    with pytest.raises(ConfigError, match="worker 0 has no method 'scores'"):
+        RayDispatcher([mine]).broadcast("scores")
+    with pytest.raises(ConfigError, match="attempts has no effect without replace"):
+        RayDispatcher([mine], attempts=2)
+    with pytest.raises(ConfigError, match="there are no workers"):
+        RayDispatcher([])
+
+
+def test_a_hundred_dispatches_with_random_kills_are_complete_in_order_and_counted_once() -> None:
+    pids: dict[int, int] = {}
+    replaced: list[int] = []
+
+    def replace(rank: int) -> Any:
+        replaced.append(rank)
+        (actor,) = started(1, delay=0.1)
+        pids[rank] = ray.get(actor.pid.remote())
+        return actor
+
+    dispatcher = RayDispatcher(started(delay=0.1), replace=replace, attempts=20)
+    pids.update(enumerate(dispatcher.broadcast("pid")))
+    rng, done, killed = random.Random(0), threading.Event(), set[int]()
+
+    def kill_some() -> None:
+        while not done.wait(rng.random()) and len(killed) < KILLS:
+            pid = pids[rng.randrange(SIZE)]
+            if pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_some)
+    killer.start()
+    try:
+        for number in range(DISPATCHES):
+            batch = batch_of(number)
+            plan = batch.plan(recipe_of("packed", dp=SIZE), seed=number)
+            method = ("per_row", "end_to_end")[number % 2]
+            found = dispatcher.dispatch(method, plan, batch).tokens(pad=-1)
+            assert torch.equal(found.float(), expected_tokens(batch, pad=-1)), number
+            ran = dispatcher.dispatch("rows_run", plan, batch).by_rank
+            assert sorted(row for rows in ran for row in rows) == [*range(len(batch))], number
+    finally:
+        done.set()
+        killer.join()
+    assert KILLS // 2 <= len(replaced) <= len(killed)
+    assert len(set(replaced)) == SIZE
