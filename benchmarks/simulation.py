@@ -169,7 +169,7 @@ def speed(bench: Bench) -> Section:
             worst = max(worst, *taken)
     return Section(
         f"{ranks:,} ranks, {PER_RANK} samples per rank, {steps} steps, one strategy",
-        ["The whole command, from reading the lengths to the result; kernels are compiled."],
+        ["The whole command, once, from reading the lengths to the result; kernels are compiled."],
         tables=[table],
         targets=[Target(f"under {SECONDS:.0f} s", f"{worst:.1f} s", worst < SECONDS)],
     )

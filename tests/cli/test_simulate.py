@@ -154,7 +154,8 @@ def test_tune_as_json_has_every_term(lengths: Path, capsys: pytest.CaptureFixtur
 def test_set_fixes_a_key_that_is_swept_otherwise(
     lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("tune", lengths, *TUNE, *ONE, "--json")
+    plain = ["--max-tokens", "8k", "--samples-per-step", 32]
+    run("tune", lengths, *TUNE, *plain, *ONE[:2], *ONE[-2:], "--json")
     (row,) = printed(capsys)["settings"]
     assert (row["layout"], row["max_tokens"], row["samples_per_step"]) == ("packed", 8192, 32)
     page = tmp_path / "tune.html"

@@ -47,6 +47,8 @@ def tune(
     gpu: Gpu,
     ranks: Ranks,
     set_: Fixed = None,
+    max_tokens: options.MaxTokens = None,
+    samples_per_step: options.SamplesPerStep = None,
     column: options.Column = None,
     steps: Steps = 20,
     picture: options.Picture = None,
@@ -74,7 +76,8 @@ def tune(
     with progress(f"Reading {called(lengths)}"):
         samples = read_samples(Input.at(lengths), column, None, [])
     counted = checked_lengths(samples.lengths, None)
-    sweep = Sweep.of(counted, size, device, ranks, steps, overrides_of(set_))
+    fixed = overrides_of(set_, max_tokens=max_tokens, samples_per_step=samples_per_step)
+    sweep = Sweep.of(counted, size, device, ranks, steps, fixed)
     with progress("Simulating settings") as advance:
         settings = sweep.settings(advance)
     chosen = recommended(settings)
