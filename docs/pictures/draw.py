@@ -19,7 +19,7 @@ def lengths(count: int) -> list[int]:
 
 
 def comparison() -> str:
-    """One step of 64 samples on four ranks, in three ways."""
+    """Steps of 64 samples on four ranks, in three ways."""
     layouts: dict[str, Padded | Packed] = {
         "dynamic batches": Padded(max_tokens=8192),
         "packed": Packed(max_tokens=8192),

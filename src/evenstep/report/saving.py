@@ -15,7 +15,8 @@ from evenstep.report.run_log import RunLog
 class Saving:
     """Compared with `than`: how many times less time, and how many slots are not computed.
 
-    `gpu_hours` is estimated: the time of the run, scaled by the modelled times. None without a timed run.
+    `gpu_hours` is estimated: the time of the run, scaled by the modelled times. None if there is
+    no run, or if it was not timed.
     """
 
     than: str
