@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -c constraints.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow models check format bench fuzz fuzz-resume coverage constraints clean
+.PHONY: help demo test test-slow test-browser models check format bench fuzz fuzz-resume coverage constraints clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -26,6 +26,9 @@ test: .venv/.dev ## Run the tests
 test-slow: .venv/.dev ## Run what takes longer: crashes, all models, long property tests
 	@$(BIN)/python -m pytest -m slow
 	@$(BIN)/python -m pytest --hypothesis-profile=long
+
+test-browser: .venv/.browser ## Open reports in a real Chromium
+	@$(BIN)/python -m pytest -n 0 -s -m browser tests/browser
 
 models: .venv/.dev ## Measure every model of transformers and write docs/models.md
 	@$(BIN)/python -m tests.slow.models
@@ -65,7 +68,7 @@ constraints: ## Resolve all extras anew and rewrite constraints.txt
 	@echo "Resolving all extras (some minutes)"
 	@$(PYTHON) -m venv --clear build/constraints
 	@build/constraints/bin/python -m pip --disable-pip-version-check -qq install \
-		"$(TORCH)" -e ".[cli,torch,hf,parquet,datasets,dev,bench]"
+		"$(TORCH)" -e ".[cli,torch,hf,parquet,datasets,png,browser,dev,bench]"
 	@{ echo "# The pinned set for Python 3.11, all extras. Regenerate with: make constraints"; \
 		build/constraints/bin/python -m pip freeze --all --exclude pip --exclude-editable \
 		| sed -E 's/^([^=]+==[^+]+)\+.*/\1/'; } > build/constraints.txt
@@ -93,6 +96,16 @@ clean: ## Remove .venv, builds and caches
 .venv/.dev: .venv/.created pyproject.toml constraints.txt
 	@echo "Installing evenstep[dev] into .venv (some minutes: torch)"
 	@$(INSTALL) -e ".[dev]"
+	@touch $@
+
+# A Chromium of the system if there is one; else Debian's, if this user may install it; else
+# playwright's own.
+.venv/.browser: .venv/.dev
+	@echo "Installing evenstep[browser] into .venv"
+	@$(INSTALL) -e ".[dev,browser]"
+	@command -v chromium || command -v chromium-browser || command -v google-chrome \
+		|| { [ "$$(id -u)" = 0 ] && apt-get install -y -qq chromium; } \
+		|| $(BIN)/python -m playwright install chromium
 	@touch $@
 
 .venv/.bench: .venv/.created pyproject.toml constraints.txt

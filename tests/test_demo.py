@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -84,4 +85,14 @@ def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> N
     assert float(spread[1]) < 1e-5
     plans = [Plan.load(tmp_path / demo.plan_path(name)) for name in demo.LAYOUTS]
     assert [(plan.num_steps, len(plan.lengths)) for plan in plans] == [(2, 12)] * 3
-    assert (tmp_path / "build" / "demo.html").read_text().startswith("<!doctype html>")
+    page = (tmp_path / "build" / "demo.html").read_text("utf-8")
+    assert page.startswith("<!doctype html>")
+    assert f"{tmp_path}/build/demo.html" in done.stdout
+    data = json.loads(re.findall(r'id="evenstep-data">(.*?)</script>', page)[0])
+    assert list(data["runs"]) == list(demo.LAYOUTS)
+    for run in data["runs"].values():
+        assert run["steps"] == 2
+        assert len(run["over_steps"]["loss"]["mean"]) == 2
+        assert run["tokens_per_second"] > 0
+        assert run["time_error"] is not None
+    assert [each["name"] for each in data["strategies"]] == list(demo.LAYOUTS)

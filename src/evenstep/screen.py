@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from evenstep.core.glimpse import printable
 
@@ -21,6 +24,43 @@ def console() -> Console:
     if not screen.is_terminal:
         screen.width = _PIPED_WIDTH
     return screen
+
+
+def print_grid(screen: Console, header: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """Print a table of figures, none of them cut or wrapped.
+
+    Columns that do not fit are printed below, each time next to the first column, which wraps if
+    it is wide.
+    """
+    left = list(range(1, len(header)))
+    while left:
+        fits = 1
+        while fits < len(left) and _width(screen, header, rows, left[: fits + 1]) <= screen.width:
+            fits += 1
+        screen.print(_grid(screen, header, rows, left[:fits]))
+        left = left[fits:]
+
+
+def _width(
+    screen: Console, header: Sequence[str], rows: Sequence[Sequence[Text]], columns: Sequence[int]
+) -> int:
+    table = _grid(screen, header, rows, columns)
+    return screen.measure(table, options=screen.options.update(width=10_000)).maximum
+
+
+def _grid(
+    screen: Console, header: Sequence[str], rows: Sequence[Sequence[Text]], columns: Sequence[int]
+) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold cyan"
+    )
+    table.add_column(header[0], max_width=max(20, screen.width // 3), overflow="fold")
+    for column in columns:
+        words = header[column].replace("micro-", "micro- ").split()
+        table.add_column("\n".join(words), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row[0], *(row[column] for column in columns if column < len(row)))
+    return table
 
 
 @contextmanager

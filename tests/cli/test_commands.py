@@ -259,7 +259,7 @@ def test_a_title_shows_a_file_name_without_markup(
     run("plan", path, *BUDGET)
     assert capsys.readouterr().out.startswith(f"Plan of {path.name} ")
     run("compare", path, *BUDGET)
-    assert f"Strategies for {path.name} " in capsys.readouterr().out
+    assert f"Strategies for {path.name}\n" in capsys.readouterr().out
 
 
 def test_blank_lines_before_a_header_are_skipped(
@@ -397,3 +397,59 @@ def test_a_plan_in_the_order_of_a_stream_is_what_the_stream_runs(
     run("plan", lengths, *BUDGET, "--epoch", 2, "--json")
     stream = PlannedStream(source, replace(recipe, steps=Steps()), world=World(0, 2))
     assert printed(capsys)["fingerprint"] == stream.plan_epoch(2).fingerprint
+
+
+def test_compare_begins_with_what_scripts_do(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("compare", lengths, *BUDGET, "--json")
+    out, err = capsys.readouterr()
+    first, own, *_ = json.loads(out)
+    assert err.startswith("warning: The whole file is one step")
+    assert first["strategy"] == "padded batches of 8"
+    assert first["recipe"]["layout"]["samples"] == 8
+    assert first["recipe"]["layout"]["max_tokens"] is None
+    assert first["recipe"]["balance"] == "none"
+    assert first["padding_removed"] in (0, None)
+    assert own["times_less_time_than_first"] == pytest.approx(
+        first["modelled_time"] / own["modelled_time"]
+    )
+    assert sum(own["parts"].values()) == pytest.approx(own["modelled_time"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["equal_sizes=true"],
+        ["equal_tokens=true"],
+        ["min_saving=0.1"],
+        ["layout.packer=optimal", "layout.pad_to=16"],
+        ["topology.pp=2", "steps.micro_batches=2"],
+        ["topology.cp=2", "topology.tp=2", "steps.tokens=300"],
+        ["layout.kind=padded", "layout.cut=greedy"],
+    ],
+)
+def test_the_first_strategy_plans_beside_any_recipe(
+    options: list[str], lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [part for option in options for part in ("--set", option)]
+    run("compare", lengths, *BUDGET, *sets, "--json")
+    entries = printed(capsys)
+    assert "fault" not in entries[0]
+
+
+@pytest.mark.parametrize(("overflow", "tokens"), [("truncate", 42), ("split", 505), ("drop", 10)])
+def test_all_strategies_run_the_same_tokens_of_long_samples(
+    overflow: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("5 250 245 5")
+    run("compare", path, *BUDGET, "--set", f"overflow={overflow}", "--json")
+    found = {entry["strategy"]: entry.get("stats", {}).get("tokens") for entry in printed(capsys)}
+    assert found["padded batches of 8"] == found["recipe as it is"] == tokens
+
+
+def test_a_png_is_a_picture(lengths: Path, tmp_path: Path) -> None:
+    run("compare", lengths, *BUDGET, "--picture", tmp_path / "a.png")
+    run("plan", lengths, *BUDGET, "--picture", tmp_path / "b.png")
+    assert all((tmp_path / name).read_bytes()[1:4] == b"PNG" for name in ("a.png", "b.png"))

@@ -199,7 +199,7 @@ FAULTS = {
         "multiples of 256", options=(*BUDGET, *sets("topology.cp=16", "topology.tp=8"))
     ),
     "a missing config file": Fault("No such file", options=("--config", "absent.yaml")),
-    "a picture of an unknown kind": Fault("'.png'", options=(*BUDGET, "--picture", "a.png")),
+    "a picture of an unknown kind": Fault("'.gif'", options=(*BUDGET, "--picture", "a.gif")),
     "a picture without a suffix": Fault("the suffix ''", options=(*BUDGET, "--picture", "a")),
     "an output folder that is missing": Fault(
         "not a writable folder", options=(*BUDGET, "--out", "absent/a.evenstep")

@@ -139,5 +139,6 @@ def test_any_encoding_of_standard_output_works(lengths: str) -> None:
     for arguments in (["report", "a.plan"], ["compare", "a.plan"], ["check", "a.plan"]):
         environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
         done = evenstep(*arguments, stdout=subprocess.PIPE, env=environment)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0
+        assert done.stderr == "" or done.stderr.startswith("warning: The whole file is one step")
         assert done.stdout.isascii()

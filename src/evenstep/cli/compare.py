@@ -43,10 +43,17 @@ def compare(
     from evenstep.cli.input import called
     from evenstep.cli.job import load_job
     from evenstep.cli.overrides import overrides_of
-    from evenstep.cli.strategies import built_in_strategies, own_strategy, refuse_duplicates, run
+    from evenstep.cli.strategies import (
+        TODAY,
+        built_in_strategies,
+        own_strategy,
+        refuse_duplicates,
+        run,
+    )
     from evenstep.core.archive import replace_file
     from evenstep.errors import PlanError
     from evenstep.report import comparison_page, comparison_picture
+    from evenstep.report.comparison import one_step_warning
     from evenstep.screen import progress
 
     files.refuse_unknown_picture(picture)
@@ -62,8 +69,8 @@ def compare(
         with progress(f"Planning: {each.name}") as advance:
             entries.append(run(job, each, advance))
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}
-    if not plans:
-        raise PlanError(f"no strategy can plan these lengths: {entries[0].fault}")
+    if not plans.keys() - {TODAY}:
+        raise PlanError(f"no strategy can plan these lengths: {entries[1].fault}")
     title = f"Strategies for {called(lengths)}"
     if picture is not None:
         drawn = files.picture(
@@ -74,20 +81,28 @@ def compare(
         replace_file(picture, drawn)
     with terminal.printing([picture] if picture else []):
         if json:
-            output.print_json([_summary(entry) for entry in entries])
+            output.print_json([_summary(entry, entries[0]) for entry in entries])
         else:
             output.print_comparison(entries, title)
+    warning = one_step_warning(next(iter(plans.values())))
+    if warning:
+        output.remark(f"warning: {warning}")
     if picture is not None:
         output.remark(f"wrote {picture}")
 
 
-def _summary(entry: Entry) -> dict[str, Any]:
+def _summary(entry: Entry, first: Entry) -> dict[str, Any]:
+    from evenstep.report.comparison import padding_removed, time_saved
+
     if entry.plan is None:
         return {"strategy": entry.name, "fault": entry.fault}
     return {
         "strategy": entry.name,
         "seconds": entry.seconds,
         "modelled_time": entry.modelled_time,
+        "parts": entry.parts._asdict(),
+        "times_less_time_than_first": time_saved(entry, first),
+        "padding_removed": padding_removed(entry, first),
         "fingerprint": entry.plan.fingerprint,
         "recipe": entry.plan.recipe.to_dict(),
         "stats": entry.stats,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from evenstep.errors import FileError
 
-PICTURES = (".svg", ".html")
+PICTURES = (".svg", ".html", ".png")
 
 
 def refuse_unwritable(inputs: Sequence[Path | None], *targets: Path | None) -> None:
@@ -74,13 +75,26 @@ def _is_standard_output(status: os.stat_result) -> bool:
 
 
 def refuse_unknown_picture(path: Path | None) -> None:
-    """Refuse a picture whose suffix is neither .svg nor .html."""
-    if path is not None and path.suffix.lower() not in PICTURES:
+    """Refuse a picture whose suffix is not known, or that needs what is not installed."""
+    if path is None:
+        return
+    if path.suffix.lower() not in PICTURES:
         raise FileError(
-            f"{path} has the suffix {path.suffix!r}, expected .svg or .html. Rename the picture."
+            f"{path} has the suffix {path.suffix!r}, expected .svg, .html or .png. Rename the "
+            f"picture."
+        )
+    if path.suffix.lower() == ".png" and find_spec("PIL") is None:
+        raise FileError(
+            f"Writing {path} needs Pillow, which is not installed. Install it with: pip install "
+            f"'evenstep[png]', or write .svg or .html."
         )
 
 
 def picture(path: Path, svg: Callable[[], str], html: Callable[[], str]) -> bytes:
     """The picture in the format of the suffix."""
-    return (svg() if path.suffix.lower() == ".svg" else html()).encode()
+    suffix = path.suffix.lower()
+    if suffix == ".png":
+        from evenstep.report.png import png_of
+
+        return png_of(svg())
+    return (svg() if suffix == ".svg" else html()).encode()

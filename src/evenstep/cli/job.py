@@ -23,11 +23,21 @@ class Job:
 
     def first(self, count: int) -> Job:
         """The same job with only the first `count` samples."""
-        samples = self.samples
-        groups = None if samples.groups is None else samples.groups[:count]
-        columns = {name: column[:count] for name, column in samples.columns.items()}
-        ids = None if samples.ids is None else samples.ids[:count]
-        return Job(Samples(samples.lengths[:count], groups, columns, ids), self.recipe)
+        return Job(self.samples.take(slice(count)), self.recipe)
+
+    def within(self, longest: int) -> Job:
+        """The same job with samples of at most `longest` tokens: the segments that the recipe's
+        overflow makes. Samples stay whole if it is "error" or "alone"."""
+        from evenstep.planning.inputs import checked_lengths
+        from evenstep.planning.overflow import segments_of
+
+        overflow = self.recipe.overflow
+        lengths = checked_lengths(self.samples.lengths, None)
+        if overflow in ("error", "alone") or not (lengths > longest).any():
+            return self
+        segments, _ = segments_of(lengths, longest, overflow)
+        kept = self.samples.take(segments.sample)
+        return Job(replace(kept, lengths=segments.length), self.recipe)
 
     def plan(self, recipe: Recipe, progress: Callable[[int, int], None] | None = None) -> Plan:
         """Plan the samples with a recipe, the job's own or another."""

@@ -113,7 +113,9 @@ Out: TypeAlias = Annotated[
 Picture: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        help="Write a picture to this file (.svg or .html).", metavar="FILE", show_default=False
+        help="Write a picture to this file (.svg, .html or .png).",
+        metavar="FILE",
+        show_default=False,
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

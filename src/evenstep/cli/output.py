@@ -7,29 +7,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from evenstep.core.glimpse import printable
-from evenstep.report.comparison import HEADER, LEGEND, Entry, cells
+from evenstep.report.comparison import HEADER, LEGEND, MUCH, Entry, cells, closing
 from evenstep.report.tables import cost_line, sections, step_table
-from evenstep.screen import console
+from evenstep.screen import console, print_grid
 
 if TYPE_CHECKING:
+    from evenstep.report import Report
     from evenstep.trainer.outcome import Outcome
 
 _MOST_STEPS = 50
-
-
-def print_whole(screen: Console, table: Table) -> None:
-    """Print a table without truncating figures; a narrow terminal wraps its lines."""
-    roomy = screen.options.update(width=1000)
-    if screen.measure(table, options=roomy).maximum > screen.width:
-        table.padding = 0
-    screen.width = max(screen.width, screen.measure(table, options=roomy).maximum)
-    screen.print(table)
 
 
 def remark(text: str) -> None:
@@ -46,7 +36,13 @@ def print_stats(stats: Mapping[str, Any], title: str) -> None:
     """Print the stats of one plan and its bottleneck."""
     table = Table(title=_title(title), title_justify="left", box=None, pad_edge=False)
     for name, style in (("label", ""), ("value", "bold"), ("note", "dim")):
-        table.add_column(name, style=style, justify="right" if name == "value" else "left")
+        table.add_column(
+            name,
+            style=style,
+            justify="right" if name == "value" else "left",
+            no_wrap=name == "value",
+            overflow="fold",
+        )
     table.show_header = False
     for section in sections(stats):
         table.add_row()
@@ -66,51 +62,46 @@ def _title(text: str) -> Text:
 
 
 def print_comparison(entries: Sequence[Entry], title: str) -> None:
-    """Print one row per strategy; the best figure of a column is highlighted."""
-    table = Table(
-        title=_title(title),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        header_style="bold cyan",
-    )
-    plans = [entry.plan for entry in entries if entry.plan is not None]
-    table.caption = f"{cost_line(plans)}\n{LEGEND}"
-    table.add_column("strategy", no_wrap=True)
-    for name in HEADER:
-        words = name.replace("micro-", "micro- ").split()
-        table.add_column("\n".join(words), justify="right")
-    faults = []
-    for entry, row in zip(entries, cells(entries), strict=True):
-        if row:
-            figures = [Text(cell.text, "bold green" if cell.best else "") for cell in row]
-            table.add_row(Text(entry.name), *figures)
-        else:
-            table.add_row(Text(entry.name), Text("no plan", "red"))
-            faults.append(entry)
+    """Print one row per strategy and what they show; the best of a column is highlighted."""
     screen = console()
-    print_whole(screen, table)
+    screen.print(_title(title))
+    rows, faults = [], []
+    for entry, row in zip(entries, cells(entries), strict=True):
+        figures = [Text(cell.text, "bold green" if cell.best else "") for cell in row]
+        rows.append([Text(entry.name), *(figures or [Text("no plan", "red")])])
+        faults += [] if row else [entry]
+    print_grid(screen, ["strategy", *HEADER], rows)
+    plans = [entry.plan for entry in entries if entry.plan is not None]
+    screen.print(Text(cost_line(plans), "dim"))
+    screen.print(Text(LEGEND, "dim"))
     for entry in faults:
         screen.print(Text.assemble((f"{entry.name}: ", "bold red"), entry.fault))
+    said = closing({entry.name: entry.parts for entry in entries if entry.plan is not None})
+    if said:
+        screen.print()
+        screen.print(Text(said, "bold"))
 
 
 def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
     """Print one line per step, at most the first fifty."""
     header, rows = step_table(steps[:_MOST_STEPS])
-    table = Table(box=None, pad_edge=False, header_style="bold cyan")
-    for name in header:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
     screen = console()
-    screen.print()
-    screen.print(table)
+    print_grid(screen, header, [[Text(cell) for cell in row] for row in rows])
     if len(steps) > _MOST_STEPS:
         screen.print(
             f"Shows the first {_MOST_STEPS} of {len(steps):,} steps; --json prints all of them."
         )
+
+
+def print_advice(report: Report) -> None:
+    """Print what a report says in words."""
+    screen = console()
+    screen.print(_title(report.title))
+    saving = report.saving
+    if saving is not None and saving.times_less_time > MUCH:
+        screen.print(f"{saving.times_less_time:.2f}× less time than {saving.than}.")
+    for each in report.advice:
+        screen.print(Text(f"- {each.text}"))
 
 
 def print_outcome(ended: Outcome, out: str) -> None:

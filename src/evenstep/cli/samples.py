@@ -38,6 +38,15 @@ class Samples:
     ids: IntArray | None = None
     """Ids of the samples in a source, if a saved plan has another order."""
 
+    def take(self, which: slice | IntArray) -> Samples:
+        """Only these samples."""
+        return Samples(
+            self.lengths[which],
+            None if self.groups is None else self.groups[which],
+            {name: column[which] for name, column in self.columns.items()},
+            None if self.ids is None else self.ids[which],
+        )
+
 
 def load_plan(source: Input) -> Plan:
     """The plan in this input; an error if it is not a plan."""

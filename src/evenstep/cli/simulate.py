@@ -112,7 +112,7 @@ def simulate(
     for each in chosen:
         with progress(f"Simulating: {each.name}") as advance:
             try:
-                found[each.name] = speed.simulated(job, each.overrides, advance)
+                found[each.name] = speed.simulated(each.job(job), each.overrides, advance)
             except (ConfigError, PlanError) as error:
                 faults[each.name] = str(error)
     if not found:

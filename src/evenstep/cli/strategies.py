@@ -16,20 +16,32 @@ from evenstep.core.rounding import rounded_up
 from evenstep.errors import ConfigError, PlanError
 from evenstep.report import Entry
 
+TODAY = "padded batches of 8"
+OWN = "recipe as it is"
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A name and the overrides it applies to the shared recipe."""
+    """A name and the overrides it applies to the shared recipe.
+
+    `longest` is for a strategy without a budget: samples above it are split, truncated or dropped
+    first, as the recipe says, so that every strategy runs the same tokens.
+    """
 
     name: str
     overrides: tuple[str, ...]
+    longest: int | None = None
+
+    def job(self, job: Job) -> Job:
+        """The job with the samples that this strategy plans."""
+        return job if self.longest is None else job.within(self.longest)
 
 
 def parse_strategy(text: str) -> Strategy:
     """Parse `name: key=value, key=value`; without a name, the overrides are the name.
 
-    >>> parse_strategy("lpt: balance=lpt, sync_every=step")
-    Strategy(name='lpt', overrides=('balance=lpt', 'sync_every=step'))
+    >>> parse_strategy("lpt: balance=lpt, sync_every=step").overrides
+    ('balance=lpt', 'sync_every=step')
     """
     name, colon, rest = text.partition(":")
     if not colon:
@@ -61,8 +73,18 @@ def refuse_duplicates(strategies: list[Strategy]) -> list[Strategy]:
 
 
 def built_in_strategies(job: Job) -> list[Strategy]:
-    """The recipe itself, then common padded and packed strategies within its budget."""
+    """What most scripts do, the recipe itself, then padded and packed strategies in its budget."""
     recipe = job.recipe
+    today = (
+        "layout.kind=padded",
+        "layout.samples=8",
+        *(f"layout.{name}=null" for name in ("max_tokens", "pad_to", "cut")),
+        "balance=none",
+        "equal_sizes=false",
+        "equal_tokens=false",
+        "second_work=null",
+        "min_saving=null",
+    )
     budget, unit = recipe.layout.budget, recipe.width_unit
     longest = int(np.nan_to_num(job.samples.lengths).max(initial=1))
     widest = rounded_up(longest, unit)
@@ -75,7 +97,8 @@ def built_in_strategies(job: Job) -> list[Strategy]:
     packed = (*shared, "layout.kind=packed", *plain)
     greedy, optimal = "layout.packer=first_fit_decreasing", "layout.packer=optimal"
     return [
-        Strategy("recipe as it is", ()),
+        Strategy(TODAY, today, recipe.longest_segment),
+        Strategy(OWN, ()),
         Strategy("padded to longest", (*padded, f"layout.pad_to={widest}")),
         Strategy("dynamic, greedy", (*padded, "layout.cut=greedy")),
         Strategy("dynamic, optimal", padded),
@@ -92,6 +115,7 @@ def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | Non
 
     A small plan runs first, so that the measured time excludes compiling or loading kernels.
     """
+    job = strategy.job(job)
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
         with contextlib.suppress(PlanError):  # the first 64 may have no plan where all have one

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evenstep.core.ragged import offsets_of, sum_by
+from evenstep.core.modelled_time import step_times
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
@@ -102,17 +102,5 @@ def of_plan(plan: Plan) -> str:
 
 def _imbalance(plan: Plan) -> str:
     """The modelled time divided by the ideal, for the recipe's `sync_every`."""
-    costs, ranks = plan.costs, plan.num_ranks
-    ideal = float(costs.sum()) / ranks
-    if not ideal > 0:
-        return ""
-    counts = np.diff(plan.cell_offsets)
-    if plan.recipe.sync_every == "step":
-        by_cell = sum_by(plan.cell_of_micro_batch, costs, len(counts))
-        return f"imbalance {by_cell.reshape(-1, ranks).max(axis=1).sum() / ideal:.3f}"
-    # Waves are numbered over all steps: two ranks that run 3 and 2 micro-batches -> 0 1 2 | 0 1
-    waves = offsets_of(counts.reshape(-1, ranks).max(axis=1))
-    first = np.repeat(waves[:-1], ranks) - plan.cell_offsets[:-1]
-    slowest = np.zeros(waves[-1])
-    np.maximum.at(slowest, np.arange(len(costs)) + np.repeat(first, counts), costs)
-    return f"imbalance {slowest.sum() / ideal:.3f}"
+    ideal = float(plan.costs.sum()) / plan.num_ranks
+    return f"imbalance {step_times(plan).sum() / ideal:.3f}" if ideal > 0 else ""

@@ -2,7 +2,7 @@
 
 source -> stream -> plan -> batch -> runner, three times with the same samples in every step:
 padded to the maximum length, dynamically batched, and packed. The loss of every step is the same;
-the throughput is not. The page shows the plans that ran.
+the throughput is not. The report shows the plans that ran, the losses and the times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from evenstep.core.world import World
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_writer import write_token_file
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.report import Entry, comparison_page
+from evenstep.planning.planner import make_plan
+from evenstep.report import Entry, Report, RunLog, advice, report_page
 
 RANKS = 2
 STEPS = 12
@@ -58,7 +59,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def main(steps: int = STEPS, each: int = SAMPLES) -> None:
-    """Store the corpus, train in each layout, print a table and write an HTML page.
+    """Store the corpus, train in each layout, print a table and write a report.
 
     steps  number of steps
     each   samples per step
@@ -84,8 +85,11 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
     )
     page = FOLDER / "demo.html"
     title = f"{steps} steps of the Python standard library on {RANKS} ranks"
-    replace_file(page, comparison_page(entries, title).encode())
-    console.print(f"Open {page} in a browser to see the plans.")
+    replace_file(page, report_page(report_of(title, records, entries)).encode())
+    console.print(
+        f"The report with throughput, losses and plans is at {page.resolve().as_uri()}",
+        soft_wrap=True,
+    )
 
 
 # Corpus -----------------------------------------------------------------------------------------
@@ -143,6 +147,20 @@ def entry_of(name: str, record: dict[str, Any]) -> Entry:
     """The plan of a layout, for the table and the page."""
     plan = Plan.load(plan_path(name))
     return Entry(name, plan, record["planning"] * plan.num_steps)
+
+
+def report_of(title: str, records: dict[str, dict[str, Any]], entries: list[Entry]) -> Report:
+    """The report of all layouts; its plan is that of the last, which is packed."""
+    own = entries[-1]
+    assert own.plan is not None
+    return Report(
+        title=title,
+        plan=own.plan,
+        own=own.name,
+        entries=entries,
+        runs={name: RunLog.of(record["log"]) for name, record in records.items()},
+        advice=advice(own.plan, make_plan),
+    )
 
 
 class Planned:
@@ -225,6 +243,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     from evenstep.demo.decoder import Decoder, DecoderShape
     from evenstep.tensors.losses import cross_entropy
     from evenstep.train.collectives import Distributed
+    from evenstep.train.gathered import gathered
     from evenstep.train.runner import Runner
     from evenstep.train.watch import Watch
 
@@ -234,10 +253,13 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     stream = stream_of(TokenFile(corpus), recipe, rank)
     planned = Planned(stream)
     runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
-    results = []
+    results: list[Any] = []
+    log: list[dict[str, Any]] = []
     with Watch(timeout=60), progress(rank, name) as advance:
         for step in planned:
             results.append(runner.run(step).reduce(runner.collective))
+            times = gathered(results[-1], stream.world, runner.collective)
+            log.append({"step": len(log), **results[-1].to_dict(), **times})
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -254,6 +276,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
         "measured": float(np.mean([result.measured_imbalance for result in steady])),
         "waiting": sum(result.timings.wait for result in steady) / seconds,
         "planning": planned.per_step,
+        "log": log,
     }
 
 

@@ -14,20 +14,31 @@ if TYPE_CHECKING:
     from evenstep.report.comparison import Entry
     from evenstep.report.page import comparison_page, plan_page
     from evenstep.report.picture import comparison_picture, plan_picture
+    from evenstep.report.png import png_of
+    from evenstep.report.report import Report
+    from evenstep.report.report_html import report_page
+    from evenstep.report.run_log import RunLog
     from evenstep.report.simulation.cluster import Cluster
     from evenstep.report.simulation.simulate import Simulation, simulate
+    from evenstep.report.suggestions import Advice, advice
     from evenstep.report.tables import Row, Section, sections
 
 __all__ = [
+    "Advice",
     "Cluster",
     "Entry",
+    "Report",
     "Row",
+    "RunLog",
     "Section",
     "Simulation",
+    "advice",
     "comparison_page",
     "comparison_picture",
     "plan_page",
     "plan_picture",
+    "png_of",
+    "report_page",
     "sections",
     "simulate",
 ]
@@ -36,9 +47,14 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "suggestions": ["Advice", "advice"],
             "comparison": ["Entry"],
             "page": ["comparison_page", "plan_page"],
             "picture": ["comparison_picture", "plan_picture"],
+            "png": ["png_of"],
+            "report": ["Report"],
+            "report_html": ["report_page"],
+            "run_log": ["RunLog"],
             "simulation.cluster": ["Cluster"],
             "simulation.simulate": ["Simulation", "simulate"],
             "tables": ["Row", "Section", "sections"],

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from evenstep.core.plan import Plan
 from evenstep.report import ink
 from evenstep.report.bars import Bars, bars_of
 from evenstep.report.markup import escape, shortened
 from evenstep.report.numbers import count, percent, times
 from evenstep.report.panel import Panel
+from evenstep.report.time_bars import shared_end
 
 WIDTH = 1240
 LEFT, RIGHT = 28, 28
@@ -21,8 +23,10 @@ _RIGHT = WIDTH - RIGHT - _BUSY
 _LINE_WIDTH = _RIGHT - _X
 _MOST_BARS = 24_000  # per picture
 _MOST_HOVERS = 2500  # with more blocks there are no tooltips
+_MOST_SAMPLES = 12  # that a tooltip lists
 _DIGIT = 7  # width of a digit under the axis, in pixels
 _THINNEST = 2.5  # minimum height of a row in pixels; thinner rows share a line
+_MOST_RATIO = 4.0  # a panel of more than this many times the shortest has its own scale
 _APART = 4  # minimum width in pixels of a bar with an outline
 
 _SHADES = [f"s{shade}" for shade in range(ink.SHADES)]
@@ -32,13 +36,13 @@ _LAYERS = ["idle", "pad", "hatch", *_SHADES, *(f"apart {s}" for s in _SHADES), "
 class Drawing:
     """The state that all panels of one picture share: scale, shades and notes.
 
-    `unit` is the cost shown as 1 on a shared axis. Without it every panel has its own axis, in
-    mean loads.
+    `unit` is the cost shown as 1 on a shared axis; panels that are much longer than the shortest
+    have a scale of their own. Without it every panel has its own axis, in mean loads.
     """
 
     def __init__(self, panels: Sequence[Panel], unit: float | None) -> None:
         self.unit = unit
-        self._span = max((panel.span for panel in panels), default=1.0)
+        self._span = shared_end([panel.span for panel in panels], _MOST_RATIO)
         lengths = [panel.plan.segments.length[panel.segments] for panel in panels]
         every = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
         self.shading = ink.Shading.of(int(every.min(initial=2**40)), int(every.max(initial=1)))
@@ -63,7 +67,8 @@ class Drawing:
 
     def panel(self, panel: Panel, y: float) -> tuple[str, float]:
         """The panel as SVG with its top at `y`, and its height."""
-        scale = _LINE_WIDTH / (panel.span if self.unit is None else self._span)
+        own = self.unit is None or panel.span > self._span
+        scale = _LINE_WIDTH / (panel.span if own else self._span)
         top = y + 42
         paint: dict[str, list[str]] = {layer: [] for layer in _LAYERS}
         labels, hovers = [], []
@@ -74,9 +79,12 @@ class Drawing:
                 hovers.append(self._block(paint, panel, rank, wave, scale, line_y))
         self._left_out += [note for note in panel.notes() if note not in self._left_out]
         heading = escape(fitting(panel.heading, 14))
+        detail = panel.detail
+        if self.unit is not None and own:
+            detail += f" · drawn {self._span / panel.span:.2g}× as wide as the others"
         parts = [
             f'<text class="h2" x="{LEFT}" y="{y + 12:g}">{heading}</text>',
-            f'<text class="note" x="{LEFT}" y="{y + 30:g}">{escape(panel.detail)}</text>',
+            f'<text class="note" x="{LEFT}" y="{y + 30:g}">{escape(detail)}</text>',
             f'<text class="unit" x="{_RIGHT + 10}" y="{y + 30:g}">busy</text>',
             *labels,
             *(f'<path class="{kind}" d="{"".join(d)}"/>' for kind, d in paint.items() if d),
@@ -185,8 +193,22 @@ def _hover(panel: Panel, rank: int, wave: int, bars: Bars, box: str) -> str:
         f"rank {rank}, micro-batch {wave}: {times(bars.segments, 'segment')}, "
         f"{times(rows, 'row')} × {count(width)} = {times(rows * width, 'slot')}, "
         f"{times(bars.tokens, 'token')}, cost {panel.line.costs[rank, wave]:.6g}"
+        f"{_samples(plan, micro)}"
     )
     return f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>'
+
+
+def _samples(plan: Plan, micro: int) -> str:
+    """The samples of a micro-batch with their lengths, in the order in which they run."""
+    first, last = plan.row_offsets[plan.micro_offsets[micro : micro + 2]].tolist()
+    shown = plan.segments.take(slice(first, min(last, first + _MOST_SAMPLES)))
+    if not len(shown):
+        return ""
+    ids = shown.sample if plan.sample_ids is None else plan.sample_ids[shown.sample]
+    names = [f"{i} ({n:,})" for i, n in zip(ids.tolist(), shown.length.tolist(), strict=True)]
+    more = last - first - len(names)
+    left = f" and {count(more)} more" if more else ""
+    return f". Samples (tokens): {', '.join(names)}{left}"
 
 
 def round_ticks(end: float) -> list[float]:

@@ -16,7 +16,7 @@ def percent(ratio: float) -> str:
         return "< 0.01 %"
     if 0.9995 <= ratio < 1:
         return f"{min(99.99, 100 * ratio):.2f} %"
-    return f"{100 * ratio:.2f} %" if ratio < 0.1 else f"{100 * ratio:.1f} %"
+    return f"{100 * ratio:.2f} %" if abs(ratio) < 0.1 else f"{100 * ratio:.1f} %"
 
 
 def factor(ratio: float) -> str:

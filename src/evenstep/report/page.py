@@ -26,13 +26,13 @@ def plan_page(plan: Plan, title: str = "Plan") -> str:
     '<!doctype html>'
     """
     stats = plan.stats()
-    parts = [_bottleneck(stats), _scroll(plan_picture(plan, title)), _sections(stats)]
+    parts = [_bottleneck(stats), scroll(plan_picture(plan, title)), stat_sections(stats)]
     parts += ["<h2>Steps</h2>", _steps(plan.step_stats()[:_MOST_STEPS])]
     if plan.num_steps > _MOST_STEPS:
         parts.append(f"<p>Lists the first {_MOST_STEPS} of {count(plan.num_steps)} steps.</p>")
     recipe = json.dumps(plan.recipe.to_dict(), indent=2)
     parts.append(f"<details><summary>Recipe</summary><pre>{escape(recipe)}</pre></details>")
-    return _document(title, parts)
+    return document(title, parts)
 
 
 def comparison_page(entries: Sequence[Entry], title: str = "Comparison") -> str:
@@ -44,15 +44,16 @@ def comparison_page(entries: Sequence[Entry], title: str = "Comparison") -> str:
     '<!doctype html>'
     """
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}
-    parts = [f"<h1>{escape(title)}</h1>", _comparison(entries)]
+    parts = [f"<h1>{escape(title)}</h1>", comparison_grid(entries)]
     parts.append(f"<p>{escape(comparison.LEGEND)}</p>")
     if plans:
         parts.append(f"<p>{escape(cost_line(plans.values()))}</p>")
-        parts.append(_scroll(comparison_picture(plans, "One step under each strategy")))
-    return _document(title, parts)
+        parts.append(scroll(comparison_picture(plans, "One step under each strategy")))
+    return document(title, parts)
 
 
-def _sections(stats: Mapping[str, Value]) -> str:
+def stat_sections(stats: Mapping[str, Value]) -> str:
+    """The tables of a plan's stats."""
     tables = []
     for section in sections(stats):
         rows = "".join(
@@ -66,18 +67,20 @@ def _sections(stats: Mapping[str, Value]) -> str:
 
 def _steps(steps: list[dict[str, Value]]) -> str:
     header, rows = step_table(steps)
-    return _grid(header, [[(cell, "") for cell in row] for row in rows])
+    return grid(header, [[(cell, "") for cell in row] for row in rows])
 
 
-def _comparison(entries: Sequence[Entry]) -> str:
+def comparison_grid(entries: Sequence[Entry]) -> str:
+    """One row per strategy."""
     rows = []
     for entry, cells in zip(entries, comparison.cells(entries), strict=True):
         figures = [(cell.text, "best" if cell.best else "") for cell in cells]
         rows.append([(entry.name, "name"), *(figures or [(entry.fault, "fault")])])
-    return _grid(["strategy", *comparison.HEADER], rows)
+    return grid(["strategy", *comparison.HEADER], rows)
 
 
-def _grid(header: Sequence[str], rows: list[list[tuple[str, str]]]) -> str:
+def grid(header: Sequence[str], rows: list[list[tuple[str, str]]]) -> str:
+    """A table of (text, class) pairs; a fault spans the columns after the first."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(
         "<tr>"
@@ -88,7 +91,7 @@ def _grid(header: Sequence[str], rows: list[list[tuple[str, str]]]) -> str:
         + "</tr>"
         for row in rows
     )
-    return _scroll(
+    return scroll(
         f'<table class="grid"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     )
 
@@ -97,7 +100,8 @@ def _span(kind: str, columns: int) -> str:
     return f' colspan="{columns - 1}"' if kind == "fault" else ""
 
 
-def _scroll(inner: str) -> str:
+def scroll(inner: str) -> str:
+    """Something wide, which scrolls on a narrow screen."""
     return f'<div class="scroll">{inner}</div>'
 
 
@@ -106,12 +110,13 @@ def _bottleneck(stats: Mapping[str, Value]) -> str:
     return f'<p class="bottleneck">{escape(text)}</p>' if text else ""
 
 
-def _document(title: str, parts: Sequence[str]) -> str:
+def document(title: str, parts: Sequence[str], style: str = "") -> str:
+    """A page with these parts; empty ones are left out."""
     body = "\n".join(part for part in parts if part)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{ink.variables()}{_STYLE}</style></head>\n"
+        f"<title>{escape(title)}</title><style>{ink.variables()}{_STYLE}{style}</style></head>\n"
         f"<body><main>\n{body}\n</main></body></html>\n"
     )
 
@@ -119,10 +124,12 @@ def _document(title: str, parts: Sequence[str]) -> str:
 _STYLE = (
     f"body{{margin:0;background:var(--paper);color:var(--ink);font:14px/1.45 {ink.FONT}}}"
     "main{max-width:1240px;margin:0 auto;padding:16px 24px 48px}"
+    "@media(max-width:600px){main{padding:12px 12px 32px}}"
     "h1{font-size:21px}h2{font-size:15px;margin:28px 0 6px}"
     ".scroll{overflow-x:auto}"
     ".scroll svg{display:block;max-width:100%;min-width:900px;height:auto}"
-    ".sections{display:grid;grid-template-columns:repeat(auto-fit,minmax(520px,1fr));gap:0 36px}"
+    ".sections{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,520px),1fr));"
+    "gap:0 36px}"
     "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}"
     "th,td{padding:4px 12px 4px 0;border-bottom:1px solid var(--rule);text-align:left;"
     "vertical-align:top}"

@@ -6,18 +6,25 @@ The SVG is self-contained, and the same plan always gives the same SVG.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
+from evenstep.core.modelled_time import TimeParts, step_imbalances, time_parts
 from evenstep.core.plan import Plan
 from evenstep.report import ink
+from evenstep.report.comparison import closing, one_step_warning
 from evenstep.report.drawing import LEFT, RIGHT, WIDTH, Drawing, fitting
 from evenstep.report.markup import escape
 from evenstep.report.numbers import factor, percent, times
 from evenstep.report.panel import Panel
 from evenstep.report.tables import Row, cost_line, headline
+from evenstep.report.time_bars import legend, time_bars
 from evenstep.report.timeline import Timeline, timelines
 
 MANY_RANKS = 16  # with more ranks than this, two steps fill a screen
+
+Block: TypeAlias = Callable[[float], tuple[str, float]]
+"""Draws something with its top at a height; returns the SVG and how high it is."""
 
 
 def plan_picture(plan: Plan, title: str = "Plan") -> str:
@@ -28,45 +35,79 @@ def plan_picture(plan: Plan, title: str = "Plan") -> str:
     >>> plan_picture(plan)[:4]
     '<svg'
     """
-    steps = timelines(plan)
-    shown, left_out = _choose(steps)
-    panels = [Panel(plan, step, *_describe(plan, step)) for step in shown]
-    notes = [*left_out, cost_line([plan])]
-    return _compose(title, headline(plan.stats()), panels, notes, unit=None)
+    return _steps_picture(plan, title, _headline(headline(plan.stats())))
+
+
+def steps_picture(plan: Plan, title: str) -> str:
+    """The same steps without the figures above them, which take time to compute."""
+    return _steps_picture(plan, title, lambda y: ("", 8.0))
+
+
+def _steps_picture(plan: Plan, title: str, top: Block) -> str:
+    shown, left_out = _choose(plan)
+    lines = timelines(plan, shown)
+    panels = [Panel(plan, line, *_describe(plan, line)) for line in lines]
+    return _compose(title, top, panels, [*left_out, cost_line([plan])], unit=None)
 
 
 def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", step: int = 0) -> str:
-    """An SVG of the same step under several strategies, on one time scale.
+    """An SVG that compares strategies: the time of all steps, then one step of the most telling.
+
+    The first strategy is the one that the closing sentence compares with.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
     >>> comparison_picture({"packed": plan})[:4]
     '<svg'
     """
-    lines = {name: timelines(plan)[step] for name, plan in plans.items() if step < plan.num_steps}
-    shortest = min((line.end for line in lines.values()), default=1.0)
+    parts = {name: time_parts(plan) for name, plan in plans.items()}
+    lines = {
+        name: timelines(plans[name], [step])[0]
+        for name in _telling(parts)
+        if step < len(plans[name])
+    }
+    shortest = min((line.end for line in lines.values()), default=1.0) or 1.0
     panels = []
     for name, line in lines.items():
         _, detail = _describe(plans[name], line)
         panels.append(Panel(plans[name], line, f"{name}: {factor(line.end / shortest)}", detail))
-    notes = [f"Step {step} of each strategy. All share one scale; the shortest is 1."]
+    notes = [f"Step {step}; the shortest is 1."] if panels else []
+    notes += dict.fromkeys(filter(None, map(one_step_warning, list(plans.values())[:1])))
     notes += [cost_line(plans.values())] if plans else []
-    return _compose(title, [], panels, notes, unit=shortest)
+    return _compose(title, _bars(parts), panels, notes, unit=shortest)
 
 
-def _choose(steps: list[Timeline]) -> tuple[list[Timeline], list[str]]:
+def _bars(parts: Mapping[str, TimeParts]) -> Block:
+    """The time of all steps, and what it shows."""
+
+    def draw(y: float) -> tuple[str, float]:
+        bars, height = time_bars(parts, LEFT, WIDTH - LEFT - RIGHT, y + 32)
+        said, end = closing(parts), y + 32 + height
+        sentence = f'<text class="closing" x="{LEFT}" y="{end + 24:g}">{escape(said)}</text>'
+        return legend(LEFT, y) + bars + (sentence if said else ""), 32 + height + 52
+
+    return draw
+
+
+def _telling(parts: Mapping[str, TimeParts]) -> list[str]:
+    """At most three strategies: the first two, and the fastest."""
+    names = list(parts)
+    fastest = min(names, key=lambda name: parts[name].total, default="")
+    return names if len(names) <= 3 else list(dict.fromkeys([*names[:2], fastest]))
+
+
+def _choose(plan: Plan) -> tuple[list[int], list[str]]:
     """The first steps and the most uneven of the rest, and a note about what is left out."""
-    most = 4 if not steps or len(steps[0].micro) <= MANY_RANKS else 2
-    if len(steps) <= most:
-        return steps, []
-    rest = steps[most - 1 :]
-    worst = max(rest, key=lambda line: line.end / line.mean if line.mean else 1.0)
+    most = 4 if plan.num_ranks <= MANY_RANKS else 2
+    if plan.num_steps <= most:
+        return list(range(plan.num_steps)), []
+    worst = most - 1 + int(step_imbalances(plan)[most - 1 :].argmax())
     first = "the first" if most == 2 else f"the first {most - 1}"
     note = (
-        f"Shows {most} of {times(len(steps), 'step')}: {first}, and step {worst.step}, the most "
+        f"Shows {most} of {times(plan.num_steps, 'step')}: {first}, and step {worst}, the most "
         f"uneven of the rest."
     )
-    return [*steps[: most - 1], worst], [note]
+    return [*range(most - 1), worst], [note]
 
 
 def _describe(plan: Plan, line: Timeline) -> tuple[str, str]:
@@ -86,20 +127,21 @@ def _describe(plan: Plan, line: Timeline) -> tuple[str, str]:
 
 
 def _compose(
-    title: str, figures: list[Row], panels: Sequence[Panel], notes: list[str], unit: float | None
+    title: str, top: Block, panels: Sequence[Panel], notes: list[str], unit: float | None
 ) -> str:
-    """Stack title, figures, legend, panels and notes."""
+    """Stack title, what is at the top, legend, panels and notes."""
     drawing = Drawing(panels, unit)
     parts: list[str] = []
     y = 44.0
     heading = escape(fitting(title, 21))
     parts.append(f'<text class="h1" x="{LEFT}" y="{y:g}">{heading}</text>')
     y += 18
-    if figures:
-        parts.append(_figures(figures, y))
-        y += 62
-    parts.append(_legend(drawing, y))
-    y += 50
+    first, height = top(y)
+    parts.append(first)
+    y += height
+    if panels:
+        parts.append(_legend(drawing, y))
+        y += 50
     for panel in panels:
         body, height = drawing.panel(panel, y)
         parts.append(body)
@@ -116,14 +158,20 @@ def _compose(
     )
 
 
-def _figures(figures: list[Row], y: float) -> str:
+def _headline(figures: list[Row]) -> Block:
+    """The figures in one line."""
     step = (WIDTH - LEFT - RIGHT) / len(figures)
-    return "".join(
-        f'<g transform="translate({LEFT + step * index:g} {y:g})">'
-        f'<text class="figure" y="24">{escape(row.value)}</text>'
-        f'<text class="note" y="42">{escape(row.label)}</text></g>'
-        for index, row in enumerate(figures)
-    )
+
+    def draw(y: float) -> tuple[str, float]:
+        drawn = (
+            f'<g transform="translate({LEFT + step * index:g} {y:g})">'
+            f'<text class="figure" y="24">{escape(row.value)}</text>'
+            f'<text class="note" y="42">{escape(row.label)}</text></g>'
+            for index, row in enumerate(figures)
+        )
+        return "".join(drawn), 62
+
+    return draw
 
 
 def _legend(drawing: Drawing, y: float) -> str:
@@ -161,6 +209,10 @@ _FORM = (
     ".evenstep .figure{font-size:22px;font-weight:600}"
     ".evenstep .tick{font-size:11px;text-anchor:middle}"
     ".evenstep .unit{font-size:11px}"
+    ".evenstep .closing{font-size:18px;font-weight:650}"
+    ".evenstep .bar{font-size:13px}"
+    ".evenstep .figure-end{font-size:13px;font-weight:600;text-anchor:end}"
+    ".evenstep .tear{stroke-width:1.2;fill:none}"
     ".evenstep .rank{text-anchor:end;dominant-baseline:central}"
     ".evenstep .busy{dominant-baseline:central}"
     ".evenstep .slowest{font-weight:650}"
@@ -181,6 +233,9 @@ _COLOURS = (
     ".evenstep .slowest{fill:$mark}"
     f"{''.join(f'.evenstep .s{shade}{{fill:$s{shade}}}' for shade in range(ink.SHADES))}"
     ".evenstep .apart,.evenstep .block{stroke:$paper}"
+    ".evenstep .work{fill:$work}"
+    ".evenstep .gap{fill:$paper}"
+    ".evenstep .tear{stroke:$muted}"
     ".evenstep .pad{fill:$pad}"
     ".evenstep .hatching{stroke:$hatch}"
     ".evenstep .idle{fill:$idle}"

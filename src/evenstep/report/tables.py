@@ -51,10 +51,11 @@ def cost_line(plans: Iterable[Plan]) -> str:
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> cost_line([make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))])
-    'cost: tokens only'
+    'cost: tokens only; name a model to count attention'
     """
     costs = dict.fromkeys(plan.recipe.cost.description for plan in plans)
-    return f"cost: {' or '.join(costs)}"
+    hint = "; name a model to count attention" if list(costs) == ["tokens only"] else ""
+    return f"cost: {' or '.join(costs)}{hint}"
 
 
 def headline(stats: Mapping[str, Value]) -> list[Row]:

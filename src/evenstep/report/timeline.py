@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,12 +56,12 @@ class Timeline:
         return np.array([self.end])
 
 
-def timelines(plan: Plan) -> list[Timeline]:
-    """The timelines of all steps, in order."""
+def timelines(plan: Plan, steps: Iterable[int] | None = None) -> list[Timeline]:
+    """The timelines of these steps; of all by default."""
     lock_step = plan.recipe.sync_every == "micro_batch"
     costs, ranks = plan.costs, plan.num_ranks
     result = []
-    for step in range(plan.num_steps):
+    for step in range(plan.num_steps) if steps is None else steps:
         cells = plan.cell_offsets[step * ranks : (step + 1) * ranks + 1]
         # (ranks, waves): a valid plan has the same number of micro-batches on every rank
         micro = np.arange(cells[0], cells[-1]).reshape(ranks, -1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evenstep.config.settings import Settings
+from evenstep.train.gathered import gathered
 from evenstep.train.result import StepResult
 from evenstep.train.watch import Watch
 from evenstep.trainer.checkpoints import Place
@@ -48,12 +49,13 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
     done, loss, stopped = state.place.step, None, False
     cursor, every = state.place.cursor, job.settings.trainer.save_every
     clock = Clock()
+    remember(job, ranks, state)
     with writers(job, ranks, done) as write:
         for step in clock.each(state.stream):
             result = clock.run(state.runner, step)
             clock.update(partial(update, job, state, done))
             loss, cursor = result.loss, step.cursor.to_dict()
-            times = gathered(ranks, result)
+            times = gathered(result, ranks.world, ranks.collective)
             write({"step": done, "epoch": step.epoch, **record(result, state.optimizer), **times})
             done += 1
             stopped = ranks.any(request.asked)
@@ -74,6 +76,24 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
     )
 
 
+def remember(job: Job, ranks: Ranks, state: State) -> None:
+    """Add to `starts.jsonl` what determines the steps from here on, to plan them again later."""
+    if not ranks.first:
+        return
+    stream, place = state.stream, state.place
+    starts = Log(job.folder / "starts.jsonl", place.step)
+    starts.write(
+        {
+            "step": place.step,
+            "cursor": place.cursor,
+            "seed": stream.seed,
+            "shuffle": stream.shuffle,
+            "recipe": stream.recipe.to_dict(),
+        }
+    )
+    starts.close()
+
+
 def update(job: Job, state: State, done: int) -> None:
     """Clip the gradient, set the learning rate and update the weights."""
     options = job.settings.optimizer
@@ -88,15 +108,6 @@ def update(job: Job, state: State, done: int) -> None:
 def record(result: StepResult, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is logged of a step."""
     return {"lr": optimizer.param_groups[0]["lr"], **result.to_dict()}
-
-
-def gathered(ranks: Ranks, result: StepResult) -> dict[str, list[list[float]]]:
-    """Planned cost and busy seconds of every micro-batch of all ranks, (ranks, micro-batches)."""
-    own = torch.tensor([result.costs or [0.0] * len(result.busy), result.busy], dtype=torch.float64)
-    whole = torch.zeros((ranks.world.size, *own.shape), dtype=torch.float64)
-    whole[ranks.world.rank] = own
-    costs, busy = ranks.collective.all_reduce_sum(whole).cpu().unbind(1)
-    return {"micro_batches/cost": costs.tolist(), "micro_batches/busy": busy.tolist()}
 
 
 @contextmanager

@@ -1,0 +1,107 @@
+"""The folder of a training run: its log, and the plan of its steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenstep.core.joining import join_plans
+from evenstep.core.plan import Plan
+from evenstep.core.recipe import Recipe
+from evenstep.core.world import World
+from evenstep.data.sources.token_file import TokenFile
+from evenstep.data.streams.planned import PlannedStream
+from evenstep.errors import FileError
+from evenstep.report import RunLog
+from evenstep.report.numbers import count
+
+_MOST_STEPS = 1000  # that are planned again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFolder:
+    """What a run left: its log, the plan of its steps from `first` on, notes about the rest."""
+
+    log: RunLog
+    plan: Plan
+    first: int
+    notes: list[str]
+
+
+def read_run(folder: Path, progress: Callable[[int, int], None] | None = None) -> RunFolder:
+    """Read a run of `evenstep train`; its steps are planned again, from the stored lengths."""
+    records = _records(folder / "log.jsonl")
+    starts = _records(folder / "starts.jsonl")
+    if not records or not starts:
+        raise FileError(f"{folder} has no finished step. Train at least one.")
+    start = starts[-1]
+    first, done = int(start["step"]), int(records[-1]["step"]) + 1
+    if first >= done:  # the last start ended before its first step
+        start = next(each for each in reversed(starts) if each["step"] < done)
+        first = int(start["step"])
+    last = min(done, first + _MOST_STEPS)
+    plan = _planned(folder, start, last, progress)
+    notes = []
+    if first or last < done:
+        notes.append(
+            f"The plan is of steps {count(first)} to {count(last - 1)} of {count(done)}: the run "
+            f"was started {len(starts)} times, and at most {count(_MOST_STEPS)} steps are shown."
+        )
+    return RunFolder(RunLog.of(records), plan, first, notes)
+
+
+def _planned(
+    folder: Path,
+    start: dict[str, Any],
+    last: int,
+    progress: Callable[[int, int], None] | None,
+) -> Plan:
+    recipe = Recipe.from_dict(start["recipe"])
+    stream = PlannedStream(
+        TokenFile(folder / "data.tokens"),
+        recipe,
+        world=World(0, recipe.topology.dp),
+        seed=start["seed"],
+        shuffle=start["shuffle"],
+        max_num_steps=last,
+        infinite_loop=True,
+    )
+    if start["cursor"] is not None:
+        stream.load_state_dict(start["cursor"])
+    plans, ids = [], []
+    for step in stream:
+        assert step.plan is not None
+        assert step.sample_ids is not None
+        plans.append(step.plan)
+        ids.append(step.sample_ids)
+        if progress is not None:
+            progress(len(plans), last - int(start["step"]))
+    # An epoch may be incomplete or repeated, so that samples are numbered by position first.
+    ends = np.cumsum([0, *map(len, ids)])
+    numbers = [np.arange(*pair) for pair in pairwise(ends.tolist())]
+    return replace(join_plans(plans, numbers), sample_ids=np.concatenate(ids))
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be read ({error.strerror or error}). Name the folder of a run of "
+            f"`evenstep train`, or a saved plan."
+        ) from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break  # the last line of a process that was killed
+            raise FileError(f"{path}, line {number}: not JSON ({error}). Remove it.") from None
+    return found

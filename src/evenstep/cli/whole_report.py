@@ -1,0 +1,99 @@
+"""Make the report of a saved plan or of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from evenstep import make_plan
+from evenstep.cli.job import Job
+from evenstep.cli.run_folder import read_run
+from evenstep.cli.samples import samples_of
+from evenstep.cli.strategies import OWN, TODAY, built_in_strategies, run
+from evenstep.core.checks import assert_valid
+from evenstep.core.plan import Plan
+from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import Recipe
+from evenstep.report import Advice, Entry, Report, advice
+from evenstep.report.comparison import one_step_warning
+from evenstep.report.fitting import fitted_error
+from evenstep.report.numbers import count
+from evenstep.report.run_log import typical_error
+from evenstep.report.suggestions import of_error, of_ranks, of_waiting
+from evenstep.screen import progress
+
+_SIDE_BY_SIDE = (TODAY, OWN, "dynamic, optimal", "packed, even")
+_MOST_SAMPLES = 100_000  # that strategies are compared on
+
+
+def of_plan(path: Path) -> Report:
+    """The report of a saved plan."""
+    with progress(f"Reading {path.name}"):
+        plan = Plan.load(path)
+        assert_valid(plan)
+    entries, notes = _compared(plan)
+    notes += [text for text in (one_step_warning(plan),) if text]
+    return Report(
+        title=f"Report on {path.name}",
+        plan=plan,
+        own=OWN,
+        entries=entries,
+        advice=_advised(plan),
+        notes=notes,
+    )
+
+
+def of_run(folder: Path) -> Report:
+    """The report of a run of `evenstep train`."""
+    with progress(f"Planning the steps of {folder.name} again") as advance:
+        found = read_run(folder, advance)
+    plan, log = found.plan, found.log
+    entries, notes = _compared(plan)
+    error = typical_error(*log.micro_batches())
+    measured = [
+        *of_ranks(log.rank_speeds()),
+        *of_waiting(log.waiting_share()),
+        *of_error(error, fitted_error(plan, log, found.first)),
+    ]
+    return Report(
+        title=f"Report on {folder.resolve().name}",
+        plan=plan,
+        own=OWN,
+        entries=entries,
+        runs={OWN: log},
+        advice=[*measured, *_advised(plan)],
+        notes=[*found.notes, *notes],
+    )
+
+
+def _compared(plan: Plan) -> tuple[list[Entry], list[str]]:
+    """A few strategies on the samples of the plan, or on those of its first steps."""
+    which, notes = _part(plan)
+    samples = samples_of(plan).take(which)
+    job = Job(replace(samples, ids=None), plan.recipe)
+    entries = []
+    for strategy in built_in_strategies(job):
+        if strategy.name in _SIDE_BY_SIDE:
+            with progress(f"Planning: {strategy.name}") as advance:
+                entries.append(run(job, strategy, advance))
+    return entries, notes
+
+
+def _part(plan: Plan) -> tuple[IntArray, list[str]]:
+    """The samples of as many first steps as are not too many, and a note if they are not all."""
+    if len(plan.lengths) <= _MOST_SAMPLES:
+        return np.arange(len(plan.lengths)), []
+    ends = np.cumsum(np.bincount(plan.step_of[plan.step_of >= 0], minlength=plan.num_steps))
+    steps = max(1, int(np.searchsorted(ends, _MOST_SAMPLES, side="right")))
+    which = np.flatnonzero((plan.step_of >= 0) & (plan.step_of < steps))[:_MOST_SAMPLES]
+    return which, [f"Strategies are compared on the first {count(len(which))} samples."]
+
+
+def _advised(plan: Plan) -> list[Advice]:
+    def planner(lengths: IntArray, recipe: Recipe) -> Plan:
+        return make_plan(lengths, recipe)
+
+    with progress("Trying changes"):
+        return advice(plan, planner)
