@@ -194,8 +194,6 @@ TRUTHS: dict[str, Callable[[Any], object]] = {
     "topology.variable_seq_lengths": lambda truth: Topology(variable_seq_lengths=truth),
     "shuffle": lambda truth: PlannedStream(SOURCE, RECIPE, shuffle=truth),
     "infinite_loop": lambda truth: PlannedStream(SOURCE, RECIPE, infinite_loop=truth),
-    # None is the default of a pool: shuffle if items can be read by index.
-    "shuffle of a pool": lambda truth: PooledStream(SOURCE, RECIPE, shuffle=truth or "no"),
     "infinite_loop of a pool": lambda truth: PooledStream(SOURCE, RECIPE, infinite_loop=truth),
     "gated": lambda truth: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, gated=truth),
     "causal": lambda truth: Cost.of_model(layers=1, hidden=8, ffn=1, heads=2, causal=truth),
