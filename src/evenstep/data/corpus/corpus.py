@@ -16,7 +16,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.validate import one_of, whole_number
 from evenstep.data.corpus.chat import ChatEncoder, chat_of
 from evenstep.data.corpus.counting import Engine, Progress, counted, default_workers
-from evenstep.data.corpus.files import files_of, format_of, statuses
+from evenstep.data.corpus.files import corpus_files, format_of, statuses
 from evenstep.data.corpus.formats import TOKENIZED, Format
 from evenstep.data.corpus.known_counts import known_counts
 from evenstep.data.corpus.saved_dataset import SavedDataset
@@ -81,7 +81,7 @@ class Corpus:
 
     def _found(self) -> tuple[list[Path], Format]:
         """The files and their format."""
-        files = files_of((self.paths,) if isinstance(self.paths, str) else self.paths)
+        files = corpus_files((self.paths,) if isinstance(self.paths, str) else self.paths)
         kind = self.format or format_of(files)
         self._refuse_idle(kind)
         return files, kind

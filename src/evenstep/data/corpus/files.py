@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from glob import glob, has_magic
 from pathlib import Path
 
 from evenstep.data.corpus.formats import FORMATS, Format
 from evenstep.data.corpus.saved_dataset import is_saved_dataset
+from evenstep.data.sources.files import matches
 from evenstep.errors import ConfigError, FileError
 
 
-def files_of(paths: Iterable[str]) -> list[Path]:
+def corpus_files(paths: Iterable[str]) -> list[Path]:
     """All files that the paths name, each once: a folder's in the order of their names.
 
     A saved Hugging Face dataset is named by its folder, and a Megatron pair by its `.idx` file.
     """
     found: dict[Path, None] = {}
     for path in paths:
-        # Path.glob takes no absolute patterns.
-        matched = sorted(glob(path, recursive=True)) if has_magic(path) else [path]  # noqa: PTH207
-        new = [file for each in matched for file in _files(Path(each))]
+        new = [file for each in matches(path) for file in _files(each)]
         if not new:
             raise FileError(f"data.paths: {path} has no files. Check the path.")
         found.update(dict.fromkeys(new))
@@ -64,9 +62,8 @@ def _files(path: Path) -> list[Path]:
         return [file for each in sorted(path.iterdir()) if _shown(each) for file in _files(each)]
     if path.is_file():
         return [_index(path)]
-    index = path.with_name(
-        f"{path.name}.idx"
-    )  # Megatron's tools name both files by what they share
+    # Megatron's tools name both files by what they share.
+    index = path.with_name(f"{path.name}.idx")
     return [index] if index.is_file() else []
 
 

@@ -28,17 +28,24 @@ def files_of(paths: Paths) -> list[Path]:
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not several:
         raise ConfigError("expected at least one file, got an empty list. Pass paths or a pattern.")
-    return [path for given in several for path in _matches(given)]
+    found: list[Path] = []
+    for given in several:
+        matched = matches(given)
+        if not matched:
+            raise ConfigError(
+                f"no file matches {os.fspath(given)!r}. Check the pattern and the current folder."
+            )
+        found += matched
+    return found
 
 
-def _matches(given: PathLike) -> list[Path]:
+def matches(given: PathLike) -> list[Path]:
+    """The matches of a pattern, sorted; a path that exists or is no pattern as it is."""
     path, text = Path(given), os.fspath(given)
     if not glob.has_magic(text) or path.exists():
         return [path]
-    found = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  (absolute, too)
-    if not found:
-        raise ConfigError(f"no file matches {text!r}. Check the pattern and the current folder.")
-    return [Path(each) for each in found]
+    # Path.glob takes no absolute patterns.
+    return [Path(each) for each in sorted(glob.glob(text, recursive=True))]  # noqa: PTH207
 
 
 def files_digest(paths: Sequence[Path]) -> bytes:
