@@ -11,7 +11,7 @@ TINY = 24  # all assignments, ALL of them at most: proves the optimum of most su
 SMALL = 64  # exchanges that may go far, as one unit is much of a load: up to 2 % of the time
 FEW = 256  # exchanges until a time is NEAR its floor, and MORE_TRIES times as many: 0.5 %
 SEARCHED = 4096  # further ways and exchanges at all: 0.5 % of the time, for 10 to 50 ms
-MOST = 2**17  # more waves than the fewest: up to 1 %, for twice the time
+MOST = 2**17  # more waves than the fewest, or ways once NEARLY even: up to 1 %, for twice the time
 
 # Times over the floor that are good enough.
 EVEN = 1 + 1e-9  # final

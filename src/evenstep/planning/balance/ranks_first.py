@@ -39,12 +39,14 @@ def fit_ranks(
     count = 0
     for u in order:
         r = rank_of[u]
-        chosen = -1
+        chosen, fullest, most = -1, -1, capacity - size[u]
         for p in range(r * packs, (r + 1) * packs):
-            if (chosen < 0 or held[p] > held[chosen]) and has_room(
-                u, p, size, extra, capacity, caps, held, used, number
+            if (
+                fullest < held[p]
+                and (held[p] <= most or number[p] == 0)  # seen first, as it is cheap
+                and has_room(u, p, size, extra, capacity, caps, held, used, number)
             ):
-                chosen = p
+                chosen, fullest = p, held[p]
         if chosen < 0:
             if strict:
                 return np.empty(0, np.int64)

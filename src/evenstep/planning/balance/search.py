@@ -92,10 +92,20 @@ def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
         if len(problem.units) <= effort.FEW
         else effort.FAIR
     ) - 1
-    if len(problem.units) > effort.SEARCHED:
-        near = effort.EVEN - 1 if problem.by_rank else 1.0  # nothing else would be tried
+    if len(problem.units) > effort.SEARCHED:  # if not by rank, nothing else would be tried
+        near = _close_by_rank(problem) - 1 if problem.by_rank else 1.0
     recipe, mean = problem.recipe, problem.mean
     return beyond <= min(near * mean, max(recipe.cost.per_micro_batch, recipe.saving * mean))
+
+
+def _close_by_rank(problem: Problem) -> float:
+    """How close to the floor the first way must come, once per step, to be the only one.
+
+    Up to SEARCHED units, simpler ways are tried later, too; from MOST on, they cannot save more
+    than this and take three times as long.
+    """
+    between = effort.SEARCHED < len(problem.units) <= effort.MOST
+    return effort.EVEN if between else effort.NEARLY
 
 
 def bins_needed(units: Units, capacity: int) -> int:
@@ -179,7 +189,7 @@ class _Search:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
         by_rank, many = self.problem.by_rank, self.many
         one_is_enough = not by_rank and self.problem.recipe.second_work is None
-        close = (effort.EVEN if many else effort.NEARLY) if by_rank else effort.NEAR
+        close = _close_by_rank(self.problem) if by_rank else effort.NEAR
         even = self.floor_of(waves) * close
         best = self.better(None, waves, first)
         for way in main_ways(self.problem)[1:]:
