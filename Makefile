@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -c constraints.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-browser models check format bench fuzz fuzz-resume coverage constraints clean
+.PHONY: help demo test test-slow test-browser models docs reference check format bench fuzz fuzz-resume coverage constraints clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -27,11 +27,18 @@ test-slow: .venv/.dev ## Run what takes longer: crashes, all models, long proper
 	@$(BIN)/python -m pytest -m slow
 	@$(BIN)/python -m pytest --hypothesis-profile=long
 
-test-browser: .venv/.browser ## Open reports in a real Chromium
+test-browser: .venv/.browser ## Open the site and reports in a real Chromium
 	@$(BIN)/python -m pytest -n 0 -s -m browser tests/browser
 
 models: .venv/.dev ## Measure every model of transformers and write docs/models.md
 	@$(BIN)/python -m tests.slow.models
+
+docs: .venv/.dev ## Build the documentation into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "Wrote build/site/index.html"
+
+reference: .venv/.dev ## Write docs/reference from docstrings and help texts
+	@$(BIN)/python -m docs.generate
 
 check: .venv/.dev ## Lint, check formatting, types and import layers
 	@echo "ruff check";    $(BIN)/ruff check

@@ -19,7 +19,11 @@ Parallel: TypeAlias = Literal["ddp", "fsdp2"]
 class StreamSettings:
     """How samples are read. The names are those of `PlannedStream` and `PooledStream`.
 
-    With a pool the stream is a `PooledStream`.
+    pool           with a pool the stream is a `PooledStream`
+    seed           of the order of samples
+    shuffle        every epoch has an order of its own; false: as stored
+    infinite_loop  epochs follow each other without end
+    max_num_steps  the most steps of the stream
 
     >>> StreamSettings(pool=Pool(samples=32), seed=42).options()["seed"]
     42

@@ -16,6 +16,8 @@ Schedule: TypeAlias = Literal["cosine", "constant"]
 class LoraSettings:
     """Low-rank adapters, trained instead of the weights of a Hugging Face model (with peft).
 
+    rank     rank of the adapters
+    alpha    their outputs are scaled by alpha / rank
     targets  names of the linear layers that get one; none chooses all but the head
 
     >>> ModelSettings(path="models/llama", lora=LoraSettings(rank=4)).lora.rank
@@ -38,7 +40,13 @@ class ModelSettings:
     path       folder of a Hugging Face model; or a config.json, for random weights. None: the
                decoder of the sizes below
     attention  attention implementation of a Hugging Face model
+    lora       train low-rank adapters instead of all weights
     vocab      size of the decoder's vocabulary; None: that of the tokenizer
+    hidden     size of the decoder's hidden states
+    layers     number of its layers
+    heads      number of its attention heads
+    kv_heads   number of its key and value heads
+    ffn        width of its feed-forward layers
 
     >>> ModelSettings(hidden=128).heads
     4
@@ -74,8 +82,14 @@ class ModelSettings:
 class OptimizerSettings:
     """AdamW, and how its learning rate changes: up over `warmup_steps`, then along `schedule`.
 
-    min_lr  the learning rate at the last step of a cosine schedule
-    clip    the largest norm of the gradient; None does not clip
+    lr            the highest learning rate
+    betas         of the running means of gradients and their squares
+    eps           added to the denominator
+    weight_decay  of matrices; vectors, such as those of norms, have none
+    warmup_steps  steps over which the learning rate rises
+    schedule      how it falls afterwards
+    min_lr        the learning rate at the last step of a cosine schedule
+    clip          the largest norm of the gradient; None does not clip
 
     >>> [round(OptimizerSettings(lr=1.0, warmup_steps=2).rate(step, 10), 2) for step in (0, 1, 9)]
     [0.5, 1.0, 0.04]

@@ -28,6 +28,11 @@ _MOST = 1e100
 class Cost:
     """`per_token * L + per_pair * L**2 + per_segment` per segment, plus `per_micro_batch`.
 
+    per_token        cost of a token
+    per_pair         cost of L² of a segment of L tokens: attention
+    per_segment      cost of a segment
+    per_micro_batch  cost of a micro-batch
+
     The unit is up to the user: tokens, FLOPs, seconds. Plans only compare costs. Numbers become
     plain floats: squares of integers may overflow 64 bits, and equal costs must be equal data.
 

@@ -35,6 +35,10 @@ Scope: TypeAlias = Literal["micro_batch", "step"]
 class Steps:
     """The size of an optimizer step in samples, tokens, or micro-batches per rank.
 
+    samples        samples of a step, over all ranks
+    tokens         the most tokens of a step, over all ranks
+    micro_batches  micro-batches of a step on each rank
+
     A step takes the next samples in order, independent of layout, packer and balance. With none of
     the three, all samples form one step. Steps counted in micro-batches depend on the budget and
     the number of ranks. `overflow="drop"` depends on the budget too, because a dropped sample
@@ -66,10 +70,12 @@ class Steps:
 class Limits:
     """Hard limits per micro-batch in addition to the bounds of the layout.
 
-    `columns` maps the names of per-sample columns that the caller gives (image patches, loss
-    tokens) to the most that one micro-batch may hold. `cost` counts segments at their aligned
-    lengths; in padded rows, at the full width. Several packed rows share the limits evenly,
-    and a group stays in one row.
+    cost     the most that a micro-batch may cost; segments count at their aligned lengths, in
+             padded rows at the full width
+    columns  the most that a micro-batch may hold of each per-sample column that the caller gives
+             (image patches, loss tokens), by name
+
+    Several packed rows share the limits evenly, and a group stays in one row.
 
     >>> Limits(columns={"patches": 4096}).columns["patches"]
     4096
@@ -107,7 +113,8 @@ class Recipe:
     second_work  work that a column of the samples measures and that is evened out as well
     min_saving   the share of a step's time that more micro-batches per rank than the fewest must
                  save; by default 0.01 if `cost.per_micro_batch` is 0, else 0
-    overflow     what happens to a sample that is longer than a micro-batch can hold
+    overflow     what happens to a sample that is longer than a micro-batch can hold: an error, a
+                 micro-batch of its own (`alone`), or it is truncated, split or dropped
     seed         for packers that use random numbers
     """
 

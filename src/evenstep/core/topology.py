@@ -16,6 +16,15 @@ _FP8: dict[Fp8Recipe, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 class Topology:
     """The sizes of the data-, context-, tensor- and pipeline-parallel groups.
 
+    dp   data-parallel ranks
+    cp   context-parallel ranks, which share the tokens of a sample
+    tp   tensor-parallel ranks
+    pp   pipeline stages
+    vpp  virtual stages per pipeline stage
+    sequence_parallel     tensor-parallel ranks share the tokens as well
+    variable_seq_lengths  pipeline stages exchange the shape of each micro-batch, so widths may
+                          differ
+
     >>> Topology(dp=8, cp=2, tp=2).alignment, Topology(dp=8, pp=4, vpp=2).multiple
     (8, 4)
     """
@@ -27,7 +36,6 @@ class Topology:
     vpp: int = 1
     sequence_parallel: bool = False
     variable_seq_lengths: bool = False
-    """Pipeline stages exchange the shape of each micro-batch, so widths may differ."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp", "vpp"):

@@ -39,6 +39,9 @@ Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
 class Packed(Frame):
     """Segments end to end in one row, or in `rows` static rows of width `pad_to`.
 
+    rows    packed rows of a micro-batch; more than one need `pad_to`
+    packer  what forms packs: the name of a packer, or a function; None: the planner
+
     `Packed(max_tokens=8192)` packs to a budget, `Packed(samples=2)` packs at most two samples per
     micro-batch, `Packed(rows=4, pad_to=4096)` has one shape: limits and `samples` are shared evenly
     between its rows, and no segment crosses a row.

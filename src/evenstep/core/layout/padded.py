@@ -27,6 +27,8 @@ Cut: TypeAlias = Literal["optimal", "greedy"]
 class Padded(Frame):
     """One segment per row, padded to the longest of its micro-batch.
 
+    cut  where sorted samples are divided; None is `optimal`
+
     `Padded(max_tokens=8192)` is dynamic batching: rows of similar length share a micro-batch.
     `Padded(samples=8)` bounds rows instead of slots; with `balance="none"` it is what most training
     scripts do. `Padded(samples=8, pad_to=2048)` is static: eight rows, missing ones empty.

@@ -37,6 +37,7 @@ class Pool:
     alone           samples of at least so many tokens are a micro-batch of their own
     warmup_steps    number of steps over which the budget grows from `warmup_tokens` to its full
                     size
+    warmup_tokens   the budget of the first step
 
     >>> Pool(samples=128, strategy="greedy").tokens is None
     True
