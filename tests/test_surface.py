@@ -10,43 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate.packages import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (
-    "evenstep",
-    "evenstep.compat.areal",
-    "evenstep.compat.axolotl",
-    "evenstep.compat.cosmos_rl",
-    "evenstep.compat.fast_llm",
-    "evenstep.compat.megatron",
-    "evenstep.compat.nemo_rl",
-    "evenstep.compat.roll",
-    "evenstep.compat.slime",
-    "evenstep.compat.torchtitan",
-    "evenstep.compat.trl",
-    "evenstep.compat.veomni",
-    "evenstep.compat.verl",
-    "evenstep.config",
-    "evenstep.data",
-    "evenstep.demo",
-    "evenstep.integrations.accelerate",
-    "evenstep.integrations.dataloader",
-    "evenstep.integrations.huggingface",
-    "evenstep.integrations.local",
-    "evenstep.integrations.megatron",
-    "evenstep.integrations.ray",
-    "evenstep.integrations.sampler",
-    "evenstep.integrations.trainer",
-    "evenstep.report",
-    "evenstep.tensors",
-    "evenstep.testing",
-    "evenstep.train",
-    "evenstep.trainer",
-)
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "compat").glob("*.md")),
-]
 
 
 def names_of(package: str) -> list[str]:
@@ -105,48 +71,14 @@ def test_a_public_name_has_a_docstring_with_an_example(package: str, name: str) 
     assert ">>>" in text or "\n    " in text, f"{package}.{name} shows no example"
 
 
-def imports_of(code: str) -> list[tuple[str, str]]:
-    """(module, name) of everything that a snippet imports from evenstep."""
-    found = []
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("evenstep"):
-            found += [(str(node.module), alias.name) for alias in node.names]
-        if isinstance(node, ast.Import):
-            found += [(a.name, "") for a in node.names if a.name.startswith("evenstep.")]
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_import_public_names_alone(page: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S):
-        for module, name in imports_of(block):
-            assert module in PACKAGES, f"{page.name} imports from {module}"
-            assert name in names_of(module), f"{page.name} imports {name} from {module}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S):
-        exec(block, names)
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_links_and_paths_of_a_page_exist(page: Path) -> None:
-    text = page.read_text("utf-8")
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
-    if page.name == "CONTRIBUTING.md":
-        tour = re.findall(
-            r"`((?:core|data|planning|tensors|train|testing|integrations)/[\w/.]+)`", text
-        )
-        assert tour
-        for path in tour:
-            assert (ROOT / "src" / "evenstep" / path).exists(), path
+def test_the_files_of_the_tour_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    tour = re.findall(
+        r"`((?:core|data|planning|tensors|train|testing|integrations)/[\w/.]+)`", text
+    )
+    assert tour
+    for path in tour:
+        assert (ROOT / "src" / "evenstep" / path).exists(), path
 
 
 def test_the_tree_of_the_contributing_page_names_what_there_is() -> None:

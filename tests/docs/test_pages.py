@@ -11,10 +11,8 @@ from tests.docs.blocks import PAGES, Block, blocks_of, name_of, page_blocks
 from tests.docs.running import run_in_a_process, run_page
 
 QUICK = {
-    "docs/compat/cosmos_rl.md",
-    "docs/compat/nemo_rl.md",
-    "docs/losses.md",
-    "docs/report.md",
+    "docs/compat/areal.md",
+    "docs/lengths.md",
 }
 """Pages of a few seconds; the others are slow tests."""
 KINDS = {"bash", "json", "python", "text", "toml", "yaml"}
@@ -32,7 +30,7 @@ def runs(blocks: list[Block]) -> bool:
 RUN = [page for page in PAGES if runs(page_blocks(page))]
 
 
-@pytest.mark.parametrize("page", map(marked, RUN))
+@pytest.mark.parametrize("page", [marked(page) for page in RUN])
 def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     run_in_a_process(name_of(page), tmp_path)
 
