@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml"}
@@ -28,7 +28,8 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add what the navigation names or pages link to outside `docs/`."""
-    waiting = [path for path in _named(config.nav) if not (ROOT / "docs" / path).exists()]
+    named = _named(config.nav)
+    waiting = [path for path in named if not (ROOT / "docs" / path).exists()]
     waiting += [
         target
         for file in files.documentation_pages()
@@ -38,7 +39,8 @@ def on_files(files: Files, config: Any) -> Files:
         path = waiting.pop()
         if _is_outside(path) and files.get_file_from_path(uri_of(path)) is None:
             text = text_of(path)
-            files.append(File.generated(config, uri_of(path), content=text))
+            level = InclusionLevel.INCLUDED if path in named else InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, uri_of(path), content=text, inclusion=level))
             if uri_of(path).endswith(".md") and isinstance(text, str):
                 waiting += _targets(_place(path), text)
     return files
@@ -47,10 +49,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links point to where the site has the files."""
     here = page.file.src_uri
-    if not page.file.generated_by:
-        place = f"docs/{here}"
-    else:
-        place = here
+    place = here if page.file.generated_by else f"docs/{here}"
 
     def moved(path: str) -> str:
         return posixpath.relpath(uri_of(path), posixpath.dirname(here) or ".")
