@@ -47,7 +47,7 @@ def factories(value: Any) -> dict[str, str]:
     if not dataclasses.is_dataclass(value):
         return {}
     return {
-        field.name: f"{field.default_factory.__name__}()"
+        field.name: f"{getattr(field.default_factory, '__name__', '...')}()"
         for field in dataclasses.fields(value)
         if field.default_factory is not dataclasses.MISSING
     }
@@ -94,8 +94,8 @@ def _with_marks(parameters: list[inspect.Parameter], made: dict[str, str]) -> li
 
 
 def _parameter(parameter: inspect.Parameter, made: dict[str, str]) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    text = f"{stars}{parameter.name}"
+    marks: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    text = f"{marks.get(parameter.kind, '')}{parameter.name}"
     if parameter.annotation is not parameter.empty:
         text += f": {annotation(parameter.annotation)}"
     if parameter.default is parameter.empty:
