@@ -12,7 +12,8 @@ REASONS = {
     "a GPU": "",
     "a hub": "a model, tokenizer or data that must be downloaded",
     "a checkout": "files of the repository, make or pip",
-    "your code": "the reader's own trainer or data",
+    "your code": "the reader's own trainer",
+    "your data": "the reader's own samples, models or tokenizers",
     "a Ray cluster": "as many cores as actors",
 }
 SYSTEMS = {"axolotl", "Megatron-LM", "Slurm", "torchtitan", "verl"}
