@@ -36,7 +36,7 @@ def _contents() -> str:
         "Import names from these packages, never from the modules inside them. Everything listed "
         "here is public; nothing else is.",
         "",
-        "| package | | names |",
+        "| package | in it | names |",
         "| --- | --- | --- |",
     ]
     return "\n".join([*head, *rows]) + "\n"

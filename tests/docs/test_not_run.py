@@ -1,11 +1,14 @@
 """Blocks that need what is not here: listed, and their names, arguments and commands exist."""
 
+import importlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs.blocks import PAGES, name_of, page_blocks
+from docs.generate.packages import PACKAGES
+from tests.docs.blocks import DOCS, PAGES, name_of, page_blocks
 from tests.docs.checking import command_faults, faults_of, is_installed_from_here, python_faults
 from tests.docs.not_run import LIST, REASONS, SYSTEMS, listed
 
@@ -28,6 +31,15 @@ def test_the_names_arguments_and_commands_of_a_page_exist(page: Path) -> None:
         assert faults == [], f"{page.name}:{block.line}"
         if "pip install" in block.text:
             assert is_installed_from_here(block.text)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_arguments_in_examples_of_docstrings_exist(package: str) -> None:
+    module = importlib.import_module(package)
+    names = {name: getattr(module, name) for name in module.__all__}
+    for block in page_blocks(DOCS / "reference" / "api" / f"{package}.md"):
+        with suppress(SyntaxError):  # signatures
+            assert faults_of(block, dict(names)) == [], f"{package}.md:{block.line}"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from evenstep.config import settings_from
+from evenstep.config import load_settings
 from tests.docs.blocks import PAGES, Block, blocks_of, name_of, page_blocks
 from tests.docs.running import run_in_a_process, run_page
 
@@ -62,9 +62,11 @@ def configurations(page: Path) -> list[Block]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if configurations(p)], ids=name_of)
-def test_a_configuration_on_a_page_is_valid(page: Path) -> None:
+def test_a_configuration_on_a_page_is_valid(page: Path, tmp_path: Path) -> None:
     for block in configurations(page):
-        settings_from(yaml.safe_load(block.text), f"{page.name}:{block.line}")
+        file = tmp_path / f"line-{block.line}.yaml"
+        file.write_text(block.text, "utf-8")
+        assert load_settings(file).recipe is not None
 
 
 def test_a_block_that_fails_fails_its_page(tmp_path: Path) -> None:
@@ -83,6 +85,7 @@ def test_files_and_names_are_kept_between_blocks(
         "<!-- file: a/b.py -->\n```python\nprint(2)\n```\n"
         "```bash\npython a/b.py > out.txt\n```\n"
         "<!-- not run: needs a GPU -->\n```python\nraise SystemExit\n```\n"
-        '```python\nassert open("out.txt").read() == "2\\n"\n```\n'
+        "```python\nfrom pathlib import Path\n```\n"
+        '```python\nassert Path("out.txt").read_text() == "2\\n"\n```\n'
     )
     run_page("page.md", blocks_of(text), tmp_path)
