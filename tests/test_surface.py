@@ -22,6 +22,14 @@ def names_of(package: str) -> list[str]:
 NAMES = [(package, name) for package in PACKAGES for name in names_of(package)]
 
 
+def test_all_that_list_their_names_are_public() -> None:
+    source = ROOT / "src"
+    files = [path for path in source.rglob("*.py") if "\n__all__ = " in path.read_text("utf-8")]
+    modules = [path.relative_to(source).with_suffix("") for path in files]
+    names = {".".join(module.parts).removesuffix(".__init__") for module in modules}
+    assert names - {"evenstep.cli"} == set(PACKAGES)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_lists_its_names_in_order_and_gives_each(package: str) -> None:
     module, names = importlib.import_module(package), names_of(package)

@@ -24,6 +24,7 @@ PACKAGES = {
     "evenstep.integrations.local": "Planned rollouts to workers in one process.",
     "evenstep.integrations.megatron": "Batches for Megatron-LM.",
     "evenstep.integrations.ray": "Planned rollouts to Ray actors.",
+    "evenstep.integrations.run_state": "The position of all ranks as one state.",
     "evenstep.integrations.sampler": "A stream as a batch sampler.",
     "evenstep.integrations.trainer": "The Hugging Face Trainer.",
     "evenstep.report": "Tables, pictures, pages and simulations.",
