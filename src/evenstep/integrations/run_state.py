@@ -65,6 +65,9 @@ def load_gathered_state(
     """Load the result of `gather_state` on every rank. Ranks that have not read it pass None.
 
     allow  settings of a pooled stream that may have changed; see `PooledStream.load_state_dict`
+
+        state = torch.load(path)["data"] if rank == 0 else None
+        load_gathered_state(loader, state)  # on every rank
     """
     given = [found for found in (gather or all_gather)(state) if found is not None]
     if not given:
