@@ -14,6 +14,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, Wor
 from evenstep.data import InMemory
 from evenstep.integrations.accelerate import accelerate_loader
 
-LAYOUTS = {"padded batches of 4": Padded(samples=4), "packed": Packed(max_tokens=1024)}
+STEP = Steps(samples=16)
+RECIPES = {
+    "padded batches of 4": Recipe(layout=Padded(samples=4), steps=STEP, balance="none"),
+    "packed": Recipe(layout=Packed(max_tokens=1024), steps=STEP),
+}
 EPOCHS, MICRO_BATCHES = 2, 4  # at most 4 micro-batches of a step on each process
 
 
@@ -44,18 +49,13 @@ def made_samples(count: int) -> list[dict[str, Any]]:
 class Training:
     """Everything that is prepared by accelerate, and the loop."""
 
-    def __init__(self, samples: list[dict[str, Any]], layout: Padded | Packed) -> None:
+    def __init__(self, samples: list[dict[str, Any]], recipe: Recipe) -> None:
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=4, **sizes))
         self.accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, cpu=True)
         world = World(self.accelerator.process_index, self.accelerator.num_processes)
-        recipe = Recipe(
-            layout=layout,
-            steps=Steps(samples=16),
-            topology=Topology(dp=world.size),
-            balance="none" if isinstance(layout, Padded) else "refined",
-        )
+        recipe = replace(recipe, topology=Topology(dp=world.size))
         self.stream = PlannedStream(InMemory(samples), recipe, world=world)
         self.loader = accelerate_loader(self.accelerator, self.stream, model=model)  # not prepared
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -83,8 +83,8 @@ class Training:
 
 def main() -> None:
     samples, rows, base = made_samples(96), [], np.empty(0)
-    for name, layout in LAYOUTS.items():
-        training = Training(samples, layout)
+    for name, recipe in RECIPES.items():
+        training = Training(samples, recipe)
         started = time.perf_counter()
         losses = np.array(list(training.steps()))
         seconds = time.perf_counter() - started
@@ -93,12 +93,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as own:
         folder = broadcast_object_list([own])[0]  # that of the first process
-        first = Training(samples, layout)
+        first = Training(samples, recipe)
         for number, _ in enumerate(first.steps(), start=1):
             if number == 6:
                 first.accelerator.save_state(folder)
                 break
-        second = Training(samples, layout)
+        second = Training(samples, recipe)
         second.accelerator.load_state(folder)
         apart = np.abs(np.array(list(second.steps())) - losses[6:]).max()
         second.accelerator.wait_for_everyone()

@@ -11,6 +11,7 @@ compares each loss with that of an unsharded model that runs the whole step alon
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,11 @@ from evenstep.data import InMemory
 from evenstep.tensors import cross_entropy
 from evenstep.train import Distributed, Runner, Watch
 
-LAYOUTS = {"padded batches of 4": Padded(samples=4), "packed": Packed(max_tokens=1024)}
+STEP = Steps(samples=32)
+RECIPES = {
+    "padded batches of 4": Recipe(layout=Padded(samples=4), steps=STEP, balance="none"),
+    "packed": Recipe(layout=Packed(max_tokens=1024), steps=STEP),
+}
 
 
 def made_samples(count: int) -> list[dict[str, Any]]:
@@ -68,21 +73,17 @@ def train(runner: Runner, recipe: Recipe, world: World) -> tuple[list[float], li
 def main() -> None:
     torch.distributed.init_process_group("gloo")  # "nccl" on GPUs
     ranks, rows = Distributed(), []
-    steps, topology = Steps(samples=32), Topology(dp=ranks.size)
+    topology = Topology(dp=ranks.size)
     with Watch():  # if a rank fails, all stop and name it
-        for name, layout in LAYOUTS.items():
-            balance = {"balance": "none"} if isinstance(layout, Padded) else {}
-            recipe = Recipe(layout=layout, steps=steps, topology=topology, **balance)
-            runner = Runner(
-                model=sharded_llama(ranks.size), loss=cross_entropy(), collective=ranks
-            )
+        for name, recipe in RECIPES.items():
+            model = sharded_llama(ranks.size)
+            runner = Runner(model=model, loss=cross_entropy(), collective=ranks)
             started = time.perf_counter()
-            found = train(runner, recipe, World.detect(topology))
+            found = train(runner, replace(recipe, topology=topology), World.detect(topology))
             rows.append((name, time.perf_counter() - started, *found))
     if ranks.rank == 0:
-        alone = Recipe(layout=Packed(max_tokens=1024), steps=steps)
         runner = Runner(model=tiny_llama(), loss=cross_entropy())
-        expected, _, _ = train(runner, alone, World(0, 1))
+        expected, _, _ = train(runner, RECIPES["packed"], World(0, 1))
         print(f"{'':20}  padding  seconds  imbalance  last loss  differs from one process by")
         for name, seconds, losses, planned, padding in rows:
             apart = np.abs(np.subtract(losses, expected)).max()
