@@ -1,6 +1,6 @@
 """Plan a training run without a GPU, without torch and without the data: from lengths alone.
 
-    python examples/plan_without_gpu.py        15 seconds on two cores, the first time 30
+    python examples/plan_without_gpu.py        5 seconds on two cores, the first time 30
 
 For those who run clusters: how much of the time of 64 H200s is padding and waiting, what a plan
 saves, and which budget to choose. Lengths are drawn at random here; `evenstep lengths` counts those
