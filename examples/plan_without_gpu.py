@@ -3,8 +3,8 @@
     python examples/plan_without_gpu.py        5 seconds on two cores, the first time 30
 
 For those who run clusters: how much of the time of 64 H200s is padding and waiting, what a plan
-saves, and which budget to choose. Lengths are drawn at random here; `evenstep lengths` counts those
-of your files. Writes steps.plan, which ranks can run (see pretrain_token_file.py), and steps.svg.
+saves, and what budget and step size change. Lengths are drawn at random here; `evenstep lengths`
+counts those of your files. Writes steps.svg, and steps.plan, which ranks can run.
 The same on the command line, with memory and more choices: `evenstep compare`, `simulate`, `tune`.
 """
 
@@ -24,15 +24,17 @@ JOB = Recipe(
     topology=RANKS,
     steps=Steps(samples=1024),
     cost=Cost.named(MODEL),  # long samples cost more per token
-    overflow="split",  # of samples over the budget
 )
 STRATEGIES = {
-    "padded batches of 8": replace(
-        JOB, layout=Padded(samples=8, max_tokens=131_072), balance="none"
-    ),
+    "padded batches of 8": replace(JOB, layout=Padded(samples=8), balance="none"),
     "dynamic batches": replace(JOB, layout=Padded(max_tokens=16_384)),
     "packed, in order": replace(JOB, balance="none"),
     "packed, even": JOB,
+}
+CHANGES = {
+    "budget 24,576": replace(JOB, layout=Packed(max_tokens=24_576)),
+    "512 samples a step": replace(JOB, steps=Steps(samples=512)),
+    "2,048 samples a step": replace(JOB, steps=Steps(samples=2048)),
 }
 
 
@@ -54,10 +56,10 @@ def main() -> None:
         plans[name] = plan = make_plan(lengths, recipe)
         row(name, plan, simulate(plan, cluster))
 
-    print("\nbudget")
-    for budget in (4_096, 8_192, 16_384, 32_768):
-        plan = make_plan(lengths, replace(JOB, layout=Packed(max_tokens=budget)))
-        row(f"{budget:,} slots", plan, simulate(plan, cluster))
+    print("changes of the last")
+    for name, recipe in CHANGES.items():
+        plan = make_plan(lengths, recipe)
+        row(name, plan, simulate(plan, cluster))
 
     chosen = plans["packed, even"]
     for found in advice(chosen, make_plan)[:2]:

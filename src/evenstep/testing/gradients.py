@@ -46,16 +46,14 @@ def assert_same_gradient(
                micro-batch; padded; packed twice)
     tolerance  differences up to this, relative to the largest gradient, count as rounding
 
-    >>> from evenstep import make_plan
+    >>> from evenstep import PlannedStream
     >>> from evenstep.demo import Decoder, DecoderShape
-    >>> from evenstep.tensors import Collator, cross_entropy
+    >>> from evenstep.tensors import cross_entropy
     >>> from evenstep.train import run_step
     >>> samples = [{"input_ids": list(range(1, n))} for n in (3, 9, 5, 4, 7, 8)]
     >>> model = Decoder(DecoderShape(vocab=10))
     >>> def run(recipe: Recipe) -> None:
-    ...     plan = make_plan([len(sample["input_ids"]) for sample in samples], recipe)
-    ...     batches = [Collator()(micro, samples) for micro in plan[0, 0]]
-    ...     run_step(batches, model, cross_entropy())
+    ...     run_step(next(iter(PlannedStream(samples, recipe))), model, cross_entropy())
     >>> assert_same_gradient(run, model)
     """
     found = {name: _gradients(run, model, recipe) for name, recipe in (recipes or LAYOUTS).items()}
