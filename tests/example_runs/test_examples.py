@@ -137,7 +137,6 @@ def test_images_and_text_have_the_gradient_of_samples_one_by_one(tmp_path: Path)
     assert int(most) <= 256
 
 
-@pytest.mark.slow
 def test_a_run_is_planned_without_a_gpu(tmp_path: Path) -> None:
     printed = run(tmp_path, "plan_without_gpu.py")
     seconds = {
