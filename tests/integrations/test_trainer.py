@@ -296,3 +296,28 @@ def test_a_loader_resumes_after_any_step(workers: int) -> None:
     skipped.set_epoch(1)
     skipped.skip_steps(3)
     assert [batch["input_ids"].tolist() for batch in skipped] == tokens[2 * (first + 3) :]
+
+
+def test_a_checkpoint_is_refused_if_its_steps_end_elsewhere_now(tmp_path: Path) -> None:
+    """The Trainer resumes from a number of steps, which once meant other samples silently."""
+    run_trainer(tmp_path, "packed", stop=20, save_steps=5)
+    with pytest.raises(
+        CursorError, match=r"saved at sample 36 of epoch 1, .* sample 19 of epoch 2"
+    ):
+        run_trainer(tmp_path, "packed", resume=True, gradient_accumulation_steps=3)
+    with pytest.raises(CursorError, match="shuffled by seed 42 and is shuffled by seed 7"):
+        run_trainer(tmp_path, "packed", resume=True, seed=7)
+    trainer = planned_trainer(tmp_path)
+    trainer._lengths = [1, *LENGTHS[1:]]
+    with pytest.raises(CursorError, match="lengths was"):
+        trainer.train(resume_from_checkpoint=True)
+    again = run_trainer(tmp_path, "packed", resume=True, epochs=6, save_strategy="no")
+    assert [len(epoch) for epoch in again["reads"]] == [83 - 36, 83, 83, 83, 83]
+
+
+def test_steps_counted_in_samples_resume_with_other_batches(tmp_path: Path) -> None:
+    changes: Any = {"steps": Steps(samples=7), "epochs": 2, "save_steps": 17}
+    run_trainer(tmp_path, "packed", stop=18, gradient_accumulation_steps=5, **changes)
+    resumed = run_trainer(tmp_path, "padded", resume=True, gradient_accumulation_steps=6, **changes)
+    whole = run_trainer(tmp_path / "whole", "padded", gradient_accumulation_steps=6, **changes)
+    assert sorted(resumed["reads"][0]) == sorted(whole["reads"][1][5 * 7 :])
