@@ -53,6 +53,7 @@ def _given(part: Any) -> dict[str, Any]:
 
 def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[str]) -> None:
     """Raise if the cursor belongs to a stream that differs in more than `allow` permits."""
+    allow = {allow} if isinstance(allow, str) else set(allow)
     for name in sorted(allow):
         if name not in CHANGES:
             raise ConfigError(f"unknown change {name!r}; expected some of: {', '.join(CHANGES)}.")
