@@ -204,7 +204,13 @@ class Streamed(IterableDataset):  # type: ignore[misc]
 
 
 def run_streamed(
-    folder: Path, stop: int | None = None, resume: bool = False, workers: int = 0, **changes: Any
+    folder: Path,
+    stop: int | None = None,
+    resume: bool = False,
+    workers: int = 0,
+    tokens: int = 48,
+    allow: Any = (),
+    **changes: Any,
 ) -> dict[str, Any]:
     """18 steps of a dataset without a length; an epoch has about 14."""
     arguments = arguments_of(
@@ -214,8 +220,9 @@ def run_streamed(
         tiny_model(),
         arguments,
         train_dataset=changes.pop("dataset", Streamed()),
-        recipe=Recipe(layout=Packed(max_tokens=48), **changes),
+        recipe=Recipe(layout=Packed(max_tokens=tokens), **changes),
         callbacks=[Events(Samples(), stop)],
+        allow=allow,
     )
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -234,6 +241,18 @@ def test_a_dataset_without_a_length_resumes_exactly(tmp_path: Path, workers: int
     resumed = run_streamed(tmp_path / "stopped", resume=True, workers=workers)
     assert resumed["losses"] == whole["losses"]
     assert resumed["parameters"] == whole["parameters"]
+
+
+def test_a_dataset_without_a_length_resumes_with_another_budget(tmp_path: Path) -> None:
+    assert run_streamed(tmp_path, stop=5) == {}
+    with pytest.raises(CursorError, match=r"allow=\{'budget'\} to load_state_dict or the trainer"):
+        run_streamed(tmp_path, resume=True, tokens=64)
+    resumed = run_streamed(tmp_path, resume=True, tokens=64, allow={"budget"})
+    assert resumed["trainer"].state.global_step == 18
+    trainer = planned_trainer(tmp_path)
+    trainer._allow = {"budget"}
+    with pytest.raises(ConfigError, match="allow has no effect on a dataset with a length"):
+        trainer.get_train_dataloader()
 
 
 def test_a_dataset_without_a_length_needs_steps_of_micro_batches(tmp_path: Path) -> None:

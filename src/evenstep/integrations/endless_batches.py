@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class EndlessBatches:
         if writes:
             write_position(checkpoint, state)
 
-    def load(self, checkpoint: Path) -> None:
-        """Start after the step of a checkpoint, on any number of processes."""
-        self._loader.load_state_dict(read_position(checkpoint))
+    def load(self, checkpoint: Path, allow: Collection[str] = ()) -> None:
+        """Start after the step of a checkpoint, on any number of processes. `allow` names settings
+        that may have changed since."""
+        self._loader.load_state_dict(read_position(checkpoint), allow)

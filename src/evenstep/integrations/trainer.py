@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ class EvenstepMixin:
     lengths  per sample, its number of tokens, or the name of a column. By default each sample is
              read once, unless the dataset is a source that knows them
     collate  the collator of samples, for extras
+    allow    of a dataset without a length: settings that may have changed since the checkpoint that
+             is resumed from, such as `{"budget"}`; see `PooledStream.load_state_dict`
     """
 
     # Of the trainer that this is mixed into.
@@ -78,9 +80,10 @@ class EvenstepMixin:
         recipe: Recipe,
         lengths: ArrayLike | str | None = None,
         collate: Collator | None = None,
+        allow: Collection[str] = (),
         **options: Any,
     ) -> None:
-        self.recipe, self._lengths = recipe, lengths
+        self.recipe, self._lengths, self._allow = recipe, lengths, allow
         self._collate = Collator() if collate is None else collate
         super().__init__(*arguments, **options)
         _check_arguments(self.args)
@@ -110,6 +113,8 @@ class EvenstepMixin:
         """The planned micro-batches of this process; those of a pool without known lengths."""
         if self._endless:
             return self._pooled()
+        if self._allow:
+            raise ConfigError("allow has no effect on a dataset with a length. Remove it.")
         stream = self._stream()
         check_accelerator(self.accelerator, stream)
         check_fingerprints(self.accelerator, stream)
@@ -189,7 +194,7 @@ class EvenstepMixin:
             prefetch_factor=args.dataloader_prefetch_factor,
         )
         if self._resumed:
-            batches.load(Path(self._resumed))
+            batches.load(Path(self._resumed), self._allow)
         self.batches = batches
         return batches
 

@@ -81,6 +81,6 @@ def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[
         names = ", ".join(map(repr, sorted(needed)))
         raise CursorError(
             f"the stream has changed since the cursor was taken: {'; '.join(differing.values())}. "
-            f"Restore the settings, or pass allow={{{names}}} to load_state_dict, which resumes "
-            f"with the new ones."
+            f"Restore the settings, or pass allow={{{names}}} to load_state_dict or the trainer, "
+            f"which resumes with the new ones."
         )
