@@ -1,10 +1,11 @@
-"""Draws the pictures of the documentation: `python docs/pictures/draw.py`."""
+"""Draws the pictures of the documentation: `python -m docs.pictures.draw`."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from docs.pictures import concepts
 from evenstep import Cost, Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.report import comparison_picture, plan_picture
 
@@ -55,6 +56,8 @@ def main() -> None:
     """Write the pictures next to this file."""
     for name, draw in {"comparison": comparison, "plan": plan}.items():
         (HERE / f"{name}.svg").write_text(draw(), "utf-8")
+    for name, canvas in concepts.PICTURES.items():
+        (HERE / f"{name}.svg").write_text(canvas().svg, "utf-8")
 
 
 if __name__ == "__main__":

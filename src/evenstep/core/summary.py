@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def counted(number: int, noun: str) -> str:
     """A number with its noun.
 
-    >>> counted(1, "step"), counted(1200, "micro-batch"), counted(0, "rank")
-    ('1 step', '1,200 micro-batches', '0 ranks')
+    >>> counted(1, "step"), counted(1200, "micro-batch"), counted(2, "epoch")
+    ('1 step', '1,200 micro-batches', '2 epochs')
     """
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 

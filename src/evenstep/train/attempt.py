@@ -19,7 +19,7 @@ from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.batch_shard import BatchShard
 from evenstep.train.backward import Backward
 from evenstep.train.bundle import Bundle
-from evenstep.train.framework import Framework
+from evenstep.train.framework import Framework, device_of
 from evenstep.train.kept import Keeper, Places
 from evenstep.train.loss_terms import LossTerms
 from evenstep.train.measures import Measures
@@ -52,10 +52,11 @@ class Attempt:
         self.runner, self.work = runner, work
         self.framework = Framework.of(runner.model)
         self.losses = runner.losses
-        self.compute, self.communicate, self.busy = Stopwatch(), Stopwatch(), Busy(runner.device)
+        self.device = runner.device if runner.device is not None else device_of(runner.model)
+        self.compute, self.communicate, self.busy = Stopwatch(), Stopwatch(), Busy(self.device)
         self.position = 0
         self.measures = Measures(runner.cost)
-        self.stream = _stream(runner.device)
+        self.stream = _stream(self.device)
         self.ages: list[float] = []
         self.groups: set[int] = set()  # counted by GroupMean on this rank
         self.fed: MicroBatch | None = None  # being prepared
@@ -192,8 +193,8 @@ class Attempt:
             # Use the model's stream; this thread has another current stream.
             with torch.cuda.stream(self.stream):
                 batch = batch.pin_memory() if batch.device.type == "cpu" else batch
-                return batch.to(self.runner.device, non_blocking=True)
-        return batch if self.runner.device is None else batch.to(self.runner.device)
+                return batch.to(self.device, non_blocking=True)
+        return batch if self.device is None else batch.to(self.device)
 
     def _collated(self, micro: MicroBatch, samples: Mapping[int, Any]) -> Batch:
         try:

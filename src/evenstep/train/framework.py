@@ -118,6 +118,13 @@ class Framework:
             self.model.set_is_last_backward(True)
 
 
+def device_of(model: Any) -> torch.device | None:
+    """The device of the model's first parameter; None if there is none or it has no memory yet."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    device = next((parameter.device for parameter in parameters), None)
+    return None if device is not None and device.type == "meta" else device
+
+
 def fsdp_groups(model: Any) -> list[Any]:
     """The parameter groups of all modules that fully_shard wraps, each once."""
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]

@@ -91,7 +91,8 @@ class Runner:
                   `lambda batch: shard_context(batch, rank, size)`
     preprocess    Batch -> Batch, without gradient, on the device and just before the micro-batch
                   runs; for example adds the log-probs of a reference model as an extra
-    device        where batches are moved before they run; None leaves them
+    device        where batches are moved before they run; None: where the model's first parameter
+                  is
     prefetch      number of micro-batches prepared ahead; prefetch + 1 are alive. If the device has
                   no memory for the next one yet, it is copied when it runs
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second

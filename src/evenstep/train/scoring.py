@@ -26,6 +26,7 @@ from evenstep.tensors.outputs import select_output
 from evenstep.tensors.restore import restore_ragged
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.forwards import Forward, forward_of
+from evenstep.train.framework import device_of
 from evenstep.train.prefetch import Prefetch
 
 
@@ -60,6 +61,8 @@ def compute_log_probs(
     A `Step` in place of samples and recipe gives the results of this rank's samples, in the order
     of `step.own_sample_ids`, without communication.
 
+    Batches are moved to `device`; None: where the model's first parameter is. So are results.
+
     The model runs in eval mode, without dropout, and is in its earlier mode afterwards. Samples
     need `input_ids` only; other keys are ignored unless `collate` is given. Logits are divided by
     `temperature`. With `entropy`, each result is (tokens, 2): the log-prob, and the entropy of the
@@ -73,6 +76,7 @@ def compute_log_probs(
     [3, 1]
     """
     ranks = Alone() if collective is None else collective
+    device = device_of(model) if device is None else device
     positive("temperature", temperature)
     wanted: Wanted = frozenset({"entropy"} if entropy else ())
     scorer = _Scorer(
