@@ -102,7 +102,11 @@ FAULTS = {
     "a slow link": ([*MODEL, "--gpu", "h200", "--link", "0"], "--link must be above 0"),
     "a cost without time": (["--flops", "1e12"], "the cost counts tokens only"),
     "an unknown strategy": ([*MODEL, "--gpu", "h200", "--only", "x"], "unknown strategy 'x'"),
-    "an unknown model": (["--model", "llama-9", "--gpu", "h200"], "neither a file nor a known"),
+    "an unknown model": (["--model", "llama-9", "--gpu", "h200"], "is not a known name"),
+    "a budget below the longest": (
+        [*MODEL, "--gpu", "h200", "--set", "layout.max_tokens=256"],
+        "no strategy can be simulated: sample",
+    ),
 }
 
 
@@ -126,6 +130,7 @@ def test_tune_prints_settings_and_recommends_one(
     said = capsys.readouterr().out
     assert "Recommended: " in said
     assert "GPU-hours" in said
+    assert said.count("→") == 1
     root = ET.fromstring(picture.read_text("utf-8"))
     circles = [each for each in root.iter() if each.tag.endswith("circle")]
     assert sum(each.get("class") == "ring" for each in circles) == 1
@@ -185,7 +190,7 @@ TUNE_FAULTS = {
     ),
     "a key that does not exist": (["--set", "topology.xp=3"], "xp"),
     "a picture of another kind": (["--picture", "tune.gif"], ".gif"),
-    "an unknown model": (["--model", "llama-9"], "neither a file nor a known"),
+    "an unknown model": (["--model", "llama-9"], "is not a known name"),
 }
 
 

@@ -60,3 +60,23 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "has 3 faults" in said
     assert "data is missing" in said
+
+
+def test_all_that_does_not_exist_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "layout: {max_tokens: 512}\nstream: {max_num_steps: 5}\ntopology: {dp: 3}\n"
+        "data: {paths: no/*.jsonl, format: chat, tokenizer: none, template: nil.jinja}\n"
+        "model: {path: nowhere}\ntrainer: {out: run, device: gpu7}\n"
+    )
+
+    assert main(["train", str(config)]) == 2
+
+    said = capsys.readouterr().err
+    assert "has 6 faults" in said
+    for fault in ("data.paths", "data.tokenizer", "data.template", "model.path", "topology.dp"):
+        assert fault in said
+    assert "trainer.device 'gpu7' is unknown" in said
+    assert list(tmp_path.iterdir()) == [config]

@@ -44,6 +44,11 @@ def test_the_example_of_the_document(strategy: Any, ids: Any, lengths: Any) -> N
     assert [len(row) for row in found["attention_mask"]] == [len(row) for row in ids]
 
 
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_a_dataset_without_rows_stays_one(strategy: Any) -> None:
+    assert pack_dataset(Dataset.from_dict({"input_ids": []}), 4, strategy=strategy).num_rows == 0
+
+
 @examples(60)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=40),

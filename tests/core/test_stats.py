@@ -152,3 +152,23 @@ def test_whatever_it_is_over_a_sample_alone_is_counted(layout: Any, limits: Limi
     plan = make_plan(lengths, recipe, columns={"patches": lengths})
     assert plan.stats()["num_alone"] == 2
     assert sum(step["num_alone"] for step in plan.step_stats()) == 2
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
+def test_slots_before_are_those_of_padded_batches_of_8_in_order(overflow: Any) -> None:
+    lengths = np.random.default_rng(0).integers(1, 120, 300)
+    packed = Recipe(
+        layout=Packed(max_tokens=100, round_to=4),
+        topology=Topology(dp=2),
+        steps=Steps(samples=45),
+        overflow=overflow,
+    )
+    plan = make_plan(lengths, packed)
+    segments = plan.segments.take(np.lexsort((plan.segments.start, plan.segments.sample)))
+    step = plan.step_of[segments.sample]
+    for number, stats in enumerate(plan.step_stats()):
+        alone = Recipe(layout=Padded(samples=8, round_to=4), balance="none")
+        batches = make_plan(segments.length[step == number], alone)
+        assert stats["slots_before"] == batches.slots.sum()
+    total = sum(stats["slots_before"] for stats in plan.step_stats())
+    assert plan.stats()["slots_before"] == total

@@ -132,6 +132,32 @@ def test_a_changed_dataset_is_stored_again(tmp_path: Path) -> None:
     assert corpus.stored(tmp_path / "stored").fingerprint != before
 
 
+def test_samples_are_stored_again_if_the_tokenizer_or_the_template_changed(tmp_path: Path) -> None:
+    from tokenizers.pre_tokenizers import CharDelimiterSplit
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.data.test_text import word_level
+
+    folder, template = tmp_path / "tokenizer", tmp_path / "chat.jinja"
+    fast = PreTrainedTokenizerFast(tokenizer_object=word_level(), unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    template.write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    corpus = Corpus(
+        paths=str(corpora.jsonl(tmp_path, "messages", corpora.chat_of)),
+        format="chat",
+        tokenizer=str(folder),
+        template=str(template),
+    )
+    found = [corpus.stored(tmp_path / "stored").fingerprint]
+    template.write_text("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}")
+    found.append(corpus.stored(tmp_path / "stored").fingerprint)
+    changed = word_level()
+    changed.pre_tokenizer = CharDelimiterSplit("b")
+    PreTrainedTokenizerFast(tokenizer_object=changed, unk_token="[UNK]").save_pretrained(folder)
+    found.append(corpus.stored(tmp_path / "stored").fingerprint)
+    assert len(set(found)) == 3
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [

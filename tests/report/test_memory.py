@@ -75,7 +75,7 @@ def test_layers_whose_memory_is_unknown_are_refused() -> None:
 
 
 def test_a_missing_model_is_one_sentence_with_the_names() -> None:
-    with pytest.raises(ConfigError, match="'llama-9' is neither a file nor a known name"):
+    with pytest.raises(ConfigError, match="'llama-9' is not a known name"):
         named_config("llama-9")
 
 

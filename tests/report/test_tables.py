@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from evenstep import make_plan
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.recipe import Recipe
@@ -9,7 +10,7 @@ from evenstep.core.topology import Topology
 from evenstep.report import Entry, comparison_page, plan_page, plan_picture, sections
 from evenstep.report.comparison import HEADER, cells
 from evenstep.report.numbers import factor, percent, seconds, times
-from evenstep.report.tables import cost_line, step_table
+from evenstep.report.tables import Row, cost_line, step_table
 from tests.handmade import handmade
 
 RECIPE = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
@@ -51,7 +52,17 @@ def test_a_count_of_one_is_singular() -> None:
     assert "1 token lost" in notes
     assert "30 tokens lost" in notes
     assert any(note.startswith("at least 1 is needed") for note in notes)
-    assert any("of the 10 slots at full width" in note for note in notes)
+
+
+def test_padding_removed_is_against_padded_batches_of_8() -> None:
+    lengths = [4] * 7 + [10] + [6, 2]  # batches of 8 in order: 8 · 10 + 2 · 6 slots, 46 tokens
+    plan = make_plan(lengths, Recipe(layout=Packed(max_tokens=46)))
+    padding = {row.label: row for row in sections(plan.stats())[1].rows}
+    note = "100 % of the 46 of padded batches of 8"
+    assert padding["padding removed"] == Row("padding removed", "46", note)
+    even = make_plan([4] * 8, Recipe(layout=Packed(max_tokens=32)))
+    padding = {row.label: row for row in sections(even.stats())[1].rows}
+    assert padding["padding removed"].note == "padded batches of 8 have none"
 
 
 def test_the_table_of_steps_has_a_row_for_each() -> None:

@@ -1,35 +1,21 @@
 """Ray Data counts the same tokens as processes do."""
 
 import json
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 
 from evenstep.cli import main
 from evenstep.data import Corpus
 from evenstep.errors import InputError
 from tests.data import corpora
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        # A token of its own: Ray would write one to the home directory.
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=200_000_000,
-            log_to_driver=False,
-        )
-        yield
-        ray.shutdown()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("cluster"),
+]
 
 
 @pytest.mark.parametrize("workers", [None, 1, 2])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,25 +20,14 @@ from evenstep.train import RolloutBatch
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
 from tests.train.rollouts import make_rollouts, recipe_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("cluster"),
+]
 
 SIZE, DISPATCHES, KILLS = 4, 100, 30
 Worker = ray.remote(RolloutWorker)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        # A token of its own: Ray would write one to the home directory.
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        ray.init(
-            num_cpus=SIZE,
-            include_dashboard=False,
-            object_store_memory=200_000_000,
-            log_to_driver=False,
-        )
-        yield
-        ray.shutdown()
 
 
 def started(count: int = SIZE, delay: float = 0.0) -> list[Any]:

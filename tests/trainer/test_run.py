@@ -16,7 +16,7 @@ from transformers import BloomConfig, LlamaConfig
 from evenstep import Topology
 from evenstep.config import FaultsError, LoraSettings, ModelSettings, Settings
 from evenstep.data import Corpus
-from evenstep.errors import ConfigError, EvenstepError, FileError
+from evenstep.errors import ConfigError, EvenstepError
 from evenstep.train import StepResult
 from evenstep.trainer import train
 from evenstep.trainer.checkpoints import complete, read_place
@@ -117,10 +117,11 @@ def test_a_hugging_face_model_is_trained_packed(tmp_path: Path, lora: LoraSettin
     assert all(record["padding"] == 0 for record in logged(out))
 
 
-def test_a_model_that_cannot_pack_is_padded_with_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["evenstep", "eager"])
+def test_a_model_that_cannot_pack_is_padded_with_a_warning(tmp_path: Path, attention: str) -> None:
     folder = tmp_path / "model"
     BloomConfig(vocab_size=256, hidden_size=32, n_layer=2, n_head=2).save_pretrained(folder)
-    model = ModelSettings(path=str(folder), attention="eager")
+    model = ModelSettings(path=str(folder), attention=attention)
     run = settings(tmp_path / "run", texts(tmp_path), model=model, stream={"max_num_steps": 2})
 
     with (
@@ -146,20 +147,38 @@ def test_options_change_the_loss_little_or_not_at_all(
 
 def test_faults_are_found_before_the_first_step(tmp_path: Path) -> None:
     data = texts(tmp_path)
-    with pytest.raises(FileError, match="no files"):
+    with pytest.raises(ConfigError, match="no files"):
         train(settings(tmp_path / "run", str(tmp_path / "nothing*.jsonl")))
     with pytest.raises(ConfigError, match="ids up to 255"):
         train(settings(tmp_path / "run", data, model=ModelSettings(vocab=100)))
-    with pytest.raises(FileError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist"):
         train(settings(tmp_path / "run", data, model=ModelSettings(path=str(tmp_path / "no"))))
     recipe = settings(tmp_path, data).recipe
     two, shared = (replace(recipe, topology=each) for each in (Topology(dp=2), Topology(cp=2)))
-    with pytest.raises(ConfigError, match="2 but 1 processes were started"):
+    with pytest.raises(ConfigError, match="2, but the number of processes is 1"):
         train(settings(tmp_path / "run", data, recipe=two))
     with pytest.raises(FaultsError) as caught:
         train(Settings(recipe=shared))
     assert len(caught.value.faults) == 4
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (("q_proj", "nope"), "no layer 'nope'; it has embed_tokens, q_proj"),
+        (("norm",), "model.lora does not fit the model"),
+    ],
+)
+def test_adapters_of_layers_that_cannot_have_them_are_refused(
+    tmp_path: Path, targets: tuple[str, ...], says: str
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    LlamaConfig(vocab_size=256, num_attention_heads=2, **sizes).save_pretrained(tmp_path / "model")
+    lora = LoraSettings(rank=2, targets=targets)
+    model = ModelSettings(path=str(tmp_path / "model"), lora=lora)
+    with pytest.raises(ConfigError, match=says):
+        train(settings(tmp_path / "run", texts(tmp_path), model=model))
 
 
 def test_a_chat_takes_loss_on_the_assistant_only(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from evenstep.core.glimpse import printable
 from evenstep.report.comparison import HEADER, LEGEND, MUCH, Entry, cells, closing
+from evenstep.report.numbers import times
 from evenstep.report.tables import cost_line, sections, step_table
 from evenstep.screen import console, print_grid
 
@@ -109,7 +110,8 @@ def print_outcome(ended: Outcome, out: str) -> None:
     state = "stopped" if ended.stopped else "done"
     loss = "" if ended.loss is None else f", loss {ended.loss:.4f}"
     overhead = "" if ended.overhead is None else f", overhead {ended.overhead:.1%}"
-    print(f"{state} after {ended.steps:,} steps{loss}, {ended.seconds:.0f} s{overhead}: {out}")
+    steps = times(ended.steps, "step")
+    print(f"{state} after {steps}{loss}, {ended.seconds:.0f} s{overhead}: {out}")
 
 
 def print_figures(figures: Mapping[str, int | float], title: str) -> None:

@@ -88,7 +88,7 @@ def simulate(
     from evenstep.cli.job import load_job
     from evenstep.cli.overrides import overrides_of
     from evenstep.cli.simulation_output import print_simulations
-    from evenstep.cli.strategies import built_in_strategies, own_strategy, refuse_duplicates
+    from evenstep.cli.strategies import TODAY, built_in_strategies, own_strategy, refuse_duplicates
     from evenstep.errors import ConfigError, PlanError
     from evenstep.report.simulation.simulate import Simulation
     from evenstep.screen import progress
@@ -115,7 +115,7 @@ def simulate(
                 found[each.name] = speed.simulated(each.job(job), each.overrides, advance)
             except (ConfigError, PlanError) as error:
                 faults[each.name] = str(error)
-    if not found:
+    if faults and not found.keys() - {TODAY}:
         raise PlanError(f"no strategy can be simulated: {next(iter(faults.values()))}")
     with terminal.printing():
         if json:

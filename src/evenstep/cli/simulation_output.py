@@ -46,18 +46,19 @@ def print_simulations(
 
 
 def print_settings(settings: Sequence[Setting], chosen: Setting, why: str, title: str) -> None:
-    """The best settings, and the recommended one."""
+    """The best settings by number, an arrow at the recommended one."""
     shown = list(settings[:_MOST_SETTINGS])
     shown += [] if chosen in shown else [chosen]
     left = len(settings) - len(shown)
     header = (
-        "layout", "max tokens", "samples per step", "dp × cp", "micro- batches", "re- compute",
-        "step time", "tokens/s", "GPU- hours", "memory GiB",
+        "row", "layout", "max tokens", "samples per step", "dp × cp", "micro- batches",
+        "re- compute", "step time", "tokens/s", "GPU- hours", "memory GiB",
     )  # fmt: skip
     rows = []
-    for each in shown:
+    for number, each in enumerate(shown, 1):
         topology = each.recipe.topology
         cells = (
+            f"{'→' if each is chosen else ' '} {number}",
             each.layout, count(each.budget), count(each.samples), f"{topology.dp} × {topology.cp}",
             count(each.waves), "yes" if each.checkpointing else "no", seconds(each.step_seconds),
             count(each.tokens_per_second), f"{each.gpu_hours:,.4g}",

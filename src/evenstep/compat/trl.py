@@ -49,6 +49,8 @@ def pack_dataset(
         packed = pack_dataset(dataset, seq_length=4096)
     """
     one_of("packing strategy", strategy, _Strategy)
+    if getattr(dataset, "num_rows", None) == 0:
+        return dataset  # `map` would not add the column
     layout = _format_of(dataset)
     packed = dataset.with_format("arrow").map(
         _pack_rows,

@@ -8,6 +8,7 @@ from typing import Any
 
 from evenstep.core.cost import Cost
 from evenstep.core.glimpse import cut, glimpse
+from evenstep.core.model.named import path_of_model
 from evenstep.core.model.presets import PRESETS
 from evenstep.errors import ConfigError, FileError
 
@@ -31,28 +32,13 @@ def model_cost(model: object) -> Cost:
     """
     if not isinstance(model, str) or not model:
         raise ConfigError(f"cost.model must be a name or a path, got {glimpse(model)}.")
-    if model in PRESETS:
+    path = path_of_model(model, "cost.model")
+    if path is None:
         return Cost.named(model)
-    path = Path(model)
-    try:
-        found = path.exists()
-    except (OSError, ValueError):  # too long, or with a zero byte
-        found = False
-    if not found:
-        raise ConfigError(
-            f"cost.model {glimpse(path.name)} is not a known name, and {_place(path)} has no such "
-            f"file. Give the path of a config.json or of its folder, or one of: "
-            f"{', '.join(PRESETS)}."
-        )
     try:
         return Cost.of_config(path)
     except (ConfigError, FileError) as error:
         raise ConfigError(f"cost.model: {error}") from None
-
-
-def _place(path: Path) -> str:
-    parent = str(path.parent)
-    return "the working directory" if parent == "." else cut(parent, 300)
 
 
 def beside(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:

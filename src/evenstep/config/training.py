@@ -37,7 +37,8 @@ class ModelSettings:
 
     path       folder of a Hugging Face model; or a config.json, for random weights. None: the
                decoder of the sizes below
-    attention  attention implementation of a Hugging Face model
+    attention  attention implementation of a Hugging Face model; one that cannot call "evenstep"
+               keeps its own
     vocab      size of the decoder's vocabulary; None: that of the tokenizer
 
     >>> ModelSettings(hidden=128).heads

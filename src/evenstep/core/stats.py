@@ -28,7 +28,11 @@ Progress: TypeAlias = Callable[[int, int], None]
 def of_plan(
     plan: Plan, width: int | None = None, progress: Progress | None = None
 ) -> dict[str, Value]:
-    """The measures over all steps. `width` is the padded input's; default: the longest sample."""
+    """The measures over all steps.
+
+    `slots_before` counts every sample at `width`, the padded input's; by default it counts padded
+    batches of 8 samples in order, which most training scripts form.
+    """
     table = StepTable(plan, progress)
     dropped = plan.step_of < 0
     return {
@@ -55,7 +59,7 @@ def _measure(table: StepTable, steps: slice, width: int | None) -> dict[str, Val
     samples = table.samples_of(steps)
     tokens = int(table.tokens[micro].sum())
     slots = int(table.slots[micro].sum())
-    before = len(samples) * (width or int(plan.lengths[samples].max(initial=0)))
+    before = len(samples) * width if width else int(table.batched_slots[steps].sum())
     count, real = micro.stop - micro.start, int(table.real[steps].sum())
     ideal = float(table.ideal[steps].sum())
     time, floor = table.time[steps], table.floor_time[steps]

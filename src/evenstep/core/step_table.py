@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from evenstep.core.bottleneck import filled_micro_batches, unpadded_times
 from evenstep.core.floor import Floors, second_costs
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
+from evenstep.core.rounding import divided_up, rounded_up
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
@@ -21,7 +22,8 @@ class StepTable:
 
     `tokens_by_rank` is the most tokens of a rank, `tokens_by_wave` the sum over waves of the most
     tokens of a micro-batch; `rank_sum` and `lock_step` are the same for cost. `time` is the one
-    that `sync_every` names, with the second work.
+    that `sync_every` names, with the second work. `batched_slots` are the slots of the same
+    segments in padded batches of 8, in the order of the samples.
     """
 
     def __init__(self, plan: Plan, progress: Callable[[int, int], None] | None = None) -> None:
@@ -66,6 +68,7 @@ class StepTable:
         self.kept = sum_by(sample, plan.segments.length, count).astype(np.int64)
         self.num_segments = np.bincount(sample, minlength=count)
         self.alone = self.floors.over & (np.repeat(held, held) == 1)
+        self.batched_slots = _batched_slots(plan, self._segments)
 
     def _measure_floors(self, progress: Callable[[int, int], None] | None) -> None:
         floors = self.floors.of_steps(progress)
@@ -121,3 +124,22 @@ def _largest(values: FloatArray, starts: IntArray) -> FloatArray:
     if len(values):
         found[held > 0] = np.maximum.reduceat(values, starts[:-1][held > 0])
     return found
+
+
+def _batched_slots(plan: Plan, starts: IntArray, size: int = 8) -> IntArray:
+    """The slots of each step in padded batches of `size` segments, in the order of the samples.
+
+    starts [0, 3]: one step; its lengths [5, 2, 4] in batches of 2 -> 2 · 5 + 1 · 4 slots
+    """
+    segments, held = plan.segments, np.diff(starts)
+    step = np.repeat(np.arange(len(held)), held)
+    order = np.lexsort((segments.start, segments.sample, step))
+    batches = divided_up(held, size)
+    first = np.arange(int(batches.sum())) - np.repeat(offsets_of(batches)[:-1], batches)
+    first = np.repeat(starts[:-1], batches) + size * first
+    if not len(first):
+        return np.zeros(len(held), np.int64)
+    longest = np.maximum.reduceat(segments.length[order], first)
+    rows = np.diff(first, append=len(order))
+    slots = rows * rounded_up(longest, plan.recipe.width_unit)
+    return sum_by(np.repeat(np.arange(len(held)), batches), slots, len(held)).astype(np.int64)

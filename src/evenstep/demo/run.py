@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.text import Text
 
 from evenstep import screen
 from evenstep.core.archive import replace_file
@@ -77,7 +77,8 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
     )
     records = train_all(corpus.paths[0], each)
     entries = [entry_of(name, record) for name, record in records.items()]
-    console.print(table(records, entries))
+    console.print(Text("The same steps in three layouts", "bold"))
+    screen.print_grid(console, ["", *records], rows(records, entries))
     losses = np.array([record["losses"] for record in records.values()])
     console.print(
         f"\nThe losses of a step differ by at most {np.ptp(losses, axis=0).max():.1e}: the same "
@@ -293,28 +294,21 @@ class _Silent:
         pass
 
 
-def table(records: dict[str, dict[str, Any]], entries: list[Entry]) -> Table:
-    """One column per layout: throughput, padding and balance, then the loss of every step."""
+def rows(records: dict[str, dict[str, Any]], entries: list[Entry]) -> list[list[Text]]:
+    """A label and a figure of each layout: throughput, padding, balance, the loss of every step."""
     found = list(records.values())
     baseline = found[0]["tokens_per_second"]
-    made = Table(title="The same steps in three layouts")
-    made.add_column("")
-    for name in records:
-        made.add_column(name, justify="right")
     speeds = [record["tokens_per_second"] for record in found]
-    made.add_row("tokens/s", *(f"{s:,.0f} ({s / baseline:.2f}×)" for s in speeds))
-    made.add_row("slots", *(f"{entry.stats['slots']:,}" for entry in entries))
-    made.add_row("padding", *(f"{entry.stats['padding_ratio']:.1%}" for entry in entries))
-    made.add_row("micro-batches per rank", *(f"{record['micro_batches']:,}" for record in found))
-    made.add_row("imbalance per step, planned", *(f"{record['planned']:.4f}×" for record in found))
-    made.add_row(
-        "imbalance per step, measured", *(f"{record['measured']:.3f}×" for record in found)
-    )
-    made.add_row(
-        "planning time per step", *(f"{record['planning'] * 1e3:.1f} ms" for record in found)
-    )
-    made.add_row("waiting for data", *(f"{record['waiting']:.1%}" for record in found))
-    made.add_section()
+    made = {
+        "tokens/s": [f"{s:,.0f} ({s / baseline:.2f}×)" for s in speeds],
+        "slots": [f"{entry.stats['slots']:,}" for entry in entries],
+        "padding": [f"{entry.stats['padding_ratio']:.1%}" for entry in entries],
+        "micro-batches per rank": [f"{record['micro_batches']:,}" for record in found],
+        "imbalance per step, planned": [f"{record['planned']:.4f}×" for record in found],
+        "imbalance per step, measured": [f"{record['measured']:.3f}×" for record in found],
+        "planning time per step": [f"{record['planning'] * 1e3:.1f} ms" for record in found],
+        "waiting for data": [f"{record['waiting']:.1%}" for record in found],
+    }
     for step in range(len(found[0]["losses"])):
-        made.add_row(f"loss of step {step}", *(f"{r['losses'][step]:.6f}" for r in found))
-    return made
+        made[f"loss of step {step}"] = [f"{record['losses'][step]:.6f}" for record in found]
+    return [[Text(cell) for cell in (label, *figures)] for label, figures in made.items()]

@@ -106,12 +106,7 @@ def _padding(stats: Mapping[str, Value]) -> Section:
                 _int(stats, "padding"),
                 f"{percent(_number(stats, 'padding_ratio'))} of slots",
             ),
-            Row(
-                "padding removed",
-                _int(stats, "removed_padding"),
-                f"{percent(_number(stats, 'removed_padding_ratio'))} of the "
-                f"{_times(stats, 'slots_before', 'slot')} at full width",
-            ),
+            Row("padding removed", _int(stats, "removed_padding"), _removed(stats)),
             Row(
                 "budget used",
                 percent(_number(stats, "bin_utilization")),
@@ -119,6 +114,14 @@ def _padding(stats: Mapping[str, Value]) -> Section:
             ),
         ],
     )
+
+
+def _removed(stats: Mapping[str, Value]) -> str:
+    before = _number(stats, "slots_before") - _number(stats, "tokens")
+    if not before:
+        return "padded batches of 8 have none"
+    share = percent(_number(stats, "removed_padding") / before)
+    return f"{share} of the {count(before)} of padded batches of 8"
 
 
 def _balance(stats: Mapping[str, Value]) -> Section:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from evenstep.config.faults import FaultsError
 from evenstep.config.settings import Settings
+from evenstep.core.world import World
 from evenstep.data.corpus.corpus import Corpus
+from evenstep.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +23,7 @@ class Job:
 
 
 def job_of(settings: Settings, source: str = "") -> Job:
-    """The job, or an error with all that is missing or has no effect.
+    """The job, or an error with all that is missing, does not exist or has no effect.
 
     >>> from evenstep import Packed, Recipe
     >>> job_of(Settings(recipe=Recipe(layout=Packed(max_tokens=8192))), "run.yaml")
@@ -29,7 +31,7 @@ def job_of(settings: Settings, source: str = "") -> Job:
     evenstep.config.faults.FaultsError: run.yaml has 3 faults: (1) data is missing...
     """
     data, steps, out = settings.data, settings.stream.max_num_steps, settings.trainer.out
-    faults = list(_faults(settings))
+    faults = [*_faults(settings), *_not_here(settings)]
     if faults or data is None or not steps or not out:
         raise FaultsError(faults, source)
     return Job(settings=settings, corpus=data, steps=steps, folder=Path(out))
@@ -58,3 +60,23 @@ def _faults(settings: Settings) -> list[str]:
         )
         found[fault] = getattr(recipe.topology, name) > 1
     return [fault for fault, wrong in found.items() if wrong]
+
+
+def _not_here(settings: Settings) -> list[str]:
+    """What the settings name that this process does not have: files, processes, a device."""
+    from evenstep.trainer.ranks import device_of  # imports torch
+
+    found = [] if settings.data is None else settings.data.faults()
+    path, dp, size = settings.model.path, settings.recipe.topology.dp, World.detect().size
+    if path is not None and not Path(path).exists():
+        found.append(f"model.path: {path} does not exist. Give a folder or a config.json.")
+    if dp not in (1, size):
+        found.append(
+            f"topology.dp is {dp}, but the number of processes is {size}. Remove dp, or start "
+            f"torchrun --nproc-per-node {dp}."
+        )
+    try:
+        device_of(settings.trainer.device)
+    except ConfigError as error:
+        found.append(f"trainer.{error}")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,24 +89,31 @@ def _hugging_face(options: ModelSettings) -> Any:
         raise ConfigError(
             'model.path needs transformers. Install it with pip install "evenstep[hf]".'
         ) from None
-    import evenstep.integrations.hf_attention  # noqa: F401  registers "evenstep"
+    from transformers.utils import logging
 
+    from evenstep.integrations.hf_attention import NAME, use_attention
+
+    logging.disable_progress_bar()  # every rank would draw one, in logs too
     path = Path(str(options.path))
-    if not path.exists():
-        raise FileError(f"model.path: {path} does not exist. Give a folder or a config.json.")
     folder = path if path.is_dir() else path.parent
     weights = path.is_dir() and any(path.glob("*.safetensors"))
-    chosen: dict[str, Any] = {"attn_implementation": options.attention}
+    ours = options.attention == NAME
+    chosen: dict[str, Any] = {} if ours else {"attn_implementation": options.attention}
     try:
         if weights:
-            return AutoModelForCausalLM.from_pretrained(
+            model = AutoModelForCausalLM.from_pretrained(
                 folder, local_files_only=True, dtype=torch.float32, **chosen
             )
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise FileError(f"model.path: {path} is not a causal language model ({reason}).") from None
+    if ours:
+        with suppress(ConfigError):  # it keeps its own, and `choose_layout` warns if it must pad
+            use_attention(model)
+    return model
 
 
 def _check_vocabulary(size: int, needed: int, what: str) -> None:
@@ -121,11 +129,22 @@ def _adapted(model: Any, lora: LoraSettings) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError("model.lora needs peft. Install it with pip install peft.") from None
+    names = [name for name, each in model.named_modules() if not any(each.children())]
+    for target in lora.targets:  # peft ignores one that matches no layer, if another does
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            known = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            raise ConfigError(
+                f"model.lora.targets: the model has no layer {target!r}; it has {', '.join(known)}."
+            )
     targets: Any = list(lora.targets) or "all-linear"
     options = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
-    return get_peft_model(model, options)
+    try:
+        return get_peft_model(model, options)
+    except ValueError as error:  # a layer that cannot have an adapter
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"model.lora does not fit the model ({reason}).") from None
 
 
 def _checkpoint(model: Any, layers: list[Any]) -> None:

@@ -71,9 +71,9 @@ def device_of(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}. Use cpu or cuda.") from None
+        raise ConfigError(f"device {name!r} is unknown. Use cpu or cuda.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no GPU. Set device to cpu.")
+        raise ConfigError("device is cuda, but torch sees no GPU. Set it to cpu.")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

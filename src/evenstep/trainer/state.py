@@ -109,12 +109,6 @@ def recipe_for(job: Job, ranks: Ranks, model: Any, cost: Cost | None, corpus: To
     cannot pack."""
     settings, size = job.settings, ranks.world.size
     recipe = settings.recipe
-    given = recipe.topology.dp
-    if given not in (1, size):
-        raise ConfigError(
-            f"topology.dp is {given} but {size} processes were started. Remove dp, or start "
-            f"torchrun --nproc-per-node {given}."
-        )
     changes: dict[str, Any] = {"topology": replace(recipe.topology, dp=size)}
     if cost is not None and recipe.cost == Cost():
         changes["cost"] = cost

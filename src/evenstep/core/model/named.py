@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evenstep.core.glimpse import glimpse
+from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.model.config import ModelConfig, read_model_config
 from evenstep.core.model.presets import PRESETS
 from evenstep.errors import ConfigError
@@ -16,16 +16,30 @@ def named_config(model: str) -> ModelConfig:
     >>> named_config("llama-3-8b").whole("hidden_size")
     4096
     """
-    if model in PRESETS:
+    path = path_of_model(model, "--model")
+    if path is None:
         return ModelConfig(PRESETS[model], model)
+    return read_model_config(path).section("text")
+
+
+def path_of_model(model: str, key: str) -> Path | None:
+    """The path of a model's configuration; None for a known name. `key` is the user's word for it.
+
+    >>> path_of_model("llama-3-8b", "--model") is None
+    True
+    """
+    if model in PRESETS:
+        return None
     path = Path(model)
     try:
         found = bool(model) and path.exists()
     except (OSError, ValueError):  # too long, or with a zero byte
         found = False
     if not found:
+        parent = str(path.parent)
+        place = "the working directory" if parent == "." else cut(parent, 300)
         raise ConfigError(
-            f"--model {glimpse(model)} is neither a file nor a known name. Give the path of a "
-            f"config.json or of its folder, or one of: {', '.join(PRESETS)}."
+            f"{key} {glimpse(path.name)} is not a known name, and {place} has no such file. Give "
+            f"the path of a config.json or of its folder, or one of: {', '.join(PRESETS)}."
         )
-    return read_model_config(path).section("text")
+    return path

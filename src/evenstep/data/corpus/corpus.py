@@ -20,7 +20,7 @@ from evenstep.data.corpus.files import corpus_files, format_of, statuses
 from evenstep.data.corpus.formats import TOKENIZED, Format
 from evenstep.data.corpus.known_counts import known_counts
 from evenstep.data.corpus.saved_dataset import SavedDataset
-from evenstep.data.corpus.tokenizer import load_tokenizer, vocabulary
+from evenstep.data.corpus.tokenizer import check_folder, load_tokenizer, vocabulary
 from evenstep.data.sources.jsonl import Jsonl
 from evenstep.data.sources.megatron import MegatronTokens
 from evenstep.data.sources.parquet import ParquetText
@@ -29,7 +29,7 @@ from evenstep.data.sources.text import RowDecoder, as_tokenize
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_writer import TokenFileWriter
 from evenstep.data.sources.transform import ItemTransform, Transform
-from evenstep.errors import ConfigError, FileError, InputError
+from evenstep.errors import ConfigError, EvenstepError, FileError, InputError
 
 _EVERY = 64  # samples between two reports
 
@@ -85,6 +85,20 @@ class Corpus:
         kind = self.format or format_of(files)
         self._refuse_idle(kind)
         return files, kind
+
+    def faults(self) -> list[str]:
+        """What the settings name that does not exist, or has no effect on the files that do.
+
+        >>> Corpus(paths="nowhere/*.jsonl", tokenizer="nowhere").faults()[1]
+        'data.tokenizer: nowhere is not a folder. Give that of a tokenizer.'
+        """
+        found = []
+        for check in (self._found, lambda: check_folder(self.tokenizer), self._template_text):
+            try:
+                check()
+            except EvenstepError as error:
+                found.append(str(error))
+        return found
 
     def token_counts(
         self,
@@ -175,10 +189,13 @@ class Corpus:
         return source(files, field=field, tokenizer=tokenizer, transform=transform)
 
     def _encoder(self, tokenizer: Any) -> ChatEncoder:
+        return ChatEncoder(tokenizer, self._template_text())
+
+    def _template_text(self) -> str | None:
         template = None if self.template is None else _text(Path(self.template))
         if self.template is not None and template is None:
             raise FileError(f"data.template: {self.template} cannot be read. Check the path.")
-        return ChatEncoder(tokenizer, template)
+        return template
 
     def vocabulary(self) -> int:
         """One more than the largest token id that the tokenizer gives."""
@@ -186,7 +203,9 @@ class Corpus:
 
     def _key(self, files: list[Path]) -> str:
         """What the token file depends on, as JSON."""
-        seen = [[str(file), status.st_size, status.st_mtime_ns] for file, status in statuses(files)]
+        named = [Path(each) for each in (self.tokenizer, self.template) if each is not None]
+        found = statuses([*files, *named])
+        seen = [[str(file), status.st_size, status.st_mtime_ns] for file, status in found]
         digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
         options = {**asdict(self), "paths": list(self.paths)}
         return json.dumps({"options": options, "files": len(files), "digest": digest}, indent=1)

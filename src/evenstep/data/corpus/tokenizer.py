@@ -10,6 +10,12 @@ from evenstep.errors import ConfigError, FileError
 BYTES = 256
 
 
+def check_folder(folder: str | None) -> None:
+    """Raise unless the folder exists; None needs none."""
+    if folder is not None and not Path(folder).is_dir():
+        raise FileError(f"data.tokenizer: {folder} is not a folder. Give that of a tokenizer.")
+
+
 def load_tokenizer(folder: str | None) -> Any:
     """The Hugging Face tokenizer in a folder; None for None, which means UTF-8 bytes.
 
@@ -17,8 +23,7 @@ def load_tokenizer(folder: str | None) -> Any:
     """
     if folder is None:
         return None
-    if not Path(folder).is_dir():
-        raise FileError(f"data.tokenizer: {folder} is not a folder. Give that of a tokenizer.")
+    check_folder(folder)
     try:
         from transformers import AutoTokenizer
     except ImportError:

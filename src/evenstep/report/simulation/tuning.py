@@ -112,7 +112,7 @@ def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
     recomputing = ", recomputing activations" if chosen.checkpointing else ""
     return (
         f"Recommended: {chosen.layout} micro-batches of {count(chosen.budget)} slots, "
-        f"{count(chosen.samples)} samples per step, dp {topology.dp}, cp {topology.cp}"
+        f"{times(chosen.samples, 'sample')} per step, dp {topology.dp}, cp {topology.cp}"
         f"{recomputing}. It {speed}, and takes {percent(chosen.memory.peak / memory)} of the "
         f"memory of a GPU. {_loss(chosen.simulation)}"
     )
