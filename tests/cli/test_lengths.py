@@ -45,6 +45,21 @@ def test_every_format_gives_lengths_without_empty_samples(
     assert main(["plan", str(out), "--max-tokens", "64"]) == 0
 
 
+def test_standard_input_is_counted_in_the_format_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = corpora.jsonl(tmp_path, "text", str), tmp_path / "lengths.npy"
+    command = [sys.executable, "-m", "evenstep", "lengths", "-", "--format", "jsonl"]
+    subprocess.run(
+        [*command, "--out", str(out)], input=path.read_bytes(), check=True, capture_output=True
+    )
+    assert np.load(out).tolist() == FULL
+    for arguments in (("-",), ("-", path, "--format", "jsonl"), ("-", "--format", "parquet")):
+        lengths(*arguments, "--out", tmp_path / "none.npy", code=2)
+        assert "Set --format to one of: text, jsonl, chat" in capsys.readouterr().err
+    assert not (tmp_path / "none.npy").exists()
+
+
 def test_chats_are_counted_with_their_roles(tmp_path: Path) -> None:
     path, out = corpora.jsonl(tmp_path, "messages", chat_of), tmp_path / "lengths.npy"
     lengths(path, "--format", "chat", "--out", out)

@@ -159,6 +159,8 @@ class TestLazy:
         data = iter([collate_documents([{"tokens": [1, 2]}])])
         with pytest.raises(InputError, match="ended after 1 of 2 micro-batches"):
             runner.run_step(data, ScheduleConfig(depth_first_micro_batches=2))
+        with pytest.raises(InputError, match=r"data_iterator is a list, .* Pass iter"):
+            runner.run_step([], ScheduleConfig())  # type: ignore[arg-type]
 
 
 class TestExact:

@@ -123,6 +123,14 @@ class TestDocument:
                 dyn_bsz=False, pad_to_length=True,
             )  # fmt: skip
 
+    @pytest.mark.parametrize("change", [{"dyn_bsz": False}, {"dyn_bsz_runtime": "worker"}])
+    def test_a_warm_up_without_effect_is_refused(self, change: Any) -> None:
+        with pytest.raises(ConfigError, match="bsz_warmup_ratio has no effect"):
+            build_dataloader(
+                dataset=[], micro_batch_size=1, global_batch_size=1, max_seq_len=4, train_steps=9,
+                bsz_warmup_ratio=0.5, **change,
+            )  # fmt: skip
+
 
 class TestCollator:
     LABELLED = (

@@ -157,6 +157,8 @@ def test_data_and_order_cannot_change() -> None:
         other.load_state_dict(state, allow=ALL)
     with pytest.raises(ConfigError, match="unknown change 'data'; expected"):
         simple().load_state_dict(state, allow={"data"})
+    with pytest.raises(ConfigError, match="unknown change 'data'"):
+        simple().load_state_dict(state, allow="data")
 
 
 def test_a_fingerprint_may_be_given() -> None:

@@ -26,7 +26,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.mapped import Mapped
+from evenstep.data.sources.mapped import Mapped, MeasuredMapped
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError, SampleError
 from tests.data.datasets import MapStyle
@@ -389,6 +389,28 @@ def test_an_unreadable_sample_is_named_or_skipped_and_counted() -> None:
     for micro, samples in step:
         assert set(micro.segments.sample.tolist()) <= samples.keys()
         assert micro.rows == 1
+
+
+def test_skipping_all_samples_is_an_error() -> None:
+    """A bug in a transform once gave empty steps."""
+
+    def broken(row: Any) -> Any:
+        raise KeyError("text")
+
+    source = MeasuredMapped([{"input_ids": [1]}] * 6, lengths=[1] * 6, transform=broken)
+    recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=3))
+    first, second = PlannedStream(source, recipe, on_error="skip")
+    with pytest.warns(UserWarning, match=r"cannot be read \(KeyError: 'text'\)\.$"):
+        first.loaded()
+    with pytest.raises(InputError, match=r"all of the first 6 samples .*KeyError: 'text'"):
+        second.loaded()
+
+
+def test_the_samples_of_a_planned_step_are_not_iterated_by_number() -> None:
+    """Tried one number after another, which had no end with on_error='skip'."""
+    step = next(iter(PlannedStream([{"input_ids": [1]}], Recipe(layout=Packed(max_tokens=8)))))
+    with pytest.raises(TypeError, match="not iterable"):
+        list(step.samples)  # type: ignore[call-overload]
 
 
 def test_a_stream_that_skips_has_no_totals_of_samples() -> None:

@@ -204,7 +204,13 @@ class Streamed(IterableDataset):  # type: ignore[misc]
 
 
 def run_streamed(
-    folder: Path, stop: int | None = None, resume: bool = False, workers: int = 0, **changes: Any
+    folder: Path,
+    stop: int | None = None,
+    resume: bool = False,
+    workers: int = 0,
+    tokens: int = 48,
+    allow: Any = (),
+    **changes: Any,
 ) -> dict[str, Any]:
     """18 steps of a dataset without a length; an epoch has about 14."""
     arguments = arguments_of(
@@ -214,8 +220,9 @@ def run_streamed(
         tiny_model(),
         arguments,
         train_dataset=changes.pop("dataset", Streamed()),
-        recipe=Recipe(layout=Packed(max_tokens=48), **changes),
+        recipe=Recipe(layout=Packed(max_tokens=tokens), **changes),
         callbacks=[Events(Samples(), stop)],
+        allow=allow,
     )
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -234,6 +241,18 @@ def test_a_dataset_without_a_length_resumes_exactly(tmp_path: Path, workers: int
     resumed = run_streamed(tmp_path / "stopped", resume=True, workers=workers)
     assert resumed["losses"] == whole["losses"]
     assert resumed["parameters"] == whole["parameters"]
+
+
+def test_a_dataset_without_a_length_resumes_with_another_budget(tmp_path: Path) -> None:
+    assert run_streamed(tmp_path, stop=5) == {}
+    with pytest.raises(CursorError, match=r"allow=\{'budget'\} to load_state_dict or the trainer"):
+        run_streamed(tmp_path, resume=True, tokens=64)
+    resumed = run_streamed(tmp_path, resume=True, tokens=64, allow={"budget"})
+    assert resumed["trainer"].state.global_step == 18
+    trainer = planned_trainer(tmp_path)
+    trainer._allow = {"budget"}
+    with pytest.raises(ConfigError, match="allow has no effect on a dataset with a length"):
+        trainer.get_train_dataloader()
 
 
 def test_a_dataset_without_a_length_needs_steps_of_micro_batches(tmp_path: Path) -> None:
@@ -296,3 +315,28 @@ def test_a_loader_resumes_after_any_step(workers: int) -> None:
     skipped.set_epoch(1)
     skipped.skip_steps(3)
     assert [batch["input_ids"].tolist() for batch in skipped] == tokens[2 * (first + 3) :]
+
+
+def test_a_checkpoint_is_refused_if_its_steps_end_elsewhere_now(tmp_path: Path) -> None:
+    """The Trainer resumes from a number of steps, which once meant other samples silently."""
+    run_trainer(tmp_path, "packed", stop=20, save_steps=5)
+    with pytest.raises(
+        CursorError, match=r"saved at sample 36 of epoch 1, .* sample 19 of epoch 2"
+    ):
+        run_trainer(tmp_path, "packed", resume=True, gradient_accumulation_steps=3)
+    with pytest.raises(CursorError, match="shuffled by seed 42 and is shuffled by seed 7"):
+        run_trainer(tmp_path, "packed", resume=True, seed=7)
+    trainer = planned_trainer(tmp_path)
+    trainer._lengths = [1, *LENGTHS[1:]]
+    with pytest.raises(CursorError, match="lengths was"):
+        trainer.train(resume_from_checkpoint=True)
+    again = run_trainer(tmp_path, "packed", resume=True, epochs=6, save_strategy="no")
+    assert [len(epoch) for epoch in again["reads"]] == [83 - 36, 83, 83, 83, 83]
+
+
+def test_steps_counted_in_samples_resume_with_other_batches(tmp_path: Path) -> None:
+    changes: Any = {"steps": Steps(samples=7), "epochs": 2, "save_steps": 17}
+    run_trainer(tmp_path, "packed", stop=18, gradient_accumulation_steps=5, **changes)
+    resumed = run_trainer(tmp_path, "padded", resume=True, gradient_accumulation_steps=6, **changes)
+    whole = run_trainer(tmp_path / "whole", "padded", gradient_accumulation_steps=6, **changes)
+    assert sorted(resumed["reads"][0]) == sorted(whole["reads"][1][5 * 7 :])

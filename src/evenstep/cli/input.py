@@ -41,7 +41,7 @@ class Input:
         """The input at `path`; a pipe is read at once."""
         try:
             if path == STANDARD:
-                return cls(Path(called(path)), _standard_input())
+                return cls(Path(called(path)), standard_input())
             regular = stat.S_ISREG(path.stat().st_mode)
             return cls(path, None if regular else path.read_bytes())
         except OSError as error:
@@ -65,9 +65,10 @@ class Input:
         return io.TextIOWrapper(self.open(), encoding="utf-8-sig", newline="")
 
 
-def _standard_input() -> bytes:
+def standard_input() -> bytes:
+    """All of standard input."""
     if sys.stdin is None or sys.stdin.closed:
-        raise FileError("standard input is closed. Pipe lengths into it, or name a file.")
+        raise FileError("standard input is closed. Pipe into it, or name a file.")
     return sys.stdin.buffer.read()
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
@@ -18,7 +21,7 @@ Data: TypeAlias = Annotated[
     list[str],
     typer.Argument(
         help="Files, folders or globs: text, JSONL, Parquet, saved Hugging Face datasets, token "
-        "files or Megatron .bin/.idx.",
+        "files or Megatron .bin/.idx; - for standard input, with --format.",
         metavar="DATA...",
         show_default=False,
     ),
@@ -73,6 +76,8 @@ EngineOption: TypeAlias = Annotated[
     str, typer.Option("--engine", help="processes, or ray for Ray Data.", metavar="ENGINE")
 ]
 
+_PIPED = ("text", "jsonl", "chat")  # formats that need no file of a certain kind
+
 
 def lengths(
     data: Data,
@@ -99,16 +104,19 @@ def lengths(
 
     if out.suffix.lower() != ".npy":
         raise FileError(f"{out} has the suffix {out.suffix!r}, expected .npy. Rename the output.")
-    files.refuse_unwritable([Path(path) for path in data], out)
+    files.refuse_unwritable([Path(path) for path in data if path != "-"], out)
     try:
-        corpus = Corpus(
-            paths=tuple(data),
-            format=cast("Any", format_),
-            field=field,
-            tokenizer=tokenizer,
-            template=template,
-        )
-        with progress("Counting tokens", "sample") as advance:
+        with (
+            _named(data, format_) as paths,
+            progress("Counting tokens", "sample") as advance,
+        ):
+            corpus = Corpus(
+                paths=paths,
+                format=cast("Any", format_),
+                field=field,
+                tokenizer=tokenizer,
+                template=template,
+            )
             counts = corpus.token_counts(
                 workers=workers, engine=cast("Any", engine), progress=advance
             )
@@ -127,6 +135,26 @@ def lengths(
         else:
             output.print_figures(figures, f"Lengths of {' '.join(data)}")
     output.remark(f"wrote {out}")
+
+
+@contextmanager
+def _named(data: list[str], format_: str | None) -> Iterator[tuple[str, ...]]:
+    """The paths of the data; standard input is kept in a temporary file meanwhile."""
+    from evenstep.cli.input import standard_input
+    from evenstep.errors import InputError
+
+    if "-" not in data:
+        yield tuple(data)
+        return
+    if len(data) > 1 or format_ not in _PIPED:
+        raise InputError(
+            f"- is standard input, which has no name and stands alone. Set --format to one of: "
+            f"{', '.join(_PIPED)}, and pass no other file."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"standard input{'.txt' if format_ == 'text' else '.jsonl'}")
+        path.write_bytes(standard_input())
+        yield (str(path),)
 
 
 def _figures(lengths: IntArray, left_out: int) -> dict[str, int | float]:

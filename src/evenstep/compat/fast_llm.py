@@ -8,7 +8,7 @@ size, because backwards are scaled by one constant per step, not by the tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -229,6 +229,12 @@ class ScheduleRunner:
         Losses and documents are those of all ranks. Without an optimizer, the second is whether
         loss and gradient are finite. The metrics have `documents_seen` after this step.
         """
+        given: object = data_iterator
+        if not isinstance(given, Iterator):
+            raise InputError(
+                f"data_iterator is a {type(given).__name__}, so every step would begin it anew. "
+                f"Pass iter(...) of it, made once before the first step."
+            )
         self._iteration = iteration
         by_part = schedule.per_micro_batch_normalization
         runner = self._per_micro_batch if by_part else self._exact
@@ -254,7 +260,7 @@ class ScheduleRunner:
 class _Pulled:
     """The next `count` batches of an iterator, pulled one at a time."""
 
-    source: Iterable[Batch]
+    source: Iterator[Batch]
     count: int
     budget: int | None = None
 
@@ -262,10 +268,9 @@ class _Pulled:
         return self.count
 
     def __iter__(self) -> Iterator[Batch]:
-        source = iter(self.source)
         for number in range(self.count):
             try:
-                yield next(source)
+                yield next(self.source)
             except StopIteration:
                 raise InputError(
                     f"the data ended after {number} of {self.count} micro-batches of a step. Run "

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from evenstep.data.streams.pooled import PooledStream
-from evenstep.errors import CursorError
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.run_state import gather_state
-
-_NAME = "evenstep.json"
+from evenstep.integrations.saved_position import read_position, write_position
 
 
 class EndlessBatches:
@@ -37,15 +34,9 @@ class EndlessBatches:
         """Gather the positions of all processes after the last micro-batch; one `writes` them."""
         state = gather_state(self._loader)
         if writes:
-            (checkpoint / _NAME).write_text(json.dumps(state))
+            write_position(checkpoint, state)
 
-    def load(self, checkpoint: Path) -> None:
-        """Start after the step of a checkpoint, on any number of processes."""
-        try:
-            state = json.loads((checkpoint / _NAME).read_text())
-        except (OSError, ValueError) as error:
-            raise CursorError(
-                f"{checkpoint} has no position of the data that can be read ({error}). Resume from "
-                f"an earlier checkpoint."
-            ) from None
-        self._loader.load_state_dict(state)
+    def load(self, checkpoint: Path, allow: Collection[str] = ()) -> None:
+        """Start after the step of a checkpoint, on any number of processes. `allow` names settings
+        that may have changed since."""
+        self._loader.load_state_dict(read_position(checkpoint), allow)

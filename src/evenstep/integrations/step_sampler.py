@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -12,6 +14,7 @@ from evenstep.core.step import Step
 from evenstep.core.validate import whole_number
 from evenstep.data.streams.batcher import micro_batch
 from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.streams.position import StreamPosition
 from evenstep.data.streams.step_work import Progress
 from evenstep.errors import ConfigError, CursorError, PlanError
 
@@ -53,6 +56,7 @@ class StepSampler:
         self._loaded = False  # and not iterated since
         self._total = 0  # steps over all epochs
         self._longest: int | None = None
+        self._passed: dict[int, StreamPosition] = {}  # after each step of the epoch, by its number
 
     def _check(self) -> None:
         stream, fixed = self.stream, self.stream.recipe.steps.micro_batches
@@ -139,6 +143,37 @@ class StepSampler:
         self._done, self._loaded = whole_number("done", state["done"], least=0), True
         self._total = self.stream.done
 
+    def position_after(self, step: int) -> dict[str, Any]:
+        """The cursor after so many steps over all epochs of equal length, for trainers that only
+        save their number."""
+        epoch, done = divmod(step, self.steps)
+        at = self._passed.get(done)
+        if at is None or at.epoch != epoch:
+            at = self._skipped_to(epoch, done)
+        return self.stream.cursor(replace(at, step=step)).to_dict()
+
+    def _skipped_to(self, epoch: int, done: int) -> StreamPosition:
+        stream = copy.copy(self.stream)
+        stream.set_epoch(epoch, 0)
+        stream.skip_batches(done)
+        start = stream.start()
+        return StreamPosition.from_dict(start.place, start.step)
+
+    def check_position(self, state: Mapping[str, Any]) -> None:
+        """Raise if these settings would not resume at the position of a checkpoint, whose number of
+        steps is all that a trainer resumes from."""
+        copy.copy(self.stream).load_state_dict(state)  # raises if it is of other data
+        was, now = state["place"], self.position_after(state["step"])["place"]
+        if was != now:
+            raise CursorError(
+                f"the checkpoint was saved at sample {was['position']} of epoch {was['epoch']}, "
+                f"but with these settings its {state['step']} steps end at sample "
+                f"{now['position']} of epoch {now['epoch']}. Restore the recipe, the number of "
+                f"processes, gradient_accumulation_steps and num_train_epochs. They may change if "
+                f"steps are counted in samples (Steps(samples=...)). With ignore_data_skip=True "
+                f"the epoch begins anew."
+            )
+
     @staticmethod
     def _state(cursor: dict[str, Any], done: int) -> dict[str, Any]:
         return {"cursor": cursor, "done": done}
@@ -151,13 +186,16 @@ class StepSampler:
 
     def _parts(self, done: int) -> Iterator[Part]:
         state = self.state_dict()
+        self._passed = {}
         for step in self.stream.walk():
             done += 1
+            self._passed[done] = StreamPosition.from_dict(step.cursor.place, step.cursor.step)
             state = self._state(step.cursor.to_dict(), done)
             self._total = step.number + 1
             yield from self._full(step, state)
         epoch, empty = self.epoch, micro_batch([], self.stream.recipe)
         for number in range(done + 1, 1 + (0 if self.epochs is None else self.steps)):
+            self._passed[number] = self._passed.get(number - 1, StreamPosition(epoch))
             state = {**state, "done": number}
             yield from self._numbered([empty] * self.per_step, state, epoch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from evenstep.errors import ConfigError
 from evenstep.integrations.accelerate import check_accelerator, check_fingerprints
 from evenstep.integrations.endless_batches import EndlessBatches
 from evenstep.integrations.hf_collate import HfCollate
+from evenstep.integrations.saved_position import has_position, read_position, write_position
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
 from evenstep.integrations.supports import judged_once
 from evenstep.tensors.collate import Collator
@@ -53,7 +54,8 @@ class EvenstepMixin:
     step of the plan is an optimizer step of `gradient_accumulation_steps` micro-batches, or of
     fewer if the recipe says `Steps(samples=...)`; empty ones follow. Each sample runs once per
     epoch, in an order that depends on `data_seed` (else `seed`) and the epoch. Resuming from a
-    checkpoint is exact. `per_device_train_batch_size` and `data_collator` are for evaluation only.
+    checkpoint is exact, and refused if the data or settings have changed so that it cannot be.
+    `per_device_train_batch_size` and `data_collator` are for evaluation only.
 
     A dataset without a length, such as a streamed one, needs `max_steps`. Its micro-batches come
     from an endless `PooledStream`, whose position is saved with every checkpoint.
@@ -62,6 +64,8 @@ class EvenstepMixin:
     lengths  per sample, its number of tokens, or the name of a column. By default each sample is
              read once, unless the dataset is a source that knows them
     collate  the collator of samples, for extras
+    allow    of a dataset without a length: settings that may have changed since the checkpoint that
+             is resumed from, such as `{"budget"}`; see `PooledStream.load_state_dict`
     """
 
     # Of the trainer that this is mixed into.
@@ -76,9 +80,10 @@ class EvenstepMixin:
         recipe: Recipe,
         lengths: ArrayLike | str | None = None,
         collate: Collator | None = None,
+        allow: Collection[str] = (),
         **options: Any,
     ) -> None:
-        self.recipe, self._lengths = recipe, lengths
+        self.recipe, self._lengths, self._allow = recipe, lengths, allow
         self._collate = Collator() if collate is None else collate
         super().__init__(*arguments, **options)
         _check_arguments(self.args)
@@ -108,12 +113,16 @@ class EvenstepMixin:
         """The planned micro-batches of this process; those of a pool without known lengths."""
         if self._endless:
             return self._pooled()
+        if self._allow:
+            raise ConfigError("allow has no effect on a dataset with a length. Remove it.")
         stream = self._stream()
         check_accelerator(self.accelerator, stream)
         check_fingerprints(self.accelerator, stream)
         if isinstance(self.recipe.layout, Packed):
             self._check_packing()
         self.step_sampler = sampler = self._sampler(stream)
+        if self._resumed and not self.args.ignore_data_skip and has_position(Path(self._resumed)):
+            sampler.check_position(read_position(Path(self._resumed)))
         if getattr(self, "is_deepspeed_enabled", False) and sampler.has_fillers:
             raise ConfigError(
                 "epochs have different numbers of steps, and with DeepSpeed the steps that fill up "
@@ -185,7 +194,7 @@ class EvenstepMixin:
             prefetch_factor=args.dataloader_prefetch_factor,
         )
         if self._resumed:
-            batches.load(Path(self._resumed))
+            batches.load(Path(self._resumed), self._allow)
         self.batches = batches
         return batches
 
@@ -274,15 +283,18 @@ class _SkipFillers(TrainerCallback):  # type: ignore[misc]
 
 
 class _SavePosition(TrainerCallback):  # type: ignore[misc]
-    """Saves the position of a dataset without a length with every checkpoint."""
+    """Saves the position of the data with every checkpoint."""
 
     def __init__(self, trainer: EvenstepMixin) -> None:
         self._trainer = trainer
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self._trainer.batches is not None:
-            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            self._trainer.batches.save(checkpoint, args.should_save)
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        batches, sampler = self._trainer.batches, self._trainer.step_sampler
+        if batches is not None:
+            batches.save(checkpoint, args.should_save)
+        elif sampler is not None and args.should_save:
+            write_position(checkpoint, sampler.position_after(state.global_step))
 
 
 class _Inputs:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from evenstep.report.report_html import report_page
     from evenstep.report.run_log import RunLog
     from evenstep.report.simulation.cluster import Cluster
+    from evenstep.report.simulation.device import named_cluster
     from evenstep.report.simulation.simulate import Simulation, simulate
     from evenstep.report.suggestions import Advice, advice
     from evenstep.report.tables import Row, Section, sections
@@ -35,6 +36,7 @@ __all__ = [
     "advice",
     "comparison_page",
     "comparison_picture",
+    "named_cluster",
     "plan_page",
     "plan_picture",
     "png_of",
@@ -56,6 +58,7 @@ if not TYPE_CHECKING:
             "report_html": ["report_page"],
             "run_log": ["RunLog"],
             "simulation.cluster": ["Cluster"],
+            "simulation.device": ["named_cluster"],
             "simulation.simulate": ["Simulation", "simulate"],
             "tables": ["Row", "Section", "sections"],
         },

@@ -52,7 +52,8 @@ class Leak:
     def __str__(self) -> str:
         changed = "padding" if self.changed == PADDING else f"segment {self.changed}"
         changed = f"the length of {changed}" if self.change == "length" else changed
-        where = f", first in {self.layer} ({self.layer_type})" if self.layer_type else ""
+        layer = self.layer or "the model itself"
+        where = f", first in {layer} ({self.layer_type})" if self.layer_type else ""
         segments = ", ".join(map(str, self.moved))
         return f"changing {changed} moved the {self.what} of {segments} by {self.by:.1e}{where}"
 

@@ -262,6 +262,11 @@ def build_dataloader(
             "pad_to_length needs dyn_bsz: a fixed number of samples has no fixed length. Set "
             "dyn_bsz, or leave pad_to_length out."
         )
+    if bsz_warmup_ratio and not (dyn_bsz and dyn_bsz_runtime == "main"):
+        raise ConfigError(
+            "bsz_warmup_ratio has no effect without dyn_bsz and dyn_bsz_runtime='main'. Set both, "
+            "or leave it out."
+        )
     ranks = get_parallel_state()
     steps = _micro_batches(global_batch_size, micro_batch_size, ranks.dp_size)
     budget = micro_batch_size * max_seq_len

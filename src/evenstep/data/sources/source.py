@@ -6,6 +6,7 @@ several. A sample is usually a mapping with `input_ids`; streams need only its l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
@@ -132,6 +133,11 @@ def unreadable(sample_id: int, error: BaseException) -> SampleError:
         f"sample {sample_name(sample_id)} cannot be read ({type(error).__name__}: {error}). "
         f"Repair it, or skip such samples with on_error='skip'."
     )
+
+
+def cause_of(error: SampleError) -> str:
+    """What was wrong with a sample, without the advice to skip such samples."""
+    return re.split(r" (?:Repair|Remove) it, or skip", str(error))[0]
 
 
 LOSS_MASKS = ("loss_mask", "assistant_masks")

@@ -53,6 +53,7 @@ def _given(part: Any) -> dict[str, Any]:
 
 def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[str]) -> None:
     """Raise if the cursor belongs to a stream that differs in more than `allow` permits."""
+    allow = {allow} if isinstance(allow, str) else set(allow)
     for name in sorted(allow):
         if name not in CHANGES:
             raise ConfigError(f"unknown change {name!r}; expected some of: {', '.join(CHANGES)}.")
@@ -80,6 +81,6 @@ def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[
         names = ", ".join(map(repr, sorted(needed)))
         raise CursorError(
             f"the stream has changed since the cursor was taken: {'; '.join(differing.values())}. "
-            f"Restore the settings, or pass allow={{{names}}} to load_state_dict, which resumes "
-            f"with the new ones."
+            f"Restore the settings, or pass allow={{{names}}} to load_state_dict or the trainer, "
+            f"which resumes with the new ones."
         )

@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from evenstep.core.identity import sample_name
 from evenstep.core.validate import one_of
-from evenstep.data.sources.source import Draw, Sample, SampleSource, is_seeded, read_samples
-from evenstep.errors import SampleError
+from evenstep.data.sources.source import (
+    Draw,
+    Sample,
+    SampleSource,
+    cause_of,
+    is_seeded,
+    read_samples,
+)
+from evenstep.errors import InputError, SampleError
 
 OnError: TypeAlias = Literal["raise", "skip"]
 
+_MANY = 1000  # samples that cannot all be unreadable by chance
+
 
 class SampleLookup:
-    """Reads the samples of a planned stream. With `on_error="skip"` an unreadable one is None.
+    """Reads the samples of a planned stream. With `on_error="skip"` an unreadable one is None. That
+    all samples are unreadable, or the first 1000, is an error.
 
     >>> from evenstep.data.sources.memory import InMemory
     >>> SampleLookup(InMemory(["zero", "one"]), "raise")[1]
     'one'
     """
 
-    def __init__(
-        self, source: SampleSource, on_error: OnError, seed: int = 0, epoch: int = 0
-    ) -> None:
+    __iter__ = None  # indices are not tried one after another
+
+    def __init__(self, source: SampleSource, on_error: OnError, seed: int = 0) -> None:
         one_of("on_error", on_error, OnError)
         self.source, self.on_error = source, on_error
-        self.seed, self.epoch, self._seeded = seed, epoch, is_seeded(source)
-        self.skipped: list[int] = []
-        """Ids of the samples that this process could not read so far."""
+        self.seed, self.epoch, self._seeded = seed, 0, is_seeded(source)
+        self._tally = _Tally()
 
     def in_epoch(self, epoch: int) -> SampleLookup:
-        """The samples as they are in this epoch; `skipped` is shared."""
+        """The samples as they are in this epoch."""
         if epoch == self.epoch or not self._seeded:
             return self
-        other = SampleLookup(self.source, self.on_error, self.seed, epoch)
-        other.skipped = self.skipped
+        other = copy.copy(self)
+        other.epoch = epoch
         return other
 
     def __getitem__(self, sample_id: int) -> Sample | None:
         try:
-            return self._read(sample_id)
+            found = self._read(sample_id)
         except SampleError as error:
             if self.on_error == "raise":
                 raise
-            if not self.skipped:
-                warnings.warn(f"skipping unreadable samples. The first: {error}", stacklevel=2)
-            self.skipped.append(sample_id)
+            self._skip(error)
             return None
+        self._tally.read += 1
+        return found
+
+    def _skip(self, error: SampleError) -> None:
+        tally = self._tally
+        if not tally.skipped:
+            tally.first = cause_of(error)
+            warnings.warn(f"skipping unreadable samples. The first: {tally.first}", stacklevel=3)
+        tally.skipped += 1
+        if not tally.read and tally.skipped >= min(len(self.source), _MANY):
+            raise InputError(
+                f"all of the first {tally.skipped} samples were skipped. The first error: "
+                f"{tally.first}"
+            ) from error
 
     def _read(self, sample_id: int) -> Sample:
         draw = Draw(sample_id, self.epoch, self.seed) if self._seeded else None
@@ -58,3 +81,12 @@ class SampleLookup:
                 f"one per item. Use a PooledStream for items of several samples."
             )
         return found[0][1]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What this process has read and skipped so far, over all epochs."""
+
+    read: int = 0
+    skipped: int = 0
+    first: str = ""

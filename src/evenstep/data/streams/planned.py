@@ -27,10 +27,11 @@ from evenstep.data.streams.lookup import OnError, SampleLookup
 from evenstep.data.streams.per_sample import per_sample, whole_per_sample
 from evenstep.data.streams.plan_steps import PlanSteps, lengths_by_id
 from evenstep.data.streams.position import StreamPosition
+from evenstep.data.streams.step_bounds import bounds_of_all, bounds_of_epoch
 from evenstep.data.streams.step_maker import StepMaker
 from evenstep.data.streams.step_work import Progress, StepBounds, StepSource
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
-from evenstep.errors import CursorError, InputError
+from evenstep.errors import CursorError
 
 
 class PlannedStream:
@@ -196,30 +197,7 @@ class PlannedStream:
         return StepMaker(self._lookup, self._loss_tokens, self.fingerprint)
 
     def _bounds(self, at: StreamPosition) -> Iterator[StepBounds]:
-        """Where every step begins and ends, over epochs."""
-        while True:
-            found_any = at.position > 0  # in the current epoch
-            for bounds in self._epoch_from(at, self.max_num_steps):
-                yield bounds
-                at, found_any = bounds.after, True
-            if not self.infinite_loop or at.step == self.max_num_steps:
-                return
-            if not found_any:
-                raise InputError(
-                    f"epoch {at.epoch} has no sample to run, so an endless stream cannot continue. "
-                    f"Add samples, or use another overflow than 'drop'."
-                )
-            at = StreamPosition(at.epoch + 1, 0, at.step)
-
-    def _epoch_from(self, at: StreamPosition, most: int | None = None) -> Iterator[StepBounds]:
-        """Where every step of the rest of an epoch begins and ends, up to `most` steps in all."""
-        while most is None or at.step < most:
-            found = self._steps.next_step(at)
-            if found is None:
-                return
-            after = StreamPosition(at.epoch, at.position + found[0], at.step + 1)
-            yield StepBounds(at, after, found[1])
-            at = after
+        return bounds_of_all(self._steps, at, self.max_num_steps, endless=self.infinite_loop)
 
     # Position --------------------------------------------------------------------------------
 
@@ -363,7 +341,7 @@ class PlannedStream:
     ) -> EpochSize:
         total = len(self._steps)
         advance = None if progress is None else (lambda done: progress(done, total))
-        bounds = self._epoch_from(at)
+        bounds = bounds_of_epoch(self._steps, at)
         return measure(self._steps, bounds, drop_last=drop_last, progress=advance)
 
     def plan_epoch(self, epoch: int = 0, *, progress: Progress | None = None) -> Plan:
@@ -392,7 +370,7 @@ class PlannedStream:
         """Micro-batches per rank and step: those of the first step of the epoch."""
         if self.recipe.steps.micro_batches is not None:
             return self.recipe.steps.micro_batches
-        first = islice(self._epoch_from(StreamPosition(self._start.epoch)), 1)
+        first = islice(bounds_of_epoch(self._steps, StreamPosition(self._start.epoch)), 1)
         return measure(self._steps, first).micro_batches
 
     def __len__(self) -> int:

@@ -33,13 +33,12 @@ from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens,
 from evenstep.data.streams.lookup import OnError
 from evenstep.data.streams.order import EpochOrder
 from evenstep.data.streams.pool import Measure, Pool
-from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
+from evenstep.data.streams.pooled_cursor import all_states_of, merge_cursors, states_of
 from evenstep.data.streams.reader import PoolReader, warn_lost
 from evenstep.data.streams.reader_state import ReaderState, redealt
 from evenstep.data.streams.sample_columns import ColumnOf
 from evenstep.data.streams.samples_seen import SamplesSeen
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
-from evenstep.errors import CursorError
 
 
 class PooledStream:
@@ -244,16 +243,7 @@ class PooledStream:
             if first + turn in held and self._is_counted(held[first + turn]):
                 state = held[first + turn].measured(items.lengths)
                 return state if self.count_ahead else replace(state, left=None), turn
-        then = position["ranks"] * position["workers"]
-        missing = sorted(set(range(then)) - held.keys())
-        if missing:
-            raise CursorError(
-                f"the cursor holds {len(held)} of {then} readers ({position['ranks']} ranks x "
-                f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
-                f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
-                f"ranks and workers with merge_cursors."
-            )
-        states = list(held.values())
+        states = all_states_of(position, ranks, workers)
         every = [
             redealt(states, each, readers, items.count, items.lengths)
             for each in (range(readers) if self.count_ahead else [mine])

@@ -81,3 +81,18 @@ def states_of(position: Mapping[str, Any]) -> dict[int, ReaderState]:
             f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
         ) from None
     return {number: ReaderState.from_dict(data, number, readers) for number, data in given.items()}
+
+
+def all_states_of(position: Mapping[str, Any], ranks: int, workers: int) -> list[ReaderState]:
+    """The states of all readers, to resume on another number of ranks and workers."""
+    held = states_of(position)
+    then = position["ranks"] * position["workers"]
+    missing = sorted(set(range(then)) - held.keys())
+    if missing:
+        raise CursorError(
+            f"the cursor holds {len(held)} of {then} readers ({position['ranks']} ranks x "
+            f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
+            f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
+            f"ranks and workers with merge_cursors."
+        )
+    return list(held.values())

@@ -11,7 +11,7 @@ import numpy as np
 
 from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.data.sources.source import Sample, unreadable
+from evenstep.data.sources.source import Sample, cause_of, unreadable
 from evenstep.data.streams.batcher import PoolBatcher, micro_batch
 from evenstep.data.streams.cut import Cut, Piece, pieces_of
 from evenstep.data.streams.epoch_source import EpochSource
@@ -299,7 +299,7 @@ class PoolReader:
     def _skipped(self, error: SampleError) -> None:
         """Count a sample that is skipped; warn of the first, which may be due to a bug."""
         if self._first_error is None:
-            self._first_error = str(error).split(" Repair it, or skip")[0]
+            self._first_error = cause_of(error)
             warnings.warn(
                 f"skipping unreadable samples. The first: {self._first_error}", stacklevel=2
             )

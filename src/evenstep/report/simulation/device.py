@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from evenstep.core.cost import Cost
 from evenstep.core.gpu import Gpu
+from evenstep.core.model.named import named_config
 from evenstep.core.model.sizes import ModelSize
 from evenstep.core.topology import Topology
 from evenstep.report.simulation.cluster import Cluster
@@ -59,6 +60,17 @@ def cluster_of(
         parameters=size.parameters,
         hidden=size.hidden,
     )
+
+
+def named_cluster(model: str, gpu: str, topology: Topology) -> Cluster:
+    """A cluster by names, as `evenstep simulate --model llama-3-8b --gpu h200` simulates it.
+
+    `model` is a name of `Cost.named`, or the path of a config.json or its folder.
+
+    >>> named_cluster("llama-3-8b", "h200", Topology(dp=64)).per_node
+    8
+    """
+    return cluster_of(ModelSize.of(named_config(model)), Gpu.named(gpu), topology)
 
 
 def _attention(gpu: Gpu, topology: Topology) -> float:

@@ -1,0 +1,118 @@
+"""Gradients: checks that a trainer's gradient of a step does not depend on how it is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.core.layout import Packed, Padded
+from evenstep.core.recipe import Recipe
+from evenstep.errors import EvenstepError, InputError
+
+Gradients: TypeAlias = dict[str, Tensor]
+
+LAYOUTS = {
+    "one sample per micro-batch": Recipe(layout=Padded(samples=1), balance="none"),
+    "padded, 3 samples": Recipe(layout=Padded(samples=3)),
+    "packed, 2 samples": Recipe(layout=Packed(samples=2)),
+    "packed, 5 samples": Recipe(layout=Packed(samples=5)),
+}
+"""What `assert_same_gradient` compares by default; none depends on lengths."""
+
+
+class GradientError(EvenstepError, AssertionError):
+    """The gradient of a step depends on its layout."""
+
+
+def assert_same_gradient(
+    run: Callable[[Recipe], Any],
+    model: nn.Module,
+    recipes: Mapping[str, Recipe] | None = None,
+    *,
+    tolerance: float = 1e-4,
+) -> None:
+    """Run one step of your trainer in several layouts and compare the gradients that it leaves.
+
+    Raises a `GradientError` that names the layout and the parameter that differs most, or the
+    factor if all parameters differ by the same one. Clears `.grad`.
+
+    run        trains one step on always the same samples, laid out by the recipe, up to but without
+               the optimizer's update
+    model      has the gradients in `.grad` of its parameters
+    recipes    by name; the first is the one that others are compared with (default: one sample per
+               micro-batch; padded; packed twice)
+    tolerance  differences up to this, relative to the largest gradient, count as rounding
+
+    >>> from evenstep import PlannedStream
+    >>> from evenstep.demo import Decoder, DecoderShape
+    >>> from evenstep.tensors import cross_entropy
+    >>> from evenstep.train import run_step
+    >>> samples = [{"input_ids": list(range(1, n))} for n in (3, 9, 5, 4, 7, 8)]
+    >>> model = Decoder(DecoderShape(vocab=10))
+    >>> def run(recipe: Recipe) -> None:
+    ...     run_step(next(iter(PlannedStream(samples, recipe))), model, cross_entropy())
+    >>> assert_same_gradient(run, model)
+    """
+    found = {name: _gradients(run, model, recipe) for name, recipe in (recipes or LAYOUTS).items()}
+    if len(found) < 2:
+        raise InputError(f"expected two or more recipes, got {len(found)}.")
+    first, *others = found
+    scale = max((float(g.abs().max()) for g in found[first].values()), default=0.0)
+    if not scale:
+        raise InputError(
+            f"run left no gradient in the model's parameters ({first}). Let it call backward, and "
+            f"not zero_grad."
+        )
+    again = _gradients(run, model, (recipes or LAYOUTS)[first])
+    if _distance(again, found[first])[0] > tolerance * scale:
+        raise InputError(
+            f"two runs with the same recipe ({first}) differ. Use the same samples, do not update "
+            f"weights, and turn off randomness, for example with model.eval()."
+        )
+    for name in others:
+        if _distance(found[name], found[first])[0] > tolerance * scale:
+            raise GradientError(_difference(name, first, found, tolerance * scale))
+
+
+def _gradients(run: Callable[[Recipe], Any], model: nn.Module, recipe: Recipe) -> Gradients:
+    """What a run leaves in `.grad`; zeros for parameters without a gradient."""
+    model.zero_grad(set_to_none=True)
+    run(recipe)
+    found = {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _distance(one: Gradients, other: Gradients) -> tuple[float, str]:
+    """The largest difference, and its parameter; NaN counts as infinite."""
+    distances = {
+        name: float((one[name] - other[name]).abs().max().nan_to_num(torch.inf)) for name in one
+    }
+    worst = max(distances, key=distances.__getitem__)
+    return distances[worst], worst
+
+
+def _difference(name: str, first: str, found: Mapping[str, Gradients], allowed: float) -> str:
+    one, other = found[name], found[first]
+    product, square = (sum(float((g[n] * other[n]).sum()) for n in other) for g in (one, other))
+    factor = product / square
+    scaled = {n: gradient * factor for n, gradient in other.items()}
+    if _distance(one, scaled)[0] <= allowed:
+        return (
+            f"the gradient of {name!r} is {factor:.3g} times that of {first!r}. Divide the loss of "
+            f"a step by one number for all of its micro-batches."
+        )
+    by, worst = _distance(one, other)
+    share = by / max(float(gradient.abs().max()) for gradient in other.values())
+    return (
+        f"the gradient of {name!r} differs from that of {first!r}, most in {worst}: by {share:.1e} "
+        f"of the largest gradient. Sum the losses of tokens over the step and divide once, by the "
+        f"number of loss tokens of the step; then look for leaks between segments (find_leaks)."
+    )
