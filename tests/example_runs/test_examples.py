@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_surface import PACKAGES
+from docs.generate.packages import PACKAGES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NUMBER = r"[\d.]+e[-+]\d+"
