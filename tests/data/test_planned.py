@@ -597,3 +597,17 @@ def test_a_cursor_of_version_0_1_0_between_steps_still_loads(
     step = next(iter(stream))
     assert step.number == 2
     assert step.own_sample_ids.tolist() == expected
+
+
+def test_all_lengths_are_checked_before_the_first_step() -> None:
+    lengths = np.array([5] * 40 + [90, 3, 70])
+    recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(samples=4))
+    stream = PlannedStream(Lengths(lengths), recipe, shuffle=False)
+    with pytest.raises(
+        SampleError, match=r"sample 40 has 90 tokens.*\(1 more samples are too long"
+    ):
+        next(iter(stream))
+    with pytest.raises(SampleError, match="sample 41 has length 0; expected at least 1"):
+        next(iter(PlannedStream(Lengths(np.array([5] * 41 + [0])), recipe, shuffle=False)))
+    split = PlannedStream(Lengths(lengths), replace(recipe, overflow="split"), shuffle=False)
+    assert sum(len(step.own_sample_ids) for step in split) == len(lengths)

@@ -29,7 +29,13 @@ from evenstep.train.memory import TooLargeError
 from evenstep.train.normalization import Normalization, TokenMean
 from evenstep.train.recovery import recover
 from evenstep.train.result import StepResult
-from evenstep.train.step_checks import check_collective, check_fingerprints, check_pair_losses
+from evenstep.train.step_checks import (
+    check_collective,
+    check_fingerprints,
+    check_gradients_on,
+    check_loss_function,
+    check_pair_losses,
+)
 from evenstep.train.step_loss import Mode
 from evenstep.train.work import Work, empty_micro_batch
 
@@ -132,6 +138,8 @@ class Runner:
     def __post_init__(self) -> None:
         if self.forward is None:
             object.__setattr__(self, "forward", forward_of(self.model))
+        for name, each in self.losses.items():
+            check_loss_function(name, each.function)
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
         check_pair_losses(self.losses)
@@ -165,6 +173,7 @@ class Runner:
 
     def run(self, step: Step | Sequence[Batch] | LazyBatches) -> StepResult:
         """Run a step of a stream, or batches: a sequence, or lazy ones with a known number."""
+        check_gradients_on()
         if self.on_memory == "split" and (not isinstance(step, Step) or step.batches is not None):
             raise ConfigError(
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "

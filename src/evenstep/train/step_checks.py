@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -110,6 +111,30 @@ def extremes_of(reduced: Bundle) -> tuple[float, float]:
 def extremes_of_scale(scale: Tensor) -> dict[str, Metric]:
     """Metrics to check that all ranks have the same scale of their GradScaler."""
     return {SCALE_LEAST: Metric.min(scale), SCALE_MOST: Metric.max(scale)}
+
+
+def check_loss_function(name: str, function: Any) -> None:
+    """Raise if a loss cannot be called with outputs and a batch, such as `cross_entropy` itself."""
+    try:
+        signature(function).bind(None, None)
+    except ValueError:  # a built-in without a signature
+        return
+    except TypeError:
+        called = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"the loss {name!r} does not take (outputs, batch). Pass what a loss function of "
+            f"evenstep.tensors returns, such as cross_entropy(), or a function of these two; "
+            f"got {called}."
+        ) from None
+
+
+def check_gradients_on() -> None:
+    """Raise if torch records no gradients here."""
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "a runner computes gradients, but torch.no_grad or inference_mode is on. Leave it out, "
+            "or use compute_log_probs for values without gradients."
+        )
 
 
 def check_collective(ranks: int, collective: Collective) -> None:

@@ -35,7 +35,7 @@ def check_lengths(source: MeasuredSource, recipe: Recipe) -> None:
             at = int(np.argmax(lengths < 1))
             raise SampleError(
                 f"sample {begin + at} has length {lengths[at]}; expected at least 1. Remove it, or "
-                f"skip such samples with on_error='skip'."
+                f"skip such samples with on_error='skip' of a PooledStream."
             )
         long = refused(lengths, limit, recipe.overflow)
         count += len(long)

@@ -23,6 +23,7 @@ from evenstep.data.streams.epoch_size import EpochSize, measure
 from evenstep.data.streams.epoch_steps import EpochSteps
 from evenstep.data.streams.epoch_units import EpochUnits
 from evenstep.data.streams.estimate import Estimate
+from evenstep.data.streams.known_lengths import check_lengths
 from evenstep.data.streams.lookup import OnError, SampleLookup
 from evenstep.data.streams.per_sample import per_sample, whole_per_sample
 from evenstep.data.streams.plan_steps import PlanSteps, lengths_by_id
@@ -32,6 +33,8 @@ from evenstep.data.streams.step_maker import StepMaker
 from evenstep.data.streams.step_work import Progress, StepBounds, StepSource
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError
+
+_MOST_CHECKED = 2**25  # samples whose lengths are all checked before the first step
 
 
 class PlannedStream:
@@ -101,6 +104,7 @@ class PlannedStream:
         self._named = fingerprint
         self._start = self._now = StreamPosition()
         self._iterated = False  # since the start was set
+        self._checked = False
         self._sizes: dict[tuple[int, bool], EpochSize] = {}
 
     @classmethod
@@ -175,7 +179,7 @@ class PlannedStream:
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
         """The steps of one of several workers, which take turns. Its first step is number `turn`
         from the start (default: `worker`). Steps of other workers are not planned."""
-        self._iterated = True
+        self._begin()
         turn = worker if turn is None else turn
         for bounds in self._bounds(self._start):
             if (bounds.before.step - self._start.step) % workers == turn:
@@ -184,9 +188,15 @@ class PlannedStream:
     def walk_all(self) -> Iterator[list[Step]]:
         """Every step for all ranks, for callers that deal micro-batches to ranks themselves. A
         step is planned once."""
-        self._iterated = True
+        self._begin()
         for bounds in self._bounds(self._start):
             yield list(self._made(bounds, range(self.world.size)))
+
+    def _begin(self) -> None:
+        """Check all lengths before the first step, unless that would take a second or more."""
+        if not self._checked and len(self.source) <= _MOST_CHECKED:
+            check_lengths(self.source, self.recipe)
+        self._iterated = self._checked = True
 
     def _made(self, bounds: StepBounds, ranks: Sequence[int]) -> Iterator[Step]:
         work, after = self._steps.work(bounds), self.cursor(bounds.after)
