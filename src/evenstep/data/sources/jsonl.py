@@ -78,14 +78,17 @@ class Jsonl:
             ) from None
         return self._decoder.decode(row, where, draw)
 
+    def _first_drawn(self, item: int) -> Sample | list[Sample]:
+        """The item as epoch 0 of seed 0 draws it."""
+        return self._read(item, Draw(item, 0, 0))
+
     @cached_property
     def fingerprint(self) -> str:
         """Covers 16 samples as they are read, so also tokenizer, field and transform; number of
         lines, sizes and 64 blocks of 64 KiB of the files (see `files_digest`). Not their names."""
         digest = hashlib.blake2b(f"jsonl {len(self)} ".encode(), digest_size=16)
         digest.update(files_digest(self.paths))
-        read = lambda item: self._read(item, Draw(item, 0, 0))  # noqa: E731
-        digest.update(samples_digest(read, spread(len(self))))
+        digest.update(samples_digest(self._first_drawn, spread(len(self))))
         return digest.hexdigest()
 
     @cached_property

@@ -32,13 +32,16 @@ def measured_lengths(
         found: IntArray = dataset.lengths_of(np.arange(len(dataset)))
         return found
     if read is None and _has_column(dataset):
-        ignore = lambda done, total: None  # noqa: E731
-        listed = dataset_list_lengths({"the dataset": dataset}, "input_ids", progress or ignore)
+        listed = dataset_list_lengths({"the dataset": dataset}, "input_ids", progress or _ignored)
         if listed is not None:
             return listed
     if read is None and is_seeded(dataset):
-        read = lambda item: dataset.drawn(item, Draw(item, 0, 0))  # noqa: E731
+        return _of_items(dataset, lambda item: dataset.drawn(item, Draw(item, 0, 0)), progress)
     return _of_items(dataset, dataset.__getitem__ if read is None else read, progress)
+
+
+def _ignored(done: int, total: int) -> None:
+    """Progress that is not shown."""
 
 
 def _has_column(dataset: Any) -> bool:

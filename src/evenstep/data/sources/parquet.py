@@ -88,6 +88,10 @@ class ParquetText:
         number = item - int(index.offsets[index.first[file]])
         return self._decoder.decode(row, f"{self.paths[file]}, row {number}", draw)
 
+    def _first_drawn(self, item: int) -> Sample | list[Sample]:
+        """The item as epoch 0 of seed 0 draws it."""
+        return self._read(item, Draw(item, 0, 0))
+
     @cached_property
     def fingerprint(self) -> str:
         """Covers 16 samples of the first row group as they are read, so also tokenizer, field and
@@ -97,8 +101,7 @@ class ParquetText:
         digest = hashlib.blake2b(f"parquet {index.digest} ".encode(), digest_size=16)
         digest.update(files_digest(self.paths))
         group = int(index.offsets[index.offsets > 0][0]) if len(self) else 0
-        read = lambda item: self._read(item, Draw(item, 0, 0))  # noqa: E731
-        digest.update(samples_digest(read, spread(group)))
+        digest.update(samples_digest(self._first_drawn, spread(group)))
         return digest.hexdigest()
 
     @cached_property
