@@ -70,8 +70,8 @@ def search_packs(problem: Problem, wanted: int | None, time_of: TimeOf, floor_of
     likely = {0, int(np.argmin([each.time for each in found]))}
     others = set(range(len(found))) - likely if search.patient else set()
     for at in (*likely, *others):
-        least = min(each.time for each in found) * (1 - saving)
-        if at in likely or floor_of(found[at].waves) < least:
+        least = min((each.time for each in found[:at]), default=np.inf) * (1 - saving)
+        if floor_of(found[at].waves) < least:
             found[at] = search.thoroughly(found[at])
     return search.evenly(found[first_worth([each.time for each in found], saving)])
 
@@ -85,17 +85,22 @@ def _even_at_once(problem: Problem, address: IntArray, waves: int) -> bool:
     if not problem.simple:
         return False
     beyond = problem.time(address, waves) - problem.mean
-    near = (
-        effort.EVEN
-        if problem.by_rank
-        else effort.NEAR
-        if len(problem.units) <= effort.FEW
-        else effort.FAIR
-    ) - 1
+    near = (effort.EVEN if problem.by_rank else effort.NEAR if _eager(problem) else effort.FAIR) - 1
     if len(problem.units) > effort.SEARCHED:  # if not by rank, nothing else would be tried
         near = _close_by_rank(problem) - 1 if problem.by_rank else 1.0
     recipe, mean = problem.recipe, problem.mean
     return beyond <= min(near * mean, max(recipe.cost.per_micro_batch, recipe.saving * mean))
+
+
+def _eager(problem: Problem) -> bool:
+    """Whether every part of a percent is searched for, as exchanges of few units gain more.
+
+    Not where more micro-batches have to save a share of the time: there, a plan within that share
+    of its floor is good enough. Shapes, rows and second work are farther from their floors.
+    """
+    units, plain = len(problem.units), problem.additive and not problem.by_rank
+    tolerant = plain and problem.recipe.saving > 0 and units > effort.TINY
+    return units <= effort.FEW and not tolerant
 
 
 def _close_by_rank(problem: Problem) -> float:
@@ -174,16 +179,15 @@ class _Search:
     @property
     def patient(self) -> bool:
         """Whether all counts are searched thoroughly, also those that begin slower."""
-        few = len(self.problem.units) <= effort.FEW
-        return few or self.problem.by_rank or self.problem.recipe.saving == 0
+        return _eager(self.problem) or self.problem.by_rank or self.problem.recipe.saving == 0
 
     def near(self, share: float, waves: int) -> float:
-        """A time that needs no further search; with few units or several rows, closer to the floor.
+        """A time that needs no further search; with several rows, closer to the floor.
 
         Rows share what they wait, so that floors are closer.
         """
-        few = len(self.problem.units) <= effort.FEW or self.problem.rows > 1
-        return self.floor_of(waves) * (min(share, effort.NEAR) if few else share)
+        close = _eager(self.problem) or self.problem.rows > 1
+        return self.floor_of(waves) * (min(share, effort.NEAR) if close else share)
 
     def quickly(self, waves: int, first: IntArray) -> Found | None:
         """The fastest packs of the main ways, of which the first is given; None if none fits."""
@@ -267,7 +271,7 @@ class _Search:
         # What does not depend on the exchanges is the same in the time and in its floor.
         goal = problem.time(address, waves) - (best.time - self.floor_of(waves) * effort.EVEN)
         shape = problem.shape(waves, problem.special_waves(address))
-        times = effort.MORE_TRIES if len(units) <= effort.FEW else 1
+        times = effort.MORE_TRIES if _eager(problem) else 1
         if problem.recipe.second_work is not None:  # exchanges even out what packs do not see
             times = max(times, len(units) // 128)
         for squarings, loose, tries in phases:
