@@ -43,7 +43,8 @@ from evenstep.data.streams.position import StreamPosition
 from evenstep.planning.planner import plan_step
 
 SAMPLES, STEP, RANKS, BUDGET = 100_000_000, 64, 8, 32_768
-RESUMED_AT = (10, 10_000, 1_000_000)  # steps
+LATER = 200  # steps
+RESUMED_AT, RESUMED = (10, 10_000, 1_000_000), 50  # steps, and how many from each on
 SOONEST, LEAST_MEMORY, SPREAD = 2.0, 1e9, 3.0
 
 POOL, POOLED, BUDGETS, AHEAD = 64, 20_000, (8_192, 32_768), 2
@@ -60,7 +61,7 @@ _STATUS = Path("/proc/self/status")
 def planned(bench: Bench) -> Section:
     """Measure the first step, later steps and resuming with very many samples."""
     count = bench.pick(SAMPLES, 1_000_000)
-    numbers = [number for number in RESUMED_AT if number * STEP < count]
+    numbers = [number for number in RESUMED_AT if (number + RESUMED) * STEP < count]
     section = Section(
         "Planned",
         notes=[
@@ -69,8 +70,10 @@ def planned(bench: Bench) -> Section:
             "The first step is the time from passing the lengths until a rank has its "
             "micro-batches, including loading compiled kernels from the cache; the second time is "
             "the same with loaded kernels and another seed. Memory is the rise of the peak; the "
-            "system can reclaim pages of mapped files. The simple version draws a permutation of "
-            "all samples with np.random and plans steps of the same size."
+            "system can reclaim pages of mapped files. A later step is the mean of "
+            f"{LATER}, after as many that load further kernels. The simple version draws a "
+            "permutation of all samples with np.random and plans steps of the same size. Resuming "
+            f"is the mean over {RESUMED} steps."
         ],
     )
     table = Table(
@@ -173,10 +176,11 @@ def _measure(kind: str, path: Path, numbers: list[int]) -> dict[str, Any]:
     next(steps)
     found: dict[str, Any] = {"first": time.perf_counter() - start}
     found["memory"], found["mapped"] = _peak() - before, _mapped() - mapped
-    start = time.perf_counter()
-    for _ in islice(steps, 200):
-        pass
-    found["each"] = (time.perf_counter() - start) / 200
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in islice(steps, LATER):
+            pass
+        found["each"] = (time.perf_counter() - start) / LATER
     del steps
     start = time.perf_counter()
     next(begin(lengths, 1))
@@ -209,10 +213,17 @@ def _simple_steps(lengths: Any, seed: int) -> Iterator[Any]:
 
 
 def _resumed(lengths: Any, number: int) -> float:
-    """The best time from a cursor to the next step, with a new stream each time."""
+    """The time from a cursor to the next step with a new stream each time, from `number` on.
+
+    The mean over some steps, as plans differ, of the best of three times.
+    """
+    return float(np.mean([_resume(lengths, number + at) for at in range(RESUMED)]))
+
+
+def _resume(lengths: Any, number: int) -> float:
     state = _stream(lengths).cursor(StreamPosition(0, number * STEP, number)).to_dict()
     times = []
-    for _ in range(20):
+    for _ in range(3):
         start = time.perf_counter()
         stream = _stream(lengths)
         stream.load_state_dict(state)

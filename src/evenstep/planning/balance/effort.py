@@ -9,16 +9,16 @@ Phases: TypeAlias = tuple[tuple[int, float, int], ...]
 # Units up to which something is tried.
 TINY = 24  # all assignments, ALL of them at most: proves the optimum of most such steps
 SMALL = 64  # exchanges that may go far, as one unit is much of a load: up to 2 % of the time
-FEW = 256  # exchanges until a time is NEAR its floor, and MORE_TRIES times as many: 0.5 %
-SEARCHED = 4096  # further ways and exchanges at all: 0.5 % of the time, for 10 to 50 ms
+FEW = 256  # exchanges until a time is NEAR its floor, and MORE_TRIES times as many: 0.2 %, 10 ms
+SEARCHED = 4096  # further ways and exchanges at all: 0.5 % of the time, for 2 to 20 ms
 MOST = 2**17  # more waves than the fewest, or ways once NEARLY even: up to 1 %, for twice the time
 
 # Times over the floor that are good enough.
 EVEN = 1 + 1e-9  # final
 NEARLY = 1 + 1e-4  # once per step: only two further ways are tried, which take 1 ms
 NEAR = 1.002  # no exchanges
-FAIR = 1.01  # with more than FEW units: no exchanges, which take 2 ms
-FAR = 1.0125  # with more than FEW units: no thorough exchanges, which take 8 ms
+FAIR = 1.01  # with more than FEW units: no exchanges, which take 0.5 ms
+FAR = 1.0125  # with more than FEW units: no thorough exchanges, which take 2 ms
 
 # What is tried.
 ROOMY = 1.03  # packs over their volume, from which on these are not counted: 0.2 ms

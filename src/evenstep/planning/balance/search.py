@@ -21,7 +21,7 @@ from evenstep.planning.balance.exact import search_all
 from evenstep.planning.balance.exact_ranks import search_ranks, without_empty
 from evenstep.planning.balance.improve import improve
 from evenstep.planning.balance.problem import Problem
-from evenstep.planning.balance.ways import bins_for, further_ways, main_ways
+from evenstep.planning.balance.ways import Way, bins_for, further_ways, main_ways
 from evenstep.planning.counts import first_worth, more_counts
 from evenstep.planning.units import Units
 
@@ -122,7 +122,7 @@ def bins_needed(units: Units, capacity: int) -> int:
 def _fewest_waves(problem: Problem) -> int:
     """A lower bound on the number of waves.
 
-    Where units leave room and few are large, their volume decides: a better bound on the packs
+    Where units leave room and the large ones too, their volume decides: a better bound on the packs
     would take longer, and rarely adds a wave.
     """
     units, capacity, per_wave = problem.units, problem.capacity, problem.per_wave
@@ -130,7 +130,7 @@ def _fewest_waves(problem: Problem) -> int:
     packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
     waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
     large = int((2 * units.size > capacity).sum())
-    if len(units.caps) or max(packs * effort.ROOMY, 2 * large) > waves * per_wave:
+    if len(units.caps) or max(packs * effort.ROOMY, large) > waves * per_wave:
         packs = bins_needed(units, capacity)
         waves = rounded_up(divided_up(packs, per_wave), multiple)
     return waves
@@ -217,13 +217,25 @@ class _Search:
             best, proved = self.best_of_all(best)
             if proved:
                 return best
-        for way in further_ways(self.problem)[: 2 if nearly else None]:
+        ways = further_ways(self.problem)[: 2 if nearly else None]
+        if self.problem.by_rank:
+            return self.after_exchanges(self.best_way(best, ways))
+        best = self.after_exchanges(best)
+        return best if best.time <= self.near(effort.FAR, best.waves) else self.best_way(best, ways)
+
+    def best_way(self, best: Found, ways: list[Way]) -> Found:
+        """The fastest of these packs and those of other ways."""
+        for way in ways:
             best = self.better(best, best.waves, way(self.problem, best.waves)) or best
-        if best.time > self.near(effort.FAR, best.waves):
-            best = self.improved(best, effort.THOROUGH)
-            if len(self.problem.units) <= effort.SMALL:
-                best = self.improved(best, effort.ANYWHERE)
         return best
+
+    def after_exchanges(self, best: Found) -> Found:
+        """The packs after many exchanges, unless they are close to their floor."""
+        if best.time <= self.near(effort.FAR, best.waves):
+            return best
+        best = self.improved(best, effort.THOROUGH)
+        few = len(self.problem.units) <= effort.SMALL
+        return self.improved(best, effort.ANYWHERE) if few else best
 
     def evenly(self, best: Found) -> Found:
         """The faster of these packs and those of ranks with equally many segments, exchanged."""
