@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ Replace: TypeAlias = Callable[[int], Any]
 
 _LOST = (RayActorError, ObjectLostError, NodeDiedError)
 _ATTEMPTS = 3
+_SMALL = 2**16  # bytes; Ray stores arguments above 100 kB for each call
 
 
 class RayDispatcher:
@@ -69,8 +71,8 @@ class RayDispatcher:
     ) -> Gathered:
         """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
         check_job(plan, batch, self.size)
-        shared = (ray.put(plan), ray.put(batch))
-        calls = [(*shared, World(rank, self.size)) for rank in range(self.size)]
+        stored, planned = ray.put(batch), _pickled(plan)
+        calls = [(planned, stored, World(rank, self.size)) for rank in range(self.size)]
         return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
 
     def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -90,7 +92,17 @@ class RayDispatcher:
             call = getattr(self.workers[rank], method).options(max_task_retries=0)
             return call.remote(*calls[rank], **named)
 
-        waiting = {start(rank): rank for rank in range(self.size)}
+        started = [start(rank) for rank in range(self.size)]
+        try:
+            return list(ray.get(started))
+        except Exception:  # the first error of any rank, and there may be more
+            return self._one_by_one(method, started, start)
+
+    def _one_by_one(
+        self, method: str, started: list[Any], start: Callable[[int], Any]
+    ) -> list[Any]:
+        """The results by rank; `start` runs the share of a lost actor again."""
+        waiting = {call: rank for rank, call in enumerate(started)}
         attempts, found = [1] * self.size, dict[int, Any]()
         while waiting:
             (ready, *_), _ = ray.wait(list(waiting), num_returns=1)
@@ -121,6 +133,22 @@ class RayDispatcher:
         with suppress(Exception):
             ray.kill(self.workers[rank], no_restart=True)
         self.workers[rank] = self._replace(rank)
+
+
+class _Pickled:
+    """A value that is pickled once and sent with every call."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._data,)
+
+
+def _pickled(value: Any) -> Any:
+    """A value for several calls: part of each if it is small, else stored once."""
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return _Pickled(data) if len(data) <= _SMALL else ray.put(value)
 
 
 def _is_lost(error: Exception) -> bool:
