@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from evenstep.integrations.ray import RayDispatcher
 from evenstep.train import RolloutBatch, RolloutPlan
 
 ACTORS, MEGABYTES, RATIO = 4, 64, 2.0
+SETTLE = 15  # seconds, in which workers that Ray starts ahead are still importing
 FLOOR = "ray.put and ray.get of the same bytes"
 
 
@@ -102,6 +104,7 @@ def _measure(bench: Bench, plan: RolloutPlan, batch: RolloutBatch) -> dict[str, 
         stored = ray.put(value)
         return ray.get([actor.size.remote(stored) for actor in actors])
 
+    time.sleep(bench.pick(SETTLE, 0))
     bench.say("dispatch")
     ways: dict[str, Callable[[], Any]] = {
         FLOOR: lambda: len(ray.get(ray.put(same))),
@@ -113,7 +116,7 @@ def _measure(bench: Bench, plan: RolloutPlan, batch: RolloutBatch) -> dict[str, 
     }
     for way in ways.values():
         way()  # the store touches its memory for the first time
-    timed = interleave(ways, repeats=bench.pick(30, 2))
+    timed = interleave(ways, repeats=bench.pick(60, 2), patience=bench.pick(10.0, 1.0))
     return {name: found.ms for name, found in timed.items()}
 
 

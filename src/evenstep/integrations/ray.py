@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import ray
@@ -71,7 +72,7 @@ class RayDispatcher:
     ) -> Gathered:
         """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
         check_job(plan, batch, self.size)
-        stored, planned = ray.put(batch), _pickled(plan)
+        stored, planned = ray.put(batch), _sent(plan)
         calls = [(planned, stored, World(rank, self.size)) for rank in range(self.size)]
         return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
 
@@ -136,19 +137,31 @@ class RayDispatcher:
 
 
 class _Pickled:
-    """A value that is pickled once and sent with every call."""
+    """A plan, pickled once for all calls and unpickled once by each worker."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return pickle.loads, (self._data,)
+    def __reduce__(self) -> tuple[Callable[[bytes], RolloutPlan], tuple[bytes]]:
+        return _unpickled, (self._data,)
 
 
-def _pickled(value: Any) -> Any:
-    """A value for several calls: part of each if it is small, else stored once."""
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return _Pickled(data) if len(data) <= _SMALL else ray.put(value)
+def _sent(plan: RolloutPlan) -> Any:
+    """The plan as an argument: part of every call if it is small, else stored once."""
+    data = _pickled(plan)
+    return _Pickled(data) if len(data) <= _SMALL else ray.put(plan)
+
+
+# Log-probs and training share a plan, which never changes.
+@lru_cache(maxsize=2)
+def _pickled(plan: RolloutPlan) -> bytes:
+    return pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+
+
+@lru_cache(maxsize=2)
+def _unpickled(data: bytes) -> RolloutPlan:
+    plan: RolloutPlan = pickle.loads(data)
+    return plan
 
 
 def _is_lost(error: Exception) -> bool:

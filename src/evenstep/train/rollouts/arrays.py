@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +31,15 @@ def tensor_of(stored: Stored) -> Tensor:
 
 def over(array: NDArray[Any]) -> Tensor:
     """A tensor over the memory of an array, which may be read-only: torch cannot mark it so."""
+    _warn_now()
+    return torch.from_numpy(array)
+
+
+@cache
+def _warn_now() -> None:
+    """torch warns of read-only memory once, and never after this."""
+    held = np.zeros(1)
+    held.flags.writeable = False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(array)
+        torch.from_numpy(held)
