@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import threading
@@ -15,7 +16,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from evenstep.errors import ConfigError, RankError
-from evenstep.integrations.ray import RayDispatcher
+from evenstep.integrations.ray import _SMALL, RayDispatcher
 from evenstep.train import RolloutBatch
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
 from tests.train.rollouts import make_rollouts, recipe_of
@@ -56,6 +57,17 @@ def test_results_of_actors_return_in_the_order_of_the_batch(actors: list[Any]) -
     assert torch.equal(sums.float(), 2 * expected_sums(batch))
     assert dispatcher.broadcast("hold", {"step": 3}) == [None] * SIZE
     assert dispatcher.broadcast("get_held") == [{"step": 3}] * SIZE
+
+
+@pytest.mark.parametrize("rows", [24, 12_000])
+def test_plans_of_any_size_reach_the_actors(actors: list[Any], rows: int) -> None:
+    batch = batch_of(5, rows)
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    assert (len(pickle.dumps(plan)) > _SMALL) == (rows > 24), "both ways to send a plan"
+    dispatcher = RayDispatcher(actors)
+    for _ in range(2):  # the second time from memory
+        found = dispatcher.dispatch("sums", plan, batch).sequences()
+        assert torch.equal(found.float(), expected_sums(batch))
 
 
 def test_a_dead_worker_is_an_error_that_names_it_or_is_replaced_as_asked() -> None:
