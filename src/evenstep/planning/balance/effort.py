@@ -23,7 +23,7 @@ FAR = 1.0125  # with more than FEW units: no thorough exchanges, which take 2 ms
 # What is tried.
 ROOMY = 1.03  # packs over their volume, from which on these are not counted: 0.2 ms
 LOOK = 4  # counts from the lower bound on, before bins are counted
-ALL = 100_000  # assignments of a unit: 0.1 s
+ALL = 100_000  # assignments of a unit: 20 ms
 MORE_TRIES = 3
 QUICK: Phases = ((5, 0.0, 2_000),)
 THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))

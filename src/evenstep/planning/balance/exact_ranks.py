@@ -1,13 +1,13 @@
 """The most even ranks of a few units, by a search of all divisions with a limit on its length.
 
 Where ranks synchronise once per step, it makes no difference which pack of its rank a unit is in.
-So the search divides units between ranks, and checks that those of a rank fit into its packs.
+So the search divides units between ranks, and checks that those of a rank fit into its packs. Inner
+functions are compiled into the kernel, as in `improve`.
 """
 
 import numpy as np
 
-from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.balance.exact import alike
+from evenstep.core.ragged import IntArray
 from evenstep.planning.balance.packs import Movable, Room, Shape
 from evenstep.planning.kernel import kernel
 
@@ -24,163 +24,146 @@ def search_ranks(
     Units come in `order`, most expensive first; micro-batches have one row. Ends at a slowest rank
     of `goal`, or after `tries` assignments of a unit. Ranks are tried lightest first.
     """
-    n, ranks = order.shape[0], shape.ranks
-    by_size = np.argsort(-units.size, kind="mergesort")
+    ranks, packs, capacity, caps = shape.ranks, shape.waves, room.capacity, room.caps
+    n, slots = order.shape[0], shape.waves * room.capacity
+    size, cost, extra = units.size[order], units.cost[order], units.extra[order]
+    taken = np.minimum(size, capacity)
+    place = np.empty(n, np.int64)
+    place[order] = np.arange(n)
+    by_size = place[np.argsort(-units.size, kind="mergesort")]
     rank_of, found = np.full(n, -1, np.int64), np.empty(0, np.int64)
     load, used = np.zeros(ranks), np.zeros(ranks, np.int64)
-    turn = np.full(n + 1, -1, np.int64)  # of each unit of the order: the rank tried, of `ranked`
+    turn = np.full(n + 1, -1, np.int64)  # of each unit: the rank tried, of `ranked`
     ranked = np.zeros((n + 1, ranks), np.int64)
     ranked[0] = np.arange(ranks)
     cost_left, size_left = np.zeros(n + 1), np.zeros(n + 1, np.int64)
     for at in range(n - 1, -1, -1):
-        cost_left[at] = cost_left[at + 1] + units.cost[order[at]]
-        size_left[at] = size_left[at + 1] + min(units.size[order[at]], room.capacity)
-    lightest = units.cost[order[n - 1]]
-    depth, sure = 0, True
+        cost_left[at] = cost_left[at + 1] + cost[at]
+        size_left[at] = size_left[at + 1] + taken[at]
+    lightest = cost[n - 1]
+
+    # The packs of the rank that `pack_rank` looks at.
+    own, pack_of = np.empty(n, np.int64), np.empty(n, np.int64)
+    filled, number = np.empty(packs, np.int64), np.empty(packs, np.int64)
+    held = np.empty((packs, caps.shape[0]))
+
+    def alike(a: int, b: int) -> bool:
+        """Whether two units take and cost the same."""
+        same = size[a] == size[b] and cost[a] == cost[b]
+        for d in range(caps.shape[0]):
+            same = same and extra[a, d] == extra[b, d]
+        return bool(same)
+
+    def has_room(most: float, after: int) -> bool:
+        """Whether ranks can take the units from `after` on, each rank up to a load of `most`."""
+        spare, free = 0.0, 0
+        for rank in range(ranks):
+            if load[rank] < most - lightest:
+                spare += most - load[rank]
+                free += slots - used[rank]
+        return bool(spare >= cost_left[after] and free >= size_left[after])
+
+    def shift(unit: int, pack: int, sign: int) -> None:
+        """Put the unit into the pack (sign 1), or take it out (-1)."""
+        filled[pack] += sign * size[unit]
+        number[pack] += sign
+        for d in range(caps.shape[0]):
+            held[pack, d] += sign * extra[unit, d]
+
+    def takes(unit: int, pack: int) -> bool:
+        """Whether the pack keeps every limit when the unit joins it, or is empty."""
+        if number[pack] == 0:
+            return True
+        if filled[pack] + size[unit] > capacity:
+            return False
+        for d in range(caps.shape[0]):
+            if held[pack, d] + extra[unit, d] > caps[d]:
+                return False
+        return True
+
+    def pack_rank(rank: int) -> tuple[bool, bool]:
+        """(whether the units of the rank fit into its packs, `pack_of`; whether that is proved).
+
+        All packings are searched, for a while. A unit over a limit needs an empty pack.
+        """
+        count = 0
+        for unit in by_size:
+            if rank_of[unit] == rank:
+                own[count] = unit
+                count += 1
+        pack_of[:], filled[:], number[:], held[:] = -1, 0, 0, 0.0
+        if count == 0:
+            return True, True
+        at = 0
+        for _ in range(_TRIES):
+            unit = own[at]
+            pack = pack_of[unit]
+            if pack >= 0:
+                shift(unit, pack, -1)
+                if number[pack] == 0:  # packs without units are alike
+                    pack = packs
+            pack += 1
+            while pack < packs and not takes(unit, pack):
+                pack += 1
+            if pack >= packs:
+                pack_of[unit] = -1
+                at -= 1
+                if at < 0:
+                    return False, True
+                continue
+            pack_of[unit] = pack
+            shift(unit, pack, 1)
+            at += 1
+            if at == count:
+                return True, True
+        return False, False
+
+    unit, sure = 0, True
     for _ in range(tries):
-        unit = order[depth]
         if rank_of[unit] >= 0:
-            load[rank_of[unit]] -= units.cost[unit]
-            used[rank_of[unit]] -= min(units.size[unit], room.capacity)
+            load[rank_of[unit]] -= cost[unit]
+            used[rank_of[unit]] -= taken[unit]
             rank_of[unit] = -1
-        turn[depth] += 1
-        if turn[depth] == ranks:
-            depth -= 1
-            if depth < 0:
+        turn[unit] += 1
+        if turn[unit] == ranks:
+            unit -= 1
+            if unit < 0:
                 return found, sure
             continue
-        rank = ranked[depth, turn[depth]]
+        rank = ranked[unit, turn[unit]]
         most = best * (1 - 1e-9)
-        if load[rank] + units.cost[unit] >= most:
-            turn[depth] = ranks - 1  # the ranks after it are heavier
+        if load[rank] + cost[unit] >= most:
+            turn[unit] = ranks - 1  # the ranks after it are heavier
             continue
-        if used[rank] == 0 and turn[depth] > 0 and used[ranked[depth, turn[depth] - 1]] == 0:
+        if used[rank] == 0 and turn[unit] > 0 and used[ranked[unit, turn[unit] - 1]] == 0:
             continue  # ranks without units are alike
-        if depth > 0 and alike(unit, order[depth - 1], units):
-            before = rank_of[order[depth - 1]]
-            if rank < before:  # of units that are alike, the later ones come later
-                continue
+        if unit > 0 and alike(unit, unit - 1) and rank < rank_of[unit - 1]:
+            continue  # of units that are alike, the later ones come later
         rank_of[unit] = rank
-        load[rank] += units.cost[unit]
-        used[rank] += min(units.size[unit], room.capacity)
-        spare, slots = left_over(load, used, most - lightest, most, shape.waves * room.capacity)
-        if spare < cost_left[depth + 1] or slots < size_left[depth + 1]:
+        load[rank] += cost[unit]
+        used[rank] += taken[unit]
+        if not has_room(most, unit + 1):
             continue
-        fitted, ended = pack_rank(rank, rank_of, by_size, units, room, shape.waves)
-        if fitted.shape[0] == 0:
+        fits, ended = pack_rank(rank)
+        if not fits:
             sure = sure and ended
             continue
-        depth += 1
-        turn[depth] = -1
-        if depth < n:
-            ranked[depth] = np.argsort(load, kind="mergesort")
+        unit += 1
+        turn[unit] = -1
+        if unit < n:
+            ranked[unit] = np.argsort(load, kind="mergesort")
             continue
         best = load.max()
         found = np.empty(n, np.int64)
         for r in range(ranks):
-            fitted, _ = pack_rank(r, rank_of, by_size, units, room, shape.waves)
+            pack_rank(r)
             for u in range(n):
                 if rank_of[u] == r:
-                    found[u] = fitted[u] * ranks + r
+                    found[order[u]] = pack_of[u] * ranks + r
         if best <= goal:
             return found, True
-        depth -= 1
+        unit -= 1
     return found, False
-
-
-@kernel
-def left_over(
-    load: FloatArray, used: IntArray, highest: float, most: float, slots: int
-) -> tuple[float, int]:
-    """(cost, slots) that ranks still take: those with a load below `highest`, each up to `most`."""
-    cost, free = 0.0, 0
-    for rank in range(load.shape[0]):
-        if load[rank] < highest:
-            cost += most - load[rank]
-            free += slots - used[rank]
-    return cost, free
-
-
-@kernel
-def pack_rank(
-    rank: int, rank_of: IntArray, by_size: IntArray, units: Movable, room: Room, packs: int
-) -> tuple[IntArray, bool]:
-    """(the pack of each unit of the rank, empty if they do not fit; whether that is proved).
-
-    All packings are searched, for a while. A unit over a limit needs an empty pack.
-    """
-    own = np.empty(by_size.shape[0], np.int64)
-    n = 0
-    for unit in by_size:
-        if rank_of[unit] == rank:
-            own[n] = unit
-            n += 1
-    pack_of = np.full(rank_of.shape[0], -1, np.int64)
-    size, number = np.zeros(packs, np.int64), np.zeros(packs, np.int64)
-    held = np.zeros((packs, room.caps.shape[0]))
-    if n == 0:
-        return pack_of, True
-    depth = 0
-    for _ in range(_TRIES):
-        unit = own[depth]
-        pack = pack_of[unit]
-        if pack >= 0:
-            shift(unit, pack, -1, units, size, number, held)
-            if number[pack] == 0:  # packs without units are alike
-                pack = packs
-        pack += 1
-        while pack < packs and not takes(unit, pack, units, room, size, number, held):
-            pack += 1
-        if pack >= packs:
-            pack_of[unit] = -1
-            depth -= 1
-            if depth < 0:
-                return np.empty(0, np.int64), True
-            continue
-        pack_of[unit] = pack
-        shift(unit, pack, 1, units, size, number, held)
-        depth += 1
-        if depth == n:
-            return pack_of, True
-    return np.empty(0, np.int64), False
-
-
-@kernel
-def takes(
-    unit: int,
-    pack: int,
-    units: Movable,
-    room: Room,
-    size: IntArray,
-    number: IntArray,
-    held: FloatArray,
-) -> bool:
-    """Whether the pack keeps every limit when the unit joins it, or is empty."""
-    if number[pack] == 0:
-        return True
-    if size[pack] + units.size[unit] > room.capacity:
-        return False
-    for d in range(room.caps.shape[0]):
-        if held[pack, d] + units.extra[unit, d] > room.caps[d]:
-            return False
-    return True
-
-
-@kernel
-def shift(
-    unit: int,
-    pack: int,
-    sign: int,
-    units: Movable,
-    size: IntArray,
-    number: IntArray,
-    held: FloatArray,
-) -> None:
-    """Put the unit into the pack (sign 1), or take it out (-1)."""
-    size[pack] += sign * units.size[unit]
-    number[pack] += sign
-    for d in range(held.shape[1]):
-        held[pack, d] += sign * units.extra[unit, d]
 
 
 def without_empty(address: IntArray, shape: Shape) -> IntArray:
