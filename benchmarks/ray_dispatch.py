@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from evenstep.train import RolloutBatch, RolloutPlan
 
 ACTORS, MEGABYTES, RATIO = 4, 64, 2.0
 SETTLE = 15  # seconds, in which workers that Ray starts ahead are still importing
+PLANS = 6
 FLOOR = "ray.put and ray.get of the same bytes"
 
 
@@ -54,15 +56,14 @@ def dispatching(bench: Bench) -> Section:
     tokens = bench.pick(MEGABYTES, 1) * 2**20 // 8
     count = bench.pick(2048, 64)
     batch = _batch(bench, count, tokens // count)
-    plan = batch.plan(
-        Recipe(layout=Packed(max_tokens=4 * batch.width), topology=Topology(dp=ACTORS))
-    )
+    recipe = Recipe(layout=Packed(max_tokens=4 * batch.width), topology=Topology(dp=ACTORS))
+    plans = [batch.plan(recipe, seed=seed) for seed in range(PLANS)]
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else one is written at home
     ray.init(
         num_cpus=ACTORS, include_dashboard=False, object_store_memory=2**30, log_to_driver=False
     )
     try:
-        timed = _measure(bench, plan, batch)
+        timed = _measure(bench, plans, batch)
     finally:
         ray.shutdown()
     floor = timed[FLOOR]
@@ -70,7 +71,7 @@ def dispatching(bench: Bench) -> Section:
         "Dispatch",
         notes=[
             f"{count:,} rollouts of width {batch.width:,}, {tokens * 8 / 2**20:g} MiB, to "
-            f"{ACTORS} actors on one machine. Dispatching includes the plan, the calls and "
+            f"{ACTORS} actors on one machine. Dispatching includes a new plan, the calls and "
             f"gathering. Plain Ray: `ray.put`, then a call of each actor. The first line involves "
             f"no actor: the memory of the rollouts as one numpy array, put and read again. The "
             f"second is an array that numpy allocated, in large pages, which are copied faster.",
@@ -93,12 +94,14 @@ def _batch(bench: Bench, count: int, width: int) -> RolloutBatch:
     return RolloutBatch({"input_ids": ids}, lengths=lengths, padding_side="left")
 
 
-def _measure(bench: Bench, plan: RolloutPlan, batch: RolloutBatch) -> dict[str, float]:
+def _measure(bench: Bench, plans: list[RolloutPlan], batch: RolloutBatch) -> dict[str, float]:
     actors = [ray.remote(Worker).remote() for _ in range(ACTORS)]
     dispatcher = RayDispatcher(actors)
     plain = dict(batch.tensors)
     same = batch.tensors["input_ids"].numpy()
     other = np.ones(same.nbytes, np.uint8)
+
+    others = cycle(plans[1:])  # more than are kept in memory
 
     def to_all(value: Any) -> Any:
         stored = ray.put(value)
@@ -109,8 +112,9 @@ def _measure(bench: Bench, plan: RolloutPlan, batch: RolloutBatch) -> dict[str, 
     ways: dict[str, Callable[[], Any]] = {
         FLOOR: lambda: len(ray.get(ray.put(same))),
         "ray.put and ray.get of another array": lambda: len(ray.get(ray.put(other))),
-        "dispatch": partial(dispatcher.dispatch, "rank", plan, batch),
-        "dispatch, workers read their rows": partial(dispatcher.dispatch, "read", plan, batch),
+        "dispatch": lambda: dispatcher.dispatch("rank", next(others), batch),
+        "dispatch, the same plan again": partial(dispatcher.dispatch, "rank", plans[0], batch),
+        "dispatch, workers read their rows": partial(dispatcher.dispatch, "read", plans[0], batch),
         "the same bytes to the actors, plain Ray": partial(to_all, same),
         "the tensors to the actors, plain Ray": partial(to_all, plain),
     }

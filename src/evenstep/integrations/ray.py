@@ -152,7 +152,7 @@ def _sent(plan: RolloutPlan) -> Any:
     return _Pickled(data) if len(data) <= _SMALL else ray.put(plan)
 
 
-# Log-probs and training share a plan, which never changes.
+# A plan never changes, and may be sent again: to score the policy, a reference, the critic.
 @lru_cache(maxsize=2)
 def _pickled(plan: RolloutPlan) -> bytes:
     return pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
