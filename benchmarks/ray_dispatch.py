@@ -99,9 +99,8 @@ def _measure(bench: Bench, plans: list[RolloutPlan], batch: RolloutBatch) -> dic
     dispatcher = RayDispatcher(actors)
     plain = dict(batch.tensors)
     same = batch.tensors["input_ids"].numpy()
-    other = np.ones(same.nbytes, np.uint8)
-
-    others = cycle(plans[1:])  # more than are kept in memory
+    in_large_pages = np.ones(same.nbytes, np.uint8)
+    new_plans = cycle(plans[1:])  # more than the dispatcher and the workers remember
 
     def to_all(value: Any) -> Any:
         stored = ray.put(value)
@@ -111,8 +110,8 @@ def _measure(bench: Bench, plans: list[RolloutPlan], batch: RolloutBatch) -> dic
     bench.say("dispatch")
     ways: dict[str, Callable[[], Any]] = {
         FLOOR: lambda: len(ray.get(ray.put(same))),
-        "ray.put and ray.get of another array": lambda: len(ray.get(ray.put(other))),
-        "dispatch": lambda: dispatcher.dispatch("rank", next(others), batch),
+        "ray.put and ray.get of another array": lambda: len(ray.get(ray.put(in_large_pages))),
+        "dispatch": lambda: dispatcher.dispatch("rank", next(new_plans), batch),
         "dispatch, the same plan again": partial(dispatcher.dispatch, "rank", plans[0], batch),
         "dispatch, workers read their rows": partial(dispatcher.dispatch, "read", plans[0], batch),
         "the same bytes to the actors, plain Ray": partial(to_all, same),

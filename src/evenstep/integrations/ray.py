@@ -94,10 +94,9 @@ class RayDispatcher:
             return call.remote(*calls[rank], **named)
 
         started = [start(rank) for rank in range(self.size)]
-        try:
+        with suppress(Exception):  # of any rank: which one, and whether it is lost, comes next
             return list(ray.get(started))
-        except Exception:  # the first error of any rank, and there may be more
-            return self._one_by_one(method, started, start)
+        return self._one_by_one(method, started, start)
 
     def _one_by_one(
         self, method: str, started: list[Any], start: Callable[[int], Any]

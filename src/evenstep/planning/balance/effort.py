@@ -17,13 +17,13 @@ MOST = 2**17  # more waves than the fewest, or ways once NEARLY even: up to 1 %,
 EVEN = 1 + 1e-9  # final
 NEARLY = 1 + 1e-4  # once per step: only two further ways are tried, which take 1 ms
 NEAR = 1.002  # no exchanges
-FAIR = 1.01  # with more than FEW units: no exchanges, which take 0.5 ms
-FAR = 1.0125  # with more than FEW units: no thorough exchanges, which take 2 ms
+FAIR = 1.01  # unless few units are searched for more: no exchanges, which take 0.5 ms
+FAR = 1.0125  # likewise: no thorough exchanges, which take 2 ms
 
 # What is tried.
 ROOMY = 1.03  # packs over their volume, from which on these are not counted: 0.2 ms
 LOOK = 4  # counts from the lower bound on, before bins are counted
-ALL = 100_000  # assignments of a unit: 20 ms
+ALL = 100_000  # assignments of a unit: up to 10 ms
 MORE_TRIES = 3
 QUICK: Phases = ((5, 0.0, 2_000),)
 THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))

@@ -182,9 +182,9 @@ class _Search:
         return _eager(self.problem) or self.problem.by_rank or self.problem.recipe.saving == 0
 
     def near(self, share: float, waves: int) -> float:
-        """A time that needs no further search; with several rows, closer to the floor.
+        """A time that needs no further search; closer to the floor where the search is eager.
 
-        Rows share what they wait, so that floors are closer.
+        So it is with several rows: they share what they wait, so that floors are closer.
         """
         close = _eager(self.problem) or self.problem.rows > 1
         return self.floor_of(waves) * (min(share, effort.NEAR) if close else share)
