@@ -25,8 +25,8 @@ import torch
 from benchmarks.bench import Bench
 from benchmarks.rollout_plans import rollout_lengths
 from benchmarks.runner import run
-from benchmarks.tables import Section, Table, Target, verdict
-from benchmarks.timing import interleave
+from benchmarks.tables import Section, Table, Target
+from benchmarks.timing import Timed, interleave
 from evenstep import Packed, Recipe, Topology, World
 from evenstep.integrations.ray import RayDispatcher
 from evenstep.train import RolloutBatch, RolloutPlan
@@ -71,20 +71,27 @@ def dispatching(bench: Bench) -> Section:
         "Dispatch",
         notes=[
             f"{count:,} rollouts of width {batch.width:,}, {tokens * 8 / 2**20:g} MiB, to "
-            f"{ACTORS} actors on one machine. Dispatching includes a new plan, the calls and "
-            f"gathering. Plain Ray: `ray.put`, then a call of each actor. The first line involves "
-            f"no actor: the memory of the rollouts as one numpy array, put and read again. The "
-            f"second is an array that numpy allocated, in large pages, which are copied faster.",
+            f"{ACTORS} actors on one machine. Dispatching includes sending a plan that was not "
+            f"sent before, the calls and gathering. Plain Ray: `ray.put`, then a call of each "
+            f"actor. The first line involves no actor: the memory of the rollouts as one numpy "
+            f"array, put and read again. The second is an array that numpy allocated, in large "
+            f"pages, which are copied faster. The target is judged by medians: driver, raylet and "
+            f"actors share the cores, and the best of many calls is a matter of luck.",
         ],
     )
-    table = Table("One call", {"": "", "ms": ".1f", "ratio": ".2f", "target": ""})
-    for name, ms in timed.items():
-        judged = name == "dispatch"
-        table.add(name, ms, ms / floor, verdict(ms / floor <= RATIO) if judged else "")
+    table = Table(
+        "One call",
+        {"": "", "best, ms": ".1f", "ratio": ".2f", "median, ms": ".1f", "its ratio": ".2f"},
+    )
+    for name, found in timed.items():
+        ratio, usual = found.seconds / floor.seconds, found.median / floor.median
+        table.add(name, found.ms, ratio, found.median * 1e3, usual)
     section.tables.append(table)
-    ratio = timed["dispatch"] / floor
+    judged = timed["dispatch"]
+    ratio, best = judged.median / floor.median, judged.seconds / floor.seconds
     what = f"{MEGABYTES} MB to {ACTORS} actors: at most {RATIO:g}× {FLOOR}"
-    section.targets.append(Target(what, f"{ratio:.2f}×", ratio <= RATIO))
+    measured = f"{ratio:.2f}× (best calls {best:.2f}×)"
+    section.targets.append(Target(what, measured, ratio <= RATIO))
     return section
 
 
@@ -94,13 +101,13 @@ def _batch(bench: Bench, count: int, width: int) -> RolloutBatch:
     return RolloutBatch({"input_ids": ids}, lengths=lengths, padding_side="left")
 
 
-def _measure(bench: Bench, plans: list[RolloutPlan], batch: RolloutBatch) -> dict[str, float]:
+def _measure(bench: Bench, plans: list[RolloutPlan], batch: RolloutBatch) -> dict[str, Timed]:
     actors = [ray.remote(Worker).remote() for _ in range(ACTORS)]
     dispatcher = RayDispatcher(actors)
     plain = dict(batch.tensors)
     same = batch.tensors["input_ids"].numpy()
     in_large_pages = np.ones(same.nbytes, np.uint8)
-    new_plans = cycle(plans[1:])  # more than the dispatcher and the workers remember
+    each_plan = cycle(plans)
 
     def to_all(value: Any) -> Any:
         stored = ray.put(value)
@@ -111,16 +118,14 @@ def _measure(bench: Bench, plans: list[RolloutPlan], batch: RolloutBatch) -> dic
     ways: dict[str, Callable[[], Any]] = {
         FLOOR: lambda: len(ray.get(ray.put(same))),
         "ray.put and ray.get of another array": lambda: len(ray.get(ray.put(in_large_pages))),
-        "dispatch": lambda: dispatcher.dispatch("rank", next(new_plans), batch),
-        "dispatch, the same plan again": partial(dispatcher.dispatch, "rank", plans[0], batch),
+        "dispatch": lambda: dispatcher.dispatch("rank", next(each_plan), batch),
         "dispatch, workers read their rows": partial(dispatcher.dispatch, "read", plans[0], batch),
         "the same bytes to the actors, plain Ray": partial(to_all, same),
         "the tensors to the actors, plain Ray": partial(to_all, plain),
     }
     for way in ways.values():
         way()  # the store touches its memory for the first time
-    timed = interleave(ways, repeats=bench.pick(60, 2), patience=bench.pick(10.0, 1.0))
-    return {name: found.ms for name, found in timed.items()}
+    return interleave(ways, repeats=bench.pick(60, 2), patience=bench.pick(10.0, 1.0))
 
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {"dispatch": dispatching}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc
@@ -15,9 +16,10 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The best time of several runs, and the result of the first one."""
+    """The best and the median time of several runs, and the result of the first one."""
 
     seconds: float
+    median: float
     runs: int
     result: Any
 
@@ -57,7 +59,10 @@ def interleave(
                     seconds = _run(calls[name], collector)[0]
                     spent[name] += seconds
                     times[name].append(seconds)
-    return {name: Timed(min(times[name]), len(times[name]), results[name]) for name in calls}
+    return {
+        name: Timed(min(times[name]), median(times[name]), len(times[name]), results[name])
+        for name in calls
+    }
 
 
 def best(call: Callable[[], Any], *, repeats: int = 3) -> Timed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -65,6 +66,10 @@ class RolloutWorker:
         if world.rank == rank:
             os._exit(1)
         return world.rank
+
+    def batches_in_memory(self) -> int:
+        gc.collect()
+        return sum(isinstance(found, RolloutBatch) for found in gc.get_objects())
 
     def call(self, other: Any) -> Any:
         """Calls another actor."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import pickle
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from evenstep.errors import ConfigError, RankError
-from evenstep.integrations.ray import _SMALL, RayDispatcher
+from evenstep.integrations.ray import _LARGE, RayDispatcher
 from evenstep.train import RolloutBatch
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
 from tests.train.rollouts import make_rollouts, recipe_of
@@ -60,14 +61,53 @@ def test_results_of_actors_return_in_the_order_of_the_batch(actors: list[Any]) -
 
 
 @pytest.mark.parametrize("rows", [24, 12_000])
-def test_plans_of_any_size_reach_the_actors(actors: list[Any], rows: int) -> None:
+def test_batches_and_plans_of_any_size_reach_the_actors(actors: list[Any], rows: int) -> None:
     batch = batch_of(5, rows)
+    assert (batch.lengths.nbytes >= _LARGE) == (rows > 24), "both ways to send an array"
     plan = batch.plan(recipe_of("packed", dp=SIZE))
-    assert (len(pickle.dumps(plan)) > _SMALL) == (rows > 24), "both ways to send a plan"
     dispatcher = RayDispatcher(actors)
-    for _ in range(2):  # the second time from memory
+    for _ in range(2):
         found = dispatcher.dispatch("sums", plan, batch).sequences()
         assert torch.equal(found.float(), expected_sums(batch))
+
+
+class AsyncWorker(RolloutWorker):
+    """Runs all its calls in one event loop."""
+
+    async def shared_sums(self, plan: Any, batch: Any, world: Any) -> list[float]:
+        found = self.sums(plan, batch, world)
+        await asyncio.sleep(random.random() / 50)
+        return found
+
+    async def warned(self) -> bool:
+        """Whether Ray warned of a call that blocks the event loop."""
+        return bool(ray._private.worker.blocking_get_inside_async_warned)
+
+
+@pytest.mark.parametrize("kind", [RolloutWorker, AsyncWorker], ids=["threads", "async"])
+def test_calls_that_run_at_once_in_an_actor_get_their_own_batches(kind: type) -> None:
+    several = ray.remote(kind).options(num_cpus=0, max_concurrency=8)
+    dispatcher = RayDispatcher([several.remote() for _ in range(2)])
+    method = "shared_sums" if kind is AsyncWorker else "sums"
+
+    def run(number: int) -> bool:
+        batch = batch_of(number)
+        plan = batch.plan(recipe_of("packed", dp=2), seed=number)
+        found = dispatcher.dispatch(method, plan, batch).sequences()
+        return bool(torch.equal(found.float(), expected_sums(batch)))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, range(64)))
+    if kind is AsyncWorker:
+        assert dispatcher.broadcast("warned") == [False, False]
+
+
+def test_an_actor_keeps_no_batch_after_the_call(actors: list[Any]) -> None:
+    batch = batch_of(6)
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    dispatcher = RayDispatcher(actors)
+    dispatcher.dispatch("sums", plan, batch)
+    assert dispatcher.broadcast("batches_in_memory") == [0] * SIZE
 
 
 def test_a_dead_worker_is_an_error_that_names_it_or_is_replaced_as_asked() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, SupportsIndex, overload
 
@@ -16,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenstep.core import archive, summary
 from evenstep.core import stats as measures
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import FloatArray, IntArray, frozen, narrow
+from evenstep.core.ragged import FloatArray, IntArray, frozen
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
@@ -235,10 +237,9 @@ class Plan:
         restored[self.order] = array
         return restored
 
-    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Recipe, dict[str, NDArray[Any]]]]:
-        """Pickle arrays of narrow integers, a quarter of the bytes; a copy is read-only too."""
-        arrays = {name: narrow(array) for name, array in self._arrays().items()}
-        return Plan._of_arrays, (self.recipe, arrays)
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[bytes, dict[str, NDArray[Any]]]]:
+        """Pickle the recipe by itself: plans that follow each other share it."""
+        return _unpickled, (pickle.dumps(self.recipe, pickle.HIGHEST_PROTOCOL), self._arrays())
 
     def __copy__(self) -> Plan:
         """A plan never changes, so it is its own copy."""
@@ -366,3 +367,13 @@ class Plan:
             columns=columns,
             **arrays,
         )
+
+
+def _unpickled(recipe: bytes, arrays: dict[str, NDArray[Any]]) -> Plan:
+    return Plan._of_arrays(_recipe_of(recipe), arrays)
+
+
+@lru_cache(maxsize=4)
+def _recipe_of(pickled: bytes) -> Recipe:
+    recipe: Recipe = pickle.loads(pickled)
+    return recipe

@@ -20,17 +20,6 @@ def frozen(values: Iterable[int] | NDArray[np.integer]) -> IntArray:
     return array
 
 
-def narrow(values: IntArray) -> NDArray[np.integer]:
-    """The same values in the smallest integers that hold them.
-
-    >>> narrow(np.array([3, 200])).dtype, narrow(np.array([-1, 200])).dtype
-    (dtype('uint8'), dtype('int16'))
-    """
-    least, most = values.min(initial=0), values.max(initial=0)
-    held = np.promote_types(np.min_scalar_type(least), np.min_scalar_type(most))
-    return values.astype(held)
-
-
 def offsets_of(lengths: NDArray[np.integer]) -> IntArray:
     """Where each row starts and the last one ends: lengths [3, 1, 2] -> offsets [0, 3, 4, 6]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)

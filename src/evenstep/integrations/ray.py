@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import ray
@@ -25,7 +25,7 @@ Replace: TypeAlias = Callable[[int], Any]
 
 _LOST = (RayActorError, ObjectLostError, NodeDiedError)
 _ATTEMPTS = 3
-_SMALL = 2**16  # bytes; Ray stores arguments above 100 kB for each call
+_LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
 
 
 class RayDispatcher:
@@ -35,9 +35,9 @@ class RayDispatcher:
         plan = batch.plan(Recipe(layout=..., topology=Topology(dp=dispatcher.size)))
         old = dispatcher.dispatch("log_probs", plan, batch).tokens()  # (rows, width)
 
-    The batch is put into the object store once. Workers on a node share that memory: they get the
-    whole batch and run their rows of it, `plan.steps(batch, world)`, and must not write into its
-    tensors. `batch.select(plan.rows_of(world.rank))` is a copy to write into.
+    Plan and batch are put into the object store once. Workers on a node share that memory: they
+    get the whole batch and run their rows of it, `plan.steps(batch, world)`, and must not write
+    into its tensors. `batch.select(plan.rows_of(world.rank))` is a copy to write into.
 
     If a worker dies, `RankError` names it, and no result is returned. With `replace`, its share
     runs again on the actor that `replace(rank)` returns, up to `attempts` times (default 3); the
@@ -72,8 +72,11 @@ class RayDispatcher:
     ) -> Gathered:
         """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
         check_job(plan, batch, self.size)
-        stored, planned = ray.put(batch), _sent(plan)
-        calls = [(planned, stored, World(rank, self.size)) for rank in range(self.size)]
+        stored = ray.put(_Job(plan, batch))
+        calls = [
+            (_argument(stored, worker), _THE_BATCH, World(rank, self.size))
+            for rank, worker in enumerate(self.workers)
+        ]
         return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
 
     def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -135,32 +138,74 @@ class RayDispatcher:
         self.workers[rank] = self._replace(rank)
 
 
-class _Pickled:
-    """A plan, pickled once for all calls and unpickled once by each worker."""
+class _Job:
+    """A plan and a batch, as the first two arguments of a call: `_Job, _THE_BATCH`.
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    A worker reads both when it unpickles the first one, which becomes the plan. Arguments are
+    unpickled in their order, by one thread.
+    """
 
-    def __reduce__(self) -> tuple[Callable[[bytes], RolloutPlan], tuple[bytes]]:
-        return _unpickled, (self._data,)
+    def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
+        self._large = list[pickle.PickleBuffer]()
+        self._data = pickle.dumps(
+            (plan, batch), pickle.HIGHEST_PROTOCOL, buffer_callback=self._is_small
+        )
+
+    def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
+        if memoryview(buffer).nbytes < _LARGE:
+            return True
+        self._large.append(buffer)
+        return False
+
+    def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
+        return _plan_of, (self._data, self._large)
 
 
-def _sent(plan: RolloutPlan) -> Any:
-    """The plan as an argument: part of every call if it is small, else stored once."""
-    data = _pickled(plan)
-    return _Pickled(data) if len(data) <= _SMALL else ray.put(plan)
+class _TheBatch:
+    """The batch of the job that this thread has just read."""
+
+    def __reduce__(self) -> tuple[Callable[[], RolloutBatch], tuple[()]]:
+        return _batch, ()
 
 
-# A plan never changes, and may be sent again: to score the policy, a reference, the critic.
-@lru_cache(maxsize=2)
-def _pickled(plan: RolloutPlan) -> bytes:
-    return pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+_THE_BATCH = _TheBatch()
+_read = threading.local()
 
 
-@lru_cache(maxsize=2)
-def _unpickled(data: bytes) -> RolloutPlan:
-    plan: RolloutPlan = pickle.loads(data)
+def _plan_of(data: bytes, large: list[pickle.PickleBuffer]) -> RolloutPlan:
+    plan: RolloutPlan
+    plan, _read.batch = pickle.loads(data, buffers=large)
     return plan
+
+
+def _batch() -> RolloutBatch:
+    batch: RolloutBatch = _read.batch
+    del _read.batch  # its memory is free after the call
+    return batch
+
+
+class _Fetched:
+    """A stored object that the worker gets while it unpickles its arguments."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _get, (self._stored,)
+
+
+def _get(stored: Any) -> Any:  # `ray.get` is a wrapper, which would be pickled with its code
+    return ray.get(stored)
+
+
+def _argument(stored: Any, worker: Any) -> Any:
+    """A stored object as an argument of a call of this worker.
+
+    Ray asks the node for objects that are arguments before it starts the call. That takes longer
+    than `ray.get` in the call, which would block other calls that the actor runs meanwhile.
+    """
+    alone = getattr(worker, "_ray_allow_out_of_order_execution", None) is False
+    return _Fetched(stored) if alone else stored
 
 
 def _is_lost(error: Exception) -> bool:
