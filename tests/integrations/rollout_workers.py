@@ -67,6 +67,17 @@ class RolloutWorker:
             os._exit(1)
         return world.rank
 
+    def hold_plan(self, plan: RolloutPlan, batch: RolloutBatch, world: World) -> set[str]:
+        """Keeps the plan; returns what owns the memory of its arrays."""
+        self.held = plan
+        owners = set()
+        for array in (plan.lengths, plan.epochs[0].lengths, plan.epochs[0].segments.sample):
+            owner: Any = array
+            while isinstance(owner, np.ndarray):
+                owner = owner.base
+            owners.add(type(owner).__name__)
+        return owners
+
     def batches_in_memory(self) -> int:
         gc.collect()
         return sum(isinstance(found, RolloutBatch) for found in gc.get_objects())

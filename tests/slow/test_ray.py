@@ -102,12 +102,16 @@ def test_calls_that_run_at_once_in_an_actor_get_their_own_batches(kind: type) ->
         assert dispatcher.broadcast("warned") == [False, False]
 
 
-def test_an_actor_keeps_no_batch_after_the_call(actors: list[Any]) -> None:
-    batch = batch_of(6)
+def test_an_actor_keeps_no_batch_after_the_call_even_if_it_keeps_the_plan(
+    actors: list[Any],
+) -> None:
+    batch = batch_of(6, 12_000)
     plan = batch.plan(recipe_of("packed", dp=SIZE))
     dispatcher = RayDispatcher(actors)
-    dispatcher.dispatch("sums", plan, batch)
+    owners = dispatcher.dispatch("hold_plan", plan, batch).by_rank
     assert dispatcher.broadcast("batches_in_memory") == [0] * SIZE
+    assert set().union(*owners) <= {"NoneType", "bytes", "bytearray"}
+    assert dispatcher.broadcast("hold", None) == [None] * SIZE
 
 
 def test_a_dead_worker_is_an_error_that_names_it_or_is_replaced_as_asked() -> None:

@@ -25,6 +25,7 @@ Replace: TypeAlias = Callable[[int], Any]
 
 _LOST = (RayActorError, ObjectLostError, NodeDiedError)
 _ATTEMPTS = 3
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 _LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
 
 
@@ -147,9 +148,9 @@ class _Job:
 
     def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
         self._large = list[pickle.PickleBuffer]()
-        self._data = pickle.dumps(
-            (plan, batch), pickle.HIGHEST_PROTOCOL, buffer_callback=self._is_small
-        )
+        self._batch = pickle.dumps(batch, _PROTOCOL, buffer_callback=self._is_small)
+        # By itself: a worker that keeps a plan must not keep a batch in the store.
+        self._plan = pickle.dumps(plan, _PROTOCOL)
 
     def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
         if memoryview(buffer).nbytes < _LARGE:
@@ -158,7 +159,7 @@ class _Job:
         return False
 
     def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
-        return _plan_of, (self._data, self._large)
+        return _plan_of, (self._plan, self._batch, self._large)
 
 
 class _TheBatch:
@@ -172,10 +173,10 @@ _THE_BATCH = _TheBatch()
 _read = threading.local()
 
 
-def _plan_of(data: bytes, large: list[pickle.PickleBuffer]) -> RolloutPlan:
-    plan: RolloutPlan
-    plan, _read.batch = pickle.loads(data, buffers=large)
-    return plan
+def _plan_of(plan: bytes, batch: bytes, large: list[pickle.PickleBuffer]) -> RolloutPlan:
+    _read.batch = pickle.loads(batch, buffers=large)
+    found: RolloutPlan = pickle.loads(plan)
+    return found
 
 
 def _batch() -> RolloutBatch:

@@ -105,8 +105,9 @@ class RolloutPlan:
 
     def check(self, batch: RolloutBatch) -> None:
         """Raise if the batch is not the one that was planned, or rows selected from it."""
+        same = self.lengths is batch.lengths
         whole = (len(self.lengths), self.width) == (batch.num_rows, batch.width)
-        if not whole or not np.array_equal(self.lengths[batch.rows], batch.lengths):
+        if not whole or not (same or np.array_equal(self.lengths[batch.rows], batch.lengths)):
             raise InputError(
                 f"the plan is of {len(self.lengths)} rows of width {self.width}, but the batch "
                 f"has {batch.num_rows} of width {batch.width}, or rows of other lengths. Pass the "
