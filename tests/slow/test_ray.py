@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +22,7 @@ from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.ray import _LARGE, RayDispatcher
 from evenstep.train import RolloutBatch
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
+from tests.train.processes import free_port
 from tests.train.rollouts import make_rollouts, recipe_of
 
 pytestmark = [
@@ -100,6 +103,36 @@ def test_calls_that_run_at_once_in_an_actor_get_their_own_batches(kind: type) ->
         assert all(pool.map(run, range(64)))
     if kind is AsyncWorker:
         assert dispatcher.broadcast("warned") == [False, False]
+
+
+def test_a_batch_of_a_class_that_workers_cannot_import_reaches_them(actors: list[Any]) -> None:
+    class Own(RolloutBatch):
+        pass
+
+    given = batch_of(7)
+    ids = given.tensors["input_ids"]
+    batch = Own({"input_ids": ids}, lengths=given.lengths, padding_side="right")
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    found = RayDispatcher(actors).dispatch("sums", plan, batch).sequences()
+    assert torch.equal(found.float(), expected_sums(batch))
+
+
+def test_a_client_of_a_cluster_can_dispatch() -> None:
+    port = str(free_port())
+    script = [sys.executable, "-m", "tests.slow.ray_client"]
+    server = subprocess.Popen(
+        [*script, "serve", port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    try:
+        assert server.stdout.readline() == "ready\n"
+        done = subprocess.run(
+            [*script, "call", port], capture_output=True, text=True, timeout=120, check=False
+        )
+    finally:
+        server.communicate(timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_an_actor_keeps_no_batch_after_the_call_even_if_it_keeps_the_plan(

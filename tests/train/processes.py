@@ -46,7 +46,7 @@ def run_processes(
     The rank `lingers` is killed when all others have ended.
     """
     folder.mkdir(exist_ok=True)
-    address = f"tcp://127.0.0.1:{_port()}" if store == "tcp" else f"file://{folder}/store"
+    address = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{folder}/store"
     processes = [
         _CONTEXT.Process(
             target=_child, args=(rank, size, address, str(folder), function, arguments)
@@ -109,7 +109,7 @@ def _child(
         os._exit(1)  # the group still has threads
 
 
-def _port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, SupportsIndex, overload
 
@@ -237,9 +235,9 @@ class Plan:
         restored[self.order] = array
         return restored
 
-    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[bytes, dict[str, NDArray[Any]]]]:
-        """Pickle the recipe by itself: plans that follow each other share it."""
-        return _unpickled, (pickle.dumps(self.recipe, pickle.HIGHEST_PROTOCOL), self._arrays())
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Recipe, dict[str, NDArray[Any]]]]:
+        """Pickle recipe and arrays; a copy is read-only too."""
+        return Plan._of_arrays, (self.recipe, self._arrays())
 
     def __copy__(self) -> Plan:
         """A plan never changes, so it is its own copy."""
@@ -367,13 +365,3 @@ class Plan:
             columns=columns,
             **arrays,
         )
-
-
-def _unpickled(recipe: bytes, arrays: dict[str, NDArray[Any]]) -> Plan:
-    return Plan._of_arrays(_recipe_of(recipe), arrays)
-
-
-@lru_cache(maxsize=4)
-def _recipe_of(pickled: bytes) -> Recipe:
-    recipe: Recipe = pickle.loads(pickled)
-    return recipe

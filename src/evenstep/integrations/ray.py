@@ -9,7 +9,9 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+from ray.util.client import ray as client
 
 from evenstep.core.validate import whole_number
 from evenstep.core.world import World
@@ -73,11 +75,8 @@ class RayDispatcher:
     ) -> Gathered:
         """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
         check_job(plan, batch, self.size)
-        stored = ray.put(_Job(plan, batch))
-        calls = [
-            (_argument(stored, worker), _THE_BATCH, World(rank, self.size))
-            for rank, worker in enumerate(self.workers)
-        ]
+        sent = _sent(plan, batch, self.workers)
+        calls = [(*both, World(rank, self.size)) for rank, both in enumerate(sent)]
         return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
 
     def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -147,8 +146,10 @@ class _Job:
     """
 
     def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
+        # Ray's own pickle sends the class of a script or notebook along, but takes longer.
+        dumps = pickle.dumps if type(batch) is RolloutBatch else cloudpickle.dumps
         self._large = list[pickle.PickleBuffer]()
-        self._batch = pickle.dumps(batch, _PROTOCOL, buffer_callback=self._is_small)
+        self._batch = dumps(batch, _PROTOCOL, buffer_callback=self._is_small)
         # By itself: a worker that keeps a plan must not keep a batch in the store.
         self._plan = pickle.dumps(plan, _PROTOCOL)
 
@@ -197,6 +198,14 @@ class _Fetched:
 
 def _get(stored: Any) -> Any:  # `ray.get` is a wrapper, which would be pickled with its code
     return ray.get(stored)
+
+
+def _sent(plan: RolloutPlan, batch: RolloutBatch, workers: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Plan and batch as the first two arguments of a call of each worker."""
+    if client.is_connected():  # its server unpickles every argument
+        return [(ray.put(plan), ray.put(batch))] * len(workers)
+    stored = ray.put(_Job(plan, batch))
+    return [(_argument(stored, worker), _THE_BATCH) for worker in workers]
 
 
 def _argument(stored: Any, worker: Any) -> Any:
