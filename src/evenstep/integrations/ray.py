@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import ray
 from ray import cloudpickle
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
-from ray.util.client import ray as client
+from ray.util import client
 
 from evenstep.core.validate import whole_number
 from evenstep.core.world import World
@@ -202,7 +202,7 @@ def _get(stored: Any) -> Any:  # `ray.get` is a wrapper, which would be pickled 
 
 def _sent(plan: RolloutPlan, batch: RolloutBatch, workers: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Plan and batch as the first two arguments of a call of each worker."""
-    if client.is_connected():  # its server unpickles every argument
+    if client.ray.is_connected():  # its server unpickles every argument
         return [(ray.put(plan), ray.put(batch))] * len(workers)
     stored = ray.put(_Job(plan, batch))
     return [(_argument(stored, worker), _THE_BATCH) for worker in workers]
