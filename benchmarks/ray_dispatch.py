@@ -71,8 +71,8 @@ def dispatching(bench: Bench) -> Section:
         "Dispatch",
         notes=[
             f"{count:,} rollouts of width {batch.width:,}, {tokens * 8 / 2**20:g} MiB, to "
-            f"{ACTORS} actors on one machine. Dispatching includes sending a plan that was not "
-            f"sent before, the calls and gathering. Plain Ray: `ray.put`, then a call of each "
+            f"{ACTORS} actors on one machine. Dispatching includes sending another plan each "
+            f"time, the calls and gathering. Plain Ray: `ray.put`, then a call of each "
             f"actor. The first line involves no actor: the memory of the rollouts as one numpy "
             f"array, put and read again. The second is an array that numpy allocated, in large "
             f"pages, which are copied faster. The target is judged by medians: driver, raylet and "

@@ -47,9 +47,8 @@ def test_exchanges_keep_every_limit_and_never_make_a_step_slower(seed: int) -> N
     pack_of = rng.permutation(n) % packs
     of_kind = np.flatnonzero(units.kind)
     special = int(rng.integers(1, shape.waves + 1))
-    if (
-        second == "apart" and len(of_kind) >= special * shape.ranks
-    ):  # a unit of this kind in each micro-batch
+    enough = len(of_kind) >= special * shape.ranks  # one in each of these micro-batches
+    if second == "apart" and enough:
         pack_of[of_kind] = np.arange(len(of_kind)) % (special * shape.ranks) * shape.rows
         shape = shape._replace(special=special)
 

@@ -105,7 +105,7 @@ class RolloutPlan:
 
     def check(self, batch: RolloutBatch) -> None:
         """Raise if the batch is not the one that was planned, or rows selected from it."""
-        same = self.lengths is batch.lengths
+        same = self.lengths is batch.lengths  # usual on a controller, and faster to see
         whole = (len(self.lengths), self.width) == (batch.num_rows, batch.width)
         if not whole or not (same or np.array_equal(self.lengths[batch.rows], batch.lengths)):
             raise InputError(
