@@ -232,8 +232,10 @@ def test_equal_plans_have_equal_fingerprints_whatever_numbers_they_were_made_wit
 def test_a_plan_crosses_processes_and_can_be_copied() -> None:
     recipe = Recipe(layout=Packed(max_tokens=12), limits=Limits(columns={"patches": 9}))
     plan = make_plan([5, 3, 7], recipe, groups=[0, 0, 1], columns={"patches": [1, 2, 3]})
-    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)):
+    pickled = [pickle.loads(pickle.dumps(plan, protocol)) for protocol in range(6)]
+    for again in (*pickled, pickle.loads(pickle.dumps(pickled[-1])), copy.deepcopy(plan)):
         assert again.fingerprint == plan.fingerprint
+        assert again.stats() == plan.stats()
         assert again.recipe == plan.recipe
         assert again.columns["patches"].tolist() == [1, 2, 3]
         for array in (again.widths, again.segments.length, again.columns["patches"]):

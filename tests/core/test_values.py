@@ -19,7 +19,7 @@ from evenstep import (
     Topology,
     make_plan,
 )
-from evenstep.core.ragged import Ragged
+from evenstep.core.ragged import Ragged, frozen, over_bytes
 from evenstep.core.recipe import Balance
 from evenstep.core.validate import one_of, truth_value, whole_number
 from evenstep.core.world import World
@@ -353,3 +353,26 @@ def test_ragged_rows_are_slices_of_flat_values() -> None:
     assert ragged.lengths.tolist() == [2, 0, 1]
     with pytest.raises(IndexError):
         ragged[3]
+
+
+def test_only_arrays_that_never_change_are_frozen_without_a_copy() -> None:
+    data = bytes(range(64))
+    found = over_bytes(data, {"a": 3, "b": 0, "c": 5})
+    assert np.concatenate(list(found.values())).tobytes() == data
+    for array in found.values():
+        assert frozen(array) is array
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+    whole = np.arange(6)
+    over_memory = np.frombuffer(bytearray(data), np.int64)
+    over_memory.flags.writeable = False
+    odd = np.frombuffer(data, np.int64, 3, 1)[:2]
+    others: list[Any] = [whole, whole[:4], over_memory, over_memory[1:], odd, found["c"][::2]]
+    others += [np.frombuffer(data, np.int32)[:4], found["c"].view(np.uint64)[:2]]
+    for array in others:
+        copy = frozen(array)
+        assert copy.tolist() == array.tolist()
+        assert copy.dtype == np.int64
+        assert copy.flags.owndata
+        assert copy.flags.c_contiguous
+        assert not copy.flags.writeable

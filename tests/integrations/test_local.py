@@ -16,6 +16,7 @@ from evenstep import Topology
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.local import Gathered, LocalDispatcher
 from evenstep.train import RolloutBatch
+from evenstep.train.rollouts.arrays import array_of, tensor_of
 from tests.examples import examples
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
 from tests.train.rollouts import WAYS, make_rollouts, recipe_of
@@ -113,7 +114,36 @@ def test_rows_that_ran_on_several_ranks_have_no_single_result() -> None:
         workers.dispatch("rows_run", plan, batch).sequences()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int32, torch.float64])
+DTYPES = [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_any_kind_shape_and_order_return_from_arrays(dtype: torch.dtype) -> None:
+    square = torch.arange(12).view(3, 4).to(dtype)
+    one = torch.ones((1, 3), dtype=torch.int8).to(dtype)
+    for tensor in (square, square.T, square[:, 1:3], square[:0], square[:, :0], one.T, one[0]):
+        found = tensor_of(array_of(tensor))
+        assert found.dtype == dtype
+        assert found.shape == tensor.shape
+        assert found.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_the_copy_of_a_plan_of_rollouts_is_read_only_and_its_own(protocol: int) -> None:
+    batch = batch_of([7, 0, 6])
+    plan = batch.plan(recipe_of("packed", dp=2), epochs=2)
+    for found in (pickle.loads(pickle.dumps(plan, protocol)), copy.deepcopy(plan)):
+        assert found.epochs == plan.epochs
+        assert found.lengths.tolist() == [7, 0, 6]
+        assert (found.width, found.digest) == (plan.width, plan.digest)
+        assert not found.lengths.flags.writeable
+        found.check(batch)
+    buffers: list[pickle.PickleBuffer] = []
+    pickle.dumps(plan, 5, buffer_callback=buffers.append)
+    assert not buffers, "a reader of the plan shares no memory with the writer"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pickled_batch_is_the_same_batch_and_its_tensors_are_not_copied(
     dtype: torch.dtype,
 ) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +19,8 @@ import torch
 from ray.exceptions import RayActorError
 
 from evenstep.errors import ConfigError, RankError
-from evenstep.integrations.ray import _LARGE, RayDispatcher
+from evenstep.integrations.ray import RayDispatcher
+from evenstep.integrations.ray_job import LARGE, _Job
 from evenstep.train import RolloutBatch
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
 from tests.train.processes import free_port
@@ -66,7 +67,7 @@ def test_results_of_actors_return_in_the_order_of_the_batch(actors: list[Any]) -
 @pytest.mark.parametrize("rows", [24, 12_000])
 def test_batches_and_plans_of_any_size_reach_the_actors(actors: list[Any], rows: int) -> None:
     batch = batch_of(5, rows)
-    assert (batch.lengths.nbytes >= _LARGE) == (rows > 24), "both ways to send an array"
+    assert (batch.lengths.nbytes >= LARGE) == (rows > 24), "both ways to send an array"
     plan = batch.plan(recipe_of("packed", dp=SIZE))
     dispatcher = RayDispatcher(actors)
     for _ in range(2):
@@ -115,6 +116,24 @@ def test_a_batch_of_a_class_that_workers_cannot_import_reaches_them(actors: list
     plan = batch.plan(recipe_of("packed", dp=SIZE))
     found = RayDispatcher(actors).dispatch("sums", plan, batch).sequences()
     assert torch.equal(found.float(), expected_sums(batch))
+
+
+def test_a_recipe_arrives_as_it_is_whoever_writes_to_its_limits() -> None:
+    batch = batch_of(8)
+    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    recipe = plan.epochs[0].recipe
+
+    def received() -> Any:
+        opened, arguments = _Job(plan, batch).__reduce__()
+        return opened(*arguments).epochs[0].recipe
+
+    found = received()
+    assert found == recipe
+    assert received() is found, "read once for many plans"
+    found.limits.columns["patches"] = 3
+    assert received() == recipe
+    cast("dict[str, int]", recipe.limits.columns)["tokens"] = 5
+    assert received() == recipe
 
 
 def test_a_client_of_a_cluster_can_dispatch() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
-from ray.util import client
 
 from evenstep.core.validate import whole_number
 from evenstep.core.world import World
 from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.gathered import Gathered, check_job, no_method
+from evenstep.integrations.ray_job import sent
 from evenstep.train.rollouts.rollout_batch import RolloutBatch
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 
@@ -27,8 +24,6 @@ Replace: TypeAlias = Callable[[int], Any]
 
 _LOST = (RayActorError, ObjectLostError, NodeDiedError)
 _ATTEMPTS = 3
-_PROTOCOL = pickle.HIGHEST_PROTOCOL
-_LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
 
 
 class RayDispatcher:
@@ -75,8 +70,8 @@ class RayDispatcher:
     ) -> Gathered:
         """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
         check_job(plan, batch, self.size)
-        sent = _sent(plan, batch, self.workers)
-        calls = [(*both, World(rank, self.size)) for rank, both in enumerate(sent)]
+        first = sent(plan, batch, self.workers)
+        calls = [(*both, World(rank, self.size)) for rank, both in enumerate(first)]
         return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
 
     def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -136,86 +131,6 @@ class RayDispatcher:
         with suppress(Exception):
             ray.kill(self.workers[rank], no_restart=True)
         self.workers[rank] = self._replace(rank)
-
-
-class _Job:
-    """A plan and a batch, as the first two arguments of a call: `_Job, _THE_BATCH`.
-
-    A worker reads both when it unpickles the first one, which becomes the plan. Arguments are
-    unpickled in their order, by one thread.
-    """
-
-    def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
-        # Ray's own pickle sends the class of a script or notebook along, but takes longer.
-        dumps = pickle.dumps if type(batch) is RolloutBatch else cloudpickle.dumps
-        self._large = list[pickle.PickleBuffer]()
-        self._batch = dumps(batch, _PROTOCOL, buffer_callback=self._is_small)
-        # By itself: a worker that keeps a plan must not keep a batch in the store.
-        self._plan = pickle.dumps(plan, _PROTOCOL)
-
-    def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
-        if memoryview(buffer).nbytes < _LARGE:
-            return True
-        self._large.append(buffer)
-        return False
-
-    def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
-        return _plan_of, (self._plan, self._batch, self._large)
-
-
-class _TheBatch:
-    """The batch of the job that this thread has just read."""
-
-    def __reduce__(self) -> tuple[Callable[[], RolloutBatch], tuple[()]]:
-        return _batch, ()
-
-
-_THE_BATCH = _TheBatch()
-_read = threading.local()
-
-
-def _plan_of(plan: bytes, batch: bytes, large: list[pickle.PickleBuffer]) -> RolloutPlan:
-    _read.batch = pickle.loads(batch, buffers=large)
-    found: RolloutPlan = pickle.loads(plan)
-    return found
-
-
-def _batch() -> RolloutBatch:
-    batch: RolloutBatch = _read.batch
-    del _read.batch  # its memory is free after the call
-    return batch
-
-
-class _Fetched:
-    """A stored object that the worker gets while it unpickles its arguments."""
-
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return _get, (self._stored,)
-
-
-def _get(stored: Any) -> Any:  # `ray.get` is a wrapper, which would be pickled with its code
-    return ray.get(stored)
-
-
-def _sent(plan: RolloutPlan, batch: RolloutBatch, workers: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Plan and batch as the first two arguments of a call of each worker."""
-    if client.ray.is_connected():  # its server unpickles every argument
-        return [(ray.put(plan), ray.put(batch))] * len(workers)
-    stored = ray.put(_Job(plan, batch))
-    return [(_argument(stored, worker), _THE_BATCH) for worker in workers]
-
-
-def _argument(stored: Any, worker: Any) -> Any:
-    """A stored object as an argument of a call of this worker.
-
-    Ray asks the node for objects that are arguments before it starts the call. That takes longer
-    than `ray.get` in the call, which would block other calls that the actor runs meanwhile.
-    """
-    alone = getattr(worker, "_ray_allow_out_of_order_execution", None) is False
-    return _Fetched(stored) if alone else stored
 
 
 def _is_lost(error: Exception) -> bool:

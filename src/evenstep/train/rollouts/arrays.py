@@ -11,12 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Stored: TypeAlias = tuple[NDArray[np.uint8], torch.dtype, tuple[int, ...]]
+Stored: TypeAlias = NDArray[Any] | tuple[NDArray[np.uint8], torch.dtype, tuple[int, ...]]
 
 
 def array_of(tensor: Tensor) -> Stored:
-    """The bytes of a tensor on the host, its dtype (numpy has no bfloat16) and its shape."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+    """A tensor on the host as an array, or its bytes, dtype and shape (numpy has no bfloat16)."""
+    held = tensor.contiguous()
+    try:
+        return np.asarray(held.numpy())
+    except TypeError:
+        return held.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
 
 
 def tensor_of(stored: Stored) -> Tensor:
@@ -25,8 +29,10 @@ def tensor_of(stored: Stored) -> Tensor:
     >>> tensor_of(array_of(torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))).tolist()
     [[1.5], [2.5]]
     """
+    if isinstance(stored, np.ndarray):
+        return over(stored)
     held, dtype, shape = stored
-    return over(held).view(dtype).view(shape)
+    return over(held).view(dtype).view(shape) if held.size else torch.empty(shape, dtype=dtype)
 
 
 def over(array: NDArray[Any]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,10 @@ class RolloutPlan:
     """The columns of a row, padding included."""
     digest: str
     """Of the rows that were planned; part of the fingerprint of each step, which ranks compare."""
+
+    def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
+        """Pickle lengths as bytes: a copy is read-only too, and shares no memory with a batch."""
+        return _restored, (self.epochs, self.lengths.tobytes(), self.width, self.digest)
 
     def __repr__(self) -> str:
         """Sizes and the padding that the plan removes, in one line."""
@@ -142,6 +146,11 @@ class RolloutPlan:
 
     def _row_numbers(self, plan: Plan) -> IntArray:
         return np.arange(len(self.lengths)) if plan.sample_ids is None else plan.sample_ids
+
+
+def _restored(epochs: tuple[Plan, ...], lengths: bytes, width: int, digest: str) -> RolloutPlan:
+    found = np.frombuffer(lengths, np.int64)
+    return RolloutPlan(epochs=epochs, lengths=found, width=width, digest=digest)
 
 
 class _Rows:

@@ -1,0 +1,135 @@
+"""Job: a plan and a batch, stored once by Ray and read by all workers."""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from io import BytesIO
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.util import client
+
+from evenstep.core.recipe import Recipe
+from evenstep.train.rollouts.rollout_batch import RolloutBatch
+from evenstep.train.rollouts.rollout_plan import RolloutPlan
+
+LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
+
+
+class _Job:
+    """A plan and a batch, as the first two arguments of a call: `_Job, _THE_BATCH`.
+
+    A worker reads both when it unpickles the first one, which becomes the plan. Arguments are
+    unpickled in their order, by one thread.
+    """
+
+    def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
+        # Ray's own pickle sends the class of a script or notebook along, but takes longer.
+        kind = _Pickler if type(batch) is RolloutBatch else cloudpickle.Pickler
+        file = BytesIO()
+        self._large = list[pickle.PickleBuffer]()  # of the batch: plans have none
+        kind(file, _PROTOCOL, buffer_callback=self._is_small).dump((plan, batch))
+        self._data = file.getvalue()
+
+    def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
+        if memoryview(buffer).nbytes < LARGE:
+            return True
+        self._large.append(buffer)
+        return False
+
+    def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
+        return _plan_of, (self._data, self._large)
+
+
+class _Recipes:
+    """Pickles a recipe once for the plans of many steps."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Recipe | None, dict[str, int], bytes] = (None, {}, b"")
+
+    def pickled(self, recipe: Recipe) -> tuple[Callable[[bytes], Recipe], tuple[bytes]]:
+        """How a worker makes this recipe again."""
+        last, columns, data = self._last
+        if last is not recipe or columns != recipe.limits.columns:
+            columns, data = dict(recipe.limits.columns), cloudpickle.dumps(recipe, _PROTOCOL)
+            self._last = recipe, columns, data
+        return _recipe_of, (data,)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {Recipe: _Recipes().pickled}
+
+
+def _recipe_of(data: bytes) -> Recipe:
+    recipe, columns = _unpickled(data)
+    if recipe.limits.columns != columns:  # the one part of it that can be written to
+        _unpickled.cache_clear()
+        recipe, _ = _unpickled(data)
+    return recipe
+
+
+@lru_cache(maxsize=8)
+def _unpickled(data: bytes) -> tuple[Recipe, dict[str, int]]:
+    recipe: Recipe = pickle.loads(data)
+    return recipe, dict(recipe.limits.columns)
+
+
+class _TheBatch:
+    """The batch of the job that this thread has just read."""
+
+    def __reduce__(self) -> tuple[Callable[[], RolloutBatch], tuple[()]]:
+        return _batch, ()
+
+
+_THE_BATCH = _TheBatch()
+_read = threading.local()
+
+
+def _plan_of(data: bytes, large: list[pickle.PickleBuffer]) -> RolloutPlan:
+    plan: RolloutPlan
+    plan, _read.batch = pickle.loads(data, buffers=large)
+    return plan
+
+
+def _batch() -> RolloutBatch:
+    batch: RolloutBatch = _read.batch
+    del _read.batch  # its memory is free after the call
+    return batch
+
+
+class _Fetched:
+    """A stored object that the worker gets while it unpickles its arguments."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _get, (self._stored,)
+
+
+def _get(stored: Any) -> Any:  # `ray.get` is a wrapper, which would be pickled with its code
+    return ray.get(stored)
+
+
+def sent(plan: RolloutPlan, batch: RolloutBatch, workers: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Plan and batch as the first two arguments of a call of each worker."""
+    if client.ray.is_connected():  # its server unpickles every argument
+        return [(ray.put(plan), ray.put(batch))] * len(workers)
+    stored = ray.put(_Job(plan, batch))
+    return [(_argument(stored, worker), _THE_BATCH) for worker in workers]
+
+
+def _argument(stored: Any, worker: Any) -> Any:
+    """A stored object as an argument of a call of this worker.
+
+    Ray asks the node for objects that are arguments before it starts the call. That takes longer
+    than `ray.get` in the call, which would block other calls that the actor runs meanwhile.
+    """
+    alone = getattr(worker, "_ray_allow_out_of_order_execution", None) is False
+    return _Fetched(stored) if alone else stored
