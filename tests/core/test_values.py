@@ -1,9 +1,11 @@
 """Topology, cost, layouts, recipes: what they derive and what they refuse."""
 
+import copy
 import json
+import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from evenstep import (
     Topology,
     make_plan,
 )
-from evenstep.core.ragged import Ragged, frozen, over_bytes
+from evenstep.core.ragged import Ragged, frozen
 from evenstep.core.recipe import Balance
 from evenstep.core.validate import one_of, truth_value, whole_number
 from evenstep.core.world import World
@@ -325,6 +327,26 @@ def test_equal_recipes_have_equal_hashes() -> None:
     assert len({made(a=1, b=2), made(b=2, a=1), made(a=1)}) == 2
 
 
+def test_limits_cannot_be_written_to_and_their_copies_neither() -> None:
+    given = {"a": 1, "b": 2}
+    recipe = Recipe(layout=Packed(max_tokens=8), limits=Limits(columns=given))
+    given["a"] = 9
+    copies = [recipe, replace(recipe), copy.copy(recipe), copy.deepcopy(recipe)]
+    copies += [pickle.loads(pickle.dumps(recipe, protocol)) for protocol in range(6)]
+    for each in copies:
+        assert each == recipe
+        assert hash(each) == hash(recipe)
+        assert repr(each) == repr(recipe)
+        assert each.limits.columns == {"a": 1, "b": 2}
+        columns: Any = each.limits.columns
+        with pytest.raises(TypeError, match="item assignment"):
+            columns["a"] = 3
+    for plain in (recipe.to_dict(), asdict(recipe)):
+        assert type(plain["limits"]["columns"]) is dict
+        plain["limits"]["columns"]["a"] = 5
+    assert recipe.limits.columns["a"] == 1
+
+
 def test_which_samples_are_dropped_is_the_one_say_that_a_budget_has_in_steps() -> None:
     recipe = Recipe(layout=Packed(max_tokens=512), steps=Steps(samples=2), overflow="drop")
     assert make_plan([5, 600, 5, 5], recipe).step_of.tolist() == [0, -1, 0, 1]
@@ -357,22 +379,22 @@ def test_ragged_rows_are_slices_of_flat_values() -> None:
 
 def test_only_arrays_that_never_change_are_frozen_without_a_copy() -> None:
     data = bytes(range(64))
-    found = over_bytes(data, {"a": 3, "b": 0, "c": 5})
-    assert np.concatenate(list(found.values())).tobytes() == data
-    for array in found.values():
+    never = np.frombuffer(data, np.int64)
+    for array in (never, np.frombuffer(b"", np.int64)):
         assert frozen(array) is array
         with pytest.raises(ValueError, match="WRITEABLE"):
             array.flags.writeable = True
     whole = np.arange(6)
     over_memory = np.frombuffer(bytearray(data), np.int64)
     over_memory.flags.writeable = False
-    odd = np.frombuffer(data, np.int64, 3, 1)[:2]
-    others: list[Any] = [whole, whole[:4], over_memory, over_memory[1:], odd, found["c"][::2]]
-    others += [np.frombuffer(data, np.int32)[:4], found["c"].view(np.uint64)[:2]]
+    odd = np.frombuffer(data, np.int64, 3, 1)
+    others: list[Any] = [whole, whole[:4], over_memory, over_memory[1:], odd, never[::2]]
+    others += [np.frombuffer(data, np.int32), never.view(np.uint64)[:2]]
+    others += [never[:2]]  # would keep all of the bytes
     for array in others:
-        copy = frozen(array)
-        assert copy.tolist() == array.tolist()
-        assert copy.dtype == np.int64
-        assert copy.flags.owndata
-        assert copy.flags.c_contiguous
-        assert not copy.flags.writeable
+        found = frozen(array)
+        assert found.tolist() == array.tolist()
+        assert found.dtype == np.int64
+        assert found.flags.owndata
+        assert found.flags.c_contiguous
+        assert not found.flags.writeable

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from evenstep import Topology
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.local import Gathered, LocalDispatcher
-from evenstep.train import RolloutBatch
+from evenstep.train import RolloutBatch, RolloutPlan
 from evenstep.train.rollouts.arrays import array_of, tensor_of
 from tests.examples import examples
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
@@ -121,17 +122,29 @@ DTYPES = [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.fl
 def test_tensors_of_any_kind_shape_and_order_return_from_arrays(dtype: torch.dtype) -> None:
     square = torch.arange(12).view(3, 4).to(dtype)
     one = torch.ones((1, 3), dtype=torch.int8).to(dtype)
-    for tensor in (square, square.T, square[:, 1:3], square[:0], square[:, :0], one.T, one[0]):
+    several = [square, square.T, square[:, 1:3], square[:0], square[:, :0], one.T, one[0]]
+    if dtype.is_floating_point:
+        several.append(square.clone().requires_grad_())
+    for tensor in several:
         found = tensor_of(array_of(tensor))
         assert found.dtype == dtype
         assert found.shape == tensor.shape
         assert found.tolist() == tensor.tolist()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaggedPlan(RolloutPlan):
+    tag: str
+
+
 @pytest.mark.parametrize("protocol", range(6))
-def test_the_copy_of_a_plan_of_rollouts_is_read_only_and_its_own(protocol: int) -> None:
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, ">i8"])
+def test_the_copy_of_a_plan_of_rollouts_is_read_only_and_its_own(protocol: int, dtype: Any) -> None:
     batch = batch_of([7, 0, 6])
     plan = batch.plan(recipe_of("packed", dp=2), epochs=2)
+    plan = replace(plan, lengths=plan.lengths.astype(dtype))
+    tagged = TaggedPlan(**{each.name: getattr(plan, each.name) for each in fields(plan)}, tag="a")
+    assert pickle.loads(pickle.dumps(tagged, protocol)).tag == "a"
     for found in (pickle.loads(pickle.dumps(plan, protocol)), copy.deepcopy(plan)):
         assert found.epochs == plan.epochs
         assert found.lengths.tolist() == [7, 0, 6]

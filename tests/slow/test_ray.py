@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+from evenstep import Packed
 from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.ray import RayDispatcher
-from evenstep.integrations.ray_job import LARGE, _Job
+from evenstep.integrations.ray_job import LARGE
 from evenstep.train import RolloutBatch
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
 from tests.train.processes import free_port
@@ -106,34 +107,31 @@ def test_calls_that_run_at_once_in_an_actor_get_their_own_batches(kind: type) ->
         assert dispatcher.broadcast("warned") == [False, False]
 
 
-def test_a_batch_of_a_class_that_workers_cannot_import_reaches_them(actors: list[Any]) -> None:
-    class Own(RolloutBatch):
-        pass
+class Own(RolloutBatch):
+    pass
 
+
+def in_order(lengths: Any, capacity: int, seed: int) -> list[list[int]]:
+    return [[item] for item in range(len(lengths))]
+
+
+@pytest.mark.parametrize("kind", [RolloutBatch, Own])
+@pytest.mark.parametrize("packer", [None, in_order])
+@pytest.mark.parametrize("name", ["{}", "function.<locals>.{}"], ids=["script", "local"])
+def test_what_workers_cannot_import_reaches_them(
+    actors: list[Any], monkeypatch: pytest.MonkeyPatch, kind: type, packer: Any, name: str
+) -> None:
+    for own in (Own, in_order):  # as if this file were the script that was started
+        monkeypatch.setattr(own, "__module__", "__main__")
+        monkeypatch.setattr(own, "__qualname__", name.format(own.__name__))
+        monkeypatch.setattr(sys.modules["__main__"], own.__name__, own, raising=False)
     given = batch_of(7)
     ids = given.tensors["input_ids"]
-    batch = Own({"input_ids": ids}, lengths=given.lengths, padding_side="right")
-    plan = batch.plan(recipe_of("packed", dp=SIZE))
+    batch = kind({"input_ids": ids}, lengths=given.lengths, padding_side="right")
+    layout = Packed(max_tokens=16, packer=packer)
+    plan = batch.plan(recipe_of("packed", dp=SIZE, layout=layout))
     found = RayDispatcher(actors).dispatch("sums", plan, batch).sequences()
     assert torch.equal(found.float(), expected_sums(batch))
-
-
-def test_a_recipe_arrives_as_it_is_whoever_writes_to_its_limits() -> None:
-    batch = batch_of(8)
-    plan = batch.plan(recipe_of("packed", dp=SIZE))
-    recipe = plan.epochs[0].recipe
-
-    def received() -> Any:
-        opened, arguments = _Job(plan, batch).__reduce__()
-        return opened(*arguments).epochs[0].recipe
-
-    found = received()
-    assert found == recipe
-    assert received() is found, "read once for many plans"
-    found.limits.columns["patches"] = 3
-    assert received() == recipe
-    cast("dict[str, int]", recipe.limits.columns)["tokens"] = 5
-    assert received() == recipe
 
 
 def test_a_client_of_a_cluster_can_dispatch() -> None:

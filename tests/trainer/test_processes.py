@@ -29,7 +29,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_killed_processes_continue_the_same_losses(tmp_path: Path, parallel: str) -> None:
-    data, steps = texts(tmp_path), 40
+    data, steps = texts(tmp_path), 120
     train(settings(tmp_path / "whole", data, stream={"max_num_steps": steps}))
     out, random = tmp_path / "killed", np.random.default_rng(0)
     trainer = {"parallel": parallel, "save_every": 2}
@@ -38,6 +38,7 @@ def test_killed_processes_continue_the_same_losses(tmp_path: Path, parallel: str
         ranks = 1 if kill == KILLS // 2 else 2  # once resumed on one process
         process = start(out, data, ranks, **options)
         _wait_for_steps(out, process, int(random.integers(1, 4)))
+        assert process.poll() is None, process.communicate()[0]
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     finish(start(out, data, 2, **options))

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenstep.core import archive, summary
 from evenstep.core import stats as measures
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import FloatArray, IntArray, frozen, over_bytes
+from evenstep.core.ragged import FloatArray, IntArray, frozen
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
@@ -235,12 +235,10 @@ class Plan:
         restored[self.order] = array
         return restored
 
-    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Recipe, dict[str, int], bytes]]:
-        """Pickle the recipe, and all arrays as one; a copy is read-only too."""
-        arrays = self._arrays()
-        sizes = {name: len(array) for name, array in arrays.items()}
-        data = b"".join(array.data for array in arrays.values())
-        return Plan._of_bytes, (self.recipe, sizes, data)
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Recipe, dict[str, bytes]]]:
+        """Pickle the recipe, and arrays as bytes: they are read without a copy, and read-only."""
+        data = {name: array.tobytes() for name, array in self._arrays().items()}
+        return Plan._of_bytes, (self.recipe, data)
 
     def __copy__(self) -> Plan:
         """A plan never changes, so it is its own copy."""
@@ -354,8 +352,9 @@ class Plan:
         return cls._of_arrays(Recipe.from_dict(recipe), arrays)
 
     @classmethod
-    def _of_bytes(cls, recipe: Recipe, sizes: dict[str, int], data: bytes) -> Plan:
-        return cls._of_arrays(recipe, over_bytes(data, sizes))
+    def _of_bytes(cls, recipe: Recipe, data: dict[str, bytes]) -> Plan:
+        arrays = {name: np.frombuffer(held, np.int64) for name, held in data.items()}
+        return cls._of_arrays(recipe, arrays)
 
     @classmethod
     def _of_arrays(cls, recipe: Recipe, arrays: dict[str, IntArray]) -> Plan:

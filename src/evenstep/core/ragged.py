@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -14,7 +14,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 
 
 def frozen(values: Iterable[int] | NDArray[np.integer]) -> IntArray:
-    """A read-only int64 copy of `values`; what `over_bytes` returned is returned as it is."""
+    """A read-only int64 copy of `values`; an int64 array over `bytes` as it is."""
     if isinstance(values, np.ndarray) and _never_changes(values):
         return values
     array = np.array(values, dtype=np.int64)
@@ -22,19 +22,9 @@ def frozen(values: Iterable[int] | NDArray[np.integer]) -> IntArray:
     return array
 
 
-def over_bytes(data: bytes, sizes: Mapping[str, int]) -> dict[str, IntArray]:
-    """Read-only arrays of these sizes, one after the other in `data`, which is not copied."""
-    whole, at = np.frombuffer(data, np.int64), 0
-    found = {}
-    for name, size in sizes.items():
-        found[name] = whole[at : at + size]
-        at += size
-    return found
-
-
 def _never_changes(array: NDArray[Any]) -> TypeGuard[IntArray]:
-    """Whether this is an int64 array over `bytes`."""
-    owner: object = getattr(array.base, "base", None)
+    """Whether this is an int64 array that `np.frombuffer` made of `bytes`, not a slice of one."""
+    owner: object = array.base
     return (
         type(owner) is bytes
         and array.dtype == np.int64

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from evenstep.core.cost import Cost
+from evenstep.core.fixed_mapping import FixedMapping
 from evenstep.core.glimpse import glimpse
 from evenstep.core.layout import LAYOUTS, Layout
 from evenstep.core.layout.frame import Frame
@@ -89,12 +90,16 @@ class Limits:
             name: whole_number(f"limits.columns.{name}", most)
             for name, most in dict(self.columns).items()
         }
-        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "columns", FixedMapping(columns))
         if self.cost is not None and not 0 < real_field(self, "limits.cost") < math.inf:
             raise ConfigError(f"limits.cost must be finite and above 0, got {self.cost:g}.")
 
     def __hash__(self) -> int:
         return hash((self.cost, frozenset(self.columns.items())))
+
+    def __deepcopy__(self, memo: object) -> Limits:
+        """Limits never change, so they are their own copy."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

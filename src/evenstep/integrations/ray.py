@@ -70,8 +70,8 @@ class RayDispatcher:
     ) -> Gathered:
         """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
         check_job(plan, batch, self.size)
-        first = sent(plan, batch, self.workers)
-        calls = [(*both, World(rank, self.size)) for rank, both in enumerate(first)]
+        arguments = sent(plan, batch, self.workers)
+        calls = [(*both, World(rank, self.size)) for rank, both in enumerate(arguments)]
         return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
 
     def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:

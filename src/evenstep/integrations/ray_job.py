@@ -6,6 +6,7 @@ import copyreg
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from io import BytesIO
 from typing import Any
@@ -19,6 +20,7 @@ from evenstep.train.rollouts.rollout_batch import RolloutBatch
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 
 LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
+_MOST_RECIPES = 8
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
@@ -30,54 +32,63 @@ class _Job:
     """
 
     def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
-        # Ray's own pickle sends the class of a script or notebook along, but takes longer.
-        kind = _Pickler if type(batch) is RolloutBatch else cloudpickle.Pickler
-        file = BytesIO()
-        self._large = list[pickle.PickleBuffer]()  # of the batch: plans have none
-        kind(file, _PROTOCOL, buffer_callback=self._is_small).dump((plan, batch))
-        self._data = file.getvalue()
-
-    def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
-        if memoryview(buffer).nbytes < LARGE:
-            return True
-        self._large.append(buffer)
-        return False
+        self._data, self._large = _pickled((plan, batch))
 
     def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
         return _plan_of, (self._data, self._large)
 
 
+def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """A value as bytes, and the large arrays in it.
+
+    Ray's own pickle sends classes and functions of a script along, but takes longer.
+    """
+    with suppress(pickle.PicklingError, AttributeError):  # a local class or function
+        data, large = _dumped(_Pickler, value)
+        if b"__main__" not in data:
+            return data, large
+    return _dumped(cloudpickle.Pickler, value)
+
+
+def _dumped(kind: type[pickle.Pickler], value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    large: list[pickle.PickleBuffer] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        if memoryview(buffer).nbytes < LARGE:
+            return True
+        large.append(buffer)
+        return False
+
+    file = BytesIO()
+    kind(file, _PROTOCOL, buffer_callback=is_small).dump(value)
+    return file.getvalue(), large
+
+
 class _Recipes:
-    """Pickles a recipe once for the plans of many steps."""
+    """Recipes are pickled once, and read once by a worker, for the plans of many steps."""
 
     def __init__(self) -> None:
-        self._last: tuple[Recipe | None, dict[str, int], bytes] = (None, {}, b"")
+        self._known = dict[int, tuple[Recipe, bytes]]()
 
-    def pickled(self, recipe: Recipe) -> tuple[Callable[[bytes], Recipe], tuple[bytes]]:
-        """How a worker makes this recipe again."""
-        last, columns, data = self._last
-        if last is not recipe or columns != recipe.limits.columns:
-            columns, data = dict(recipe.limits.columns), cloudpickle.dumps(recipe, _PROTOCOL)
-            self._last = recipe, columns, data
-        return _recipe_of, (data,)
-
-
-class _Pickler(pickle.Pickler):
-    dispatch_table = copyreg.dispatch_table | {Recipe: _Recipes().pickled}
+    def reduce(self, recipe: Recipe) -> tuple[Callable[[bytes], Recipe], tuple[bytes]]:
+        """How to make this recipe again; see `object.__reduce__`."""
+        known = self._known.get(id(recipe))
+        if known is None:
+            if len(self._known) >= _MOST_RECIPES:
+                self._known.clear()
+            known = recipe, pickle.dumps(recipe, _PROTOCOL)
+            self._known[id(recipe)] = known  # holds the recipe, so that its id stays its own
+        return _recipe_of, (known[1],)
 
 
+@lru_cache(maxsize=_MOST_RECIPES)
 def _recipe_of(data: bytes) -> Recipe:
-    recipe, columns = _unpickled(data)
-    if recipe.limits.columns != columns:  # the one part of it that can be written to
-        _unpickled.cache_clear()
-        recipe, _ = _unpickled(data)
+    recipe: Recipe = pickle.loads(data)
     return recipe
 
 
-@lru_cache(maxsize=8)
-def _unpickled(data: bytes) -> tuple[Recipe, dict[str, int]]:
-    recipe: Recipe = pickle.loads(data)
-    return recipe, dict(recipe.limits.columns)
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {Recipe: _Recipes().reduce}
 
 
 class _TheBatch:

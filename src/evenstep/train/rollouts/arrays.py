@@ -18,7 +18,7 @@ def array_of(tensor: Tensor) -> Stored:
     """A tensor on the host as an array, or its bytes, dtype and shape (numpy has no bfloat16)."""
     held = tensor.contiguous()
     try:
-        return np.asarray(held.numpy())
+        return np.asarray(held.numpy(force=True))
     except TypeError:
         return held.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
 

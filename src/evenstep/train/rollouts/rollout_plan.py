@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,9 +53,15 @@ class RolloutPlan:
     digest: str
     """Of the rows that were planned; part of the fingerprint of each step, which ranks compare."""
 
-    def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
-        """Pickle lengths as bytes: a copy is read-only too, and shares no memory with a batch."""
-        return _restored, (self.epochs, self.lengths.tobytes(), self.width, self.digest)
+    def __getstate__(self) -> dict[str, Any]:
+        """Lengths as bytes: a copy is read-only too, and shares no memory with a batch."""
+        lengths = np.asarray(self.lengths, np.int64).tobytes()
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"lengths": lengths}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        lengths = np.frombuffer(state["lengths"], np.int64)
+        for name, value in (state | {"lengths": lengths}).items():
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """Sizes and the padding that the plan removes, in one line."""
@@ -146,11 +152,6 @@ class RolloutPlan:
 
     def _row_numbers(self, plan: Plan) -> IntArray:
         return np.arange(len(self.lengths)) if plan.sample_ids is None else plan.sample_ids
-
-
-def _restored(epochs: tuple[Plan, ...], lengths: bytes, width: int, digest: str) -> RolloutPlan:
-    found = np.frombuffer(lengths, np.int64)
-    return RolloutPlan(epochs=epochs, lengths=found, width=width, digest=digest)
 
 
 class _Rows:
