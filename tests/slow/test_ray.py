@@ -107,28 +107,26 @@ def test_calls_that_run_at_once_in_an_actor_get_their_own_batches(kind: type) ->
         assert dispatcher.broadcast("warned") == [False, False]
 
 
-class Own(RolloutBatch):
-    pass
-
-
-def in_order(lengths: Any, capacity: int, seed: int) -> list[list[int]]:
-    return [[item] for item in range(len(lengths))]
-
-
-@pytest.mark.parametrize("kind", [RolloutBatch, Own])
-@pytest.mark.parametrize("packer", [None, in_order])
-@pytest.mark.parametrize("name", ["{}", "function.<locals>.{}"], ids=["script", "local"])
+@pytest.mark.parametrize("what", ["local class", "class", "packer"])
 def test_what_workers_cannot_import_reaches_them(
-    actors: list[Any], monkeypatch: pytest.MonkeyPatch, kind: type, packer: Any, name: str
+    actors: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    for own in (Own, in_order):  # as if this file were the script that was started
-        monkeypatch.setattr(own, "__module__", "__main__")
-        monkeypatch.setattr(own, "__qualname__", name.format(own.__name__))
-        monkeypatch.setattr(sys.modules["__main__"], own.__name__, own, raising=False)
+    class Own(RolloutBatch):
+        pass
+
+    def in_order(lengths: Any, capacity: int, seed: int) -> Any:
+        return [[item] for item in range(len(lengths))]
+
+    if what != "local class":  # as if this file were the script that was started
+        for own in (Own, in_order):
+            own.__module__, own.__qualname__ = "__main__", own.__name__
+            monkeypatch.setattr(sys.modules["__main__"], own.__name__, own, raising=False)
     given = batch_of(7)
-    ids = given.tensors["input_ids"]
-    batch = kind({"input_ids": ids}, lengths=given.lengths, padding_side="right")
-    layout = Packed(max_tokens=16, packer=packer)
+    kind = RolloutBatch if what == "packer" else Own
+    batch = kind(
+        {"input_ids": given.tensors["input_ids"]}, lengths=given.lengths, padding_side="right"
+    )
+    layout = Packed(max_tokens=16, packer=in_order if what == "packer" else None)
     plan = batch.plan(recipe_of("packed", dp=SIZE, layout=layout))
     found = RayDispatcher(actors).dispatch("sums", plan, batch).sequences()
     assert torch.equal(found.float(), expected_sums(batch))
