@@ -406,6 +406,21 @@ def test_skipping_all_samples_is_an_error() -> None:
         second.loaded()
 
 
+def test_a_skipped_sample_counts_once_though_it_is_read_for_each_of_its_parts() -> None:
+    def broken(row: Any) -> Any:
+        if len(row["input_ids"]) == 40:
+            raise KeyError("text")
+        return row
+
+    rows = [{"input_ids": [1] * length} for length in (40, 2, 3)]
+    source = MeasuredMapped(rows, lengths=[40, 2, 3], transform=broken)
+    recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=1), overflow="split")
+    stream = PlannedStream(source, recipe, shuffle=False, on_error="skip")
+    with pytest.warns(UserWarning, match="skipping unreadable samples"):
+        found = [step.loaded() for step in stream]
+    assert [step.own_sample_ids.tolist() for step in found] == [[], [1], [2]]
+
+
 def test_the_samples_of_a_planned_step_are_not_iterated_by_number() -> None:
     """Tried one number after another, which had no end with on_error='skip'."""
     step = next(iter(PlannedStream([{"input_ids": [1]}], Recipe(layout=Packed(max_tokens=8)))))

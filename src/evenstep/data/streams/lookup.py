@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from evenstep.core.identity import sample_name
@@ -55,20 +55,22 @@ class SampleLookup:
         except SampleError as error:
             if self.on_error == "raise":
                 raise
-            self._skip(error)
+            self._skip(sample_id, error)
             return None
-        self._tally.read += 1
+        self._tally.any_read = True
         return found
 
-    def _skip(self, error: SampleError) -> None:
+    def _skip(self, sample_id: int, error: SampleError) -> None:
         tally = self._tally
-        if not tally.skipped:
+        if not tally.first:
             tally.first = cause_of(error)
             warnings.warn(f"skipping unreadable samples. The first: {tally.first}", stacklevel=3)
-        tally.skipped += 1
-        if not tally.read and tally.skipped >= min(len(self.source), _MANY):
+        if tally.any_read:
+            return
+        tally.skipped.add(sample_id)
+        if len(tally.skipped) >= min(len(self.source), _MANY):
             raise InputError(
-                f"all of the first {tally.skipped} samples were skipped. The first error: "
+                f"all of the first {len(tally.skipped)} samples were skipped. The first error: "
                 f"{tally.first}"
             ) from error
 
@@ -87,6 +89,7 @@ class SampleLookup:
 class _Tally:
     """What this process has read and skipped so far, over all epochs."""
 
-    read: int = 0
-    skipped: int = 0
+    any_read: bool = False
+    skipped: set[int] = field(default_factory=set)
+    """Ids of the samples skipped before any was read. A sample is read for each part of it."""
     first: str = ""
