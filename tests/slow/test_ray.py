@@ -18,7 +18,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from evenstep import Packed
+from evenstep import Packed, Recipe
 from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.ray import RayDispatcher
 from evenstep.integrations.ray_job import LARGE
@@ -130,6 +130,29 @@ def test_what_workers_cannot_import_reaches_them(
     plan = batch.plan(recipe_of("packed", dp=SIZE, layout=layout))
     found = RayDispatcher(actors).dispatch("sums", plan, batch).sequences()
     assert torch.equal(found.float(), expected_sums(batch))
+
+
+class Keeper:
+    """Keeps the recipes of its plans."""
+
+    def __init__(self) -> None:
+        self.recipes = list[Recipe]()
+
+    def keep(self, plan: Any, batch: Any, world: Any) -> tuple[Recipe, int]:
+        self.recipes.append(plan.epochs[0].recipe)
+        return self.recipes[-1], len({id(recipe) for recipe in self.recipes})
+
+
+def test_recipes_in_turn_are_right_and_read_once() -> None:
+    batch = batch_of(8)
+    dispatcher = RayDispatcher([ray.remote(Keeper).options(num_cpus=0).remote()])
+    recipes = [recipe_of(way) for way in ("packed", "dynamic", "greedy")]
+    for turn in range(4):
+        for number, recipe in enumerate(recipes):
+            plan = batch.plan(recipe, seed=turn)
+            ((found, different),) = dispatcher.dispatch("keep", plan, batch).by_rank
+            assert found == recipe
+            assert different == (len(recipes) if turn else number + 1)
 
 
 def test_a_client_of_a_cluster_can_dispatch() -> None:

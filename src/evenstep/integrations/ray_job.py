@@ -20,7 +20,7 @@ from evenstep.train.rollouts.rollout_batch import RolloutBatch
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 
 LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
-_MOST_RECIPES = 8
+_MOST_RECIPES = 8  # kept by a driver, and by each worker
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
@@ -45,7 +45,7 @@ def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
     """
     with suppress(pickle.PicklingError, AttributeError):  # a local class or function
         data, large = _dumped(_Pickler, value)
-        if b"__main__" not in data:
+        if b"__main__" not in data:  # which is another module in a worker
             return data, large
     return _dumped(cloudpickle.Pickler, value)
 
