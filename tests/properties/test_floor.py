@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology, make_plan
-from evenstep.core.floor import Floor, Floors, second_costs
+from evenstep.core.floor import Floor, Floors
 from evenstep.core.layout import PACKER_NAMES, Cut
-from evenstep.core.ragged import sum_by
+from evenstep.core.modelled_time import step_times
 from evenstep.core.recipe import Balance, SyncEvery
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.testing import Case, cases
@@ -30,20 +30,8 @@ def floors(plan: Plan) -> list[Floor]:
 
 
 def times(plan: Plan) -> list[float]:
-    """The modelled time of each step: both works, each as its ranks synchronise."""
-    second, works = second_costs(plan), [plan.costs]
-    if second is not None:
-        works.append(sum_by(plan.micro_batch_of_segment, second, plan.num_micro_batches))
-    shown = []
-    for step in range(plan.num_steps):
-        cells = plan.cell_offsets[step * plan.num_ranks : (step + 1) * plan.num_ranks + 1]
-        time = 0.0
-        for work in works:
-            cost = work[cells[0] : cells[-1]].reshape(plan.num_ranks, -1)
-            by_position = plan.recipe.sync_every == "micro_batch"
-            time += cost.max(axis=0).sum() if by_position else cost.sum(axis=1).max()
-        shown.append(time)
-    return shown
+    """The modelled time of each step."""
+    return step_times(plan).tolist()
 
 
 def alternatives(recipe: Recipe) -> Iterator[Recipe]:

@@ -47,7 +47,11 @@ class Job:
             self.samples.lengths,
             recipe,
             groups=self.samples.groups,
-            columns=dict(self.samples.columns),
+            columns={
+                name: column
+                for name, column in self.samples.columns.items()
+                if name in recipe.columns
+            },
             progress=progress,
         )
         return made if self.samples.ids is None else replace(made, sample_ids=self.samples.ids)

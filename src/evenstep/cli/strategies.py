@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from evenstep.cli.overrides import resolved
 from evenstep.config import overridden, recipe_from
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import ConfigError, PlanError
+from evenstep.planning.inputs import checked_column
 from evenstep.report import Entry
 
 TODAY = "padded batches of 8"
@@ -92,7 +93,8 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         budget = widest * (recipe.layout.samples or 1)
     widest = min(widest, budget // unit * unit)
     shared = (f"layout.max_tokens={budget}", "layout.samples=null", "balance=refined")
-    padded = (*shared, "layout.kind=padded", "layout.cut=null", "layout.pad_to=null")
+    unaware = "second_work=null"  # such plans do not even it out; their time counts it
+    padded = (*shared, unaware, "layout.kind=padded", "layout.cut=null", "layout.pad_to=null")
     plain = ("layout.rows=1", "layout.pad_to=null", "layout.packer=null")
     packed = (*shared, "layout.kind=packed", *plain)
     greedy, optimal = "layout.packer=first_fit_decreasing", "layout.packer=optimal"
@@ -102,10 +104,10 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         Strategy("padded to longest", (*padded, f"layout.pad_to={widest}")),
         Strategy("dynamic, greedy", (*padded, "layout.cut=greedy")),
         Strategy("dynamic, optimal", padded),
-        Strategy("packed in order", (*packed, "balance=none", "equal_sizes=false")),
-        Strategy("packed, FFD stride", (*packed, greedy, "balance=stride")),
-        Strategy("packed, FFD LPT", (*packed, greedy, "balance=lpt")),
-        Strategy("packed, optimal", (*packed, optimal)),
+        Strategy("packed in order", (*packed, unaware, "balance=none", "equal_sizes=false")),
+        Strategy("packed, FFD stride", (*packed, unaware, greedy, "balance=stride")),
+        Strategy("packed, FFD LPT", (*packed, unaware, greedy, "balance=lpt")),
+        Strategy("packed, optimal", (*packed, unaware, optimal)),
         Strategy("packed, even", packed),
     ]
 
@@ -125,4 +127,8 @@ def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | Non
         seconds = time.perf_counter() - began
     except (ConfigError, PlanError) as error:
         return Entry(strategy.name, fault=str(error))
-    return Entry(strategy.name, plan, seconds)
+    second = job.recipe.second_work
+    if second is not None and second.column not in plan.columns:
+        column = checked_column(second.column, job.samples.columns, len(plan.lengths))
+        plan = replace(plan, columns={**plan.columns, second.column: column})
+    return Entry(strategy.name, plan, seconds, second_work=second)

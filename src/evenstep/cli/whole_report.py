@@ -15,7 +15,6 @@ from evenstep.cli.strategies import OWN, TODAY, built_in_strategies, run
 from evenstep.core.checks import assert_valid
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe
 from evenstep.report import Advice, Entry, Report, advice
 from evenstep.report.comparison import one_step_warning
 from evenstep.report.fitting import fitted_error
@@ -92,8 +91,5 @@ def _part(plan: Plan) -> tuple[IntArray, list[str]]:
 
 
 def _advised(plan: Plan) -> list[Advice]:
-    def planner(lengths: IntArray, recipe: Recipe) -> Plan:
-        return make_plan(lengths, recipe)
-
     with progress("Trying changes"):
-        return advice(plan, planner)
+        return advice(plan, make_plan)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from evenstep.compat.over_ranks import most_over_ranks
 from evenstep.compat.rank_packs import WORK, pack_recipe, packs_needed, packs_of
+from evenstep.core.modelled_time import slowest
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
@@ -258,7 +259,7 @@ def _lock_step(lengths: IntArray, ranks: list[list[int]], recipe: Recipe) -> flo
     for rank, own in enumerate(ranks):
         work = _work(lengths[own])
         total[rank] = sum_by(partition(work, count, "karmarkar_karp"), work, count)
-    return float(np.sort(total, axis=1).max(axis=0).sum())
+    return float(slowest(np.sort(total, axis=1), "micro_batch"))
 
 
 def _by_sum(parts: Ragged, costs: FloatArray) -> list[list[int]]:

@@ -64,7 +64,7 @@ def filled_micro_batches(plan: Plan, starts: IntArray) -> IntArray:
 
 def _expensive_sample(table: StepTable, steps: slice) -> str:
     """A sample that costs more than the mean load of a rank, and what would help; else empty."""
-    costs, ideal = table.most_expensive[steps], table.ideal[steps]
+    costs, ideal = table.most_expensive[steps], table.mean_cost[steps]
     ratio = np.divide(costs, ideal, out=np.zeros(len(ideal)), where=ideal > 0)
     if not (ratio > _MUCH).any():
         return ""

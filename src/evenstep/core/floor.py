@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from evenstep.core.bounds import bins_bound, pack_bounds
 from evenstep.core.loads import Loads
+from evenstep.core.modelled_time import second_costs
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.core.rounding import divided_up, rounded_up
 
@@ -222,17 +223,3 @@ class Floors:
     def _by_unit(column: NDArray[Any], units: IntArray | None) -> NDArray[Any]:
         """A column of segments -> a column of units."""
         return column if units is None else sum_by(units, column, int(units.max(initial=-1)) + 1)
-
-
-def second_costs(plan: Plan) -> FloatArray | None:
-    """The second work of each segment in the unit of the cost; None without one."""
-    second = plan.recipe.second_work
-    if second is None:
-        return None
-    work = second.of_column(plan.columns[second.column][plan.segments.sample])
-    starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
-    step = np.repeat(np.arange(plan.num_steps), np.diff(starts))
-    first = plan.recipe.cost.of_lengths(plan.aligned_lengths)
-    totals = (sum_by(step, column, plan.num_steps).tolist() for column in (first, work))
-    scales = [second.scale(*pair) for pair in zip(*totals, strict=True)]
-    return np.asarray(work * np.array(scales)[step], np.float64)

@@ -64,7 +64,8 @@ class Step:
     sample_ids: IntArray | None = None
     """Sample i of `plan` has the id `sample_ids[i]` in the source. None if `plan` is None."""
     costs: tuple[float, ...] = ()
-    """The planned cost of each micro-batch of this rank; empty if `plan` is None."""
+    """The planned work of each micro-batch of this rank, second work included; empty if `plan` is
+    None."""
     fingerprint: str = ""
     """A digest of the stream and the position, equal on all ranks of a planned stream; empty if
     unknown. `Runner` compares it over ranks at its first step."""

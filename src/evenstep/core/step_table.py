@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenstep.core.bottleneck import filled_micro_batches, unpadded_times
-from evenstep.core.floor import Floors, second_costs
+from evenstep.core.floor import Floors
+from evenstep.core.modelled_time import slowest_of_steps, step_means, step_times
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
 from evenstep.core.rounding import divided_up, rounded_up
 
@@ -21,9 +21,9 @@ class StepTable:
     """Per step: its segments and micro-batches, tokens and cost by rank and by wave, its floor.
 
     `tokens_by_rank` is the most tokens of a rank, `tokens_by_wave` the sum over waves of the most
-    tokens of a micro-batch; `rank_sum` and `lock_step` are the same for cost. `time` is the one
-    that `sync_every` names, with the second work. `batched_slots` are the slots of the same
-    segments in padded batches of 8, in the order of the samples.
+    tokens of a micro-batch; `rank_sum` and `lock_step` are the same for both works. `time` is the
+    one that `sync_every` names. `mean_cost` leaves second work out. `batched_slots` are the slots
+    of the same segments in padded batches of 8, in the order of the samples.
     """
 
     def __init__(self, plan: Plan, progress: Callable[[int, int], None] | None = None) -> None:
@@ -33,34 +33,29 @@ class StepTable:
         self._micro = plan.cell_offsets[:: plan.num_ranks]
         self._segments = offsets[self._micro]
         held = np.diff(offsets)
-        self._cell = plan.cell_of_micro_batch
         counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
         self.per_rank: IntArray = counts[:, 0] if plan.num_steps else counts.sum(axis=1)
-        self._wave = _waves(counts)
         self._measure_work(held)
         self._measure_samples(held)
         self._measure_floors(progress)
 
     def _measure_work(self, held: IntArray) -> None:
         plan, steps = self.plan, self.plan.num_steps
-        costs = plan.costs
-        self.tokens_by_rank, self.tokens_by_wave = self._slowest(self.tokens)
-        self.rank_sum, self.lock_step = self._slowest(costs)
+        self.tokens_by_rank = slowest_of_steps(plan, self.tokens, "step")
+        self.tokens_by_wave = slowest_of_steps(plan, self.tokens, "micro_batch")
+        self.rank_sum, self.lock_step = step_times(plan, "step"), step_times(plan, "micro_batch")
         step = np.repeat(np.arange(steps), np.diff(self._micro))
         self.tokens_of_step = sum_by(step, self.tokens, steps).astype(np.int64)
-        self.ideal = sum_by(step, costs, steps) / plan.num_ranks
+        self.ideal = step_means(plan)
+        self.mean_cost = sum_by(step, plan.costs, steps) / plan.num_ranks
         self.real = np.bincount(step[held > 0], minlength=steps)
-        lock_step = plan.recipe.sync_every == "micro_batch"
-        self.time = self.lock_step if lock_step else self.rank_sum
-        second = second_costs(plan)
+        self.time = self.rank_sum if plan.recipe.sync_every == "step" else self.lock_step
         self.floors = Floors(plan)
+        second = self.floors.second
         own = self.floors.costs if second is None else self.floors.costs + second
         self.filled = filled_micro_batches(plan, self._segments)
         self.unpadded = unpadded_times(plan, own, self._segments)
         self.most_expensive = _largest(self.floors.costs, self._segments)
-        if second is not None:
-            by_micro = sum_by(plan.micro_batch_of_segment, second, plan.num_micro_batches)
-            self.time = self.time + self._slowest(by_micro)[int(lock_step)]
 
     def _measure_samples(self, held: IntArray) -> None:
         plan, count = self.plan, len(self.plan.lengths)
@@ -90,31 +85,6 @@ class StepTable:
         if steps == slice(0, self.plan.num_steps):
             return np.flatnonzero(self.num_segments)
         return np.unique(self.plan.segments.sample[self.segments_of(steps)])
-
-    def _slowest(self, work: NDArray[np.generic]) -> tuple[FloatArray, FloatArray]:
-        """(the largest sum of a rank, the sum over waves of the largest), for each step."""
-        shape = self.plan.num_steps, self.plan.num_ranks
-        by_rank = sum_by(self._cell, work, shape[0] * shape[1]).reshape(shape).max(axis=1)
-        largest = np.zeros(int(self._wave.max(initial=-1)) + 1)
-        np.maximum.at(largest, self._wave, work.astype(np.float64))
-        step = np.repeat(np.arange(shape[0]), self._waves_of_step)
-        return by_rank, sum_by(step, largest, shape[0])
-
-    @property
-    def _waves_of_step(self) -> IntArray:
-        counts = np.diff(self.plan.cell_offsets).reshape(-1, self.plan.num_ranks)
-        return np.asarray(counts.max(axis=1), np.int64)
-
-
-def _waves(counts: IntArray) -> IntArray:
-    """The wave of each micro-batch, numbered over all steps.
-
-    counts [[3, 2]]: one step of two ranks with 3 and 2 micro-batches -> 0 1 2 0 1
-    """
-    cells = offsets_of(counts.ravel())
-    first = np.repeat(offsets_of(counts.max(axis=1, initial=0))[:-1], counts.shape[1])
-    shift = np.repeat(first - cells[:-1], counts.ravel())
-    return np.asarray(np.arange(cells[-1]) + shift, np.int64)
 
 
 def _largest(values: FloatArray, starts: IntArray) -> FloatArray:

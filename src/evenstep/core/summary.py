@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evenstep.core.modelled_time import step_times
+from evenstep.core.modelled_time import step_means, step_times
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
@@ -102,5 +102,5 @@ def of_plan(plan: Plan) -> str:
 
 def _imbalance(plan: Plan) -> str:
     """The modelled time divided by the ideal, for the recipe's `sync_every`."""
-    ideal = float(plan.costs.sum()) / plan.num_ranks
+    ideal = float(step_means(plan).sum())
     return f"imbalance {step_times(plan).sum() / ideal:.3f}" if ideal > 0 else ""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from evenstep.core.modelled_time import time_of_works
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
-from evenstep.planning.balance.problem import slowest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,16 +61,15 @@ def assemble(
     )
 
 
-def modelled_time(step: DecidedStep, recipe: Recipe, second: FloatArray) -> float:
-    """The modelled time of a decided step; `second` is the second work of each segment."""
+def modelled_time(step: DecidedStep, recipe: Recipe, second: FloatArray | None = None) -> float:
+    """The modelled time of a decided step; `second` is the second work by rank and wave."""
     ranks, count = recipe.topology.dp, step.per_rank * recipe.topology.dp
     segments, per_row, rows, widths = _lay_out(step, recipe)
     owner = np.repeat(np.repeat(np.arange(count), rows), per_row)
     aligned = rounded_up(segments.length, recipe.topology.alignment)
     cost = recipe.layout.micro_batch_costs(recipe.cost, rows, widths, owner, aligned)
-    works = [cost] + ([] if recipe.second_work is None else [sum_by(step.micro, second, count)])
-    by_rank = recipe.sync_every == "step"
-    return sum(slowest(work.reshape(ranks, -1).T, by_rank) for work in works)
+    works = [cost.reshape(ranks, -1), *([] if second is None else [second])]
+    return time_of_works(works, recipe.sync_every)
 
 
 def _lay_out(step: DecidedStep, recipe: Recipe) -> tuple[Segments, IntArray, IntArray, IntArray]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from evenstep.core.floor import StepFloor
 from evenstep.core.layout import Padded
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.core.segments import Segments
@@ -39,11 +39,10 @@ def decide_step(
         return _placed(segments, units, recipe, *_in_order(units, recipe, wanted))
     if padded is None:
         return _decide_packs(segments, units, recipe, wanted)
-    none = np.zeros(len(segments))
 
     def cut(settings: Recipe) -> tuple[DecidedStep, float]:
         step = _cut_rows(segments, units, settings, padded, wanted)
-        return step, modelled_time(step, recipe, none)
+        return step, modelled_time(step, recipe)
 
     return fastest(cut, recipe, units, lambda waves: 0.0)
 
@@ -72,7 +71,6 @@ def _cut_by_rank(
     """Equally many segments on each rank, cut rank by rank; the fastest number of waves."""
     ranks, multiple = recipe.topology.dp, recipe.topology.multiple
     joint = recipe.balance == "refined"
-    none = np.zeros(len(segments))
     # The fastest cuts of each rank, and those with the fewest slots, which are more alike.
     cuts = [recipe, *([replace(recipe, balance="lpt", min_saving=None)] if joint else [])]
 
@@ -82,7 +80,7 @@ def _cut_by_rank(
             own_cut = partial(_cut_rank, padded, each)
             address, count = assign_by_rank(units, recipe, waves, own_cut)
             found.append(_placed(segments, units, recipe, address, count))
-        return min(found, key=lambda step: (step.per_rank, modelled_time(step, recipe, none)))
+        return min(found, key=lambda step: (step.per_rank, modelled_time(step, recipe)))
 
     if wanted is not None:
         return cut(wanted)
@@ -90,7 +88,7 @@ def _cut_by_rank(
     steps = [cut(rounded_up(max(fewest, 1), multiple))]
     if joint and not padded.static:
         steps += [cut(waves) for waves in more_counts(steps[0].per_rank, recipe)]
-    times = [modelled_time(step, recipe, none) for step in steps]
+    times = [modelled_time(step, recipe) for step in steps]
     return steps[first_worth(times, recipe.saving)]
 
 
@@ -119,7 +117,10 @@ def _decide_packs(
 
     def time_of(address: IntArray, waves: int) -> float:
         step = _placed(segments, units, recipe, address, waves)
-        return modelled_time(step, recipe, units.second[units.of_segment])
+        if second is None:
+            return modelled_time(step, recipe)
+        load = sum_by(address // problem.rows, second, waves * problem.ranks)
+        return modelled_time(step, recipe, load.reshape(waves, problem.ranks).T)
 
     second = None if recipe.second_work is None else units.second
 

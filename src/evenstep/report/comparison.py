@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from evenstep.core.modelled_time import TimeParts, time_parts
+from evenstep.core.modelled_time import TimeParts, step_means, step_times, time_parts
 from evenstep.core.plan import Plan
+from evenstep.core.recipe import SyncEvery
+from evenstep.core.second_work import SecondWork
 from evenstep.core.stats import Value
 from evenstep.report.numbers import count, factor, percent, seconds, times
 
@@ -16,6 +18,8 @@ MUCH = 1.01  # the smallest ratio of two times that is worth a sentence
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """One strategy: its plan and the planning time, or the reason why it has no plan.
+
+    `second_work` is counted in its time, also if its plan was made without it.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
@@ -27,6 +31,7 @@ class Entry:
     plan: Plan | None = None
     seconds: float = 0.0
     fault: str = ""
+    second_work: SecondWork | None = None
     stats: dict[str, Value] = field(init=False)
     parts: TimeParts = field(init=False)
     """Modelled time of all steps, by what it is spent on."""
@@ -34,13 +39,20 @@ class Entry:
     def __post_init__(self) -> None:
         plan = self.plan
         object.__setattr__(self, "stats", {} if plan is None else plan.stats())
-        parts = TimeParts(0.0, 0.0, 0.0) if plan is None else time_parts(plan)
+        parts = TimeParts(0.0, 0.0, 0.0) if plan is None else time_parts(plan, self.second_work)
         object.__setattr__(self, "parts", parts)
 
     @property
     def modelled_time(self) -> float:
-        """The modelled time of all steps: the cost of each step's slowest rank, summed."""
+        """The modelled time of all steps, second work included."""
         return self.parts.total
+
+    def imbalance(self, sync_every: SyncEvery) -> float:
+        """The time over the mean work of a rank, if ranks synchronise this often."""
+        assert self.plan is not None
+        time = step_times(self.plan, sync_every, second_work=self.second_work).sum()
+        mean = step_means(self.plan, self.second_work).sum()
+        return float(time / mean) if mean else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,12 @@ LEGEND = (
     "the mean, if ranks synchronise at every micro-batch or once per step. Modelled time: sum over "
     "steps of the slowest rank, relative to the fastest strategy."
 )
+
+
+def shared_second_work(plans: Iterable[Plan]) -> SecondWork | None:
+    """The second work that all of these plans are measured with: that of the first with one."""
+    works = (plan.recipe.second_work for plan in plans)
+    return next((work for work in works if work is not None), None)
 
 
 def padding_removed(entry: Entry, first: Entry) -> float | None:
@@ -147,8 +165,8 @@ def _figures(entry: Entry, first: Entry, least: float) -> list[float | None]:
         float(stats["slots"]),
         float(stats["padding_ratio"]),
         padding_removed(entry, first),
-        float(stats["imbalance_cost_micro_batch"]),
-        float(stats["imbalance_cost_step"]),
+        entry.imbalance("micro_batch"),
+        entry.imbalance("step"),
         entry.modelled_time / least,
         entry.seconds,
     ]

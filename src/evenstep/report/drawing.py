@@ -30,7 +30,16 @@ _MOST_RATIO = 4.0  # a panel of more than this many times the shortest has its o
 _APART = 4  # minimum width in pixels of a bar with an outline
 
 _SHADES = [f"s{shade}" for shade in range(ink.SHADES)]
-_LAYERS = ["idle", "pad", "hatch", *_SHADES, *(f"apart {s}" for s in _SHADES), "block", "empty"]
+_LAYERS = [
+    "idle",
+    "second",
+    "pad",
+    "hatch",
+    *_SHADES,
+    *(f"apart {s}" for s in _SHADES),
+    "block",
+    "empty",
+]
 
 
 class Drawing:
@@ -49,6 +58,9 @@ class Drawing:
         self.has_empty = any(
             bool((np.diff(panel.plan.segment_offsets)[panel.line.micro] == 0).any())
             for panel in panels
+        )
+        self.second_work = next(
+            (panel.line.second_name for panel in panels if panel.line.second_name), ""
         )
         self._hover = sum(panel.blocks for panel in panels) <= _MOST_HOVERS
         self._narrowest = self._fit(panels)
@@ -75,6 +87,7 @@ class Drawing:
         for index, rank in enumerate(panel.ranks):
             line_y = top + index * panel.pitch
             labels.append(_labels(panel, rank, line_y + panel.height / 2))
+            hovers += _second_blocks(paint, panel, rank, scale, line_y)
             for wave in range(panel.waves):
                 hovers.append(self._block(paint, panel, rank, wave, scale, line_y))
         self._left_out += [note for note in panel.notes() if note not in self._left_out]
@@ -183,6 +196,28 @@ def _labels(panel: Panel, rank: int, y: float) -> str:
         f'</text><text class="{kind}" x="{x}" y="{_n(y)}" style="font-size:{size:g}px">'
         f"{escape(percent(float(busy[rank])))}</text>"
     )
+
+
+def _second_blocks(
+    paint: dict[str, list[str]], panel: Panel, rank: int, scale: float, y: float
+) -> list[str]:
+    """Draw the second work of a rank and the waits after it; return its tooltips."""
+    line, drawn = panel.line, []
+    if line.second is None:
+        return []
+    for wave, end in enumerate(line.second_ends[: panel.waves].tolist()):
+        cost = float(line.second[rank, wave])
+        x = _X + (end - float(line.second[:, wave].max())) * scale
+        width, until = cost * scale, _X + end * scale
+        box = _rect(x, y, width, panel.height)
+        if width > 0:
+            paint["second"].append(box)
+        if until - x - width > 0.3:
+            paint["idle"].append(_rect(x + width, y, until - x - width, panel.height))
+        where = f"micro-batch {wave}" if line.lock_step else "all micro-batches"
+        text = f"rank {rank}, {where}: second work ({line.second_name}), cost {cost:.6g}"
+        drawn.append(f'<path class="hover" d="{box}"><title>{escape(text)}</title></path>')
+    return drawn
 
 
 def _hover(panel: Panel, rank: int, wave: int, bars: Bars, box: str) -> str:

@@ -20,6 +20,7 @@ _LIGHT = {
     "pad": "#e3e7eb",
     "hatch": "#a9b1bb",
     "idle": "#f3b3a0",
+    "second": "#b48fd0",
     "mark": "#c2410c",
     "good": "#1a7f4b",
     **dict(
@@ -40,6 +41,7 @@ _DARK = {
     "pad": "#262e37",
     "hatch": "#5b6773",
     "idle": "#8c4433",
+    "second": "#8a67a8",
     "mark": "#fb923c",
     "good": "#4ade80",
     **dict(

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from evenstep.core.modelled_time import TimeParts, step_imbalances, time_parts
 from evenstep.core.plan import Plan
 from evenstep.report import ink
-from evenstep.report.comparison import closing, one_step_warning
+from evenstep.report.comparison import closing, one_step_warning, shared_second_work
 from evenstep.report.drawing import LEFT, RIGHT, WIDTH, Drawing, fitting
 from evenstep.report.markup import escape
 from evenstep.report.numbers import factor, percent, times
@@ -60,9 +60,10 @@ def comparison_picture(plans: Mapping[str, Plan], title: str = "Comparison", ste
     >>> comparison_picture({"packed": plan})[:4]
     '<svg'
     """
-    parts = {name: time_parts(plan) for name, plan in plans.items()}
+    second = shared_second_work(plans.values())
+    parts = {name: time_parts(plan, second) for name, plan in plans.items()}
     lines = {
-        name: timelines(plans[name], [step])[0]
+        name: timelines(plans[name], [step], second)[0]
         for name in _telling(parts)
         if step < len(plans[name])
     }
@@ -193,6 +194,8 @@ def _legend(drawing: Drawing, y: float) -> str:
     hatched = box.format(kind="pad") + box.format(kind="hatch")
     add(hatched, "padding")
     add(box.format(kind="idle"), "waiting")
+    if drawing.second_work:
+        add(box.format(kind="second"), f"second work ({drawing.second_work})")
     if drawing.has_empty:
         add(box.format(kind="empty"), "empty micro-batch")
     if drawing.unit is None:
@@ -239,6 +242,7 @@ _COLOURS = (
     ".evenstep .pad{fill:$pad}"
     ".evenstep .hatching{stroke:$hatch}"
     ".evenstep .idle{fill:$idle}"
+    ".evenstep .second{fill:$second}"
     ".evenstep .empty{fill:$paper;stroke:$muted}"
     ".evenstep .barrier{stroke:$muted}"
     ".evenstep .axis{stroke:$rule}"

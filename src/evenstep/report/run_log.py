@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from evenstep.core.modelled_time import slowest
 from evenstep.core.ragged import FloatArray
 from evenstep.core.recipe import SyncEvery
 
@@ -121,10 +122,7 @@ def typical_error(planned: FloatArray, measured: FloatArray) -> float:
 
 
 def _slowest(work: FloatArray, sync_every: SyncEvery) -> float:
-    if not work.size:
-        return np.nan
-    by = work.max(axis=0) if sync_every == "micro_batch" else work.sum(axis=1)
-    return float(by.sum() if sync_every == "micro_batch" else by.max())
+    return float(slowest(work, sync_every)) if work.size else np.nan
 
 
 def _number(value: Any) -> float:

@@ -12,15 +12,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from evenstep.core.layout import Packed
-from evenstep.core.modelled_time import step_imbalances, step_times
+from evenstep.core.modelled_time import step_means, step_times
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.ragged import FloatArray
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.errors import EvenstepError
 from evenstep.report.numbers import count, times
 
-Planner: TypeAlias = Callable[[IntArray, Recipe], Plan]
-"""Plans lengths with a recipe: `make_plan`."""
+Planner: TypeAlias = Callable[..., Plan]
+"""Plans lengths with a recipe, groups and columns: `make_plan`."""
 
 _MOST_STEPS = 4  # that changes are tried on
 _WORTH = 0.02  # the least saving that is worth a sentence
@@ -47,8 +47,8 @@ def advice(plan: Plan, planner: Planner) -> list[Advice]:
     >>> advice(plan, make_plan)[0].text
     'A packed layout would cut the time by 70 %.'
     """
-    if not plan.num_steps or plan.columns or plan.groups is not None:
-        return []  # a change is tried on lengths alone
+    if not plan.num_steps:
+        return []
     chosen = _some_steps(plan)
     found = [*_pace(plan, planner), *_changes(plan, chosen, planner)]
     found = [each for each in found if each.saving is not None and each.saving >= _WORTH]
@@ -62,11 +62,16 @@ def advice(plan: Plan, planner: Planner) -> list[Advice]:
 
 
 def _pace(plan: Plan, planner: Planner) -> Iterator[Advice]:
-    """The sample that costs more than the mean load of a rank, in the step where it costs most."""
+    """The sample that costs more than the mean load of a rank, in the step where it costs most.
+
+    Not with second work: whether context parallelism divides it is unknown.
+    """
     ranks, recipe = plan.num_ranks, plan.recipe
+    if recipe.second_work is not None:
+        return
     costs = recipe.layout.segment_costs(recipe, plan.aligned_lengths)
     starts = plan.segment_offsets[plan.cell_offsets[::ranks]]
-    ideal = step_times(plan) / step_imbalances(plan)
+    ideal = step_means(plan)
     held = np.diff(starts) > 0
     most = np.zeros(plan.num_steps)
     if held.any():
@@ -145,7 +150,10 @@ def _saving(
         for step in steps:
             inside = (plan.step_of >= step) & (plan.step_of < step + together)
             before += float(spent[step : step + together].sum())
-            after += float(step_times(planner(plan.lengths[inside], whole)).sum()) / shared_by
+            groups = None if plan.groups is None else plan.groups[inside]
+            columns = {name: plan.columns[name][inside] for name in whole.columns}
+            changed = planner(plan.lengths[inside], whole, groups=groups, columns=columns)
+            after += float(step_times(changed).sum()) / shared_by
     except EvenstepError:
         return 0.0
     return 1 - after / before if before > 0 else 0.0

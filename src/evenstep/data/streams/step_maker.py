@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from evenstep.core.cursor import Cursor
 from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.modelled_time import time_of_works, works_of
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, frozen
 from evenstep.core.step import Step
@@ -38,8 +39,9 @@ class StepMaker:
         over = recipe.longest_segment
         beyond = 0 if over is None else int((plan.lengths > over).sum())
         overflow = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
-        costs = plan.costs.reshape(plan.num_ranks, -1)  # (ranks, micro-batches)
-        totals = self._totals(work.sample_ids, plan, costs) if whole else {}
+        # [rank, micro-batch]
+        works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)] if whole else []
+        totals = self._totals(work.sample_ids, plan, works) if whole else {}
         fingerprint = self._fingerprint(at, after)
         sample_ids = frozen(work.sample_ids) if whole else None
         samples = self.lookup.in_epoch(at.epoch)
@@ -58,7 +60,7 @@ class StepMaker:
                 loss_tokens=self._labels(micro_batches) if "loss_tokens" in totals else {},
                 plan=plan if whole else None,
                 sample_ids=sample_ids,
-                costs=tuple(costs[rank].tolist()) if whole else (),
+                costs=tuple(np.sum(works, axis=0)[rank].tolist()) if whole else (),
                 fingerprint=fingerprint,
             )
 
@@ -72,15 +74,17 @@ class StepMaker:
         ids = sorted({i for micro in micro_batches for i in micro.segments.sample.tolist()})
         return dict(zip(ids, self.loss_tokens[ids].tolist(), strict=True))
 
-    def _totals(self, sample_ids: IntArray, plan: Plan, costs: FloatArray) -> dict[str, float]:
+    def _totals(
+        self, sample_ids: IntArray, plan: Plan, works: list[FloatArray]
+    ) -> dict[str, float]:
         """Totals over all ranks; loss tokens only if they are known and no sample can be lost."""
         run = plan.step_of >= 0
-        ideal = costs.sum() / plan.num_ranks
+        ideal = sum(float(work.sum()) for work in works) / plan.num_ranks
         totals: dict[str, float] = {
             "tokens": int(plan.segments.length.sum()),
             "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
-            "imbalance_step": float(costs.sum(axis=1).max() / ideal) if ideal else 1.0,
-            "imbalance_micro_batch": float(costs.max(axis=0).sum() / ideal) if ideal else 1.0,
+            "imbalance_step": time_of_works(works, "step") / ideal if ideal else 1.0,
+            "imbalance_micro_batch": time_of_works(works, "micro_batch") / ideal if ideal else 1.0,
         }
         if self.lookup.on_error == "skip":
             return totals  # unreadable samples are not known yet

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.modelled_time import time_of_works
+from evenstep.core.ragged import IntArray, sum_by
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
 from evenstep.planning.balance.packs import Movable, Room, Shape
@@ -96,13 +97,11 @@ class Problem:
 
     def time(self, address: IntArray, waves: int) -> float:
         """The modelled time of what depends on the addresses: the units' first and second work."""
-        total = 0.0
         works = [self.units.cost]
         works += [self.units.second] if self.recipe.second_work is not None else []
-        for work in works:
-            load = sum_by(address // self.rows, work, waves * self.ranks)
-            total += slowest(load.reshape(waves, self.ranks), self.by_rank)
-        return total
+        loads = [sum_by(address // self.rows, work, waves * self.ranks) for work in works]
+        by_rank = [load.reshape(waves, self.ranks).T for load in loads]
+        return time_of_works(by_rank, self.recipe.sync_every)
 
     def full_time(self, address: IntArray, waves: int) -> float:
         """The modelled time of the step where costs are additive, empty micro-batches included."""
@@ -112,7 +111,7 @@ class Problem:
         if held.min() == 0:
             width = np.array([recipe.layout.widths(0, recipe.width_unit)])
             load[held == 0] += float(recipe.cost.of_lengths(width)[0])
-        return slowest(load.reshape(waves, self.ranks), self.by_rank)
+        return time_of_works([load.reshape(waves, self.ranks).T], recipe.sync_every)
 
     def shape(self, waves: int, special: int = -1) -> Shape:
         """The packs for `improve`."""
@@ -130,8 +129,3 @@ class Problem:
     def room(self) -> Room:
         """What a pack may hold, for `improve`."""
         return Room(self.capacity, self.units.caps)
-
-
-def slowest(load: FloatArray, by_rank: bool) -> float:
-    """load[wave, rank] -> the time of the slowest rank, or of the slowest rank of each wave."""
-    return float(load.sum(axis=0).max() if by_rank else load.max(axis=1).sum())
