@@ -204,3 +204,32 @@ def test_a_fault_of_tune_is_one_line(
     assert said.out == ""
     assert says in said.err
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", [["--gpu", "h200"], ["--flops", "989e12"]], ids=["gpu", "flops"])
+@pytest.mark.parametrize("axes", [(16, 1), (8, 2), (4, 4)], ids=["tp16", "tp8cp2", "tp4cp4"])
+def test_parallelism_across_nodes_takes_longer_on_a_slow_network(
+    lengths: Path, capsys: pytest.CaptureFixture[str], axes: tuple[int, int], device: list[str]
+) -> None:
+    seconds: dict[str, dict[int, float]] = {}
+    for where, (tp, cp) in {"across": axes, "inside": (axes[0] // 2, 1)}.items():
+        split = ["--set", f"topology.tp={tp}", "--set", f"topology.cp={cp}"]
+        seconds[where] = {}
+        for gigabytes in (50, 1):
+            command = [*RECIPE, "--set", "topology.dp=1", *MODEL, *split, *device]
+            rest = ["--link", f"{gigabytes}e9", "--only", "packed, even", "--json"]
+            run("simulate", lengths, *command, *rest)
+            (row,) = printed(capsys)
+            seconds[where][gigabytes] = row["work_share"] * row["step_seconds"]
+    assert seconds["across"][1] > 1.05 * seconds["across"][50]
+    assert seconds["inside"][1] == pytest.approx(seconds["inside"][50])
+
+
+def test_simulate_refuses_second_work_at_once(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lengths.parent / "lengths.jsonl"
+    path.write_text('{"length": 9, "patches": 4}\n' * 70)
+    arguments = [str(path), "--column", "length", *RECIPE, "--set", "second_work.column=patches"]
+    assert main(["simulate", *arguments, "--flops", "1e12", *MODEL]) == 2
+    assert "second_work is not simulated" in capsys.readouterr().err

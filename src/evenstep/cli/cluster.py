@@ -15,7 +15,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError
 from evenstep.report.numbers import times
 from evenstep.report.simulation.cluster import Cluster
-from evenstep.report.simulation.device import cluster_of
+from evenstep.report.simulation.device import cluster_of, with_exchange
 from evenstep.report.simulation.simulate import Simulation, simulate
 
 _SHARE, _LINK = 0.4, 50e9
@@ -61,23 +61,24 @@ class Speed:
         return cls(device, (flops or 1.0) * reached, link, overlap, size)
 
     def check(self, recipe: Recipe) -> None:
-        """Raise if the cost has no time."""
+        """Raise if the cost has no time, or a part of the work is not simulated."""
         if recipe.cost == Cost():
             raise ConfigError(
                 "the cost counts tokens only, so steps have no time. Add --model, or set cost."
             )
+        if recipe.second_work is not None:
+            raise ConfigError("the time of second_work is not simulated. Leave second_work out.")
 
     def cluster(self, recipe: Recipe) -> Cluster:
         """The cluster of a recipe's topology."""
         topology = recipe.topology
         if self.gpu is not None:
             assert self.size is not None
-            found = cluster_of(self.size, self.gpu, topology)
-            link = self.gpu.network if self.link is None else self.link
-            return replace(found, link=link, overlap=self.overlap)
+            gpu = self.gpu if self.link is None else replace(self.gpu, network=self.link)
+            return replace(cluster_of(self.size, gpu, topology), overlap=self.overlap)
         cost, devices = recipe.cost, topology.cp * topology.tp
         per = 1 / (self.rate * devices)
-        return Cluster(
+        cluster = Cluster(
             cost=Cost(
                 per_token=cost.per_token * per,
                 per_pair=cost.per_pair * per,
@@ -89,6 +90,7 @@ class Speed:
             hidden=0 if self.size is None else self.size.hidden,
             overlap=self.overlap,
         )
+        return cluster if self.size is None else with_exchange(cluster, self.size, topology)
 
     def simulated(
         self, job: Job, overrides: Sequence[str], progress: Callable[[int, int], None]

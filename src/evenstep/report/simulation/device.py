@@ -14,6 +14,8 @@ torch.compile; `benchmarks/results/gpu_tune.md` compares predictions with a sixt
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evenstep.core.cost import Cost
 from evenstep.core.gpu import Gpu
 from evenstep.core.model.named import named_config
@@ -46,7 +48,7 @@ def cluster_of(
     again = RECOMPUTED if checkpointing else 1.0
     stored = size.parameters / topology.tp  # of the whole pipeline
     sharded = size.parameters / (topology.tp * topology.pp * topology.dp * topology.cp)
-    return Cluster(
+    cluster = Cluster(
         cost=Cost(
             per_token=_per_token(size, gpu, topology, again),
             per_pair=6 * size.work.pairs * again / _attention(gpu, topology),
@@ -60,6 +62,7 @@ def cluster_of(
         parameters=size.parameters,
         hidden=size.hidden,
     )
+    return with_exchange(cluster, size, topology, checkpointing=checkpointing)
 
 
 def named_cluster(model: str, gpu: str, topology: Topology) -> Cluster:
@@ -85,18 +88,20 @@ def _per_token(size: ModelSize, gpu: Gpu, topology: Topology, again: float) -> f
     logits = LOGIT_BYTES * size.vocab / (gpu.bandwidth * LOGIT_SHARE)
     near = 6 * size.work.nearby * again / _attention(gpu, topology)
     shared = (products + moved + logits) / (topology.tp * topology.cp)
-    return shared + near + _sent(size, gpu, topology, again)
+    return shared + near
 
 
-def _sent(size: ModelSize, gpu: Gpu, topology: Topology, again: float) -> float:
-    """Seconds per token that tensor- and context-parallel ranks exchange; not overlapped.
+def with_exchange(
+    cluster: Cluster, size: ModelSize, topology: Topology, *, checkpointing: bool = False
+) -> Cluster:
+    """The cluster with the time per token that tensor- and context-parallel ranks exchange.
 
     Tensor parallelism sums two outputs per layer in the forward and two in the backward. Context
     parallelism gathers keys and values in the forward and in the backward, and scatters their
-    gradients. All in bfloat16.
+    gradients. All in bfloat16, and not overlapped. Tensor-parallel ranks are neighbours.
     """
     tp, cp = topology.tp, topology.cp
-    speed = gpu.link if tp * cp <= gpu.per_node else gpu.network
-    sums = (6 if again > 1 else 4) * size.layers * 2 * (tp - 1) / tp * 2 * size.hidden / cp
-    keys = (4 if again > 1 else 3) * (cp - 1) / cp * 2 * size.keys / tp
-    return sums / gpu.link + keys / speed
+    sums = (6 if checkpointing else 4) * size.layers * 2 * (tp - 1) / tp * 2 * size.hidden / cp
+    keys = (4 if checkpointing else 3) * (cp - 1) / cp * 2 * size.keys / tp
+    sent = sums / cluster.bus(tp, 1) + keys / cluster.bus(cp, tp)
+    return replace(cluster, cost=replace(cluster.cost, per_token=cluster.cost.per_token + sent))
