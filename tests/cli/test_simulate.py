@@ -233,3 +233,58 @@ def test_simulate_refuses_second_work_at_once(
     arguments = [str(path), "--column", "length", *RECIPE, "--set", "second_work.column=patches"]
     assert main(["simulate", *arguments, "--flops", "1e12", *MODEL]) == 2
     assert "second_work is not simulated" in capsys.readouterr().err
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """Long documents: a few hold most of the tokens."""
+    path = tmp_path / "documents.npy"
+    rng = np.random.default_rng(0)
+    np.save(path, np.exp(rng.normal(7.5, 1.2, 200)).astype(np.int32).clip(1, 30_000))
+    return path
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
+def test_tune_does_not_rank_settings_that_change_the_data_with_others(
+    documents: Path, overflow: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = [f"--set=overflow={overflow}", "--set=steps.samples=32", "--set=layout.kind=packed"]
+    run("tune", documents, *TUNE, *fixed, "--json")
+    found = printed(capsys)
+    lengths, rows = np.load(documents), found["settings"]
+    for row in rows:
+        longest = row["recipe"]["layout"]["max_tokens"]
+        over = lengths > longest
+        tokens = {
+            "split": lengths[over].sum(),
+            "truncate": (lengths[over] - longest).sum(),
+            "drop": lengths[over].sum(),
+        }[overflow]
+        assert row["changed_samples_share"] == pytest.approx(over.mean())
+        assert row["changed_tokens_share"] == pytest.approx(tokens / lengths.sum())
+        kept = 200 - (over.sum() if overflow == "drop" else 0)
+        assert row["updates_per_epoch"] == -(-kept // 32)
+    shares = [row["changed_tokens_share"] for row in rows]
+    assert shares[0] == 0 < shares[-1]
+    assert shares == sorted(shares)
+    (chosen,) = (row for row in rows if row["recommended"])
+    assert chosen["changed_tokens_share"] == 0
+    fastest = min(rows, key=lambda row: row["gpu_hours"])
+    if fastest["changed_tokens_share"]:
+        assert f"that {overflow}s " in found["reason"]
+
+
+def test_tune_shows_what_a_setting_splits(
+    documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["--set=overflow=split", "--set=steps.samples=32", "--set=topology.cp=1"]
+    run("tune", documents, *TUNE, *fixed)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Settings that split samples come last" in said
+    assert "7 updates per epoch" in said
+    run("tune", documents, *TUNE, *fixed, "--max-tokens", "4096", "--set=layout.kind=packed")
+    lengths = np.load(documents)
+    over = lengths > 4096
+    share = 100 * lengths[over].sum() / lengths.sum()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"It splits {100 * over.mean():.1f} % of the samples, which hold {share:.1f} %" in said

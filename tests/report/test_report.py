@@ -191,6 +191,16 @@ def uneven() -> Plan:
     return plan_of(Packed(max_tokens=8192), balance="none")
 
 
+def test_advice_on_larger_steps_says_what_happens_to_updates() -> None:
+    lengths = np.tile([4000, *[100] * 15], 8)
+    recipe = Recipe(
+        layout=Packed(max_tokens=4000), topology=Topology(dp=4), steps=Steps(samples=16)
+    )
+    said = [each.text for each in advice(make_plan(lengths, recipe), make_plan)]
+    (text,) = [each for each in said if "32 samples per step instead of 16" in each]
+    assert text.endswith("and halve the number of updates.")
+
+
 def test_a_plan_that_cannot_be_better_says_so() -> None:
     plan = make_plan([100] * 8, Recipe(layout=Packed(max_tokens=800), cost=COST))
     assert [each.text for each in advice(plan, make_plan)] == [

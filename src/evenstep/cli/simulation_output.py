@@ -50,24 +50,33 @@ def print_settings(settings: Sequence[Setting], chosen: Setting, why: str, title
     shown = list(settings[:_MOST_SETTINGS])
     shown += [] if chosen in shown else [chosen]
     left = len(settings) - len(shown)
-    header = (
+    header = [
         "row", "layout", "max tokens", "samples per step", "dp × cp", "micro- batches",
         "re- compute", "step time", "tokens/s", "GPU- hours", "memory GiB",
-    )  # fmt: skip
+    ]  # fmt: skip
+    changed = any(each.changed_samples for each in settings)
+    words = {"split": "tokens split", "truncate": "tokens cut off", "drop": "tokens dropped"}
+    header += [words[chosen.recipe.overflow]] if changed else []
     rows = []
     for number, each in enumerate(shown, 1):
         topology = each.recipe.topology
-        cells = (
+        cells = [
             f"{'→' if each is chosen else ' '} {number}",
             each.layout, count(each.budget), count(each.samples), f"{topology.dp} × {topology.cp}",
             count(each.waves), "yes" if each.checkpointing else "no", seconds(each.step_seconds),
             count(each.tokens_per_second), f"{each.gpu_hours:,.4g}",
             f"{each.memory.peak / 2**30:.1f}",
-        )  # fmt: skip
+            *([percent(each.changed_tokens)] if changed else []),
+        ]  # fmt: skip
         rows.append([Text(cell, "bold green" if each is chosen else "") for cell in cells])
     screen = console()
     screen.print(Text(printable(title), "bold"))
     print_grid(screen, header, rows)
+    if changed:
+        verb = {"split": "split", "truncate": "truncate", "drop": "drop"}[chosen.recipe.overflow]
+        screen.print(
+            Text(f"Settings that {verb} samples come last: they train on other data.", "dim")
+        )
     if left > 0:
         screen.print(Text(f"The best of {len(settings)}; --json lists all.", "dim"))
     screen.print()

@@ -132,12 +132,11 @@ class Sweep:
         """Budgets that hold the longest sample, up to what one step can fill."""
         cp = topology.cp
         longest = rounded_up(int(self.lengths.max()), max(topology.alignment, _UNIT * cp))
-        if "overflow" in self.fixed:
-            longest = 0  # long samples are split, cut or dropped
+        shorter = self.fixed.get("overflow", "error") != "error"  # budgets below the longest
         most = float(self.lengths.mean()) * samples / topology.dp
         budget, found = _SMALLEST * cp, {longest} if longest > _SMALLEST * cp else set()
         while budget <= _LARGEST * cp:
-            if budget >= longest:
+            if budget >= longest or shorter:
                 found.add(budget)
                 if budget >= most:
                     break
@@ -176,7 +175,13 @@ class Sweep:
         recipe = replace(recipe, cost=cluster.cost)
         plan = make_plan(self._draw((recipe.steps.samples or 1) * steps), recipe)
         waves = int(np.diff(plan.cell_offsets).max(initial=1))
-        slots = int(plan.slots.max(initial=1))
+        slots = max(int(plan.slots.max(initial=1)), self._alone(recipe))
+        kept, whole = self._kept(recipe), int(self.lengths.sum())
+        touched = float((kept != self.lengths).mean())
+        lost = 1 - float(kept.sum()) / whole
+        if recipe.overflow == "split" and recipe.longest_segment is not None:
+            split = self.lengths > recipe.longest_segment
+            touched, lost = float(split.mean()), float(self.lengths[split].sum()) / whole
         return Setting(
             recipe=recipe,
             checkpointing=checkpointing,
@@ -186,8 +191,25 @@ class Sweep:
                 checkpointing=checkpointing,
             ),
             waves=waves,
-            corpus=int(self.lengths.sum()),
+            num_samples=int((kept > 0).sum()),
+            corpus=int(kept.sum()),
+            changed_samples=touched,
+            changed_tokens=lost,
         )  # fmt: skip
+
+    def _kept(self, recipe: Recipe) -> IntArray:
+        """How much of each sample of the corpus is trained on."""
+        longest = recipe.longest_segment
+        if longest is None or recipe.overflow not in ("truncate", "drop"):
+            return self.lengths
+        if recipe.overflow == "truncate":
+            return np.minimum(self.lengths, longest)
+        return np.where(self.lengths > longest, 0, self.lengths)
+
+    def _alone(self, recipe: Recipe) -> int:
+        """The slots of the longest sample if it runs alone, whatever the budget; else 0."""
+        longest = rounded_up(int(self.lengths.max()), recipe.width_unit)
+        return longest if recipe.overflow == "alone" else 0
 
     @property
     def _room(self) -> float:
@@ -197,6 +219,7 @@ class Sweep:
         """The memory of a micro-batch that holds the longest sample or a rank's whole step."""
         share = self.lengths.mean() * (recipe.steps.samples or 1) / recipe.topology.dp
         slots = min(recipe.layout.budget or 0, max(int(self.lengths.max()), int(share)))
+        slots = max(slots, self._alone(recipe))
         return memory_of(
             self.size, recipe.topology, slots=slots, micro_batches=1, checkpointing=checkpointing
         ).peak
@@ -214,5 +237,5 @@ class Sweep:
             f"no setting fits into {self.gpu.memory / 2**30:.0f} GiB: with cp {topology.cp} and "
             f"recomputed activations, micro-batches of {least} slots need "
             f"{need.peak / 2**30:.0f} GiB. Use more ranks or another GPU, set topology.tp, or "
-            f"overflow=split."
+            f"overflow=split, which cuts long samples."
         )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evenstep.core.step_table import StepTable
 
 _MUCH = 1.01  # times the ideal from which a cause is named
-_MORE_SAMPLES = "or take more samples per step"
+_MORE_SAMPLES = "or take more samples per step (fewer updates)"
 
 
 def bottleneck(table: StepTable, steps: slice) -> str:
@@ -97,7 +97,7 @@ def _of_floor(table: StepTable, step: int) -> str:
         assert recipe.second_work is not None
         return (
             f"The work in {recipe.second_work.column} cannot be even between ranks: few samples "
-            f"have most of it. Take more samples per step."
+            f"have most of it. Take more samples per step (fewer updates)."
         )
     if binds == "shape" and layout.pad_to is not None and extra <= 0:
         return (
@@ -117,7 +117,7 @@ def _of_floor(table: StepTable, step: int) -> str:
         return _of_count(table, step, own)
     return (
         f"{own.stop - own.start} sequences on {plan.num_ranks} ranks cannot be even (the most "
-        f"expensive: {_sample(plan, at)}). Take more samples per step."
+        f"expensive: {_sample(plan, at)}). Take more samples per step (fewer updates)."
     )
 
 

@@ -118,8 +118,12 @@ def _changes(plan: Plan, steps: list[int], planner: Planner) -> Iterator[Advice]
     pairs = [step for step in steps if step + 1 < plan.num_steps]
     if pairs and (recipe.steps.samples or recipe.steps.tokens):
         saving = _saving(plan, pairs, planner, recipe, together=2)
+        unit = "samples" if recipe.steps.samples else "tokens"
+        size = recipe.steps.samples or recipe.steps.tokens or 0
         yield Advice(
-            f"Twice the samples per step would cut the time by {_percent(saving)}.", saving
+            f"{count(2 * size)} {unit} per step instead of {count(size)} would cut the time per "
+            f"epoch by {_percent(saving)} and halve the number of updates.",
+            saving,
         )
 
 

@@ -87,6 +87,7 @@ def _point(setting: Setting, chosen: bool, most: float, high: float) -> str:
         f"step, cp {setting.recipe.topology.cp}"
         f"{', recomputing activations' if setting.checkpointing else ''}: "
         f"{setting.gpu_hours:.4g} GPU-hours, {setting.memory.peak / _GIB:.1f} GiB"
+        f"{f'; {setting.change}' if setting.change else ''}"
     )
     ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if chosen else ""
     kind = "full" if setting.layout == "packed" else "open"

@@ -19,8 +19,11 @@ NEAR = 1.02
 class Setting:
     """A recipe with its simulated time and estimated memory.
 
-    corpus   real tokens of the whole corpus
-    waves    most micro-batches per rank and step
+    waves            most micro-batches per rank and step
+    num_samples      samples of the corpus that are trained on
+    corpus           real tokens of the corpus that are trained on
+    changed_samples  share of the corpus's samples that are split, truncated or dropped
+    changed_tokens   share of the corpus's tokens that are in split samples, or are lost
     """
 
     recipe: Recipe
@@ -28,7 +31,10 @@ class Setting:
     simulation: Simulation
     memory: Memory
     waves: int
+    num_samples: int
     corpus: int
+    changed_samples: float = 0.0
+    changed_tokens: float = 0.0
 
     @property
     def layout(self) -> str:
@@ -57,8 +63,23 @@ class Setting:
 
     @property
     def gpu_hours(self) -> float:
-        """Device-hours for all tokens of the corpus, once."""
+        """Device-hours for all tokens that are trained on, once."""
         return self.corpus / self.tokens_per_second * self.simulation.devices / 3600
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one epoch."""
+        return -(-self.num_samples // max(1, self.samples))
+
+    @property
+    def change(self) -> str:
+        """What the setting does to the data, as the rest of a sentence; empty if nothing."""
+        if not self.changed_samples:
+            return ""
+        samples, tokens = percent(self.changed_samples), percent(self.changed_tokens)
+        if self.recipe.overflow == "split":
+            return f"splits {samples} of the samples, which hold {tokens} of the tokens"
+        return f"{self.recipe.overflow}s {samples} of the samples and loses {tokens} of the tokens"
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -71,6 +92,10 @@ class Setting:
             "checkpointing": self.checkpointing,
             "micro_batches_per_rank": self.waves,
             "gpu_hours": self.gpu_hours,
+            "updates_per_epoch": self.updates,
+            "overflow": self.recipe.overflow,
+            "changed_samples_share": self.changed_samples,
+            "changed_tokens_share": self.changed_tokens,
             "memory_bytes": self.memory.to_dict(),
             **self.simulation.to_dict(),
             "recipe": self.recipe.to_dict(),
@@ -78,18 +103,28 @@ class Setting:
 
 
 def ranked(settings: Sequence[Setting]) -> list[Setting]:
-    """The settings, those with the fewest GPU-hours first."""
-    return sorted(settings, key=lambda setting: setting.gpu_hours)
+    """The settings by what they change of the data, then by GPU-hours.
+
+    A setting that splits, truncates or drops samples trains on other data, so that its GPU-hours
+    do not compare with those of a setting that does not.
+    """
+    return sorted(settings, key=lambda setting: (setting.changed_tokens, setting.gpu_hours))
+
+
+def _alike(settings: Sequence[Setting]) -> list[Setting]:
+    """The settings that change the least of the data, those with the fewest GPU-hours first."""
+    first, *rest = ranked(settings)
+    return [first, *(each for each in rest if each.changed_tokens == first.changed_tokens)]
 
 
 def recommended(settings: Sequence[Setting]) -> Setting:
     """Of the settings within 2 % of the fastest: fewest samples per step, then the simplest.
 
-    Smaller steps update the weights more often for the same tokens. Simpler is less context
-    parallelism, then no recomputing.
+    Only settings that change the least of the data are considered. Smaller steps update the weights
+    more often for the same tokens. Simpler is less context parallelism, then no recomputing.
     """
-    best = ranked(settings)[0].gpu_hours
-    near = [setting for setting in settings if setting.gpu_hours <= NEAR * best]
+    alike = _alike(settings)
+    near = [setting for setting in alike if setting.gpu_hours <= NEAR * alike[0].gpu_hours]
     return min(near, key=_preference)
 
 
@@ -100,11 +135,19 @@ def _preference(setting: Setting) -> tuple[int, int, bool, float]:
 
 def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
     """Why a setting is recommended, and what takes the rest of its time."""
-    fastest, topology = ranked(settings)[0], chosen.recipe.topology
-    fit = f"{times(len(settings), 'setting')} that fit"
+    alike, topology = _alike(settings), chosen.recipe.topology
+    fastest = alike[0]
+    fit, unlike = f"{times(len(alike), 'setting')} that fit", len(alike) < len(settings)
+    if unlike:
+        fit += (
+            " and change as little" if chosen.change else f" and {chosen.recipe.overflow} nothing"
+        )
     speed = f"needs the fewest GPU-hours of {fit}"
-    if len(settings) == 1:
+    if len(alike) == 1:
         speed = "is the only setting"
+    if len(alike) == 1 and unlike:
+        little = "changes so little" if chosen.change else f"{chosen.recipe.overflow}s nothing"
+        speed = f"is the only one of {times(len(settings), 'setting')} that {little}"
     if chosen is not fastest:
         over = percent(chosen.gpu_hours / fastest.gpu_hours - 1)
         gain = _gain(chosen, fastest)
@@ -112,9 +155,24 @@ def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
     recomputing = ", recomputing activations" if chosen.checkpointing else ""
     return (
         f"Recommended: {chosen.layout} micro-batches of {count(chosen.budget)} slots, "
-        f"{times(chosen.samples, 'sample')} per step, dp {topology.dp}, cp {topology.cp}"
+        f"{times(chosen.samples, 'sample')} per step ({times(chosen.updates, 'update')} per "
+        f"epoch), dp {topology.dp}, cp {topology.cp}"
         f"{recomputing}. It {speed}, and takes {percent(chosen.memory.peak / memory)} of the "
-        f"memory of a GPU. {_loss(chosen.simulation)}"
+        f"memory of a GPU. {_changed(chosen, settings)}{_loss(chosen.simulation)}"
+    )
+
+
+def _changed(chosen: Setting, settings: Sequence[Setting]) -> str:
+    """What the setting does to the data, or what a faster one would do; empty if nothing."""
+    if chosen.change:
+        return f"It {chosen.change}. "
+    faster = min(settings, key=lambda setting: setting.gpu_hours)
+    if not faster.change or faster.gpu_hours >= chosen.gpu_hours:
+        return ""
+    less = percent(1 - faster.gpu_hours / chosen.gpu_hours)
+    return (
+        f"{count(faster.budget)} slots would take {less} fewer GPU-hours, but that "
+        f"{faster.change}. "
     )
 
 
