@@ -24,6 +24,9 @@ def dtensor(**sizes: object) -> str:
     return megatron(**sizes).replace("megatron_cfg", "dtensor_cfg")
 
 
+SHARDED = megatron(tensor_model_parallel_size=2, sequence_parallel="true")
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
@@ -34,8 +37,9 @@ def dtensor(**sizes: object) -> str:
         (nemo(DYNAMIC, megatron(context_parallel_size=2)), "needs policy.sequence_packing.enabled"),
         (nemo(PACK, dtensor(context_parallel_size=2)), "cannot be combined"),
         (nemo(PACK, megatron(), dtensor()), "Enable one backend"),
-        (nemo(PACK, rest="dpo: {}"), "DPO cannot be used with policy.sequence_packing"),
-        (nemo(DYNAMIC, rest="dpo: {}"), "DPO cannot be used with policy.dynamic_batching"),
+        (nemo(PACK, rest="dpo: {}"), "DPO cannot be trained with policy.sequence_packing"),
+        (nemo(DYNAMIC, rest="dpo: {}"), "DPO cannot be trained with policy.dynamic_batching"),
+        (nemo(PACK, rest="rm: {}"), "a reward model cannot be trained with policy.sequence_p"),
         (nemo("sequence_packing: {enabled: true}"), "train_mb_tokens is missing"),
         (nemo("sequence_packing: {enabled: false}"), "train_micro_batch_size is missing"),
         (
@@ -109,8 +113,164 @@ def test_without_packing_and_dynamic_batching_batches_are_fixed(tmp_path: Path) 
     assert (settings.recipe.balance, settings.recipe.steps) == ("none", Steps(samples=64))
     assert settings.log_probs is not None
     assert settings.log_probs.layout == Padded(samples=8)
-    pairs = loaded(tmp_path, "nemo-rl", text + "dpo: {}\n").settings.recipe
-    assert pairs.steps == Steps(samples=128)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
+def test_batch_sizes_count_pairs(algorithm: str, tmp_path: Path) -> None:
+    text = nemo("train_micro_batch_size: 4", "logprob_batch_size: 8", "train_global_batch_size: 64")
+    settings = loaded(tmp_path, "nemo-rl", f"{text}{algorithm}: {{}}\n").settings
+    assert settings.recipe.steps == Steps(samples=128)
+    assert settings.recipe.layout == Padded(samples=8)
+    assert settings.log_probs is not None
+    assert settings.log_probs.layout == Padded(samples=8)
+
+
+OTHER = ", teacher_overrides: {b: {num_nodes: 1}}"
+TRAIN = "train: {env_name: reward_model}"
+LISTED = "train: [{env_name: math}, {env_name: '${data.name}'}], name: reward_model"
+
+
+def cluster(nodes: int, gpus: int) -> str:
+    return f"cluster: {{num_nodes: {nodes}, gpus_per_node: {gpus}}}\n"
+
+
+def reward(data: str, nodes: int, gpus: int) -> str:
+    resources = f"{{num_nodes: {nodes}, gpus_per_node: {gpus}}}"
+    return f"data: {{{data}}}\nenv: {{reward_model: {{resources: {resources}}}}}\n"
+
+
+def generation(nodes: object = "null", gpus: object = "null", colocated: str = "false") -> str:
+    resources = f"{{num_nodes: {nodes}, gpus_per_node: {gpus}}}"
+    return f"generation: {{colocated: {{enabled: {colocated}, resources: {resources}}}}}"
+
+
+def teachers(models: str, more: str = "", enabled: str = "true") -> str:
+    separate = f"{{enabled: {enabled}, default_teacher_cfg: {{num_nodes: 2}}{more}}}"
+    return (
+        f"on_policy_distillation: {{enabled: true, teacher_model_by_agent_name: {{{models}}}, "
+        f"non_colocated_teachers: {separate}}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "rest", "dp"),
+    [
+        # Generation with training: the whole cluster trains.
+        ([generation(1, 8, "true")], cluster(4, 8), 32),
+        # Generation on nodes of its own, or on GPUs of the only node.
+        ([generation(1, 8)], cluster(4, 8), 24),
+        ([generation(3, 8)], cluster(4, 8), 8),
+        ([generation("null", 6)], cluster(1, 8), 2),
+        ([generation(1, 2)], cluster(1, 8), 6),
+        ([generation(1, 8), megatron(tensor_model_parallel_size=4)], cluster(5, 8), 8),
+        # Algorithms that never generate do not reserve anything for it.
+        ([generation(1, 8)], cluster(4, 8) + "sft: {}\n", 32),
+        ([generation(1, 8)], cluster(4, 8) + "teachers: []\n", 32),
+        ([generation(1, 8)], cluster(4, 8) + "distillation: {}\n", 24),
+        ([generation(1, 8)], cluster(4, 8) + "ppo: {}\n", 24),
+        # A reward model counts if a dataset uses it.
+        ([], cluster(4, 8) + reward(TRAIN, 1, 8), 24),
+        ([], cluster(1, 8) + reward(TRAIN, 1, 2), 6),
+        ([], cluster(1, 8) + reward(LISTED, 1, 2), 6),
+        ([], cluster(1, 8) + reward("train: {env_name: math}", 1, 2), 8),
+        ([], cluster(4, 8) + reward("default: {env_name: reward_model}", 1, 8) + "ppo: {}\n", 24),
+        ([], cluster(4, 8) + reward(TRAIN, 1, 8) + "distillation: {}\n", 32),
+        ([], cluster(4, 8) + reward(TRAIN, 1, 8) + "sft: {}\n", 32),
+        # Reward model and generation: both on the only node, or one node left for the policy.
+        ([generation(1, 4)], cluster(1, 8) + reward(TRAIN, 1, 2), 2),
+        ([generation(1, 4)], cluster(2, 8) + reward(TRAIN, 1, 2), 4),
+        ([generation(1, 8)], cluster(4, 8) + reward(TRAIN, 1, 8), 16),
+        # Teachers: one checkpoint is loaded once, and each may have other resources.
+        ([], cluster(8, 8) + teachers("a: x, b: y"), 32),
+        ([], cluster(8, 8) + teachers("a: x, b: x"), 48),
+        ([], cluster(8, 8) + teachers("a: x, b: x", enabled="false"), 64),
+        ([], cluster(8, 8) + teachers("a: x, b: y", OTHER), 40),
+        ([generation(2, 8)], cluster(8, 8) + teachers("a: x"), 32),
+        # One controller: nodes of generation are 1 unless given.
+        ([generation("null", 8)], cluster(4, 8) + "async_rl: {}\n", 24),
+        ([generation(2, 4)], cluster(4, 8) + "async_rl: {}\n", 16),
+    ],
+)  # fmt: skip
+def test_only_the_gpus_of_the_policy_train(
+    parts: list[str], rest: str, dp: int, tmp_path: Path
+) -> None:
+    result = loaded(tmp_path, "nemo-rl", nemo(PACK, *parts, rest=rest))
+    assert result.settings.recipe.topology.dp == dp
+    assert "GPUs (cluster" in result.origins["topology.dp"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "rest", "rule"),
+    [
+        ([generation()], cluster(1, 8), "resources.gpus_per_node is missing"),
+        ([generation(2, 4)], cluster(1, 8), "resources.num_nodes must be 1 or null on one node"),
+        ([generation("null", 8)], cluster(4, 8), "resources.num_nodes is missing"),
+        ([generation(1, 4)], cluster(4, 8), "gpus_per_node=4 must be cluster.gpus_per_node=8"),
+        ([generation(1, 8)], cluster(1, 8), "leaves no GPU for training (8 GPUs for generation)"),
+        ([generation(4, 8)], cluster(4, 8), "leaves no GPU for training (4 nodes for generation)"),
+        (
+            [],
+            cluster(2, 8) + reward(TRAIN, 2, 8),
+            "leaves no GPU for training (2 nodes for the reward model)",
+        ),
+        ([], cluster(2, 8) + teachers("a: x"), "leaves no GPU for training (2 nodes for teachers)"),
+        (
+            [generation(1, 8), megatron(tensor_model_parallel_size=16)],
+            cluster(4, 8),
+            "cluster without 1 node for generation: 24 GPUs cannot be divided",
+        ),
+    ],
+)
+def test_a_cluster_without_gpus_for_training_is_refused(
+    parts: list[str], rest: str, rule: str, tmp_path: Path
+) -> None:
+    faults = refused(tmp_path, "nemo-rl", nemo(PACK, *parts, rest=rest))
+    assert len(faults) == 1, faults
+    assert rule in faults[0]
+    ranks = loaded(tmp_path, "nemo-rl", nemo(PACK, *parts, rest=rest), "topology.dp=2")
+    assert ranks.settings.recipe.topology.dp == 2
+
+
+def test_ppo_files_load_and_the_value_model_is_noted(tmp_path: Path) -> None:
+    result = loaded(tmp_path, "nemo-rl", nemo(PACK, rest="ppo: {ppo_epochs: 4}\nvalue: {}\n"))
+    assert any("value model of PPO" in note for note in result.notes)
+    assert not any("value" in note for note in loaded(tmp_path, "nemo-rl", nemo(PACK)).notes)
+
+
+def test_a_packer_without_packing_has_no_effect(tmp_path: Path) -> None:
+    text = nemo(
+        "sequence_packing: {enabled: false, algorithm: modified_ffd}", "train_micro_batch_size: 1"
+    )
+    result = loaded(tmp_path, "nemo-rl", text)
+    assert result.settings.recipe.layout == Padded(samples=1)
+    assert result.notes == (
+        "policy.sequence_packing.algorithm, file.yaml:1: has no effect without "
+        "policy.sequence_packing.enabled.",
+        *(note for note in result.notes if "algorithm" not in note),
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["train_micro_batch_size: 1", SHARDED],
+        [DYNAMIC, SHARDED],
+        ["train_micro_batch_size: 1", dtensor(context_parallel_size=2)],
+    ],
+)
+def test_a_divisor_without_packing_is_noted(parts: list[str], tmp_path: Path) -> None:
+    result = loaded(tmp_path, "nemo-rl", nemo(*parts, "make_sequence_length_divisible_by: 1"))
+    assert any("not a multiple of" in note for note in result.notes)
+
+
+def test_packs_are_rounded_for_hybrid_ep(tmp_path: Path) -> None:
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}
+    recipe = loaded(tmp_path, "nemo-rl", nemo(PACK, megatron(**flex, **sizes))).settings.recipe
+    assert recipe.layout.round_to == 128 * 2
+    flex["moe_flex_dispatcher_backend"] = "deepep"
+    recipe = loaded(tmp_path, "nemo-rl", nemo(PACK, megatron(**flex, **sizes))).settings.recipe
+    assert recipe.layout.round_to == 1
 
 
 def test_a_file_without_budget_for_log_probs_has_no_recipe_for_them(tmp_path: Path) -> None:

@@ -12,13 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The values of a key, its default, and what to say if it is given."""
+    """The values of a key, its default, and what to say if it is given.
+
+    `when` is the flag without which the key has no effect: a wrong value is then only noted.
+    """
 
     kind: Literal["whole", "number", "flag", "word", "any"]
     default: Any = None
     least: int = 1
     words: tuple[str, ...] = ()
     note: str = ""
+    when: str = ""
 
 
 def whole(default: int | None = None, *, least: int = 1, note: str = "") -> Key:
@@ -36,9 +40,9 @@ def flag(default: bool = False, *, note: str = "") -> Key:
     return Key("flag", default, note=note)
 
 
-def word(default: str | None, *words: str, note: str = "") -> Key:
+def word(default: str | None, *words: str, note: str = "", when: str = "") -> Key:
     """One of these words; any text without words."""
-    return Key("word", default, words=words, note=note)
+    return Key("word", default, words=words, note=note, when=when)
 
 
 def anything(*, note: str = "") -> Key:

@@ -56,6 +56,18 @@ class Reader:
             return default
         return _plain(self.dialect.keys[name], value)
 
+    def below(self, name: str, *path: str) -> Any:
+        """The value at `path` inside the value of a key; None without one."""
+        if not self._present(name):
+            return None
+        try:
+            return self._at((*name.split("."), *path))
+        except KeyError:
+            return None
+        except UnresolvedError as error:
+            self._fault(name, f"{error} ({self.tree.place(name.split('.'))})")
+            return None
+
     def need(self, name: str, why: str) -> Any:
         """The value of a key that must be set, because of `why`."""
         value = self[name]
@@ -107,7 +119,9 @@ class Reader:
             return True
 
     def _raw(self, name: str) -> Any:
-        path = tuple(name.split("."))
+        return self._at(tuple(name.split(".")))
+
+    def _at(self, path: tuple[str, ...]) -> Any:
         if self.dialect.interpolates:
             return self._values.at(path)
         value: Any = self.tree.data
@@ -129,10 +143,14 @@ class Reader:
             value = self._raw(name)
         except UnresolvedError:
             return
-        expected = _expected(self.dialect.keys[name], value)
-        if expected:
+        key = self.dialect.keys[name]
+        expected = _expected(key, value)
+        if expected and key.when and not self[key.when]:
+            self._wrong.add(name)
+            self.note(f"{self.where(name)}: has no effect without {key.when}.")
+        elif expected:
             place = self.tree.place(name.split("."))
-            words = self.dialect.keys[name].words
+            words = key.words
             sentence = (
                 unknown_word(name, value, words)
                 if words
