@@ -64,7 +64,7 @@ def test_a_file_with_faults_lists_them_one_per_line(
         (("check", "nemo-rl.yaml", "--from", "nemo-rl", "--set", "x"), "must be of the form"),
         (("convert", "nemo-rl.yaml"), "--from"),
         (("show", "nemo-rl.yaml"), "configuration of NeMo-RL, it seems. Add --from nemo-rl"),
-        (("convert", "nemo-rl.yaml", "--from", "roll"), "none of the workers"),
+        (("convert", "nemo-rl.yaml", "--from", "roll"), "a file of NeMo-RL: use --from nemo-rl"),
         (("convert", "nemo-rl.yaml", "--from", "nemo-rl", "--out", "nemo-rl.yaml"), "named twice"),
         (("convert", "nemo-rl.yaml", "--from", "nemo-rl", "--out", "no/where"), "not a writable"),
     ],

@@ -6,8 +6,40 @@ from pathlib import Path
 import pytest
 
 from evenstep import Packed, Padded, Steps, Topology
+from evenstep.config import FaultsError, load_file
+from evenstep.config.dialects import DIALECTS
 from evenstep.data import Pool
 from tests.config.dialect_files import loaded, refused
+
+KUBERNETES = """
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: training, labels: {system: all}}
+data: {config.yaml: "schedule: {}"}
+spec: {containers: [{name: trainer, resources: {limits: {nvidia.com/gpu: 8}}}]}
+"""
+
+
+@pytest.mark.parametrize("text", [KUBERNETES, "", "policy: {model_name: a/b}", "train: {}"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_file_without_any_key_of_the_system_is_refused(
+    dialect: str, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(FaultsError, match=r"none of the keys of .* that concern batches, such as"):
+        load_file(path, dialect=dialect)
+
+
+def test_a_file_of_another_system_is_named(tmp_path: Path) -> None:
+    faults = refused(tmp_path, "fast-llm", "actor_rollout_ref: {actor: {use_dynamic_bsz: true}}")
+    assert "It seems to be a file of verl: use --from verl." in faults[0]
+
+
+def test_a_file_with_only_a_misspelt_key_names_it(tmp_path: Path) -> None:
+    faults = refused(tmp_path, "veomni", "train: {dyn_bzs: true}")
+    assert "Did you mean train.dyn_bsz?" in faults[0]
+
 
 # ROLL --------------------------------------------------------------------------------------------
 
@@ -54,7 +86,9 @@ def test_roll_refuses(lines: tuple[str, ...], rule: str, tmp_path: Path) -> None
 
 
 def test_a_roll_file_without_workers_is_refused(tmp_path: Path) -> None:
-    assert any("none of the workers" in fault for fault in refused(tmp_path, "roll", "seed: 3\n"))
+    assert any(
+        "none of the workers" in fault for fault in refused(tmp_path, "roll", "prompt_length: 3\n")
+    )
 
 
 def test_roll_defaults(tmp_path: Path) -> None:
@@ -192,7 +226,7 @@ def test_veomni_refuses(text: str, rule: str, tmp_path: Path) -> None:
 
 
 def test_veomni_defaults(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, "veomni", "").settings
+    settings = loaded(tmp_path, "veomni", "train: {dyn_bsz: true}").settings
     assert settings.recipe.layout == Packed(max_tokens=2048)
     assert settings.recipe.overflow == "alone"
     assert settings.stream.pool == Pool(samples=200, strategy="greedy")
@@ -240,7 +274,7 @@ def test_documents_that_are_not_truncated_are_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("actor_rollout_ref: {actor: {}}", "ppo_micro_batch_size_per_gpu is missing"),
+        ("trainer: {nnodes: 1}", "ppo_micro_batch_size_per_gpu is missing"),
         (
             "actor_rollout_ref: "
             "{actor: {ppo_micro_batch_size: 8, ppo_micro_batch_size_per_gpu: 8}}",

@@ -127,14 +127,8 @@ def _decoded(
 
 def _refuse_other_system(document: Document) -> None:
     """One sentence for a file of another system, instead of a fault for each of its keys."""
-    if "layout" in document.data:
-        return
-    counts = {
-        name: sum(has(document.data, key.split(".")) for key in dialect.keys)
-        for name, dialect in DIALECTS.items()
-    }
-    likely = max(counts, key=lambda name: counts[name])
-    if counts[likely]:
+    likely = "" if "layout" in document.data else _likely(document.data)
+    if likely:
         system = DIALECTS[likely].system
         raise FaultsError(
             [
@@ -145,6 +139,34 @@ def _refuse_other_system(document: Document) -> None:
         )
 
 
+def _likely(data: Mapping[str, Any]) -> str:
+    """The dialect that knows most of the keys in a file; empty if none knows any."""
+    counts = {
+        name: sum(has(data, key.split(".")) for key in dialect.keys)
+        for name, dialect in DIALECTS.items()
+    }
+    likely = max(counts, key=lambda name: counts[name])
+    return likely if counts[likely] else ""
+
+
+def _refuse_unknown(reader: Reader, path: Path) -> None:
+    """A file without a single key of its dialect would load as defaults."""
+    if reader.has_known_key or reader.faults:
+        return
+    likely = _likely(reader.tree.data)
+    advice = "Check the path, and --from."
+    if likely:
+        advice = f"It seems to be a file of {DIALECTS[likely].system}: use --from {likely}."
+    names = " or ".join(list(reader.dialect.keys)[:2])
+    raise FaultsError(
+        [
+            f"the file has none of the keys of {reader.dialect.system} that concern batches, such "
+            f"as {names}. {advice}"
+        ],
+        str(path),
+    )
+
+
 # Dialects ----------------------------------------------------------------------------------------
 
 
@@ -152,6 +174,7 @@ def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str
     dialect = DIALECTS[name]
     tree = read_tree(path) if dialect.interpolates else _single(read_document(path, merges=True))
     reader = Reader(dialect, tree, _ranks(overrides))
+    _refuse_unknown(reader, path)
     dialect.read(reader)
     data = {**reader.train.data(), **reader.stream.data()}
     origins = {**reader.train.origins, **reader.stream.origins}

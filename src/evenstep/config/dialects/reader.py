@@ -10,7 +10,7 @@ from evenstep.config.dialects.dialect import Dialect, Key
 from evenstep.config.dialects.draft import Draft
 from evenstep.config.faults import misspelt, not_a_mapping, unknown_key, unknown_word
 from evenstep.config.interpolate import Interpolated, UnresolvedError
-from evenstep.config.tree import Tree
+from evenstep.config.tree import Tree, has
 from evenstep.core.glimpse import cut, glimpse
 
 STAND_IN = 2**30
@@ -35,6 +35,12 @@ class Reader:
             if self._present(name):
                 self._check(name)
                 self.notes += [f"{self.where(name)}: {key.note}"] if key.note else []
+
+    @property
+    def has_known_key(self) -> bool:
+        """Whether the file has at least one key of the dialect, whatever its value."""
+        names = self.dialect.keys
+        return any(has(self.tree.data, name.split(".")) or self._present(name) for name in names)
 
     # Values --------------------------------------------------------------------------------------
 
