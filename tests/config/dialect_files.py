@@ -238,7 +238,7 @@ train:
   bsz_warmup_ratio: 0.02
   dyn_bsz_count_mode: effective
   accelerator: {ulysses_size: 2, dp_shard_size: 8, fsdp_config: {fsdp_mode: fsdp2}}
-data: {max_seq_len: 4096, dyn_bsz_buffer_size: 500}
+data: {max_seq_len: 4096, dyn_bsz_buffer_size: 500, train_size: 1_000_000_000}
 """,
 )
 FAST_LLM = Case(

@@ -91,6 +91,55 @@ def test_a_roll_file_without_workers_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("mapping", "dp"),
+    [
+        ("list(range(0,8))", 8),
+        ("list(range(0, 16, 2))", 8),
+        ("list([0,1,2,3,8,9])", 6),
+        ("list((0, 1))", 2),
+        ("range(4)", 4),
+        ("'[0, 1, 2]'", 3),
+        ("[0, 1]\n  num_gpus_per_worker: 2", 1),
+    ],
+)
+def test_devices_of_a_mapping_are_counted(mapping: str, dp: int, tmp_path: Path) -> None:
+    text = roll(*TRAIN, f"device_mapping: {mapping}")
+    assert loaded(tmp_path, "roll", text).settings.recipe.topology.dp == dp
+
+
+@pytest.mark.parametrize("worker", ["actor_train", "sft_train", "student", "student_train"])
+def test_the_trained_worker_of_every_pipeline_is_read(worker: str, tmp_path: Path) -> None:
+    text = roll(*TRAIN, "device_mapping: list(range(0,4))", worker=worker)
+    recipe = loaded(tmp_path, "roll", text).settings.recipe
+    assert (recipe.layout, recipe.topology) == (Padded(max_tokens=8192, round_to=4), Topology(dp=4))
+    assert recipe.steps == Steps(samples=8 * 4)  # 8 per device is the default
+
+
+def test_ranks_of_fsdp_that_share_rows_are_one_rank(tmp_path: Path) -> None:
+    strategy = "strategy_args: {{strategy_name: {}}}"
+    lines = ("model_args: {ulysses_size: 4}", "device_mapping: list(range(0,8))")
+    text = roll(*lines, strategy.format("fsdp2_train"))
+    recipe = loaded(tmp_path, "roll", text).settings.recipe
+    assert (recipe.topology.dp, recipe.layout.round_to) == (2, 4)
+    assert recipe.steps == Steps(samples=16)
+    text = roll(*lines, *TRAIN, "sequence_length_round_in_train: 6", strategy.format("fsdp2_train"))
+    assert loaded(tmp_path, "roll", text).settings.recipe.layout.round_to == 12
+    text = roll(*lines, strategy.format("megatron_train"))
+    assert loaded(tmp_path, "roll", text).settings.recipe.topology.dp == 8
+
+
+def test_batch_sizes_of_roll_count_pairs(tmp_path: Path) -> None:
+    lines = ("training_args: {per_device_train_batch_size: 4}", "infer_batch_size: 3")
+    text = roll(*lines, "device_mapping: [0, 1]") + "chosen_key: chosen\n"
+    settings = loaded(tmp_path, "roll", text).settings
+    assert (settings.recipe.layout, settings.recipe.steps) == (Padded(samples=8), Steps(samples=16))
+    assert settings.log_probs is not None
+    assert settings.log_probs.layout == Padded(samples=6)
+    faults = refused(tmp_path, "roll", roll(*TRAIN) + "rejected_key: worse\n")
+    assert "cannot be used with pairs" in faults[0]
+
+
 def test_roll_defaults(tmp_path: Path) -> None:
     settings = loaded(tmp_path, "roll", roll(*TRAIN)).settings
     assert settings.recipe.layout == Padded(max_tokens=8192, round_to=4)
@@ -202,17 +251,8 @@ def test_without_load_balancing_batches_are_fixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("train: {dyn_bsz: false, pad_to_length: true}", "has no effect without train.dyn_bsz"),
-        ("train: {dyn_bsz: false, pad_packed_input: true}", "has no effect without train.dyn_bsz"),
         ("train: {torch_compile: {enable: true}}", "one shape"),
         ("train: {dyn_bsz: false, torch_compile: {enable: true}}", "one shape"),
-        ("train: {bsz_warmup_ratio: 0.1}", "train.max_steps is missing"),
-        (
-            "train: {bsz_warmup_ratio: 0.1, max_steps: 9, dyn_bsz_runtime: worker}",
-            "dyn_bsz_runtime=worker",
-        ),
-        ("train: {bsz_warmup_ratio: 0.1, max_steps: 9, dyn_bsz: false}", "no effect without"),
-        ("train: {dyn_bsz: false, dyn_bsz_count_mode: effective}", "no effect without"),
         ("train: {dyn_bsz_count_mode: labels}", "expected one of: total, effective"),
         ("train: {micro_batch_size: 2, global_batch_size: 5}", "must be a multiple of"),
         ("train: {dyn_bsz_buffer: 5}", "train.dyn_bsz_buffer is not a known key"),
@@ -223,6 +263,50 @@ def test_veomni_refuses(text: str, rule: str, tmp_path: Path) -> None:
     faults = refused(tmp_path, "veomni", text)
     assert len(faults) == 1, faults
     assert rule in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ("dyn_bsz: false, pad_to_length: true", "pad_to_length"),
+        ("dyn_bsz: false, pad_packed_input: true", "pad_packed_input"),
+        ("dyn_bsz: false, bsz_warmup_ratio: 0.1, max_steps: 9", "bsz_warmup_ratio"),
+        ("dyn_bsz: false, dyn_bsz_count_mode: effective", "dyn_bsz_count_mode"),
+        ("dyn_bsz_runtime: worker, bsz_warmup_ratio: 0.1, max_steps: 9", "bsz_warmup_ratio"),
+        ("dyn_bsz_buffer_size: 100", "dyn_bsz_buffer_size"),
+    ],
+)
+def test_a_key_without_effect_is_noted(keys: str, key: str, tmp_path: Path) -> None:
+    result = loaded(tmp_path, "veomni", f"train: {{{keys}}}")
+    assert any(key in note and "has no effect" in note for note in result.notes)
+    without = ", ".join(part for part in keys.split(", ") if not part.startswith(key))
+    other = loaded(tmp_path, "veomni", f"train: {{dyn_bsz_margin: 0, {without}}}")
+    assert result.settings == other.settings
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "steps"),
+    [
+        # Steps of an epoch: ⌈10⁷ · 1.05 / (8 · 2048)⌉ = 641, of which a tenth.
+        ("global_batch_size: 8, bsz_warmup_ratio: 0.1", "", 64),
+        ("global_batch_size: 8, bsz_warmup_ratio: 0.1, max_steps: 99", "", 9),
+        ("global_batch_size: 8, bsz_warmup_ratio: 0.1, max_steps: 999", "", 64),
+        ("global_batch_size: 8, bsz_warmup_ratio: 0.1", "data: {train_size: 1e6}", 6),
+        ("global_batch_size: 8, bsz_warmup_ratio: 0.001", "data: {train_size: 1e6}", 0),
+        ("micro_batch_size: 2, bsz_warmup_ratio: 0.1", "", 256),
+    ],
+)
+def test_the_warm_up_is_a_share_of_the_steps(
+    keys: str, size: str, steps: int, tmp_path: Path
+) -> None:
+    result = loaded(tmp_path, "veomni", f"train: {{{keys}}}\n{size}\n")
+    assert result.settings.stream.pool is not None
+    assert result.settings.stream.pool.warmup_steps == steps
+
+
+def test_epochs_of_limited_steps_are_added_up(tmp_path: Path) -> None:
+    text = "train: {max_steps: 10, num_train_epochs: 3}"
+    assert loaded(tmp_path, "veomni", text).settings.stream.max_num_steps == 30
 
 
 def test_veomni_defaults(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_effective_counting_limits_labels_and_slots(tmp_path: Path) -> None:
         overflow="alone",
     )
     pool = Pool(samples=500, strategy="greedy", warmup_steps=10, warmup_tokens=200)
-    assert settings.stream == StreamSettings(pool=pool, max_num_steps=500)
+    assert settings.stream == StreamSettings(pool=pool, max_num_steps=500, seed=42)
 
 
 # Fast-LLM ----------------------------------------------------------------------------------------

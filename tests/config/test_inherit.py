@@ -147,6 +147,7 @@ def test_a_file_that_repeats_itself_is_not_expanded(dialect: str, tmp_path: Path
 
 
 def test_only_systems_on_omegaconf_read_defaults(tmp_path: Path) -> None:
-    loaded = load_file(write(tmp_path, main="defaults: absent.yaml\n"), dialect="veomni")
+    main = "defaults: absent.yaml\ntrain: {dyn_bsz: true}\n"
+    loaded = load_file(write(tmp_path, main=main), dialect="veomni")
     assert loaded.settings.recipe.layout.max_tokens == 2048
     assert loaded.ignored == ("defaults",)

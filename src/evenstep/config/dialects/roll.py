@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from typing import Any
 
@@ -11,7 +12,9 @@ from evenstep.config.dialects.draft import Draft
 from evenstep.config.dialects.parallel import set_topology
 from evenstep.config.dialects.reader import Reader
 
-WORKERS = ("actor_train", "reference", "critic")
+TRAINED = ("actor_train", "sft_train", "student", "student_train")
+WORKERS = (*TRAINED, "reference", "critic")
+PAIRS = ("chosen_key", "rejected_key")
 _BATCH = "training_args.per_device_train_batch_size"
 PACKING_COST = {"cost.per_token": 24576.0, "cost.per_pair": 1.0}
 
@@ -34,7 +37,9 @@ _WORKER = {
     ),
     "infer_batch_size": whole(16),
     "device_mapping": anything(),
-    _BATCH: whole(),
+    "num_gpus_per_worker": whole(1),
+    "model_args.ulysses_size": whole(1),
+    _BATCH: whole(8),
     "training_args.gradient_accumulation_steps": whole(1),
     "strategy_args.strategy_name": word(None),
     "strategy_args.strategy_config.tensor_model_parallel_size": whole(1),
@@ -46,6 +51,7 @@ _WORKER = {
 }
 KEYS = {f"{worker}.{name}": key for worker in WORKERS for name, key in _WORKER.items()}
 KEYS |= {"prompt_length": whole(), "response_length": whole(), "sequence_length": whole()}
+KEYS |= {name: word(None) for name in PAIRS}
 
 _AXES = {
     "tp": "tensor_model_parallel_size",
@@ -57,12 +63,12 @@ _AXES = {
 
 
 def read(reader: Reader) -> None:
-    """Set the recipes: training and log-probabilities of `actor_train`, or of `reference`."""
+    """Set the recipes of the worker that is trained, or of `reference`."""
     present = [worker for worker in WORKERS if isinstance(reader.tree.data.get(worker), dict)]
     if not present:
         reader.refuse(f"the file has none of the workers {', '.join(WORKERS)}. Add actor_train.")
         present = ["actor_train"]
-    main = "actor_train" if "actor_train" in present else present[0]
+    main = present[0]
     made: dict[str, Draft] = {}
     for worker in present:
         made[f"{worker}.infer"] = _recipe(reader, worker, "infer")
@@ -85,12 +91,20 @@ def _recipe(reader: Reader, worker: str, phase: str) -> Draft:
     axes = {axis: f"{at}.{name}" for axis, name in _AXES.items()}
     mapping = f"{worker}.device_mapping"
     world = _devices(reader, mapping)
-    dp = set_topology(reader, draft, axes, world, mapping)
+    shared = _shared_rows(reader, draft, worker, world)
+    dp = set_topology(reader, draft, axes, None if world is None else world // shared, mapping)
     dynamic, packing = f"{worker}.use_dynamic_batching_in_{phase}", f"{worker}.use_sequence_packing"
     if reader[dynamic] and reader[packing]:
         reader.refuse(
             f"{dynamic} and {packing} exclude each other. Enable one of them.", dynamic, packing
         )
+    for name in (dynamic, packing):
+        if _has_pairs(reader) and reader[name]:
+            reader.refuse(
+                f"{name} cannot be used with pairs ({', '.join(PAIRS)}), which it would separate. "
+                f"Disable it, or write a native recipe with groups.",
+                name,
+            )
     if reader[dynamic]:
         _set_dynamic(reader, draft, worker, phase, axes)
     elif reader[packing]:
@@ -108,13 +122,31 @@ def _recipe(reader: Reader, worker: str, phase: str) -> Draft:
     return draft
 
 
+def _shared_rows(reader: Reader, draft: Draft, worker: str, world: int | None) -> int:
+    """How many ranks of FSDP2 share each row; Megatron has axes for that."""
+    name = f"{worker}.model_args.ulysses_size"
+    strategy = str(reader[f"{worker}.strategy_args.strategy_name"] or "")
+    width: int = reader[name] if strategy.startswith("fsdp2") else 1
+    if world is not None and world % width:
+        reader.refuse(f"{world} GPUs cannot be divided into groups of {name}={width}.", name)
+        return 1
+    if width > 1:
+        draft.set("layout.round_to", width, f"derived: rows are shared by {reader.where(name)}")
+    return width
+
+
+def _has_pairs(reader: Reader) -> bool:
+    """Whether the samples of batch sizes are pairs, as in DPO."""
+    return any(reader.given(name) for name in PAIRS)
+
+
 def _set_steps(reader: Reader, draft: Draft, worker: str, dp: int) -> None:
     """The samples of an optimizer step, which do not depend on the batching here."""
     size = f"{worker}.{_BATCH}"
     steps = f"{worker}.training_args.gradient_accumulation_steps"
-    if reader.given(size):
-        origin = f"derived: {size} · {steps} · {dp} ranks"
-        draft.set("steps.samples", reader[size] * reader[steps] * dp, origin)
+    pairs = _has_pairs(reader)
+    origin = f"derived: {size} · {steps} · {dp} ranks" + (", 2 per pair" if pairs else "")
+    draft.set("steps.samples", reader[size] * reader[steps] * dp * (1 + pairs), origin)
 
 
 def _set_dynamic(
@@ -126,7 +158,8 @@ def _set_dynamic(
     draft.set("layout.kind", "padded", reader.where(switch))
     tokens = reader.need(budget, f"{switch} is true")
     draft.set("layout.max_tokens", tokens, reader.where(budget))
-    reader.take(draft, "layout.round_to", rounding)
+    width = draft.values.get("layout.round_to", 1)  # of ranks that share rows
+    draft.set("layout.round_to", math.lcm(width, reader[rounding]), reader.where(rounding))
     group = reader[axes["tp"]] * reader[axes["cp"]]
     if reader[rounding] % group:
         reader.refuse(
@@ -162,30 +195,35 @@ def _set_packing(reader: Reader, draft: Draft, worker: str, phase: str) -> None:
 
 def _set_fixed(reader: Reader, draft: Draft, worker: str, phase: str, kind: str) -> None:
     """Micro-batches of a fixed number of samples, in order."""
-    batch = f"{worker}.infer_batch_size"
-    if phase == "train":
-        batch = f"{worker}.{_BATCH}"
-        reader.need(batch, f"{worker}.use_dynamic_batching_in_train is false")
+    batch = f"{worker}.{_BATCH}" if phase == "train" else f"{worker}.infer_batch_size"
+    pairs = _has_pairs(reader)
+    origin = reader.where(batch) + (", 2 per pair" if pairs else "")
     draft.set("layout.kind", kind, f"derived: fixed micro-batches of {worker}")
-    draft.set("layout.samples", reader[batch] or 1, reader.where(batch))
+    draft.set("layout.samples", reader[batch] * (1 + pairs), origin)
     draft.set("balance", "none", "derived: fixed micro-batches in order")
 
 
 def _devices(reader: Reader, name: str) -> int | None:
-    """How many devices a mapping such as `list(range(0,8))` or `[0, 1]` names."""
+    """How many workers have devices: `list(range(0,8))`, `list([0,1])` or `[0, 1]` of them."""
     value: Any = reader[name]
     if value is None:
         return None
     if isinstance(value, str):
-        span = re.fullmatch(r"\s*list\(\s*range\(([\d\s,]+)\)\s*\)\s*", value)
+        listed = re.fullmatch(r"\s*list\((.*)\)\s*", value, re.DOTALL)
+        value = listed[1].strip() if listed else value
+        span = re.fullmatch(r"range\(([\d\s,]+)\)", value)
         try:
             numbers = ast.literal_eval(f"[{span[1]}]" if span else value)
             value = range(*numbers) if span else numbers
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = None
     if isinstance(value, list | tuple | range) and value:
-        return len(value)
-    reader.refuse(f"{name} must be a list of devices such as list(range(0,8)).", name)
+        per_worker: int = reader[f"{name.partition('.')[0]}.num_gpus_per_worker"]
+        if len(value) % per_worker == 0:
+            return len(value) // per_worker
+    reader.refuse(
+        f"{name} must be a list of devices such as list(range(0,8)), as many for each worker.", name
+    )
     return None
 
 

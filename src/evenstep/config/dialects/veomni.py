@@ -18,6 +18,7 @@ COMPILE = ("train.torch_compile.enable", "model.accelerator.torch_compile.enable
 _ACCELERATORS = ("train.accelerator", "model.accelerator")
 SIZE, LONGEST = "train.micro_batch_size", "data.max_seq_len"
 GLOBAL = "train.global_batch_size"
+SIZE_OF_DATA = "data.train_size"
 RATIO = "train.dyn_bsz_physical_overflow_ratio"
 _ONLY_DOCUMENTED = "is in the documentation of VeOmni, not in its code; read as documented."
 _OLD = "is a key of older versions and has no effect."
@@ -30,12 +31,16 @@ KEYS = {
     SIZE: whole(1),
     GLOBAL: whole(),
     "train.max_steps": whole(),
-    "train.seed": whole(0, least=0),
+    "train.num_train_epochs": whole(1),
+    "train.seed": whole(42, least=0),
     WARMUP: number(0),
     "train.bsz_warmup_init_mbtoken": whole(200),
     "train.dyn_bsz_runtime": word("main", "main", "worker"),
     "train.dyn_bsz_count_mode": word("total", "total", "effective"),
     RATIO: number(1.5),
+    "train.dyn_bsz_buffer_size": whole(
+        note="has no effect in VeOmni; data.dyn_bsz_buffer_size is the key."
+    ),
     "train.dyn_bsz_margin": whole(least=0, note=_OLD),
     "train.rmpad": flag(note=_OLD),
     "train.rmpad_with_pos_ids": flag(note=_OLD),
@@ -52,6 +57,7 @@ KEYS = {
         for name in ("dp_shard_size", "dp_replicate_size")
     },
     LONGEST: whole(2048),
+    SIZE_OF_DATA: whole(10_000_000),
     "data.dyn_bsz_buffer_size": whole(200),
 }
 
@@ -65,7 +71,11 @@ def read(reader: Reader) -> None:
     draft.set("layout.kind", "packed", "derived: VeOmni packs with and without dyn_bsz")
     reader.take(reader.stream, "stream.seed", "train.seed")
     if reader.given("train.max_steps"):
-        reader.take(reader.stream, "stream.max_num_steps", "train.max_steps")
+        steps = reader["train.max_steps"] * reader["train.num_train_epochs"]
+        origin = reader.where("train.max_steps")
+        if reader["train.num_train_epochs"] > 1:
+            origin = "derived: train.max_steps · train.num_train_epochs"
+        reader.stream.set("stream.max_num_steps", steps, origin)
     if dynamic:
         _set_budget(reader)
         _set_pool(reader, dp)
@@ -83,13 +93,10 @@ def read(reader: Reader) -> None:
 
 
 def _check_rules(reader: Reader, dynamic: bool) -> None:
-    for name in (PAD, PAD_INPUT):
-        if reader[name] and not dynamic:
-            reader.refuse(
-                f"{name} has no effect without train.dyn_bsz. Enable train.dyn_bsz, or remove it.",
-                name,
-                "train.dyn_bsz",
-            )
+    if not dynamic:
+        for name in (PAD, PAD_INPUT, WARMUP):
+            if reader[name]:
+                reader.note(f"{reader.where(name)}: has no effect without train.dyn_bsz.")
     padded = reader[PAD] or reader[PAD_INPUT] or reader[PAD_LENGTH]
     for name in COMPILE:
         if reader[name] and not (dynamic and padded):
@@ -99,19 +106,11 @@ def _check_rules(reader: Reader, dynamic: bool) -> None:
                 PAD,
                 "train.dyn_bsz",
             )
-    if reader[WARMUP] and not dynamic:
-        reader.refuse(f"{WARMUP} has no effect without train.dyn_bsz. Remove it.", WARMUP)
     if reader[WARMUP] and dynamic and reader["train.dyn_bsz_runtime"] == "worker":
-        reader.refuse(
-            f"{WARMUP} has no effect with train.dyn_bsz_runtime=worker. Use main, or remove it.",
-            WARMUP,
-            "train.dyn_bsz_runtime",
-        )
-    if reader["train.dyn_bsz_count_mode"] == "effective" and not dynamic:
-        reader.refuse(
-            "train.dyn_bsz_count_mode=effective has no effect without train.dyn_bsz. Remove it.",
-            "train.dyn_bsz_count_mode",
-        )
+        reader.note(f"{reader.where(WARMUP)}: has no effect with train.dyn_bsz_runtime=worker.")
+    mode = "train.dyn_bsz_count_mode"
+    if reader[mode] == "effective" and not dynamic:
+        reader.note(f"{reader.where(mode)}: has no effect without train.dyn_bsz.")
     if reader["train.dyn_bsz_count_mode"] == "total" and reader.given(RATIO):
         reader.note(f"{reader.where(RATIO)}: has no effect without dyn_bsz_count_mode=effective.")
 
@@ -164,11 +163,23 @@ def _set_pool(reader: Reader, dp: int) -> None:
                 SIZE,
             )
     draft.set("steps.micro_batches", max(count, 1), origin)
-    if reader[WARMUP]:
-        steps = reader.need("train.max_steps", f"{WARMUP} is a share of it")
-        share_of = f"derived: {WARMUP} · train.max_steps"
-        stream.set("stream.pool.warmup_steps", max(round(reader[WARMUP] * steps), 1), share_of)
-        reader.take(stream, "stream.pool.warmup_tokens", "train.bsz_warmup_init_mbtoken")
+    _set_warmup(reader, share if batch is None else batch)
+
+
+def _set_warmup(reader: Reader, batch: int) -> None:
+    """The steps of the growing budget: a share of the steps of an epoch, as VeOmni counts them."""
+    ratio = reader[WARMUP]
+    if not ratio or reader["train.dyn_bsz_runtime"] == "worker":
+        return
+    tokens = int(reader[SIZE_OF_DATA] * (1 + ratio / 2))
+    steps = math.ceil(tokens / (batch * reader[LONGEST]))
+    longest = reader["train.max_steps"]
+    limited = longest is not None and longest <= steps
+    warm = int((longest if limited else steps) * ratio)
+    if warm:
+        source = "train.max_steps" if limited else f"{SIZE_OF_DATA} / ({GLOBAL} · {LONGEST})"
+        reader.stream.set("stream.pool.warmup_steps", warm, f"derived: {WARMUP} · {source}")
+        reader.take(reader.stream, "stream.pool.warmup_tokens", "train.bsz_warmup_init_mbtoken")
 
 
 VEOMNI = Dialect(
