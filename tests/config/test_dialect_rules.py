@@ -358,6 +358,15 @@ def test_documents_that_are_not_truncated_are_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
+        (
+            "actor_rollout_ref: {actor: {use_dynamic_bsz: true, strategy: torchtitan}}",
+            "must be the number of GPUs (trainer), 8",
+        ),
+        (
+            "actor_rollout_ref: {actor: {use_dynamic_bsz: true, strategy: megatron, "
+            "megatron: {dynamic_context_parallel: true}}}",
+            "dynamic_context_parallel cannot be planned",
+        ),
         ("trainer: {nnodes: 1}", "ppo_micro_batch_size_per_gpu is missing"),
         (
             "actor_rollout_ref: "
@@ -400,6 +409,32 @@ def test_verl_defaults(tmp_path: Path) -> None:
     assert settings.log_probs.layout == Padded(max_tokens=16384)
     assert settings.recipe.steps == Steps(samples=256)
     assert settings.recipe.topology == Topology(dp=8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "topology", "budget"),
+    [
+        ("strategy: veomni, veomni: {ulysses_parallel_size: 4}", Topology(dp=2), 65536),
+        (
+            "strategy: torchtitan, torchtitan: {data_parallel_shard_size: 2, "
+            "tensor_parallel_size: 2, context_parallel_size: 2}",
+            Topology(dp=2, tp=2, cp=2),
+            32768,
+        ),
+        (
+            "strategy: megatron, megatron: {context_parallel_size: 4}",
+            Topology(dp=2, cp=4),
+            65536,
+        ),
+    ],
+)
+def test_ranks_of_every_engine_are_counted(
+    engine: str, topology: Topology, budget: int, tmp_path: Path
+) -> None:
+    text = f"actor_rollout_ref: {{actor: {{use_dynamic_bsz: true, {engine}}}}}"
+    recipe = loaded(tmp_path, "verl", text).settings.recipe
+    assert recipe.topology == topology
+    assert recipe.layout.max_tokens == budget
 
 
 def test_the_deprecated_size_is_divided_over_ranks(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Files that build on others: `defaults` of NeMo-RL and Hydra, merge keys, `_override_`."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from evenstep.config import FaultsError, load_file
+from evenstep import Packed, Recipe
+from evenstep.config import FaultsError, Loaded, load_file
+from evenstep.config.dialects import DIALECTS
 from evenstep.config.inherit import read_tree
+from evenstep.config.native import PARTS
 from evenstep.errors import ConfigError, FileError
 
 
@@ -74,6 +78,75 @@ def test_groups_of_hydra_stand_where_their_package_says(tmp_path: Path) -> None:
 def test_self_says_where_the_file_stands(tmp_path: Path) -> None:
     path = write(tmp_path, main="defaults: [_self_, last]\na: 1\n", last="a: 2\n")
     assert read_tree(path).data == {"a": 2}
+
+
+ENGINES = {
+    "engine__dp": "# @package _global_\nengine: dp\n",
+    "engine__megatron": "# @package _global_\nengine: megatron\n",
+    "actor__dp_actor": "size: 1\n",
+    "actor__megatron_actor": "size: 2\n",
+    "actor__other": "size: 3\n",
+}
+MAIN = "defaults: [engine: dp, actor@worker.actor: '${engine}_actor', _self_]\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "choices", "data"),
+    [
+        ({"main": MAIN}, {}, {"engine": "dp", "worker": {"actor": {"size": 1}}}),
+        (
+            {"main": MAIN},
+            {"engine": "megatron"},
+            {"engine": "megatron", "worker": {"actor": {"size": 2}}},
+        ),
+        (
+            {"main": MAIN},
+            {"actor@worker.actor": "other", "seed": "3"},
+            {"engine": "dp", "worker": {"actor": {"size": 3}}},
+        ),
+        (
+            {"top": "defaults: [main, override engine: megatron, _self_]\n", "main": MAIN},
+            {},
+            {"engine": "megatron", "worker": {"actor": {"size": 2}}},
+        ),
+        (
+            {"top": "defaults: [main, override engine: megatron, _self_]\n", "main": MAIN},
+            {"engine": "dp"},
+            {"engine": "dp", "worker": {"actor": {"size": 1}}},
+        ),
+    ],
+)
+def test_groups_choose_files_and_name_each_other(
+    files: dict[str, str], choices: dict[str, str], data: dict[str, object], tmp_path: Path
+) -> None:
+    tree = read_tree(write(tmp_path, **files, **ENGINES), choices)
+    assert tree.data == data
+    assert tree.groups == {"engine", "actor@worker.actor"}
+
+
+@pytest.mark.parametrize("place", ["file://lib/configs", "pkg://lib.configs", "lib/configs"])
+def test_further_folders_are_searched(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(
+        tmp_path,
+        mine__recipes__main=f"hydra: {{searchpath: ['{place}']}}\ndefaults: [base, _self_]\na: 1\n",
+        lib__configs__base="defaults: [actor: dp, _self_]\na: 2\nb: 3\n",
+        lib__configs__actor__dp="size: 4\n",
+    )
+    expected = {"a": 1, "b": 3, "actor": {"size": 4}}
+    data = read_tree(path).data
+    assert {key: data[key] for key in expected} == expected
+    monkeypatch.chdir(tmp_path / "lib")
+    assert read_tree(path).data == data
+
+
+def test_an_installed_package_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed, folder = tmp_path / "site", tmp_path / "mine"
+    write(installed, installed_lib__configs__base="a: 2\n")
+    monkeypatch.syspath_prepend(str(installed))
+    main = "hydra: {searchpath: ['pkg://installed_lib.configs']}\ndefaults: [base]\n"
+    assert read_tree(write(folder, main=main)).data["a"] == 2
 
 
 @pytest.mark.parametrize(
@@ -151,3 +224,95 @@ def test_only_systems_on_omegaconf_read_defaults(tmp_path: Path) -> None:
     loaded = load_file(write(tmp_path, main=main), dialect="veomni")
     assert loaded.settings.recipe.layout.max_tokens == 2048
     assert loaded.ignored == ("defaults",)
+
+
+VERL = """
+defaults: [engine: dp, actor@actor_rollout_ref.actor: '${engine}_actor', _self_]
+actor_rollout_ref:
+  actor: {use_dynamic_bsz: false, ppo_max_token_len_per_gpu: 4096}
+  rollout: {log_prob_max_token_len_per_gpu: '${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'}
+  model: {use_remove_padding: true}
+data: {train_files: a.parquet}
+trainer: {project_name: x, nnodes: 1}
+"""
+ACTORS = {
+    "engine__dp": "",
+    "engine__megatron": "",
+    "actor__dp_actor": "strategy: fsdp\n",
+    "actor__megatron_actor": "strategy: megatron\nmegatron: {tensor_model_parallel_size: 2}\n",
+}
+
+
+def verl(folder: Path, *overrides: str) -> Loaded:
+    path = write(folder, main=VERL, **ACTORS)
+    return load_file(
+        path, ["actor_rollout_ref.actor.use_dynamic_bsz=true", *overrides], dialect="verl"
+    )
+
+
+def test_overrides_may_be_keys_of_the_other_system(tmp_path: Path) -> None:
+    loaded = verl(
+        tmp_path,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+        "+actor_rollout_ref.actor.optim.extra=1",
+        "trainer.nnodes=2",
+        "trainer.project_name=y",
+        "data.train_files=b.parquet",
+        "layout.round_to=16",
+        "seed=5",
+    )
+    recipe = loaded.settings.recipe
+    assert recipe.layout == Packed(max_tokens=8192, round_to=16)
+    assert (recipe.topology.dp, recipe.seed) == (16, 5)
+    assert loaded.settings.log_probs is not None
+    assert loaded.settings.log_probs.layout.max_tokens == 8192
+    assert loaded.origins["layout.max_tokens"].endswith("ppo_max_token_len_per_gpu, --set")
+    assert loaded.origins["layout.round_to"] == "--set"
+
+
+def test_an_override_may_choose_a_file(tmp_path: Path) -> None:
+    topology = verl(tmp_path, "engine=megatron").settings.recipe.topology
+    assert (topology.dp, topology.tp) == (4, 2)
+    chosen = verl(tmp_path, "actor@actor_rollout_ref.actor=megatron_actor")
+    assert chosen.settings.recipe.topology == topology
+    assert not any("@" in name for name in chosen.ignored)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("toplogy.dp=4", "toplogy is not a known key. Did you mean topology?"),
+        ("trainer.nodes=4", "trainer.nodes is not a known key"),
+        ("actor_rollout_ref.actor.ppo_max_token_len=1", "ppo_max_token_len is not a known key"),
+        (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=x",
+            "an integer of at least 1, got 'x'",
+        ),
+        (
+            "+actor_rollout_ref.actor.use_dynamic_bzs=true",
+            "Did you mean actor_rollout_ref.actor.use_dynamic_bsz?",
+        ),
+    ],
+)
+def test_a_mistake_in_an_override_is_named(override: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(FaultsError) as caught:
+        verl(tmp_path, override)
+    assert says in caught.value.faults[0]
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_no_key_of_a_system_is_one_of_ours(name: str) -> None:
+    sections = {**PARTS, "log_probs": Recipe, "": Recipe}
+    for key in DIALECTS[name].keys:
+        section, _, rest = key.rpartition(".")
+        fields = dataclasses.fields(sections[section]) if section in sections else ()
+        assert rest not in {field.name for field in fields}, key
+
+
+def test_overrides_of_systems_without_defaults_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, main="train: {micro_batch_size: 2}\n")
+    loaded = load_file(path, ["data.max_seq_len=512", "train.micro_batch_size=3"], dialect="veomni")
+    assert loaded.settings.recipe.layout.max_tokens == 1536
+    nemo = write(tmp_path, nemo="policy: {dynamic_batching: {enabled: true}}\n")
+    loaded = load_file(nemo, ["policy.dynamic_batching.train_mb_tokens=64"], dialect="nemo-rl")
+    assert loaded.settings.recipe.layout.max_tokens == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ from evenstep.config.toml import parse_toml
 from evenstep.config.yaml import LineOf, parse_with_lines
 from evenstep.errors import ConfigError, FileError
 
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """The mapping in a YAML or TOML file."""
+    """The mapping in a YAML or TOML file; `package` is what Hydra's `# @package` says."""
 
     path: Path
     data: dict[str, Any]
     line_of: LineOf
+    package: str = ""
 
     def place(self, keys: Sequence[str]) -> str:
         """File and line of a key, or of the nearest key that encloses it: "a.yaml:3"."""
@@ -49,4 +53,5 @@ def read_document(path: Path, merges: bool = False) -> Document:
             f"{path} holds {type(data).__name__} data, expected keys that are words. "
             f"Write for example `layout: {{max_tokens: 8192}}`."
         )
-    return Document(path, data, line_of)
+    header = _PACKAGE.match(text)
+    return Document(path, data, line_of, header[1] if header else "")

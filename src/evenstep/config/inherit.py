@@ -5,10 +5,15 @@ defaults: [base.yaml, more.yaml]         several; later ones win, this file wins
 defaults: [actor: dp_actor]              actor/dp_actor.yaml below the key `actor`
 defaults: [actor@policy.actor: dp_actor] the same file below `policy.actor`
 defaults: [base, _self_, last]           where this file stands among them
+defaults: [engine: dp, actor: ${engine}] actor/dp.yaml; a file above, or `--set engine=...`, may
+                                         choose another: `override engine: megatron`
+hydra: {searchpath: [file://configs]}    further folders for the files that defaults name
 """
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path as File
 from typing import Any, NamedTuple
@@ -21,6 +26,7 @@ from evenstep.errors import ConfigError, FileError
 _SELF = "_self_"
 _SUFFIXES = (".yaml", ".yml")
 _DEEPEST = 50
+_CHOICE = re.compile(r"\$\{([\w/@.]+)\}")
 
 
 class _Entry(NamedTuple):
@@ -29,24 +35,38 @@ class _Entry(NamedTuple):
     name: str
     at: Path
     optional: bool = False
+    placed: bool = False
 
 
-def read_tree(path: File) -> Tree:
-    """A file merged with the files that its `defaults` name."""
-    layers = tuple(_layers(read_document(path, merges=True), (), ()))
+class _Search(NamedTuple):
+    """What all files of a tree share: chosen files by group, groups seen, further folders."""
+
+    choices: dict[str, str]
+    groups: set[str]
+    folders: list[File]
+
+
+def read_tree(path: File, choices: Mapping[str, str] | None = None) -> Tree:
+    """A file merged with the files that its `defaults` name.
+
+    `choices` names the file of a group, or of `group@package`, in place of the file's own choice.
+    """
+    document = read_document(path, merges=True)
+    search = _Search(dict(choices or {}), set(), _search_folders(document))
+    layers = tuple(_layers(document, (), (), search))
     data: dict[str, Any] = {}
     for layer in layers:
         own = {key: value for key, value in layer.document.data.items() if key != "defaults"}
         data = merged(data, nested(layer.at, own))
-    return Tree(data, layers)
+    return Tree(data, layers, frozenset(search.groups))
 
 
-def _layers(document: Document, at: Path, within: tuple[File, ...]) -> list[Layer]:
+def _layers(document: Document, at: Path, within: tuple[File, ...], search: _Search) -> list[Layer]:
     """The layers of a document in the order in which they are merged."""
     file = document.path.resolve()
     if file in within or len(within) > _DEEPEST:
         raise ConfigError(f"{document.path} is among its own defaults. Remove one of the entries.")
-    entries = _entries(document, at)
+    entries = _entries(document, at, search)
     if not any(entry.name == _SELF for entry in entries):
         entries.append(_Entry(_SELF, at))
     found: list[Layer] = []
@@ -54,22 +74,31 @@ def _layers(document: Document, at: Path, within: tuple[File, ...]) -> list[Laye
         if entry.name == _SELF:
             found.append(Layer(document, at))
             continue
-        target = _file(document, entry)
+        target = _file(document, entry, search)
         if target is not None:
-            found += _layers(read_document(target, merges=True), entry.at, (*within, file))
+            below = read_document(target, merges=True)
+            place = entry.at
+            if below.package and not entry.placed:
+                place = _package(below.package, at)
+            found += _layers(below, place, (*within, file), search)
     return found
 
 
-def _entries(document: Document, at: Path) -> list[_Entry]:
+def _entries(document: Document, at: Path, search: _Search) -> list[_Entry]:
     listed = document.data.get("defaults", [])
     listed = listed if isinstance(listed, list) else [listed]
+    for item in listed:  # what this file overrides in the files below; a file above has the say
+        key = next(iter(item)) if isinstance(item, Mapping) and len(item) == 1 else ""
+        if "override" in str(key).split()[:-1] and isinstance(item[key], str):
+            search.choices.setdefault(str(key).split()[-1], item[key])
     found = []
     for item in listed:
         if isinstance(item, str):
             name, _, package = item.partition("@")
-            found.append(_Entry(name, at if package in ("", "_here_") else _package(package, at)))
+            place = at if package in ("", "_here_") else _package(package, at)
+            found.append(_Entry(name, place, placed=bool(package)))
         elif isinstance(item, Mapping) and len(item) == 1:
-            entry = _group(document, *next(iter(item.items())), at)
+            entry = _group(document, *next(iter(item.items())), at, search)
             found += [] if entry is None else [entry]
         else:
             raise ConfigError(
@@ -79,20 +108,26 @@ def _entries(document: Document, at: Path) -> list[_Entry]:
     return found
 
 
-def _group(document: Document, key: str, value: Any, at: Path) -> _Entry | None:
+def _group(document: Document, key: str, value: Any, at: Path, search: _Search) -> _Entry | None:
     """The entry `group@package: name`; None if it selects nothing or is Hydra's own."""
     words = str(key).split()
-    optional = "optional" in words[:-1]
     group, _, package = words[-1].partition("@")
-    if value is None or group.startswith("hydra/"):
+    if "override" in words[:-1] or group.startswith("hydra/"):
         return None
-    if not isinstance(value, str) or "${" in value:
+    search.groups.add(words[-1])
+    value = search.choices.get(words[-1], value)
+    if value is None:
+        return None
+    name = _CHOICE.sub(lambda choice: search.choices.get(choice[1], choice[0]), str(value))
+    if not isinstance(value, str) or "${" in name:
         raise ConfigError(
             f"{document.place(['defaults'])}: defaults has {glimpse({key: value})}, which names no "
             f"file. Write the name of the file out."
         )
+    search.choices.setdefault(words[-1], name)
     inside = (*at, *group.strip("/").split("/"))
-    return _Entry(f"{group}/{value}", _package(package, at) if package else inside, optional)
+    place = _package(package, at) if package else inside
+    return _Entry(f"{group}/{name}", place, "optional" in words[:-1], bool(package))
 
 
 def _package(package: str, at: Path) -> Path:
@@ -104,10 +139,31 @@ def _package(package: str, at: Path) -> Path:
     return tuple(inside.split(".")) if inside != package else (*at, *package.split("."))
 
 
-def _file(document: Document, entry: _Entry) -> File | None:
+def _search_folders(document: Document) -> list[File]:
+    """The folders of `hydra.searchpath`: below the working directory, or a folder above the file.
+
+    `file://verl/trainer/config`, or `pkg://verl.trainer.config` of an installed package.
+    """
+    hydra = document.data.get("hydra")
+    listed = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
+    folders = []
+    for item in listed if isinstance(listed, list) else []:
+        kind, _, place = str(item).rpartition("://")
+        path = File(place.replace(".", "/") if kind == "pkg" else place)
+        above = [File.cwd(), *document.path.resolve().parents]
+        if kind == "pkg" and path.parts:
+            spec = importlib.util.find_spec(path.parts[0])
+            above += [
+                File(found).parent for found in (spec and spec.submodule_search_locations) or ()
+            ]
+        folders += [base / path for base in above if (base / path).is_dir()][:1]
+    return folders
+
+
+def _file(document: Document, entry: _Entry, search: _Search) -> File | None:
     """The file of an entry; a group such as /optim is looked for in the folders above as well."""
     folder = document.path.parent
-    bases = [folder / entry.name]
+    bases = [folder / entry.name, *(base / entry.name for base in search.folders)]
     if entry.name.startswith("/"):
         above = [folder, *list(folder.resolve().parents)[:3]]
         bases = [File(entry.name), *(base / entry.name.lstrip("/") for base in above)]
@@ -121,5 +177,5 @@ def _file(document: Document, entry: _Entry) -> File | None:
     place = folder if str(folder) != "." else "the working directory"
     raise FileError(
         f"{document.place(['defaults'])}: defaults names {cut(entry.name)}, and {place} has no "
-        f"such file. Add the file, or remove the entry."
+        f"such file. Add the file or its folder (hydra.searchpath), or remove the entry."
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.config.dialects import DIALECTS
+from evenstep.config.dialects import DIALECTS, Dialect
 from evenstep.config.dialects.draft import log_probs_section
 from evenstep.config.dialects.reader import Reader
 from evenstep.config.document import Document, read_document
 from evenstep.config.faults import FaultsError, unknown_word
 from evenstep.config.inherit import read_tree
 from evenstep.config.model import beside, with_model
-from evenstep.config.native import decode_settings, leaves
+from evenstep.config.native import PARTS, decode_settings, leaves
 from evenstep.config.override import overridden, parsed
 from evenstep.config.settings import Settings
 from evenstep.config.tree import Layer, Tree, has
@@ -23,6 +24,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError
 
 _OVERRIDE = "--set"
+_RECIPE = frozenset({*(field.name for field in dataclasses.fields(Recipe)), "log_probs"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +56,7 @@ def load_recipe(
 
     `model` is the name of a known model or the path of its configuration, which gives the cost.
     A path is relative to the working directory; one in the file, to the file's folder. `dialect`
-    is the system whose file it is, such as "nemo-rl".
+    is the system whose file it is, such as "nemo-rl"; overrides may then be in its keys too.
 
     >>> load_recipe(overrides=["layout.max_tokens=8192", "overflow=split"]).overflow
     'split'
@@ -172,7 +174,21 @@ def _refuse_unknown(reader: Reader, path: Path) -> None:
 
 def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str) -> Loaded:
     dialect = DIALECTS[name]
-    tree = read_tree(path) if dialect.interpolates else _single(read_document(path, merges=True))
+    pairs = [parsed(text.lstrip("+")) for text in overrides]
+    if dialect.interpolates:
+        words = {".".join(keys): value for keys, value in pairs if isinstance(value, str)}
+        tree = read_tree(path, words)
+    else:
+        tree = _single(read_document(path, merges=True))
+    theirs = {
+        keys: value
+        for text, (keys, value) in zip(overrides, pairs, strict=True)
+        if text.startswith("+") or not _is_native(keys, dialect, tree)
+    }
+    overrides = [text for text, pair in zip(overrides, pairs, strict=True) if pair[0] not in theirs]
+    if theirs:
+        values = {keys: theirs[keys] for keys in theirs if ".".join(keys) not in tree.groups}
+        tree = tree.overridden(values)
     reader = Reader(dialect, tree, _ranks(overrides))
     _refuse_unknown(reader, path)
     dialect.read(reader)
@@ -188,6 +204,26 @@ def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str
     settings = _decoded(data, overrides, model, None, str(path), reader.faults, origins)
     origins = _all_origins(settings, origins, overrides)
     return Loaded(settings, origins, tuple(reader.notes), tuple(reader.ignored))
+
+
+def _is_native(path: tuple[str, ...], dialect: Dialect, tree: Tree) -> bool:
+    """Whether an override is one of ours; else it is one of the other system's keys.
+
+    layout.max_tokens, trainer.out     ours
+    actor_rollout_ref.rollout.n        theirs: a section of the file or the dialect
+    trainer.nnodes, data.val_files     theirs: a key of the dialect, a key of the file
+    toplogy.dp                         ours, so that its fault is named
+    """
+    name = ".".join(path)
+    if name in dialect.keys or name in tree.groups:
+        return False
+    if path[0] in _RECIPE:
+        return True
+    if path[0] not in PARTS:
+        sections = {*tree.data, *(key.partition(".")[0] for key in dialect.keys)}
+        return path[0] not in sections
+    fields = [field.name for field in dataclasses.fields(PARTS[path[0]])]
+    return len(path) == 1 or path[1] in fields or not has(tree.data, path)
 
 
 def _single(document: Document) -> Tree:

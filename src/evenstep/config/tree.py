@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as File
 from typing import Any, TypeAlias
 
 from evenstep.config.document import Document
@@ -21,10 +22,19 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """The merged data and its layers; later layers win."""
+    """The merged data and its layers; later layers win. `groups` chose files of Hydra."""
 
     data: dict[str, Any]
     layers: tuple[Layer, ...]
+    groups: frozenset[str] = frozenset()
+
+    def overridden(self, values: Mapping[Path, Any]) -> Tree:
+        """The tree with values of the command line, which win; their place is `--set`."""
+        data: Any = {}
+        for path, value in values.items():
+            data = merged(data, nested(path, value))
+        layer = Layer(Document(File("--set"), data, lambda _: None))
+        return Tree(merged(self.data, data), (*self.layers, layer), self.groups)
 
     def place(self, path: Sequence[str]) -> str:
         """File and line of the value at `path`."""

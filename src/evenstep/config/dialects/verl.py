@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from evenstep.config.dialects.dialect import Dialect, Key, flag, whole, word
 from evenstep.config.dialects.draft import Draft
 from evenstep.config.dialects.parallel import set_topology
@@ -20,6 +22,13 @@ _MEGATRON_AXES = {
     "pp": f"{MEGATRON}.pipeline_model_parallel_size",
     "vpp": f"{MEGATRON}.virtual_pipeline_model_parallel_size",
 }
+TITAN, VEOMNI = f"{ACTOR}.torchtitan", f"{ACTOR}.veomni"
+_TITAN_AXES = {
+    "tp": f"{TITAN}.tensor_parallel_size",
+    "cp": f"{TITAN}.context_parallel_size",
+    "pp": f"{TITAN}.pipeline_parallel_size",
+}
+SHARDS, REPLICAS = f"{TITAN}.data_parallel_shard_size", f"{TITAN}.data_parallel_replicate_size"
 _FOLLOWS: dict[str, Key] = {
     "log_prob_use_dynamic_bsz": Key("flag"),
     "log_prob_max_token_len_per_gpu": whole(),
@@ -35,11 +44,16 @@ KEYS = {
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": whole(),
     ULYSSES: whole(1),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": whole(1),
-    f"{ACTOR}.strategy": word("fsdp", "fsdp", "fsdp2", "megatron"),
+    f"{ACTOR}.strategy": word("fsdp", "fsdp", "fsdp2", "megatron", "veomni", "torchtitan"),
+    f"{VEOMNI}.ulysses_parallel_size": whole(1),
+    **{name: whole(1) for name in _TITAN_AXES.values()},
+    SHARDS: whole(1),
+    REPLICAS: whole(1),
     f"{ACTOR}.use_remove_padding": Key("flag"),
     **{name: whole(None if axis == "vpp" else 1) for axis, name in _MEGATRON_AXES.items()},
     f"{MEGATRON}.expert_model_parallel_size": whole(1),
     f"{MEGATRON}.sequence_parallel": flag(True),
+    f"{MEGATRON}.dynamic_context_parallel": flag(),
     REMOVE: flag(),
     **{f"{ROLLOUT}.{name}": key for name, key in _FOLLOWS.items()},
     **{f"{REF}.{name}": key for name, key in _FOLLOWS.items()},
@@ -54,9 +68,8 @@ KEYS = {
 
 def read(reader: Reader) -> None:
     """Set the recipes of the actor: training and log-probabilities."""
-    megatron = reader[f"{ACTOR}.strategy"] == "megatron"
     base = Draft()
-    dp, width = _set_topology(reader, base, megatron)
+    dp, width = _set_topology(reader, base)
     packed = reader[f"{ACTOR}.use_remove_padding"]
     packed = reader[REMOVE] if packed is None else packed
     kind = "packed" if packed else "padded"
@@ -77,24 +90,19 @@ def read(reader: Reader) -> None:
         reader.note(f"{REF} is planned differently from {ROLLOUT}; log_probs is that of {ROLLOUT}.")
 
 
-def _set_topology(reader: Reader, draft: Draft, megatron: bool) -> tuple[int, int]:
+def _set_topology(reader: Reader, draft: Draft) -> tuple[int, int]:
     """Set the topology; the data-parallel ranks, and the ranks that share a micro-batch."""
     world = reader["trainer.nnodes"] * reader["trainer.n_gpus_per_node"]
-    if megatron:
-        axes = dict(_MEGATRON_AXES)
-        if reader[axes["tp"]] > 1:
-            axes["sequence_parallel"] = f"{MEGATRON}.sequence_parallel"
-        dp = set_topology(reader, draft, axes, world, "trainer")
-        if reader[axes["pp"]] > 1:
-            origin = "derived: verl exchanges shapes between pipeline stages"
-            draft.set("topology.variable_seq_lengths", True, origin)
-        if reader[f"{MEGATRON}.expert_model_parallel_size"] == 1:
-            draft.set("sync_every", "step", "derived: Megatron reduces gradients once per step")
-        return dp, reader[axes["cp"]]
-    name = next(
-        (key for key in (ULYSSES, f"{ACTOR}.fsdp_config.{ULYSSES.rpartition('.')[2]}")
-         if reader[key] > 1), ULYSSES
-    )  # fmt: skip
+    match reader[f"{ACTOR}.strategy"]:
+        case "megatron":
+            return _set_megatron(reader, draft, world)
+        case "torchtitan":
+            return _set_titan(reader, draft, world)
+        case "veomni":
+            names = [f"{VEOMNI}.ulysses_parallel_size"]
+        case _:
+            names = [ULYSSES, f"{ACTOR}.fsdp_config.{ULYSSES.rpartition('.')[2]}"]
+    name = next((key for key in names if reader[key] > 1), names[0])
     width = reader[name]
     if world % width:
         reader.refuse(f"{world} GPUs cannot be divided into groups of {name}={width}.", name)
@@ -103,6 +111,39 @@ def _set_topology(reader: Reader, draft: Draft, megatron: bool) -> tuple[int, in
         draft.set("layout.round_to", width, f"derived: rows are shared by {reader.where(name)}")
     dp = set_topology(reader, draft, {}, world // width, "trainer")
     return dp, width
+
+
+def _set_megatron(reader: Reader, draft: Draft, world: int) -> tuple[int, int]:
+    axes = dict(_MEGATRON_AXES)
+    if reader[axes["tp"]] > 1:
+        axes["sequence_parallel"] = f"{MEGATRON}.sequence_parallel"
+    dp = set_topology(reader, draft, axes, world, "trainer")
+    if reader[axes["pp"]] > 1:
+        origin = "derived: verl exchanges shapes between pipeline stages"
+        draft.set("topology.variable_seq_lengths", True, origin)
+    if reader[f"{MEGATRON}.expert_model_parallel_size"] == 1:
+        draft.set("sync_every", "step", "derived: Megatron reduces gradients once per step")
+    name = f"{MEGATRON}.dynamic_context_parallel"
+    if reader[name]:
+        reader.refuse(f"{name} cannot be planned: sequences choose their ranks. Disable it.", name)
+    return dp, reader[axes["cp"]]
+
+
+def _set_titan(reader: Reader, draft: Draft, world: int) -> tuple[int, int]:
+    """torchtitan: the data-parallel sizes are keys of their own and must fit the GPUs."""
+    group = math.prod(reader[name] for name in _TITAN_AXES.values())
+    sizes = reader[SHARDS] * reader[REPLICAS]
+    if sizes * group != world and reader.ranks is None:
+        reader.refuse(
+            f"{SHARDS} · {REPLICAS} · tp · cp · pp = {sizes * group} must be the number of GPUs "
+            f"(trainer), {world}.",
+            SHARDS,
+            REPLICAS,
+            *_TITAN_AXES.values(),
+        )
+        return 1, reader[_TITAN_AXES["tp"]]
+    dp = set_topology(reader, draft, _TITAN_AXES, world, "trainer")
+    return dp, reader[_TITAN_AXES["tp"]]  # verl counts the budget for a tensor-parallel group
 
 
 def _set_budget(
