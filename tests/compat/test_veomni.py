@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -124,11 +126,11 @@ class TestDocument:
             )  # fmt: skip
 
     @pytest.mark.parametrize("change", [{"dyn_bsz": False}, {"dyn_bsz_runtime": "worker"}])
-    def test_a_warm_up_without_effect_is_refused(self, change: Any) -> None:
-        with pytest.raises(ConfigError, match="bsz_warmup_ratio has no effect"):
+    def test_a_warm_up_without_effect_is_a_warning(self, change: Any) -> None:
+        with pytest.warns(UserWarning, match="bsz_warmup_ratio has no effect"):
             build_dataloader(
-                dataset=[], micro_batch_size=1, global_batch_size=1, max_seq_len=4, train_steps=9,
-                bsz_warmup_ratio=0.5, **change,
+                dataset=[sample(1, 1)], micro_batch_size=1, global_batch_size=1, max_seq_len=4,
+                train_steps=9, bsz_warmup_ratio=0.5, **change,
             )  # fmt: skip
 
 
@@ -436,6 +438,20 @@ class TestStrategy:
         assert strategy.buffer.all_token_cnt == 20
         assert not strategy.empty()
 
+    @given(st.integers(1, 300), st.integers(0, 9), st.integers(1, 200), st.integers(0, 12))
+    def test_the_current_budget_grows_in_a_line(
+        self, full: int, steps: int, first: int, step: int
+    ) -> None:
+        strategy = TextBatchingStrategy(
+            full, buffer_size=1, bsz_warmup_steps=steps, bsz_warmup_init_mbtoken=first
+        )
+        begin = min(first, full) if steps else full
+        assert strategy.get_cur_token_micro_bsz() == begin
+        strategy.put_item(sample(1, 1))
+        strategy.get_micro_batch(step)
+        grown = begin + (full - begin) * step // steps if step < steps else full
+        assert strategy.get_cur_token_micro_bsz() == grown
+
     def test_one_token_samples_are_kept(self) -> None:
         strategy = TextBatchingStrategy(4, buffer_size=1)
         strategy.put_item(sample(1, 5))
@@ -511,6 +527,53 @@ def test_a_loader_is_built_for_either_process(monkeypatch: Any, runtime: Any, sp
         assert built.batching_strategy.physical_token_cap == 48
     else:
         assert isinstance(built, DataLoader)
+
+
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [({}, 1), ({"dyn_bsz_runtime": "worker"}, 4), ({"dyn_bsz": False}, 8)],
+)
+def test_a_loader_takes_all_arguments_of_veomni(change: dict[str, Any], size: int) -> None:
+    sizes: Any = {"micro_batch_size": 2, "global_batch_size": 8, "max_seq_len": 16}
+    options: Any = {
+        "num_workers": 0, "persistent_workers": True, "prefetch_factor": 2, "in_order": False,
+        "drop_last": False, "pin_memory": False, "worker_num_threads": 1, "save_steps": 10,
+        "multiprocessing_context": None, "build_collate_fn": False, "collate_fn_kwargs": None,
+    }  # fmt: skip
+    data = [sample(4, n) for n in range(61)]
+    built = build_dataloader(
+        "native", dataset=data, **sizes, **options, **change, dataloader_batch_size=size,
+        train_steps=3, dyn_bsz_buffer_size=1, shuffle=False,
+    )  # fmt: skip
+    steps = list(built)
+    taken = [i for step in steps for batch in step for i in names(batch)]
+    if change:
+        assert sorted(taken) == list(range(61))  # drop_last is false
+    else:
+        assert [len(step) for step in steps] == [4, 4, 4]
+    with pytest.raises(ConfigError, match=f"dataloader_batch_size must be {size} with these"):
+        build_dataloader(dataset=data, **sizes, **change, dataloader_batch_size=3, train_steps=3)
+
+
+def test_the_last_step_may_be_incomplete() -> None:
+    data = [sample(1, n) for n in range(11)]
+    sizes: Any = {"micro_batch_size": 2, "global_batch_size": 4, "max_seq_len": 8, "train_steps": 9}
+    for drop_last, count in ((True, 8), (False, 11)):
+        steps = build_dataloader(
+            dataset=data, **sizes, dyn_bsz=False, drop_last=drop_last, build_collate_fn=False
+        )
+        assert sum(len(batch) for step in steps for batch in step) == count
+
+
+def test_workers_persist_and_the_collator_takes_arguments() -> None:
+    data = [sample(2, n + 1) for n in range(8)]
+    built = build_dataloader(
+        dataset=data, micro_batch_size=2, global_batch_size=4, max_seq_len=8, train_steps=1,
+        dyn_bsz=False, num_workers=1, persistent_workers=True, prefetch_factor=3,
+        worker_num_threads=1, collate_fn_kwargs={"pad_to_length": 16},
+    )  # fmt: skip
+    assert (built.persistent_workers, built.prefetch_factor) == (True, 3)
+    assert all(row["input_ids"].shape == (1, 16) for step in built for row in step)
 
 
 def test_impossible_loaders_are_refused() -> None:

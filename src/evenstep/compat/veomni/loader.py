@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from evenstep.compat.cosmos_rl import ShardedIterableDataset
@@ -88,6 +90,7 @@ class TextBatchingStrategy:
         self.bsz_warmup_init_mbtoken = bsz_warmup_init_mbtoken
         warm = bsz_warmup_init_mbtoken if bsz_warmup_steps else None
         self._warmup = Pool(warmup_steps=bsz_warmup_steps, warmup_tokens=warm)
+        self._step = 0
         self.physical_token_cap = physical_token_cap
         self.get_physical_length_fn = get_physical_length_fn
         self.buffer = DynBszBuffer(get_length_fn, get_physical_length_fn)
@@ -104,10 +107,14 @@ class TextBatchingStrategy:
             raise InputError("a sample has no tokens. Remove it from the dataset.")
         self.buffer.append(item)
 
+    def get_cur_token_micro_bsz(self) -> int:
+        """The budget of the step that the last micro-batch was taken in, or of the first step."""
+        return self._warmup.budget(self.token_micro_bsz, self._step)
+
     def get_micro_batch(self, step: int) -> list[Any]:
         """Remove the samples of the next micro-batch, in a step of the warm-up or later."""
-        budget = self._warmup.budget(self.token_micro_bsz, step)
-        taken = self.buffer.held.take(budget, self.physical_token_cap)
+        self._step = step
+        taken = self.buffer.held.take(self.get_cur_token_micro_bsz(), self.physical_token_cap)
         return [one.sample for one in taken]
 
     def empty(self) -> bool:
@@ -235,17 +242,29 @@ def build_dataloader(
     dyn_bsz_physical_overflow_ratio: float = 1.5,
     dyn_bsz_buffer_size: int = 200,
     dyn_bsz_dataset_save_by_idx: bool = False,
+    dataloader_batch_size: int | None = None,
     shuffle: bool = True,
     seed: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    build_collate_fn: bool = True,
+    collate_fn_kwargs: Mapping[str, Any] | None = None,
+    num_workers: int = 0,
+    worker_num_threads: int | None = None,
+    persistent_workers: bool = False,
+    prefetch_factor: int | None = None,
+    drop_last: bool = True,
+    save_steps: int = 0,
     **options: Any,
 ) -> Any:
     """Steps of global_batch_size / (micro_batch_size x dp) micro-batches.
 
     With `dyn_bsz` a micro-batch holds up to micro_batch_size x max_seq_len tokens. Without, it
     holds the next `micro_batch_size` samples in order. Either is one packed row; `pad_to_length`
-    pads it to micro_batch_size x max_seq_len (in `effective` mode to the physical cap). `options`
-    are those of torch's `DataLoader`.
+    pads it to micro_batch_size x max_seq_len (in `effective` mode to the physical cap).
+    `collate_fn_kwargs` are those of `MainCollator`; without `build_collate_fn` a micro-batch is
+    the list of its samples. `dataloader_batch_size` follows from the sizes and is only checked.
+    `persistent_workers` and `prefetch_factor` have no effect without workers, and `save_steps`
+    never has one: any step can be saved. `options` are those of torch's `DataLoader`.
 
     >>> data = [{"input_ids": [n] * n, "attention_mask": [1] * n} for n in (4, 2, 3, 1)]
     >>> sizes = dict(micro_batch_size=2, global_batch_size=2, max_seq_len=5, train_steps=1)
@@ -263,15 +282,32 @@ def build_dataloader(
             "dyn_bsz, or leave pad_to_length out."
         )
     if bsz_warmup_ratio and not (dyn_bsz and dyn_bsz_runtime == "main"):
-        raise ConfigError(
-            "bsz_warmup_ratio has no effect without dyn_bsz and dyn_bsz_runtime='main'. Set both, "
-            "or leave it out."
+        warnings.warn(
+            "bsz_warmup_ratio has no effect without dyn_bsz and dyn_bsz_runtime='main'.",
+            stacklevel=2,
         )
     ranks = get_parallel_state()
     steps = _micro_batches(global_batch_size, micro_batch_size, ranks.dp_size)
+    size = steps * micro_batch_size
+    if dyn_bsz:
+        size = 1 if dyn_bsz_runtime == "main" else steps
+    if dataloader_batch_size not in (None, size):
+        raise ConfigError(
+            f"dataloader_batch_size must be {size} with these sizes, got {dataloader_batch_size}. "
+            f"Leave it out."
+        )
+    if num_workers:
+        options |= {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
+    if worker_num_threads is not None:
+        options["worker_init_fn"] = _WithThreads(worker_num_threads)
+    options["num_workers"] = num_workers
     budget = micro_batch_size * max_seq_len
     cap = _physical_cap(budget, dyn_bsz_count_mode, dyn_bsz_physical_overflow_ratio)
-    collate = collate_fn or MainCollator(pad_to_length=pad_to_length and (cap or budget))
+    collate = collate_fn
+    if collate is None and build_collate_fn:
+        length = {"pad_to_length": cap or budget} if pad_to_length else {}
+        collate = MainCollator(**{**(collate_fn_kwargs or {}), **length})
+    collate = collate or _unchanged
     counts: dict[str, Any] = {
         "get_length_fn": get_length_fn_by_count_mode(dyn_bsz_count_mode),
         "physical_token_cap": cap,
@@ -284,20 +320,20 @@ def build_dataloader(
         batches = DynamicBatchingSizeDataset(
             shared, budget, dyn_bsz_buffer_size, collate, dyn_bsz_dataset_save_by_idx, **counts
         )
-        return DataLoader(batches, steps, drop_last=True, collate_fn=list, **options)
+        return DataLoader(batches, size, drop_last=drop_last, collate_fn=list, **options)
     if not isinstance(dataset, IterableDataset):
         options["sampler"] = DistributedSampler(
             dataset, ranks.dp_size, ranks.dp_rank, shuffle=shuffle, seed=seed
         )
     if not dyn_bsz:
-        size, fixed = steps * micro_batch_size, _InOrder(micro_batch_size, collate)
-        return DataLoader(dataset, size, drop_last=True, collate_fn=fixed, **options)
+        fixed = _InOrder(micro_batch_size, collate)
+        return DataLoader(dataset, size, drop_last=drop_last, collate_fn=fixed, **options)
     warmup = int(train_steps * bsz_warmup_ratio)
     strategy = TextBatchingStrategy(
         budget, dyn_bsz_buffer_size, warmup, bsz_warmup_init_mbtoken, **counts
     )
     items = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, **options)
-    return DynamicBatchSizeDataLoader(items, strategy, collate, steps, train_steps)
+    return DynamicBatchSizeDataLoader(items, strategy, collate, steps, train_steps, drop_last)
 
 
 def _micro_batches(global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
@@ -309,6 +345,16 @@ def _micro_batches(global_batch_size: int, micro_batch_size: int, ranks: int) ->
             f"data-parallel ranks = {micro_batch_size} x {ranks}."
         )
     return steps
+
+
+class _WithThreads:
+    """Gives each worker so many threads."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = whole_number("worker_num_threads", threads)
+
+    def __call__(self, worker: int) -> None:
+        torch.set_num_threads(self.threads)
 
 
 class _InOrder:
