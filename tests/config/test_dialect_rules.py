@@ -245,6 +245,36 @@ def test_without_load_balancing_batches_are_fixed(tmp_path: Path) -> None:
     assert settings.stream.pool is None
 
 
+@pytest.mark.parametrize(
+    ("policy", "replicas", "samples", "dp"),
+    [
+        ('type = "sft"', 1, 32 * 4, 4),
+        ('type = "grpo"', 1, 32, 4),
+        ('type = "grpo"', 2, 64, 8),
+        ("temperature = 0.9", 1, 32, 4),
+        ('type = "grpo"\nbatch_size_per_optimize = 4', 2, 32, 8),
+        ('type = "grpo"\nbatch_size_per_optimize = 64', 1, 32, 4),
+    ],
+)
+def test_grpo_counts_samples_per_replica_and_sft_per_rank(
+    policy: str, replicas: int, samples: int, dp: int, tmp_path: Path
+) -> None:
+    text = cosmos("mini_batch = 4", policy, train=("train_batch_per_replica = 32",))
+    text += f"[policy.parallelism]\ndp_shard_size = 4\nn_init_replicas = {replicas}\n"
+    recipe = loaded(tmp_path, "cosmos-rl", text).settings.recipe
+    assert (recipe.steps, recipe.topology.dp) == (Steps(samples=samples), dp)
+    assert recipe.layout == Padded(samples=4)
+
+
+def test_grpo_may_have_a_budget(tmp_path: Path) -> None:
+    budget = "max_token_len_per_mini_batch = 4096"
+    size = "[policy.parallelism]\ncp_size = 2\n"
+    text = cosmos('type = "grpo"', budget) + size
+    assert loaded(tmp_path, "cosmos-rl", text).settings.recipe.layout == Padded(max_tokens=8192)
+    text = cosmos('type = "sft"', budget) + size
+    assert loaded(tmp_path, "cosmos-rl", text).settings.recipe.layout == Padded(samples=2)
+
+
 # VeOmni ------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,11 @@ STRATEGY = f"{POLICY}.load_balanced_batching_strategy"
 BATCHES = f"{POLICY}.load_balanced_batches_per_optimizer_step"
 ALIAS = f"{POLICY}.load_balanced_accumulate_steps"
 LOOPS = ("train.infinite_loop", f"{POLICY}.infinite_loop")
+TYPE, DYNAMIC = f"{POLICY}.type", f"{POLICY}.max_token_len_per_mini_batch"
+PER_UPDATE = f"{POLICY}.batch_size_per_optimize"
+REPLICAS = "policy.parallelism.n_init_replicas"
 DOCUMENTED_BUDGET = 32768
+_OF_GRPO = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
 _ONLY_DOCUMENTED = "is in the documentation of cosmos-rl, not in its code; read as documented."
 
 KEYS = {
@@ -32,6 +36,10 @@ KEYS = {
     f"{POLICY}.dataloader_seed": whole(0, least=0),
     f"{POLICY}.dataloader_shuffle": flag(True),
     f"{POLICY}.mini_batch": whole(2),
+    TYPE: word(None, "sft", "grpo"),
+    DYNAMIC: whole(least=0),
+    PER_UPDATE: whole(),
+    REPLICAS: whole(1),
     "policy.model_max_length": whole(4096),
     "policy.parallelism.tp_size": whole(1),
     "policy.parallelism.cp_size": whole(1),
@@ -56,13 +64,39 @@ def read(reader: Reader) -> None:
     for name in (BUDGET, STRATEGY, BATCHES, ALIAS):
         if reader.given(name):
             reader.note(f"{reader.where(name)}: has no effect without {ENABLE}.")
+    _set_batches_of_steps(reader, dp)
+    if reader.given("train.max_num_steps"):
+        reader.take(reader.stream, "stream.max_num_steps", "train.max_num_steps")
+
+
+def _is_grpo(reader: Reader) -> bool:
+    """Whether the file trains with GRPO, as cosmos-rl decides it."""
+    train = reader.tree.data.get("train")
+    policy = train.get("train_policy") if isinstance(train, dict) else None
+    if reader.given(TYPE) or not isinstance(policy, dict):
+        return bool(reader[TYPE] != "sft")
+    return any(name in policy for name in _OF_GRPO)
+
+
+def _set_batches_of_steps(reader: Reader, dp: int) -> None:
+    """Fixed mini-batches, or GRPO's of so many tokens. SFT counts samples per rank."""
+    draft, batch = reader.train, "train.train_batch_per_replica"
+    if _is_grpo(reader):
+        samples = reader[batch] * reader[REPLICAS]
+        origin = f"derived: {batch} · {reader[REPLICAS]} replicas"
+        if reader[PER_UPDATE] is not None and reader[PER_UPDATE] * dp < samples:
+            samples, origin = reader[PER_UPDATE] * dp, f"derived: {PER_UPDATE} · {dp} ranks"
+        draft.set("steps.samples", samples, origin)
+    else:
+        draft.set("steps.samples", reader[batch] * dp, f"derived: {batch} · {dp} ranks")
+    if _is_grpo(reader) and reader[DYNAMIC]:
+        cp = reader["policy.parallelism.cp_size"]
+        shared = f", times {cp} ranks that share a mini-batch" if cp > 1 else ""
+        draft.set("layout.max_tokens", reader[DYNAMIC] * cp, reader.where(DYNAMIC) + shared)
+        return
     size = f"{POLICY}.mini_batch"
     draft.set("layout.samples", reader[size], reader.where(size))
     draft.set("balance", "none", "derived: fixed micro-batches in order")
-    batch = "train.train_batch_per_replica"
-    draft.set("steps.samples", reader[batch] * dp, f"derived: {batch} · {dp} ranks")
-    if reader.given("train.max_num_steps"):
-        reader.take(reader.stream, "stream.max_num_steps", "train.max_num_steps")
 
 
 def _set_ranks(reader: Reader) -> int:
@@ -72,7 +106,7 @@ def _set_ranks(reader: Reader) -> int:
     world = None
     if shard > 0 and replicas > 0:
         sizes = [reader[name] for name in axes.values()]
-        world = shard * replicas * sizes[0] * sizes[1] * sizes[2]
+        world = shard * replicas * reader[REPLICAS] * sizes[0] * sizes[1] * sizes[2]
     return set_topology(reader, reader.train, axes, world, at)
 
 
