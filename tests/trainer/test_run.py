@@ -105,7 +105,7 @@ def test_a_hugging_face_model_is_trained_packed(tmp_path: Path, lora: LoraSettin
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     LlamaConfig(vocab_size=256, num_attention_heads=2, **sizes).save_pretrained(folder)
     out, data = tmp_path / "run", texts(tmp_path)
-    model = ModelSettings(path=str(folder), lora=lora)
+    model = ModelSettings(path=str(folder / "config.json"), lora=lora)
     run = settings(out, data, model=model, stream={"max_num_steps": 6})
 
     train(run)
@@ -121,7 +121,7 @@ def test_a_hugging_face_model_is_trained_packed(tmp_path: Path, lora: LoraSettin
 def test_a_model_that_cannot_pack_is_padded_with_a_warning(tmp_path: Path, attention: str) -> None:
     folder = tmp_path / "model"
     BloomConfig(vocab_size=256, hidden_size=32, n_layer=2, n_head=2).save_pretrained(folder)
-    model = ModelSettings(path=str(folder), attention=attention)
+    model = ModelSettings(path=str(folder / "config.json"), attention=attention)
     run = settings(tmp_path / "run", texts(tmp_path), model=model, stream={"max_num_steps": 2})
 
     with (
@@ -176,7 +176,7 @@ def test_adapters_of_layers_that_cannot_have_them_are_refused(
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     LlamaConfig(vocab_size=256, num_attention_heads=2, **sizes).save_pretrained(tmp_path / "model")
     lora = LoraSettings(rank=2, targets=targets)
-    model = ModelSettings(path=str(tmp_path / "model"), lora=lora)
+    model = ModelSettings(path=str(tmp_path / "model" / "config.json"), lora=lora)
     with pytest.raises(ConfigError, match=says):
         train(settings(tmp_path / "run", texts(tmp_path), model=model))
 

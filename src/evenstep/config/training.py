@@ -37,8 +37,8 @@ class LoraSettings:
 class ModelSettings:
     """The model: a Hugging Face causal language model, or our small decoder.
 
-    path       folder of a Hugging Face model; or a config.json, for random weights. None: the
-               decoder of the sizes below
+    path       folder of a Hugging Face model with its weights; or a config.json, for random
+               weights. None: the decoder of the sizes below
     attention  attention implementation of a Hugging Face model; one that cannot call "evenstep"
                keeps its own
     lora       train low-rank adapters instead of all weights

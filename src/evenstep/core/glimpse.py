@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 
 
 def glimpse(value: object, most: int = 80) -> str:
@@ -26,6 +27,16 @@ def glimpse(value: object, most: int = 80) -> str:
 def cut(text: str, most: int = 80) -> str:
     """The text, shortened to at most `most` characters."""
     return text if len(text) <= most else f"{text[: most - 4]}..."
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b"]), listed(list("abcde"))
+    ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def printable(text: str) -> str:

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from evenstep.core.cursor import Cursor
+from evenstep.core.glimpse import listed
 from evenstep.core.identity import sample_name
 from evenstep.core.step import Step
 from evenstep.core.world import World
@@ -203,8 +204,7 @@ def _shape(shape: tuple[int, int]) -> str:
 
 
 def _some(samples: Counter[Hashable]) -> str:
-    names = [_name(sample) for sample in samples]
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return listed([_name(sample) for sample in samples], most=5)
 
 
 def _name(sample: Hashable) -> str:

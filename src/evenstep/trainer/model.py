@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from evenstep.config.settings import TrainerSettings
 from evenstep.config.training import LoraSettings, ModelSettings
 from evenstep.core.cost import Cost
+from evenstep.core.glimpse import listed
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError, FileError
 from evenstep.train.forwards import Forward, forward_of
@@ -84,36 +87,110 @@ def layers_of(model: nn.Module) -> list[Any]:
 
 def _hugging_face(options: ModelSettings) -> Any:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError:
         raise ConfigError(
             'model.path needs transformers. Install it with pip install "evenstep[hf]".'
         ) from None
-    from transformers.utils import logging
-
     from evenstep.integrations.hf_attention import NAME, use_attention
 
     logging.disable_progress_bar()  # every rank would draw one, in logs too
     path = Path(str(options.path))
-    folder = path if path.is_dir() else path.parent
-    weights = path.is_dir() and any(path.glob("*.safetensors"))
     ours = options.attention == NAME
-    chosen: dict[str, Any] = {} if ours else {"attn_implementation": options.attention}
+    chosen = {} if ours else {"attn_implementation": options.attention}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it would report is an error of ours
     try:
-        if weights:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, dtype=torch.float32, **chosen
-            )
-        else:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise FileError(f"model.path: {path} is not a causal language model ({reason}).") from None
+        model = _with_weights(path, chosen) if path.is_dir() else _with_random_weights(path, chosen)
+    finally:
+        logging.set_verbosity(verbosity)
     if ours:
         with suppress(ConfigError):  # it keeps its own, and `choose_layout` warns if it must pad
             use_attention(model)
     return model
+
+
+def _with_random_weights(path: Path, chosen: dict[str, str]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_a_model(path, error) from None
+
+
+def _with_weights(folder: Path, chosen: dict[str, str]) -> Any:
+    """The model in a folder, with all of its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_a_model(folder, error) from None
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise FileError(
+            f"model.path: {folder} has no weights. Add them, or set model.path to its config.json "
+            f"for random weights."
+        )
+    try:
+        model, keys = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            weights_only=True,  # tensors only, if the file is a pickle
+            ignore_mismatched_sizes=True,  # refused below, with the other faults
+            output_loading_info=True,
+            **chosen,
+        )
+    except pickle.UnpicklingError:
+        raise FileError(
+            f"model.path: the weights in {folder} cannot be read: a file is damaged, or holds "
+            f"Python objects, which are not loaded. Load it where you trust it and save it as "
+            f"safetensors, with save_pretrained."
+        ) from None
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_a_model(folder, error) from None
+    except Exception as error:  # of safetensors and torch, for damaged files
+        raise FileError(
+            f"model.path: the weights in {folder} cannot be read ({_first_line(error)}). Copy "
+            f"them again."
+        ) from None
+    _refuse_other_weights(folder, type(model).__name__, keys)
+    return model
+
+
+def _refuse_other_weights(folder: Path, kind: str, keys: Mapping[str, Any]) -> None:
+    """Refuse weights that are missing, which would be random, or that the model does not have."""
+    shapes = [
+        f"{name} with shape {tuple(stored)}, expected {tuple(expected)}"
+        for name, stored, expected in sorted(keys["mismatched_keys"])
+    ]
+    faults = []
+    if keys["missing_keys"]:
+        faults.append(f"lack {listed(sorted(keys['missing_keys']))}")
+    if shapes:
+        faults.append(f"have {listed(shapes)}")
+    if keys["unexpected_keys"]:
+        faults.append(f"have {listed(sorted(keys['unexpected_keys']))}, which {kind} does not have")
+    if faults or keys["error_msgs"]:
+        said = "; they ".join([*faults, *keys["error_msgs"]])
+        raise FileError(
+            f"model.path: the weights in {folder} {said}. Use the config.json that belongs to "
+            f"them, or save the whole model with save_pretrained."
+        )
+
+
+def _not_a_model(path: Path, error: Exception) -> FileError:
+    return FileError(
+        f"model.path: {path} is not a causal language model ({_first_line(error)}). Use one that "
+        f"AutoModelForCausalLM loads."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _check_vocabulary(size: int, needed: int, what: str) -> None:
