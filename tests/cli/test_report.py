@@ -10,6 +10,7 @@ import pytest
 from evenstep import Plan
 from evenstep.cli import main
 from evenstep.cli.run_folder import read_run
+from evenstep.cli.whole_report import of_run
 from evenstep.trainer import train
 from tests.trainer.runs import PER_STEP, settings, texts
 
@@ -55,6 +56,21 @@ def test_the_plan_of_a_run_is_the_one_that_ran(run: Path) -> None:
     for number, costs in enumerate(found.log.costs[4:]):
         micro = found.plan.cell_offsets[number : number + 2]
         assert costs.ravel().tolist() == found.plan.costs[slice(*micro)].tolist()
+
+
+@pytest.mark.parametrize("samples", [20, 25])
+def test_the_strategies_of_a_run_have_its_steps(tmp_path: Path, samples: int) -> None:
+    data = texts(tmp_path, samples)  # the last step of an epoch is smaller
+    train(settings(tmp_path / "out", data, stream={"max_num_steps": 11}))
+
+    report = of_run(tmp_path / "out")
+
+    entries = {entry.name: entry.stats for entry in report.entries}
+    assert entries["recipe as it is"] == report.stats
+    assert report.stats["num_steps"] == 11
+    for stats in entries.values():
+        assert stats["num_steps"] == 11
+        assert stats["num_samples"] == report.stats["num_samples"]
 
 
 def test_a_saved_plan_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

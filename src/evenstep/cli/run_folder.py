@@ -13,6 +13,7 @@ import numpy as np
 
 from evenstep.core.joining import join_plans
 from evenstep.core.plan import Plan
+from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.world import World
 from evenstep.data.sources.token_file import TokenFile
@@ -30,6 +31,8 @@ class RunFolder:
 
     log: RunLog
     plan: Plan
+    epochs: IntArray
+    """The epoch of each sample of the plan."""
     first: int
     notes: list[str]
 
@@ -46,14 +49,14 @@ def read_run(folder: Path, progress: Callable[[int, int], None] | None = None) -
         start = next(each for each in reversed(starts) if each["step"] < done)
         first = int(start["step"])
     last = min(done, first + _MOST_STEPS)
-    plan = _planned(folder, start, last, progress)
+    plan, epochs = _planned(folder, start, last, progress)
     notes = []
     if first or last < done:
         notes.append(
             f"The plan is of steps {count(first)} to {count(last - 1)} of {count(done)}: the run "
             f"was started {len(starts)} times, and at most {count(_MOST_STEPS)} steps are shown."
         )
-    return RunFolder(RunLog.of(records), plan, first, notes)
+    return RunFolder(RunLog.of(records), plan, epochs, first, notes)
 
 
 def _planned(
@@ -61,7 +64,8 @@ def _planned(
     start: dict[str, Any],
     last: int,
     progress: Callable[[int, int], None] | None,
-) -> Plan:
+) -> tuple[Plan, IntArray]:
+    """The plan of the steps from a start on, and the epoch of each of its samples."""
     recipe = Recipe.from_dict(start["recipe"])
     stream = PlannedStream(
         TokenFile(folder / "data.tokens"),
@@ -74,18 +78,20 @@ def _planned(
     )
     if start["cursor"] is not None:
         stream.load_state_dict(start["cursor"])
-    plans, ids = [], []
+    plans, ids, epochs = [], [], []
     for step in stream:
         assert step.plan is not None
         assert step.sample_ids is not None
         plans.append(step.plan)
         ids.append(step.sample_ids)
+        epochs.append(np.full(len(step.sample_ids), step.epoch))
         if progress is not None:
             progress(len(plans), last - int(start["step"]))
     # An epoch may be incomplete or repeated, so that samples are numbered by position first.
     ends = np.cumsum([0, *map(len, ids)])
     numbers = [np.arange(*pair) for pair in pairwise(ends.tolist())]
-    return replace(join_plans(plans, numbers), sample_ids=np.concatenate(ids))
+    plan = replace(join_plans(plans, numbers), sample_ids=np.concatenate(ids))
+    return plan, np.concatenate(epochs)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from evenstep.cli.run_folder import read_run
 from evenstep.cli.samples import samples_of
 from evenstep.cli.strategies import OWN, TODAY, built_in_strategies, run
 from evenstep.core.checks import assert_valid
+from evenstep.core.joining import join_plans
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray
 from evenstep.report import Advice, Entry, Report, advice
@@ -32,7 +34,7 @@ def of_plan(path: Path) -> Report:
     with progress(f"Reading {path.name}"):
         plan = Plan.load(path)
         assert_valid(plan)
-    entries, notes = _compared(plan)
+    entries, notes = _compared(plan, np.zeros(len(plan.lengths), np.int64))
     notes += [text for text in (one_step_warning(plan),) if text]
     return Report(
         title=f"Report on {path.name}",
@@ -49,7 +51,7 @@ def of_run(folder: Path) -> Report:
     with progress(f"Planning the steps of {folder.name} again") as advance:
         found = read_run(folder, advance)
     plan, log = found.plan, found.log
-    entries, notes = _compared(plan)
+    entries, notes = _compared(plan, found.epochs)
     error = typical_error(*log.micro_batches())
     measured = [
         *of_ranks(log.rank_speeds()),
@@ -67,17 +69,37 @@ def of_run(folder: Path) -> Report:
     )
 
 
-def _compared(plan: Plan) -> tuple[list[Entry], list[str]]:
-    """A few strategies on the samples of the plan, or on those of its first steps."""
+def _compared(plan: Plan, epochs: IntArray) -> tuple[list[Entry], list[str]]:
+    """A few strategies on the samples of the plan, or on those of its first steps, epoch by epoch.
+
+    The entry of the plan's own recipe is the plan itself, unless only a part of it is compared.
+    """
     which, notes = _part(plan)
-    samples = samples_of(plan).take(which)
-    job = Job(replace(samples, ids=None), plan.recipe)
+    samples = samples_of(plan)
+    parts = [which[epochs[which] == epoch] for epoch in np.unique(epochs[which])]
+    jobs = [Job(replace(samples.take(part), ids=None), plan.recipe) for part in parts]
+    whole = Job(replace(samples.take(which), ids=None), plan.recipe)
     entries = []
-    for strategy in built_in_strategies(job):
-        if strategy.name in _SIDE_BY_SIDE:
-            with progress(f"Planning: {strategy.name}") as advance:
-                entries.append(run(job, strategy, advance))
+    for strategy in built_in_strategies(whole):
+        if strategy.name not in _SIDE_BY_SIDE:
+            continue
+        with progress(f"Planning: {strategy.name}") as advance:
+            entry = _joined([run(job, strategy, advance) for job in jobs])
+        if strategy.name == OWN and len(which) == len(plan.lengths):
+            entry = Entry(OWN, plan, entry.seconds)
+        entries.append(entry)
     return entries, notes
+
+
+def _joined(entries: list[Entry]) -> Entry:
+    """One entry for several parts of the samples, which are planned one after the other."""
+    plans = [entry.plan for entry in entries if entry.plan is not None]
+    if len(plans) < len(entries):
+        return next(entry for entry in entries if entry.plan is None)
+    ends = np.cumsum([0, *(len(plan.lengths) for plan in plans)])
+    numbers = [np.arange(*pair) for pair in pairwise(ends.tolist())]
+    seconds = sum(entry.seconds for entry in entries)
+    return Entry(entries[0].name, join_plans(plans, numbers), seconds)
 
 
 def _part(plan: Plan) -> tuple[IntArray, list[str]]:
