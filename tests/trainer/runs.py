@@ -10,23 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from evenstep import Packed, Recipe, Steps
 from evenstep.config import Settings
 from evenstep.config.native import PARTS
 from evenstep.data import Corpus
-from evenstep.trainer import train
+from evenstep.trainer import state, train
 
 SAMPLES, PER_STEP = 24, 6
 ROOT = Path(__file__).parents[2]
 
 
-def texts(folder: Path, count: int = SAMPLES) -> str:
-    """A JSONL file of `count` texts of very different lengths."""
+def texts(folder: Path, count: int = SAMPLES, start: str = "") -> str:
+    """A JSONL file of `count` texts of very different lengths; one begins with `start`."""
     random = np.random.default_rng(0)
     path = folder / "texts.jsonl"
     lengths = np.clip(random.lognormal(3.5, 1.0, count), 2, 400).astype(int)
     words = ["".join(random.choice(list("abcdef "), length)) for length in lengths]
+    words[count // 2] = start + words[count // 2]
     path.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
     return str(path)
 
@@ -50,13 +56,38 @@ def settings(out: Path, paths: str, **changes: Any) -> Settings:
     return Settings(**whole | changes)
 
 
+def break_on(letter: str) -> None:
+    """From now on, the outputs of tokens that are this letter are NaN."""
+    forward_for = vars(state)["forward_for"]
+
+    def broken(*arguments: Any) -> Any:
+        forward = forward_for(*arguments)
+
+        def run(model: Any, batch: Any) -> Any:
+            outputs = forward(model, batch)
+            return outputs.masked_fill((batch.tokens == ord(letter))[..., None], torch.nan)
+
+        return run
+
+    vars(state).update(forward_for=broken)
+
+
+def checkpoint(path: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, by name."""
+    whole: dict[str, Any] = {}
+    loader = _EmptyStateDictLoadPlanner()
+    _load_state_dict(whole, FileSystemReader(path), planner=loader, no_dist=True)
+    flat, _ = flatten_state_dict(whole)
+    return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+
+
 def logged(out: Path) -> list[dict[str, Any]]:
     """The log of a run, one record per step."""
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def losses(out: Path) -> list[float]:
-    """The loss of every step."""
+def losses(out: Path) -> list[Any]:
+    """The loss of every step; None if it was not finite."""
     return [record["loss"] for record in logged(out)]
 
 
@@ -89,7 +120,10 @@ def finish(process: subprocess.Popen[str]) -> str:
 def main() -> None:
     """Run as a script: OUT PATHS CHANGES."""
     out, paths, changes = sys.argv[1:]
-    print(train(settings(Path(out), paths, **json.loads(changes))))
+    options = json.loads(changes)
+    if "break_on" in options:
+        break_on(options.pop("break_on"))
+    print(train(settings(Path(out), paths, **options)))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def first_loss(tmp_path: Path, folder: Path, out: str) -> float:
     model = ModelSettings(path=str(folder))
     run = settings(tmp_path / out, texts(tmp_path), model=model, stream={"max_num_steps": 1})
     train(run)
-    return losses(tmp_path / out)[0]
+    return float(losses(tmp_path / out)[0])
 
 
 def test_weights_of_torch_are_those_of_safetensors(tmp_path: Path) -> None:

@@ -6,24 +6,47 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from evenstep.errors import FileError
 from evenstep.trainer import train
-from evenstep.trainer.checkpoints import complete
-from tests.trainer.runs import finish, losses, settings, start, texts
+from evenstep.trainer.checkpoints import complete, read_place
+from tests.trainer.runs import finish, logged, losses, settings, start, texts
 
 KILLS = 10
 
 
-def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
-    data = texts(tmp_path)
-    train(settings(tmp_path / "one", data, stream={"max_num_steps": 4}))
+def test_two_processes_give_the_losses_of_one_and_skip_the_same_step(tmp_path: Path) -> None:
+    data = texts(tmp_path, start="z")
+    trainer = {"on_nonfinite": "skip"}
+    options: dict[str, Any] = {"stream": {"max_num_steps": 4}, "trainer": trainer}
+    finish(start(tmp_path / "one", data, **options, break_on="z"))
 
-    finish(start(tmp_path / "two", data, ranks=2, stream={"max_num_steps": 4}))
+    finish(start(tmp_path / "two", data, ranks=2, **options, break_on="z"))
 
-    assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
+    one, two = (np.array(losses(tmp_path / name), float) for name in ("one", "two"))
+    assert np.isnan(one).sum() == 1
+    assert np.allclose(two, one, atol=1e-5, equal_nan=True)
+
+
+def test_a_folder_belongs_to_one_run_until_that_is_killed(tmp_path: Path) -> None:
+    data, out = texts(tmp_path), tmp_path / "run"
+    process = start(out, data, stream={"max_num_steps": 100_000})
+    _wait_for_steps(out, process, 4)
+    other = settings(out, data, stream={"max_num_steps": 100_000}, trainer={"keep": 1})
+
+    with pytest.raises(FileError, match=f"is in use by process {process.pid} on "):
+        train(other)
+
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = read_place(complete(out / "checkpoints")[-1]).step
+    train(settings(out, data, stream={"max_num_steps": done + 2}))
+    assert [record["step"] for record in logged(out)] == list(range(done + 2))
 
 
 @pytest.mark.slow

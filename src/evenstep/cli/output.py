@@ -107,10 +107,14 @@ def print_advice(report: Report) -> None:
 
 def print_outcome(ended: Outcome, out: str) -> None:
     """Print how a training run ended."""
+    if ended.loss is None and not ended.stopped:
+        print(f"nothing to do: {times(ended.steps, 'step')} were done before: {out}")
+        return
     state = "stopped" if ended.stopped else "done"
     loss = "" if ended.loss is None else f", loss {ended.loss:.4f}"
     overhead = "" if ended.overhead is None else f", overhead {ended.overhead:.1%}"
-    steps = times(ended.steps, "step")
+    skipped = f", {ended.skipped} skipped" if ended.skipped else ""
+    steps = times(ended.steps, "step") + skipped
     print(f"{state} after {steps}{loss}, {ended.seconds:.0f} s{overhead}: {out}")
 
 

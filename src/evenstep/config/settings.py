@@ -13,6 +13,7 @@ from evenstep.data.streams.pool import Pool
 
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 Parallel: TypeAlias = Literal["ddp", "fsdp2"]
+StopOrSkip: TypeAlias = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,10 @@ class TrainerSettings:
     compile         compile the layers with torch.compile
     save_every      steps between two checkpoints; the last step is always saved
     keep            how many of the newest checkpoints remain
+    fall_back       continue from an older checkpoint if the newest is damaged; false: an error
+    on_nonfinite    if the loss or gradient of a step is inf or NaN: stop with an error, or skip
+                    the update
+    max_skipped     the most steps of the run that may be skipped
     device          None: the GPU of this rank if there is one, else the CPU
     tensorboard     also write logs for TensorBoard
     per_micro_batch_normalization  divide the loss of each micro-batch by its own labels, summed
@@ -74,6 +79,9 @@ class TrainerSettings:
     compile: bool = False
     save_every: int = 100
     keep: int = 2
+    fall_back: bool = False
+    on_nonfinite: StopOrSkip = "stop"
+    max_skipped: int = 10
     device: str | None = None
     tensorboard: bool = False
     per_micro_batch_normalization: bool = False
@@ -81,10 +89,13 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         for name in ("save_every", "keep"):
             whole_field(self, f"trainer.{name}")
-        for name in ("checkpointing", "compile", "tensorboard", "per_micro_batch_normalization"):
+        whole_field(self, "trainer.max_skipped", least=0)
+        for name in ("checkpointing", "compile", "fall_back", "tensorboard"):
             truth_field(self, f"trainer.{name}")
+        truth_field(self, "trainer.per_micro_batch_normalization")
         one_of("trainer.parallel", self.parallel, Parallel)
         one_of("trainer.precision", self.precision, Precision)
+        one_of("trainer.on_nonfinite", self.on_nonfinite, StopOrSkip)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

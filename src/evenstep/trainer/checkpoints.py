@@ -1,11 +1,13 @@
-"""Checkpoints: complete or not there.
+"""Checkpoints: complete and intact, or refused.
 
-    out/checkpoints/step-000120/        a complete checkpoint after 120 steps
-    out/checkpoints/.step-000140/       one that was not finished; ignored and removed
+    out/checkpoints/step-000120/          a checkpoint after 120 steps
+    out/checkpoints/.step-000140/         one that was not finished; ignored and removed
+    out/checkpoints/damaged-step-000140/  one that `trainer.fall_back` went past
 
 A checkpoint holds what `torch.distributed.checkpoint` writes (model, optimizer, random states) and
-`state.json` (step, cursor). It is written beside and renamed when every rank has finished. Loading
-reshards it for any number of ranks.
+`state.json` (step, cursor, size and checksum of every file). It is written beside and renamed when
+every rank has finished. Loading compares the checksums, before anything is unpickled, and reshards
+it for any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -28,18 +33,26 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from evenstep.core.archive import replace_file
-from evenstep.errors import FileError
+from evenstep.core.glimpse import listed
+from evenstep.errors import ConfigError, EvenstepError, FileError
 from evenstep.trainer.ranks import Ranks
 
 _NAME = re.compile(r"step-(\d+)")
 _STATE = "state.json"
+_CHUNK = 2**24  # bytes read at a time for a checksum
 
 
 class Place(NamedTuple):
-    """Where a run is: steps done, and the cursor of the stream after them."""
+    """Where a run is: steps done, the cursor of the stream after them, and how many of the steps
+    were skipped."""
 
     step: int
     cursor: dict[str, Any] | None
+    skipped: int = 0
+
+
+class DamagedError(FileError):
+    """A checkpoint cannot be read."""
 
 
 class Checkpoints:
@@ -48,43 +61,144 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
         self.folder, self.keep, self.ranks = folder, keep, ranks
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        found = complete(self.folder)
-        return found[-1] if found else None
+    # Writing --------------------------------------------------------------------------------------
 
     def save(self, place: Place, model: Any, optimizer: Any) -> None:
-        """Write a checkpoint, then remove the oldest beyond `keep`."""
+        """Write a checkpoint, then remove the oldest beyond `keep`.
+
+        Refuses weights that are not finite. If it fails, the others remain.
+        """
+        self._refuse_nonfinite(place, model, optimizer)
         name = f"step-{place.step:06d}"
         target, beside = self.folder / name, self.folder / f".{name}"
-        if self.ranks.first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob(".step-*"):
-                shutil.rmtree(old)
-        self.ranks.wait()
-        with _alone_is_fine():
+        with self._writing(target):
+            if self.ranks.first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in self.folder.glob(".step-*"):
+                    shutil.rmtree(old)
+        with self._writing(target), _alone_is_fine():
             dcp.save(self._state(model, optimizer), checkpoint_id=beside, no_dist=self._alone)
-        self.ranks.wait()
-        if self.ranks.first:
-            replace_file(beside / _STATE, json.dumps(place._asdict()).encode())
-            if target.exists():
-                shutil.rmtree(target)
-            beside.rename(target)
-            for old in complete(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
-        self.ranks.wait()
+        files: dict[str, tuple[int, int]] = {}
+        with self._writing(target):
+            files = {file.name: _checksum(file) for file in self._written(beside)}
+        for each in self.ranks.gather(files):
+            files |= each
+        with self._writing(target):
+            if self.ranks.first:
+                replace_file(beside / _STATE, _encode(place, files))
+                if target.exists():
+                    shutil.rmtree(target)
+                beside.rename(target)
+                for old in complete(self.folder)[: -self.keep]:
+                    shutil.rmtree(old)
 
-    def load(self, path: Path, model: Any, optimizer: Any) -> Place:
-        """Load a checkpoint into model and optimizer, and this rank's random state."""
-        place = read_place(path)
+    @contextmanager
+    def _writing(self, target: Path) -> Iterator[None]:
+        """If a rank cannot write, all of them raise, and what was written is removed."""
+        failure: EvenstepError | None = None
+        try:
+            yield
+        except (CheckpointException, OSError, RuntimeError, FileError) as error:
+            newest = complete(self.folder)
+            left = f"The run can continue from {newest[-1].name}. " if newest else ""
+            failure = FileError(
+                f"{target} cannot be written ({_reason(error)}). {left}Check the free disk space "
+                f"and start it again."
+            )
+        try:
+            self.ranks.agree(failure)
+        except EvenstepError:
+            shutil.rmtree(target.parent / f".{target.name}", ignore_errors=True)
+            raise
+
+    def _written(self, folder: Path) -> list[Path]:
+        """The files of this rank, `__RANK_*.distcp`; of rank 0 also those of no rank."""
+        rank = self.ranks.world.rank
+        files = [path for path in folder.iterdir() if path.name != _STATE]
+        owners = [re.match(r"__(\d+)_", path.name) for path in files]
+        pairs = zip(files, owners, strict=True)
+        return [path for path, owner in pairs if (int(owner[1]) if owner else 0) == rank]
+
+    def _refuse_nonfinite(self, place: Place, model: Any, optimizer: Any) -> None:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        moments = [each for state in optimizer.state.values() for each in state.values()]
+        if not self.ranks.any(not _all_finite([*trained, *moments], self.ranks.device)):
+            return
+        newest = complete(self.folder)
+        left = f"; {newest[-1].name} is the newest checkpoint" if newest else ""
+        raise ConfigError(
+            f"the weights are not finite after step {place.step - 1}, so they were not "
+            f"saved{left}. Lower optimizer.lr or set optimizer.clip, and start the run again."
+        )
+
+    # Reading --------------------------------------------------------------------------------------
+
+    def resume(self, model: Any, optimizer: Any, fall_back: bool) -> Place:
+        """Load the newest checkpoint, or with `fall_back` the newest that is not damaged; without
+        any, the place before the first step."""
+        paths = complete(self.folder)[::-1]
+        faults: list[DamagedError] = []
+        for at, path in enumerate(paths):
+            try:
+                self._verify(path)
+            except DamagedError as error:
+                faults.append(error)
+                if fall_back:
+                    continue
+                way = "Remove it to begin anew."
+                if older := paths[at + 1 :]:
+                    way = (
+                        f"Set trainer.fall_back=true to continue from {older[0].name} or an older "
+                        f"one."
+                    )
+                raise DamagedError(f"{error}. {way}") from None
+            place = self._load(path, model, optimizer)
+            if faults:
+                self._set_aside(paths[:at], faults, path)
+            return place
+        if faults:
+            raise DamagedError(
+                f"no checkpoint in {self.folder} can be read: "
+                f"{'; '.join(str(fault) for fault in faults)}. Remove them to begin anew."
+            )
+        return Place(0, None)
+
+    def _verify(self, path: Path) -> None:
+        """Compare the checksums; ranks share the files. Raises alike on all ranks."""
+        failure: DamagedError | None = None
+        try:
+            stored = sorted(_decode(path)[1].items())
+            for name, expected in stored[self.ranks.world.rank :: self.ranks.world.size]:
+                if not (path / name).is_file():
+                    raise _damaged(path, f"{name} is missing")
+                size = (path / name).stat().st_size
+                if size != expected[0]:
+                    raise _damaged(path, f"{name} has {size:,} bytes, expected {expected[0]:,}")
+                if _checksum(path / name) != tuple(expected):
+                    raise _damaged(path, f"{name} does not match its checksum")
+        except OSError as error:
+            failure = _damaged(path, error.strerror or str(error))
+        except DamagedError as error:
+            failure = error
+        self.ranks.agree(failure, DamagedError)
+
+    def _load(self, path: Path, model: Any, optimizer: Any) -> Place:
+        """Load a checkpoint into model and optimizer, and this rank's random states."""
         state = self._state(model, optimizer)
         names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        own = {name: value for name, value in state["random"].items() if f"random.{name}" in names}
-        state["random"] = own
-        if not own:
-            del state["random"]
-        with _alone_is_fine():
-            dcp.load(state, checkpoint_id=path, no_dist=self._alone)
+        _refuse_other_model(path, state["model"], names)
+        random = {
+            name: each for name, each in state.pop("random").items() if f"random.{name}" in names
+        }
+        if random:  # the checkpoint may be of fewer ranks, or of another device
+            state["random"] = random
+        try:
+            with _alone_is_fine():
+                dcp.load(state, checkpoint_id=path, no_dist=self._alone)
+        except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+            raise FileError(
+                f"{path} cannot be loaded ({_reason(error)}). Set trainer.out to another folder."
+            ) from None
         set_state_dict(
             model,
             optimizer,
@@ -92,9 +206,20 @@ class Checkpoints:
             optim_state_dict=state["optimizer"],
             options=_options(),
         )
-        for value in own.values():
-            torch.set_rng_state(value)
-        return place
+        set_random_states(random, self.ranks)
+        return read_place(path)
+
+    def _set_aside(self, paths: list[Path], faults: list[DamagedError], newest: Path) -> None:
+        """Rename damaged checkpoints, so that they do not count as the newest ones."""
+        self.ranks.wait()
+        if not self.ranks.first:
+            return
+        for path in paths:
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        said = "; ".join(str(fault) for fault in faults)
+        warnings.warn(f"{said}: continuing from {newest.name}", stacklevel=2)
 
     @property
     def _alone(self) -> bool:
@@ -102,26 +227,120 @@ class Checkpoints:
 
     def _state(self, model: Any, optimizer: Any) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer, options=_options())
-        random = {f"rank-{self.ranks.world.rank}": torch.get_rng_state()}
-        return {"model": weights, "optimizer": moments, "random": random}
+        return {"model": weights, "optimizer": moments, "random": random_states(self.ranks)}
+
+
+def random_states(ranks: Ranks) -> dict[str, Tensor]:
+    """The states of this rank's random generators: of the CPU, and of its device if that is
+    another."""
+    states = {f"rank-{ranks.world.rank}-cpu": torch.get_rng_state()}
+    if ranks.device.type != "cpu":
+        module = torch.get_device_module(ranks.device)
+        states[f"rank-{ranks.world.rank}-{ranks.device.type}"] = module.get_rng_state(ranks.device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Set the generators whose states are there."""
+    for name, state in states.items():
+        if name.endswith("-cpu"):
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(ranks.device).set_rng_state(state, ranks.device)
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
+    """The checkpoints in a folder that were finished, oldest first."""
     inside = folder.iterdir() if folder.is_dir() else ()
-    found = [path for path in inside if _NAME.fullmatch(path.name) and (path / _STATE).exists()]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    finished = [path for path in inside if _NAME.fullmatch(path.name)]
+    return sorted(finished, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def read_place(path: Path) -> Place:
-    """The step and the cursor of a checkpoint."""
+    """The place of a checkpoint."""
+    return _decode(path)[0]
+
+
+def _encode(place: Place, files: Mapping[str, tuple[int, int]]) -> bytes:
+    values = {**place._asdict(), "files": dict(sorted(files.items()))}
+    return json.dumps({**values, "checksum": _digest(values)}).encode()
+
+
+def _decode(path: Path) -> tuple[Place, dict[str, tuple[int, int]]]:
+    """The place, and the size and checksum of every file of a checkpoint."""
     try:
-        values = json.loads((path / _STATE).read_text("utf-8"))
-        return Place(int(values["step"]), values["cursor"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileError(
-            f"{path} is not a checkpoint ({type(error).__name__}: {error}). Remove it."
-        ) from None
+        values = json.loads((path / _STATE).read_bytes())
+        if values.pop("checksum") != _digest(values):
+            raise ValueError("its checksum differs")
+        files = {name: (int(size), int(crc)) for name, (size, crc) in values.pop("files").items()}
+        return Place(**values), files
+    except OSError as error:
+        raise _damaged(path, f"{_STATE}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _damaged(path, f"{_STATE} is not what was written") from None
+
+
+def _digest(values: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """The size and the CRC-32 of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def _damaged(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"{path} is damaged ({why})")
+
+
+def _refuse_other_model(path: Path, weights: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose weights have other names or shapes than the model's."""
+    shapes = {name: tuple(each.shape) for name, each in weights.items() if hasattr(each, "shape")}
+    known = {
+        name.removeprefix("model."): tuple(each.size)
+        for name, each in stored.items()
+        if name.startswith("model.") and hasattr(each, "size")
+    }
+    differing = [
+        f"{name} has shape {known[name]}, but {shape} in the model"
+        for name, shape in shapes.items()
+        if name in known and known[name] != shape
+    ]
+    lacking = [name for name in shapes if name not in known]
+    further = [name for name in known if name not in shapes]
+    faults = [listed(differing, most=1)] if differing else []
+    faults += [f"it lacks {listed(lacking, most=1)}"] if lacking else []
+    faults += [f"it has {listed(further, most=1)}"] if further else []
+    if faults:
+        raise ConfigError(
+            f"{path} is of another model: {'; '.join(faults)}. Use the model of the run, or set "
+            f"trainer.out to another folder."
+        )
+
+
+def _all_finite(tensors: Iterable[Any], device: torch.device) -> bool:
+    """Whether all numbers of these tensors on this rank are finite; waits for the device once."""
+    shards = [getattr(each, "_local_tensor", each) for each in tensors]
+    floats = [each for each in shards if isinstance(each, Tensor) and each.is_floating_point()]
+    flags = [each.isfinite().all().to(device, non_blocking=True) for each in floats]
+    return not flags or bool(torch.stack(flags).all())
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said, in one line: torch reports a full disk as a later error."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return _reason(next(iter(error.failures.values()))[0])
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return "a file is shorter than what was written" if "unexpected pos" in text else text
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -26,13 +27,18 @@ class Log:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Add one step."""
-        self._file.write(json.dumps(values) + "\n")
+        """Add one step; numbers that are not finite are null."""
+        known = {name: None if _is_nonfinite(value) else value for name, value in values.items()}
+        self._file.write(json.dumps(known) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Finish the file."""
         self._file.close()
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _step(line: bytes) -> float:
@@ -111,6 +117,8 @@ def line_of(values: Mapping[str, Any], steps: int, left: float) -> str:
         f"{values['tokens_per_second']:,.0f} tokens/s",
         f"padding {values['padding']:.1%}",
     ]
+    if values.get("skipped"):
+        parts.append("skipped")
     if values.get("imbalance/planned") is not None:
         parts.append(f"imbalance {values['imbalance/planned']:.3f}")
     if values.get("mfu") is not None:

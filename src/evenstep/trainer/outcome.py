@@ -10,8 +10,9 @@ class Outcome:
     """How a run ended.
 
     steps     steps of the whole run that are done
-    loss      the loss of the last step; None if no step was run
+    loss      the loss of the last step that was not skipped; None if no step was run
     stopped   whether a signal ended it before the last step
+    skipped   steps of the whole run that were skipped because they were not finite
     seconds   of this call
     saving    seconds of these that checkpoints took
     overhead  share of the time of steps, without checkpoints, that is neither forward, backward
@@ -21,6 +22,7 @@ class Outcome:
     steps: int
     loss: float | None
     stopped: bool
+    skipped: int
     seconds: float
     saving: float
     overhead: float | None

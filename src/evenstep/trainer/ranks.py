@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import torch
 
 from evenstep.core.world import World
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, EvenstepError, FileError, RankError
 from evenstep.train.collectives import Alone, Collective, Distributed
+
+T = TypeVar("T")
 
 _LONG = timedelta(days=2)  # reading a corpus takes longer than any exchange of a step
 
@@ -43,6 +49,77 @@ class Ranks:
         if self.world.size == 1:
             return flag
         return bool(self.collective.all_reduce_sum(torch.tensor(float(flag))).item())
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks."""
+        if self.slow is None:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        torch.distributed.all_gather_object(values, value, group=self.slow)
+        return values
+
+    def agree(self, failure: EvenstepError | None, kind: type[EvenstepError] = RankError) -> None:
+        """Raise on every rank if one has failed: its failure there, `kind` on the others."""
+        said = self.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for text in said:
+            if text is not None:
+                raise kind(text)
+
+
+@contextmanager
+def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of a folder until this one ends, in whatever way.
+
+    Rank 0 holds a lock on `run.lock`, which the system releases when the process ends or is killed,
+    so there are no stale ones.
+    """
+    lock: IO[str] | None = None
+    failure: EvenstepError | None = None
+    if ranks.first:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _locked(folder / "run.lock")
+        except EvenstepError as error:
+            failure = error
+        except OSError as error:
+            failure = FileError(
+                f"{folder} cannot be written ({error.strerror or error}). Set trainer.out to "
+                f"another folder."
+            )
+    try:
+        ranks.agree(failure)
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _locked(path: Path) -> IO[str]:
+    """The file, locked; it says who holds it, for other runs."""
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise FileError(
+            f"{path.parent} is in use by {holder}. Stop that run, or set trainer.out to another "
+            f"folder."
+        ) from None
+    except OSError as error:  # a file system without locks
+        warnings.warn(
+            f"{path.parent} cannot be locked ({error.strerror or error}): make sure that no other "
+            f"run uses it",
+            stacklevel=2,
+        )
+    file.truncate(0)
+    since = datetime.now(UTC).isoformat(" ", "seconds")
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+    file.flush()
+    return file
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evenstep.config.settings import Settings
+from evenstep.errors import MicroBatchError
 from evenstep.train.gathered import gathered
 from evenstep.train.result import StepResult
 from evenstep.train.watch import Watch
@@ -20,7 +21,7 @@ from evenstep.trainer.clock import Clock
 from evenstep.trainer.job import Job, job_of
 from evenstep.trainer.logs import Board, Line, Log
 from evenstep.trainer.outcome import Outcome
-from evenstep.trainer.ranks import Ranks, joined
+from evenstep.trainer.ranks import Ranks, joined, reserved
 from evenstep.trainer.signals import StopRequest
 from evenstep.trainer.state import State, prepared
 
@@ -36,7 +37,11 @@ def train(settings: Settings) -> Outcome:
         outcome = train(load_settings(Path("run.yaml")))
     """
     began, job = time.perf_counter(), job_of(settings)
-    with joined(settings.trainer.device) as ranks, StopRequest() as request:
+    with (
+        joined(settings.trainer.device) as ranks,
+        reserved(job.folder, ranks),
+        StopRequest() as request,
+    ):
         state = prepared(job, ranks)
         watched = Watch(timeout=_WATCH_S) if ranks.world.size > 1 else nullcontext()
         with watched:
@@ -46,22 +51,25 @@ def train(settings: Settings) -> Outcome:
 
 def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
     """The steps from the state's place on."""
-    done, loss, stopped = state.place.step, None, False
-    cursor, every = state.place.cursor, job.settings.trainer.save_every
+    done, cursor, skipped = state.place
+    loss, stopped, every = None, False, job.settings.trainer.save_every
     clock = Clock()
     remember(job, ranks, state)
     with writers(job, ranks, done) as write:
         for step in clock.each(state.stream):
             result = clock.run(state.runner, step)
-            clock.update(partial(update, job, state, done))
-            loss, cursor = result.loss, step.cursor.to_dict()
+            skipped += result.skipped
+            refuse_many(skipped, job)
+            clock.update(partial(update, job, state, done, result.skipped))
+            loss, cursor = loss if result.skipped else result.loss, step.cursor.to_dict()
             times = gathered(result, ranks.world, ranks.collective)
             write({"step": done, "epoch": step.epoch, **record(result, state.optimizer), **times})
             done += 1
             stopped = ranks.any(request.asked)
             if stopped or done % every == 0 or done == job.steps:
                 with clock.saving:
-                    state.checkpoints.save(Place(done, cursor), state.model, state.optimizer)
+                    place = Place(done, cursor, skipped)
+                    state.checkpoints.save(place, state.model, state.optimizer)
             clock.end()
             if stopped:
                 break
@@ -70,6 +78,7 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
         steps=done,
         loss=loss,
         stopped=ended,
+        skipped=skipped,
         seconds=0.0,
         saving=clock.saving.seconds,
         overhead=clock.overhead,
@@ -94,20 +103,35 @@ def remember(job: Job, ranks: Ranks, state: State) -> None:
     starts.close()
 
 
-def update(job: Job, state: State, done: int) -> None:
-    """Clip the gradient, set the learning rate and update the weights."""
+def refuse_many(skipped: int, job: Job) -> None:
+    """Raise if more steps of the run were skipped than may be."""
+    most = job.settings.trainer.max_skipped
+    if skipped > most:
+        raise MicroBatchError(
+            f"the loss or gradient of {skipped} steps of the run was not finite, more than "
+            f"trainer.max_skipped={most}. Lower optimizer.lr; trainer.on_nonfinite=stop names the "
+            f"samples of such a step."
+        )
+
+
+def update(job: Job, state: State, done: int, skipped: bool) -> None:
+    """Clip the gradient, set the learning rate and update the weights, unless the step was
+    skipped."""
     options = job.settings.optimizer
-    if options.clip is not None:
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), options.clip)
     for group in state.optimizer.param_groups:
         group["lr"] = options.rate(done, job.steps)
+    if skipped:
+        return
+    if options.clip is not None:
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), options.clip)
     state.optimizer.step()
     state.optimizer.zero_grad()
 
 
 def record(result: StepResult, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is logged of a step."""
-    return {"lr": optimizer.param_groups[0]["lr"], **result.to_dict()}
+    values = {"lr": optimizer.param_groups[0]["lr"], **result.to_dict()}
+    return {**values, "skipped": True} if result.skipped else values
 
 
 @contextmanager

@@ -47,9 +47,12 @@ def prepared(job: Job, ranks: Ranks) -> State:
     optimizer = adamw(model, settings.optimizer)
     checkpoints = Checkpoints(job.folder / "checkpoints", settings.trainer.keep, ranks)
     torch.manual_seed(settings.stream.seed + 1 + ranks.world.rank)  # dropout differs between ranks
-    newest, place = checkpoints.newest(), Place(0, None)
-    if newest is not None:
-        place = checkpoints.load(newest, model, optimizer)
+    place = checkpoints.resume(model, optimizer, settings.trainer.fall_back)
+    if place.step > job.steps:
+        raise ConfigError(
+            f"stream.max_num_steps is {job.steps}, but {place.step} steps are done in "
+            f"{job.folder}. Raise it, or set trainer.out to another folder."
+        )
     stream = PlannedStream(
         corpus,
         recipe,
@@ -69,6 +72,7 @@ def prepared(job: Job, ranks: Ranks) -> State:
         forward=forward_for(model, settings.trainer, ranks.device),
         device=ranks.device,
         cost=cost,
+        on_nonfinite="skip" if settings.trainer.on_nonfinite == "skip" else "raise",
         peak_flops=peak_flops(ranks.device, settings.trainer.precision),
     )
     return State(model, optimizer, runner, stream, place, checkpoints)
@@ -80,15 +84,12 @@ def tokenized(job: Job, ranks: Ranks) -> TokenFile:
     failure: EvenstepError | None = None
     if ranks.first:
         try:
-            job.folder.mkdir(parents=True, exist_ok=True)
             job.corpus.stored(path, reporter())
         except OSError as error:
             failure = FileError(f"{job.folder} cannot be written ({error.strerror or error}).")
         except EvenstepError as error:
             failure = error
-    if ranks.any(failure is not None):
-        raise failure or ConfigError("rank 0 cannot read the data; see its error.")
-    ranks.wait()
+    ranks.agree(failure)
     return job.corpus.stored(path)
 
 
