@@ -21,6 +21,10 @@ class FileError(EvenstepError):
     """A file is missing, damaged, truncated or of another format."""
 
 
+class NotInstalledError(EvenstepError, ModuleNotFoundError):
+    """A package that is needed is not installed."""
+
+
 class SampleError(EvenstepError):
     """A sample could not be read. Never treated as the end of the data."""
 

@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from evenstep.errors import NotInstalledError
+
 
 def exports(
     package: str, homes: Mapping[str, Sequence[str]], extra: str = ""
@@ -49,8 +51,8 @@ def need(module: str, *, extra: str, package: str) -> None:
         raise _missing(package, module, extra)
 
 
-def _missing(what: str, module: str, extra: str) -> ModuleNotFoundError:
-    return ModuleNotFoundError(
+def _missing(what: str, module: str, extra: str) -> NotInstalledError:
+    return NotInstalledError(
         f"{what} needs {module}, which is not installed. Run "
         f'pip install -e ".[{extra}]" in a checkout of evenstep.',
         name=module,

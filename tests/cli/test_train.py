@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,53 @@ def test_a_configuration_is_trained(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(losses(tmp_path / "run")) == 3
     assert main(["train", str(config), "--steps", "4"]) == 0
     assert "done after 4 steps, loss" in capsys.readouterr().out
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+
+sys.modules["torch"] = None  # as if it were not installed
+from evenstep.cli import main
+
+for line in Path("commands.txt").read_text().splitlines():
+    command = line.split()
+    print(main(command), *command, file=sys.stderr)
+"""
+COMMANDS = """
+lengths texts.jsonl --out lengths.npy
+lengths chats.jsonl --format chat --out chats.npy
+plan lengths.npy --max-tokens 512 --samples-per-step 6 --out saved.plan
+check saved.plan
+report saved.plan
+compare lengths.npy --max-tokens 512 --samples-per-step 6
+simulate lengths.npy --max-tokens 512 --model llama-3-8b --gpu h100
+config check run.yaml
+config show run.yaml
+"""
+
+
+def test_only_train_needs_torch_and_says_so(tmp_path: Path) -> None:
+    texts(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    commands = [*COMMANDS.strip().splitlines(), "train run.yaml"]
+    (tmp_path / "commands.txt").write_text("\n".join(commands))
+
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    said = ended.stderr.splitlines()
+    assert [f"0 {command}" for command in commands[:-1]] == [x for x in said if x[:2] == "0 "]
+    assert said[-2].startswith("error: evenstep train needs torch, which is not installed. Run pip")
+    assert said[-1] == "2 train run.yaml"
 
 
 def test_all_mistakes_are_listed_before_anything_runs(
