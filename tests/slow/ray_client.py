@@ -36,6 +36,10 @@ def call(port: int) -> None:
     print(torch.equal(tokens.float(), expected_tokens(batch, pad=-1)))
     sums = dispatcher.dispatch("sums", plan, batch).sequences()
     print(torch.equal(sums.float(), expected_sums(batch)))
+    dispatcher = RayDispatcher(dispatcher.workers, replace=lambda rank: worker.remote())
+    ray.kill(dispatcher.workers[1])
+    sums = dispatcher.dispatch("sums", plan, batch).sequences()
+    print(torch.equal(sums.float(), expected_sums(batch)))
 
 
 if __name__ == "__main__":

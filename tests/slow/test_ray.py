@@ -18,11 +18,11 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from evenstep import Packed, Recipe
+from evenstep import Packed, Recipe, World
 from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.ray import RayDispatcher
 from evenstep.integrations.ray_job import LARGE
-from evenstep.train import RolloutBatch
+from evenstep.train import RolloutBatch, RolloutPlan
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
 from tests.train.processes import free_port
 from tests.train.rollouts import make_rollouts, recipe_of
@@ -170,7 +170,7 @@ def test_a_client_of_a_cluster_can_dispatch() -> None:
     finally:
         server.communicate(timeout=30)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", "True"]
+    assert done.stdout.split() == ["True", "True", "True"]
 
 
 def test_an_actor_keeps_no_batch_after_the_call_even_if_it_keeps_the_plan(
@@ -211,6 +211,51 @@ def test_a_dead_worker_is_an_error_that_names_it_or_is_replaced_as_asked() -> No
     assert asked == [2, 1]
 
 
+def test_a_replacement_that_cannot_be_scheduled_is_an_error() -> None:
+    batch = batch_of(4)
+    plan = batch.plan(recipe_of("packed", dp=2))
+    mine = started(2)
+    ray.get([actor.pid.remote() for actor in mine])
+    ray.kill(mine[1])
+    asked: list[Any] = []
+
+    def replace(rank: int) -> Any:
+        asked.append(Worker.options(num_cpus=100).remote(0.0))  # more than the cluster has
+        return asked[-1]
+
+    dispatcher = RayDispatcher(mine, replace=replace, start_timeout=2.0)
+    with pytest.raises(RankError, match="the new actor of rank 1 has not started after 2 s"):
+        dispatcher.dispatch("sums", plan, batch)
+
+    assert len(asked) == 1
+    with pytest.raises(RayActorError):  # it does not wait for room any longer
+        ray.get(asked[0].pid.remote(), timeout=60)
+
+
+class Unmade:
+    def __init__(self) -> None:
+        raise ValueError("no weights")
+
+    def sums(self, plan: RolloutPlan, batch: RolloutBatch, world: World) -> None: ...
+
+
+def test_a_replacement_whose_constructor_fails_counts_as_an_attempt() -> None:
+    batch = batch_of(4)
+    plan = batch.plan(recipe_of("packed", dp=2))
+    mine = started(2)
+    ray.kill(mine[1])
+    asked: list[int] = []
+
+    def replace(rank: int) -> Any:
+        asked.append(rank)
+        return ray.remote(Unmade).options(num_cpus=0).remote()
+
+    dispatcher = RayDispatcher(mine, replace=replace, attempts=3)
+    with pytest.raises(RankError, match="the actors of rank 1 died 3 times in 'sums'"):
+        dispatcher.dispatch("sums", plan, batch)
+    assert asked == [1, 1]
+
+
 def test_an_exception_in_a_method_is_raised_and_not_tried_again(actors: list[Any]) -> None:
     def never(rank: int) -> Any:
         raise AssertionError(f"rank {rank} is replaced")
@@ -242,6 +287,10 @@ def test_what_cannot_be_dispatched_is_refused(actors: list[Any]) -> None:
         RayDispatcher([mine]).broadcast("scores")
     with pytest.raises(ConfigError, match="attempts has no effect without replace"):
         RayDispatcher([mine], attempts=2)
+    with pytest.raises(ConfigError, match="start_timeout has no effect without replace"):
+        RayDispatcher([mine], start_timeout=2.0)
+    with pytest.raises(ConfigError, match="start_timeout must be above 0, got -1"):
+        RayDispatcher([mine], replace=lambda rank: mine, start_timeout=-1)
     with pytest.raises(ConfigError, match="there are no workers"):
         RayDispatcher([])
 

@@ -7,7 +7,13 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import ray
-from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+)
 
 from evenstep.core.validate import whole_number
 from evenstep.core.world import World
@@ -24,6 +30,7 @@ Replace: TypeAlias = Callable[[int], Any]
 
 _LOST = (RayActorError, ObjectLostError, NodeDiedError)
 _ATTEMPTS = 3
+_START_S = 600.0  # also loads a large model
 
 
 class RayDispatcher:
@@ -40,25 +47,38 @@ class RayDispatcher:
     If a worker dies, `RankError` names it, and no result is returned. With `replace`, its share
     runs again on the actor that `replace(rank)` returns, up to `attempts` times (default 3); the
     results of the other workers are kept, and of each rank one result is used. The lost actor is
-    killed first, in case it can only not be reached. Workers that exchange tensors during a call
-    would wait for the lost one: leave `replace` out for those. An exception in a method is raised
-    here and not tried again; other workers may still be busy with the call.
+    killed first, in case it can only not be reached. If the new actor has not started after
+    `start_timeout` seconds (default 600), because no node has room for it or its constructor takes
+    longer, `RankError` says so. Workers that exchange tensors during a call would wait for the lost
+    one: leave `replace` out for those. An exception in a method is raised here and not tried again;
+    other workers may still be busy with the call.
 
     Leave `max_restarts` of the actors at 0. Ray would restart them by itself, in the state of
     their constructor.
     """
 
     def __init__(
-        self, workers: Sequence[Any], *, replace: Replace | None = None, attempts: int | None = None
+        self,
+        workers: Sequence[Any],
+        *,
+        replace: Replace | None = None,
+        attempts: int | None = None,
+        start_timeout: float | None = None,
     ) -> None:
         if not workers:
             raise ConfigError("there are no workers. Pass at least one actor.")
-        if replace is None and attempts is not None:
-            raise ConfigError("attempts has no effect without replace. Leave it out, or pass both.")
+        for name, value in (("attempts", attempts), ("start_timeout", start_timeout)):
+            if replace is None and value is not None:
+                raise ConfigError(
+                    f"{name} has no effect without replace. Leave it out, or pass both."
+                )
         self.workers = list(workers)
         """The actor of each rank; replaced ones are the new ones."""
         self._replace = replace
         self._attempts = whole_number("attempts", _ATTEMPTS if attempts is None else attempts)
+        self._start_timeout = _START_S if start_timeout is None else start_timeout
+        if not self._start_timeout > 0:
+            raise ConfigError(f"start_timeout must be above 0, got {start_timeout}.")
 
     @property
     def size(self) -> int:
@@ -130,7 +150,20 @@ class RayDispatcher:
             ) from error
         with suppress(Exception):
             ray.kill(self.workers[rank], no_restart=True)
-        self.workers[rank] = self._replace(rank)
+        actor = self._replace(rank)
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=self._start_timeout)
+        except GetTimeoutError:
+            with suppress(Exception):
+                ray.kill(actor, no_restart=True)
+            raise RankError(
+                f"the new actor of rank {rank} has not started after {self._start_timeout:g} s: no "
+                f"node has the resources that it asks for, or its constructor takes longer. Free "
+                f"resources, add a node, or raise start_timeout."
+            ) from error
+        except _LOST:
+            pass  # in its constructor; its share fails, which counts as an attempt
+        self.workers[rank] = actor
 
 
 def _is_lost(error: Exception) -> bool:
