@@ -13,6 +13,7 @@ from evenstep.core.layout import Layout
 from evenstep.integrations.huggingface import choose_layout, hf_kwargs, supports_packing
 from evenstep.tensors.batch import Batch
 from evenstep.testing import find_leaks
+from tests.integrations.loops import tiny_model
 from tests.integrations.models import SHAPE, build
 from tests.tensors.batches import VOCAB, batch_of
 
@@ -170,7 +171,7 @@ def test_packed_rows_have_boundaries_and_no_mask() -> None:
 
 def test_padded_rows_have_a_mask_and_no_boundaries() -> None:
     batch = batch_of([3, 2], "dynamic")
-    kwargs = hf_kwargs(batch, labels=True)
+    kwargs = hf_kwargs(batch, tiny_model(), labels=True)
     assert kwargs["attention_mask"].sum(1).tolist() == batch.seqlens[batch.seqlens > 0].tolist()
     assert "cu_seq_lens_q" not in kwargs
     assert torch.equal(kwargs["labels"], batch.unshifted_labels)

@@ -283,7 +283,7 @@ def accelerated(**changes: Any) -> StepLoader:
         MeasuredMapped(Samples(), lengths=LENGTHS, transform=without_name), recipe, world=world
     )
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    return accelerate_loader(accelerator, stream, **changes)
+    return accelerate_loader(accelerator, stream, **{"model": tiny_model(), **changes})
 
 
 def test_what_accelerate_cannot_run_is_refused() -> None:
@@ -291,6 +291,8 @@ def test_what_accelerate_cannot_run_is_refused() -> None:
         accelerated(collate_fn=list)
     with pytest.raises(ConfigError, match=r"world=World\(0, 1\)"):
         accelerated(world=World(1, 2))
+    with pytest.raises(ConfigError, match="needs model=model"):
+        accelerated(model=None)
     with pytest.raises(ConfigError, match="skip_steps"):
         next(iter(skip_first_batches(accelerated(), 2)))
 

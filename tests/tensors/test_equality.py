@@ -171,7 +171,7 @@ def test_the_loss_of_the_hugging_face_model_itself_is_that_of_our_labels() -> No
     samples = samples_of([5, 1, 9, 4])
     for name, recipe in RECIPES.items():
         for batch in batches_of(samples, recipe):
-            out = model(**hf_kwargs(batch, labels=True))
+            out = model(**hf_kwargs(batch, model, labels=True))
             ours = nn.functional.cross_entropy(
                 out.logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"
             )

@@ -71,6 +71,8 @@ def accelerate_loader(
     check_fingerprints(accelerator, stream)
     per_step = accelerator.gradient_accumulation_steps
     sampler = _OwnedSampler(stream, per_step=per_step, progress=progress)
+    if model is None and collate is None:
+        raise ConfigError("accelerate_loader needs model=model, or a `collate` of your own.")
     collate = HfCollate(model=model) if collate is None else collate
     loader = StepLoader(sampler, collate, accelerator, **options)
     accelerator.prepare_data_loader(loader)  # for save_state; the loader stays as it is

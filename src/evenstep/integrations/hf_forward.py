@@ -14,16 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 from evenstep.core.validate import one_of
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_kwargs import hf_kwargs, refuse_shard
-from evenstep.integrations.hf_model import core_of, traits_of
+from evenstep.integrations.hf_model import core_of, refuse_router_loss, traits_of
 from evenstep.integrations.packing_code import text_config
 from evenstep.integrations.padded_rows import PaddedRows
 from evenstep.integrations.supports import LONG, Support, judged_once
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses.head import Head
 from evenstep.tensors.masks import one_segment_per_row
+from evenstep.tensors.outputs import select_output
 from evenstep.train.forwards import register_forward, unwrapped
 
-Outputs: TypeAlias = Literal["logits", "hidden"]
+Outputs: TypeAlias = Literal["logits", "hidden", "router_logits"]
 Unsupported: TypeAlias = Literal["raise", "pad"]
 
 
@@ -33,15 +34,18 @@ def hf_forward(
     outputs: Outputs = "logits",
     temperature: float = 1.0,
     unsupported: Unsupported = "raise",
-) -> Callable[[Any, Batch], Tensor]:
+) -> Callable[[Any, Batch], Any]:
     """The `forward` of a Hugging Face model for `Runner`, `compute_log_probs` and other loops.
 
     Both use it by themselves if they are given such a model and no `forward`. At the first packed
     batch it checks `supports_packing`. The model may be in DDP, torch.compile, peft or fully_shard;
     the forward calls the wrapper that it is given, so that gradients are exchanged.
 
-    outputs      "logits", or "hidden" for the last hidden states, (rows, width, hidden size); see
-                 `hf_head`. Their logits are computed for one slot only, if the model can
+    outputs      "logits"; "hidden" for the last hidden states, (rows, width, hidden size), see
+                 `hf_head`, with logits of one slot only, if the model can; "router_logits" for a
+                 mixture of experts: a dict of `logits` and `router_logits`, (rows, width, layers,
+                 experts), for `load_balancing`. Without it, a model whose config says
+                 output_router_logits=True is refused in training
     temperature  what logits are divided by
     unsupported  for packed batches that the model does not support: "raise", or "pad", which warns
                  once and runs each segment in a row of its own. That takes more memory than the
@@ -59,20 +63,29 @@ def hf_forward(
             "temperature divides logits, but outputs='hidden' has none. Divide the logits that "
             "you compute from hidden states."
         )
-    run = _run_hidden if outputs == "hidden" else _run_logits
+    run = _RUNS[outputs]
 
-    def forward(model: Any, batch: Batch) -> Tensor:
+    def forward(model: Any, batch: Batch) -> Any:
         refuse_shard(batch)
+        if outputs != "router_logits" and torch.is_grad_enabled():
+            refuse_router_loss(
+                model,
+                "Pass forward=hf_forward(model, outputs='router_logits') and a second loss, "
+                "load_balancing",
+            )
         _check_attention(model)
         if isinstance(unwrapped(model), FSDPModule):
             # Its forwards communicate, so all ranks judge it now, packed batch or not.
             judged_once(unwrapped(model))
         if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
-            found = run(model, batch)
+            tensors = run(model, batch)
         else:
             rows = PaddedRows.of(batch)
-            found = rows.restore(run(model, rows.batch))
-        return found if temperature == 1.0 else found / temperature
+            padded = run(model, rows.batch)
+            tensors = {name: rows.restore(values) for name, values in padded.items()}
+        if temperature != 1.0:
+            tensors["logits"] = tensors["logits"] / temperature
+        return tensors if outputs == "router_logits" else tensors[outputs]
 
     return forward
 
@@ -115,8 +128,24 @@ def _check_head(model: Any, core: Any, head: Head) -> None:
 # Running ---------------------------------------------------------------------------------------
 
 
-def _run_logits(model: Any, batch: Batch) -> Tensor:
-    found = model(**hf_kwargs(batch, model))
+def _run_logits(model: Any, batch: Batch) -> dict[str, Tensor]:
+    return {"logits": _logits(model(**hf_kwargs(batch, model)), model, batch)}
+
+
+def _run_router(model: Any, batch: Batch) -> dict[str, Tensor]:
+    traits = traits_of(model)
+    taken = traits.takes_any or "output_router_logits" in traits.parameters
+    found = model(**hf_kwargs(batch, model), output_router_logits=True) if taken else None
+    if getattr(found, "router_logits", None) is None:
+        raise ConfigError(
+            f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
+            f"experts whose forward takes output_router_logits."
+        )
+    router_logits = select_output(found, "router_logits", batch.rows, batch.width)
+    return {"logits": _logits(found, model, batch), "router_logits": router_logits}
+
+
+def _logits(found: Any, model: Any, batch: Batch) -> Tensor:
     logits = getattr(found, "logits", None)
     if logits is None:
         raise ConfigError(
@@ -132,11 +161,18 @@ def _run_logits(model: Any, batch: Batch) -> Tensor:
     return logits
 
 
-def _run_hidden(model: Any, batch: Batch) -> Tensor:
+def _run_hidden(model: Any, batch: Batch) -> dict[str, Tensor]:
     kwargs = hf_kwargs(batch, model)
     if core_of(model).get_output_embeddings() is None:
-        return model(**kwargs).last_hidden_state
-    return _hidden_and_logits(model, kwargs)[0]
+        return {"hidden": model(**kwargs).last_hidden_state}
+    return {"hidden": _hidden_and_logits(model, kwargs)[0]}
+
+
+_RUNS: dict[Outputs, Callable[[Any, Batch], dict[str, Tensor]]] = {
+    "logits": _run_logits,
+    "hidden": _run_hidden,
+    "router_logits": _run_router,
+}
 
 
 def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:

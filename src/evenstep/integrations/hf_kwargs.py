@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
-from evenstep.integrations.hf_model import Traits, core_of, traits_of
+from evenstep.integrations.hf_model import Traits, core_of, refuse_router_loss, traits_of
 from evenstep.integrations.rope import rope_planes
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
@@ -36,7 +36,9 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
     `hf_forward` passes the model.
 
     With `labels=True`, the model computes its own loss, as a sum over the labels
-    (`num_items_in_batch` is 1): what `Runner` takes, and 0 for a micro-batch without labels.
+    (`num_items_in_batch` is 1): what `Runner` takes, and 0 for a micro-batch without labels. It
+    needs `model`: one whose loss is not such a sum is refused, also for the load-balancing loss
+    that `output_router_logits=True` adds to it.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors import Collator
@@ -68,7 +70,10 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
         kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = batch.cu_seqlens
         kwargs["max_length_q"] = kwargs["max_length_k"] = batch.max_seqlen
     if labels:
-        kwargs |= _loss_inputs(batch, traits)
+        kwargs |= loss_inputs(batch, model)
+        refuse_router_loss(
+            model, "Use `hf_forward(model, outputs='router_logits')` with the loss load_balancing"
+        )
     return kwargs if traits is None else traits.accepted(kwargs)
 
 
@@ -187,12 +192,18 @@ def _counted(batch: Batch, real: Tensor, padding: int) -> Tensor:
 # The call --------------------------------------------------------------------------------------
 
 
-def _loss_inputs(batch: Batch, traits: Traits | None) -> dict[str, Any]:
+def loss_inputs(batch: Batch, model: Any) -> dict[str, Any]:
     """Labels, and what makes the model's loss a sum. `shift_labels` also has the labels of a split
     sample that are in its next segment."""
-    if traits is not None and not traits.sums_loss:
+    if model is None:
         raise ConfigError(
-            f"{traits.name} computes a mean over the labels of a micro-batch, which is "
+            "labels=True needs the model, because not every model's loss is a sum over labels. "
+            "Pass hf_kwargs(batch, model, labels=True), HfCollate(model=model) or "
+            "accelerate_loader(..., model=model)."
+        )
+    if not traits_of(model).sums_loss:
+        raise ConfigError(
+            f"{traits_of(model).name} computes a mean over the labels of a micro-batch, which is "
             f"NaN without labels and not the loss of a step. Use its logits with cross_entropy()."
         )
     return {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from evenstep.errors import ConfigError
 from evenstep.integrations.rope import (
     RopeLimit,
     rope_axes,
@@ -72,6 +73,24 @@ def traits_of(model: Any) -> Traits:
     if core not in _KNOWN:
         _KNOWN[core] = _read(core)
     return _KNOWN[core]
+
+
+def adds_router_loss(model: Any) -> bool:
+    """Whether the config asks for the load-balancing loss of a mixture of experts, which the model
+    adds to its own loss."""
+    config: Any = getattr(core_of(model), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(config, "output_router_logits", False))
+
+
+def refuse_router_loss(model: Any, remedy: str) -> None:
+    """Raise if `adds_router_loss`: a product of means over a micro-batch depends on the plan."""
+    if adds_router_loss(model):
+        raise ConfigError(
+            f"the config of {type(core_of(model)).__name__} has output_router_logits=True, but its "
+            f"load-balancing loss of a micro-batch is not a part of that of the step. {remedy}, or "
+            f"set model.config.output_router_logits=False to train without it."
+        )
 
 
 def _read(core: Any) -> Traits:

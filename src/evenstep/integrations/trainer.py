@@ -30,6 +30,8 @@ from evenstep.errors import ConfigError
 from evenstep.integrations.accelerate import check_accelerator, check_fingerprints
 from evenstep.integrations.endless_batches import EndlessBatches
 from evenstep.integrations.hf_collate import HfCollate
+from evenstep.integrations.hf_model import adds_router_loss
+from evenstep.integrations.hf_router import BATCH, RouterCollate, RouterLoss
 from evenstep.integrations.saved_position import has_position, read_position, write_position
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
 from evenstep.integrations.supports import judged_once
@@ -71,6 +73,7 @@ class EvenstepMixin:
     # Of the trainer that this is mixed into.
     args: Any
     model: Any
+    model_wrapped: Any
     accelerator: Any
     train_dataset: Any
 
@@ -92,6 +95,7 @@ class EvenstepMixin:
         self.step_sampler: StepSampler | None = None
         self.batches: EndlessBatches | None = None
         self._resumed: Any = None
+        self._router: RouterLoss | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
         """Train as the trainer does; it skips no data on resume if the dataset has no length."""
@@ -133,7 +137,7 @@ class EvenstepMixin:
             PartDataset(sampler),
             device=self.accelerator.device,
             batch_sampler=sampler,
-            collate_fn=_Inputs(HfCollate(model=self.model, collate=self._collate)),
+            collate_fn=_Inputs(self._collator()),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
@@ -145,9 +149,25 @@ class EvenstepMixin:
         are none, because the loss is divided by it."""
         found = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
         batches, labels = found
+        if self._router is not None and batches:
+            self._router.count(self.model_wrapped, [inputs[BATCH] for inputs in batches])
         return batches, labels.clamp(min=1) if torch.is_tensor(labels) else labels
 
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """The loss of a micro-batch, with its part of the load-balancing loss of the step."""
+        if self._router is None or BATCH not in inputs:
+            return super().compute_loss(model, inputs, *arguments, **options)  # type: ignore[misc]
+        with self._router.in_step(inputs.pop(BATCH)):
+            return super().compute_loss(model, inputs, *arguments, **options)  # type: ignore[misc]
+
     # The stream --------------------------------------------------------------------------------
+
+    def _collator(self) -> HfCollate:
+        """Makes the inputs. TRL sets `aux_loss_enabled`, and adds the loss itself."""
+        kind = HfCollate
+        if adds_router_loss(self.model) or getattr(self, "aux_loss_enabled", False):
+            self._router, kind = RouterLoss(self.model), RouterCollate
+        return kind(model=self.model, collate=self._collate)
 
     def _stream(self) -> PlannedStream:
         recipe, per_step = self.recipe, self.args.gradient_accumulation_steps
@@ -188,7 +208,7 @@ class EvenstepMixin:
         args = self.args
         batches = EndlessBatches(
             stream,
-            HfCollate(model=self.model, collate=self._collate),
+            self._collator(),
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
