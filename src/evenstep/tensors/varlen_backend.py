@@ -14,6 +14,7 @@ exp(sink - lse') and the value 0: d_sink = -sum(exp(sink - lse') * rowsum(d_out 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -23,10 +24,8 @@ from torch.nn import functional
 
 from evenstep.tensors.attention_call import Backend, Call
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch < 2.10
-    varlen_attn = None
+# Its import takes a second: it imports the compiler.
+_IN_TORCH = find_spec("torch.nn.attention.varlen") is not None  # not in torch < 2.10
 
 LARGEST = 256
 """Largest head dimension of the kernels."""
@@ -228,7 +227,7 @@ def _refuses(call: Call) -> str | None:
     if not call.q.is_cuda:
         compiled = torch.compiler.is_compiling()
         return None if compiled else f"supports CUDA only, not {call.q.device.type}"
-    if varlen_attn is None:
+    if not _IN_TORCH:
         return f"is not part of torch {torch.__version__}"
     if call.q.dtype not in (torch.bfloat16, torch.float16):
         return f"supports bfloat16 and float16 only, not {call.q.dtype}"
