@@ -35,7 +35,7 @@ def pipe(path: Path, content: bytes) -> Iterator[None]:
     writer = threading.Thread(target=path.write_bytes, args=[content], daemon=True)
     writer.start()
     yield
-    writer.join(30)
+    writer.join(300)
     assert not writer.is_alive()
 
 

@@ -26,7 +26,7 @@ pytestmark = [
 KILLS = 60
 MICRO_BATCHES = 16  # most that a run writes before it is killed
 PAUSE = 0.002
-PATIENCE = 60.0
+PATIENCE = 300.0
 
 
 class Zygote:

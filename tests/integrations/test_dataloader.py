@@ -514,12 +514,12 @@ def interrupted(child: subprocess.Popen[str]) -> str:
     for _ in range(4):
         child.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
-            return child.communicate(timeout=15)[1]
+            return child.communicate(timeout=60)[1]
     raise AssertionError("the process goes on")
 
 
 def wait_for_end_of(processes: list[int]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while alive := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"{alive} still run"
         time.sleep(0.02)
@@ -553,7 +553,7 @@ def test_processes_of_uneven_ranks_end_together(tmp_path: Path) -> None:
 def _no_worker_is_left() -> Iterator[None]:
     before = set(multiprocessing.active_children())
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while set(multiprocessing.active_children()) - before:
         gc.collect()
         assert time.monotonic() < deadline, "workers are still there"

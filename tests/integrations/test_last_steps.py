@@ -33,9 +33,9 @@ class Threads:
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         self._held[rank] = value
-        self._barrier.wait(60)
+        self._barrier.wait(300)
         found = list(self._held)
-        self._barrier.wait(60)
+        self._barrier.wait(300)
         return found
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:

@@ -114,7 +114,7 @@ assert Step not in ForkingPickler._extra_reducers
 parcel.register()
 assert Step in ForkingPickler._extra_reducers
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 @pytest.mark.parametrize(

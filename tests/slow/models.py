@@ -39,7 +39,7 @@ def on_ranks() -> dict[str, dict[str, float]]:
     found = {}
     for name in ARCHITECTURES:
         with tempfile.TemporaryDirectory() as folder:
-            ranks = results_of(2, errors_on_ranks, Path(folder), name, IMPLEMENTATIONS, limit=600.0)
+            ranks = results_of(2, errors_on_ranks, Path(folder), name, IMPLEMENTATIONS)
         found[name] = {key: errors["single norm"] for key, errors in ranks[0]["errors"].items()}
         print(name, found[name], flush=True)
     return found

@@ -17,7 +17,7 @@ NO_SDPA = {"gpt_oss"}
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_steps_on_two_ranks_are_exact(name: str, tmp_path: Path) -> None:
-    for found in results_of(2, errors_on_ranks, tmp_path, name, IMPLEMENTATIONS, limit=600.0):
+    for found in results_of(2, errors_on_ranks, tmp_path, name, IMPLEMENTATIONS):
         errors = found["errors"]
         assert len(errors) == len(WRAPPERS) * (1 if name in NO_SDPA else len(IMPLEMENTATIONS))
         for error in errors.values():

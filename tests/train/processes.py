@@ -18,6 +18,9 @@ from torch import distributed
 # Children are forked from a process that has imported these, not from pytest and its threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.train.preloaded"])
+PATIENCE = 900.0
+"""Seconds after which processes that should end by themselves count as hung: they take seconds, but
+minutes on a machine whose load is ten times its cores, or where kernels are compiled first."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ def run_processes(
     function: Callable[..., Any],
     folder: Path,
     *arguments: Any,
-    limit: float = 90.0,
+    limit: float = PATIENCE,
     store: str = "file",
     lingers: int | None = None,
 ) -> list[Ended]:

@@ -24,7 +24,7 @@ from evenstep.train.runner import Runner, run_step
 from tests.train.running import Plan, run_plan, samples_of, steps_of
 from tests.train.steps import COLLATOR, LIMIT, model_of
 
-TIMEOUT = 20.0  # seconds after which a test fails as hanging
+TIMEOUT = 300.0  # seconds after which a test fails as hanging
 WORK = samples_of([LIMIT] * 6, masked=0.0)
 
 

@@ -13,16 +13,15 @@ from torch import distributed
 from evenstep.errors import ConfigError, RankError
 from evenstep.train.watch import Watch, _is_consequence
 from tests.train import on_ranks
-from tests.train.processes import Ended, run_processes
+from tests.train.processes import PATIENCE, Ended, run_processes
 from tests.train.running import samples_of
 
 SAMPLES = samples_of([8, 7, 1, 3, 8, 2, 5, 4, 6], seed=3).samples
-LIMIT = 45.0  # seconds after which a process counts as hanging
 
 
 def ended(size: int, folder: Path, who: int, fate: str, wrap: str = "ddp") -> list[Ended]:
     return run_processes(
-        size, on_ranks.watched, folder / "ranks", SAMPLES, who, fate, wrap, limit=LIMIT, store="tcp"
+        size, on_ranks.watched, folder / "ranks", SAMPLES, who, fate, wrap, store="tcp"
     )
 
 
@@ -58,7 +57,7 @@ def test_a_rank_that_is_killed_is_named(size: int, who: int, tmp_path: Path) -> 
 def test_ranks_blocked_in_a_collective_exit(who: int, tmp_path: Path) -> None:
     found = run_processes(
         3, on_ranks.watched, tmp_path / "ranks", SAMPLES, who, "lingers",
-        limit=LIMIT, store="tcp", lingers=who,
+        store="tcp", lingers=who,
     )  # fmt: skip
     for rank, end in enumerate(found):
         if rank == who:
@@ -83,7 +82,7 @@ def watching() -> bool:
 
 
 def wait_forever() -> None:
-    until = time.monotonic() + LIMIT
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         time.sleep(0.001)
 

@@ -77,7 +77,7 @@ def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path: Path) -> None:
     process = start(out, data, 2, **options)
     _wait_for_steps(out, process, 3)
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
 
     assert len(complete(out / "checkpoints")) == 1
     finish(start(out, data, 1, **options))
@@ -89,7 +89,7 @@ def _wait_for_steps(out: Path, process: object, more: int) -> None:
     """Until the log has `more` steps than now, or the process has ended."""
     log = out / "log.jsonl"
     before = len(log.read_text().splitlines()) if log.exists() else 0
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     first: int | None = None
     while time.monotonic() < deadline and process.poll() is None:  # type: ignore[attr-defined]
         now = len(log.read_text().splitlines()) if log.exists() else 0
