@@ -28,7 +28,7 @@ from tests.compat import fast_llm_steps
 from tests.compat.fast_llm_steps import LOSSES, Cut, Document, on_rank, run
 from tests.examples import examples
 from tests.train.processes import results_of
-from tests.train.steps import VOCABULARY, distance, gradient_of, model_of
+from tests.train.steps import VOCABULARY, Gradient, distance, gradient_of, model_of
 
 ALL = ["nll", "z", "documents", "ahead", "drift"]
 
@@ -56,7 +56,7 @@ def cut_of(documents: list[Document], ranks: int, count: int, seed: int) -> Cut:
     return cut
 
 
-def giant(documents: list[Document], names: list[str]) -> tuple[dict[str, float], int, Tensor]:
+def giant(documents: list[Document], names: list[str]) -> tuple[dict[str, float], int, Gradient]:
     """All documents as one micro-batch."""
     model = model_of()
     return (*run(model, [documents], names), gradient_of(model))

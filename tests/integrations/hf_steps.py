@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evenstep import Recipe, make_plan
 from evenstep.tensors import Batch, Collator, cross_entropy
+from evenstep.testing.gradients import errors_of_parameters
 from evenstep.train import Runner
 from tests.tensors.batches import samples_of
 
@@ -44,10 +45,11 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of a gradient, relative to the largest gradient."""
-    scale = max(float(grad.abs().max()) for grad in expected.values())
-    zero = torch.zeros(())
+    """The largest difference of a parameter's gradient, relative to its own largest entry."""
+    both = {**expected, **found}
     return max(
-        float((found.get(name, zero) - expected.get(name, zero)).abs().max())
-        for name in found.keys() | expected.keys()
-    ) / scale  # fmt: skip
+        errors_of_parameters(
+            *({name: each.get(name, torch.zeros_like(both[name])) for name in both}
+              for each in (found, expected))
+        ).values()
+    )  # fmt: skip

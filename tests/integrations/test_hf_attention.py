@@ -45,7 +45,7 @@ def test_every_layout_is_exact(kind: str) -> None:
         use_attention(model)
         found = together(model, batch, **hf_kwargs(batch))
         assert found[0].isfinite().all()
-        assert max(errors(batch, found, expected)) < 1e-6, layout
+        assert max(errors(batch, found, expected)) < 1e-5, layout
 
 
 def to_the_left(batch: Batch, values: Tensor, fill: Any = 0) -> Tensor:
@@ -129,7 +129,7 @@ def test_training_with_gradient_checkpointing_is_the_same() -> None:
         expected = together(model, batch, **hf_kwargs(batch))
         model.gradient_checkpointing_enable()
         found = together(model, batch, **hf_kwargs(batch))
-        assert max(errors(batch, found, expected)) < 1e-6
+        assert max(errors(batch, found, expected)) < 1e-5
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_a_compiled_model_is_one_graph_and_exact(kind: str) -> None:
         expected = together(model, batch, **hf_kwargs(batch))
         found = together(compiled, batch, **hf_kwargs(batch))
         assert counter.frame_count == 1
-        assert max(errors(batch, found, expected)) < 1e-6
+        assert max(errors(batch, found, expected)) < 1e-5
     torch._dynamo.reset()
 
 

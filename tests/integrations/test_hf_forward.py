@@ -276,7 +276,7 @@ def test_a_decoder_that_counts_positions_from_its_padding_token_is_exact(kind: s
     options = SMALL | {"intermediate_size": 48, "initializer_range": 0.2, "pad_token_id": 1}
     model = build(kind, "sdpa", **options, is_decoder=True)
     found = step_gradient(model, batches_for(LENGTHS, PADDED))
-    assert furthest(found, gradient_alone(model, LENGTHS)) <= 1e-6
+    assert furthest(found, gradient_alone(model, LENGTHS)) <= 1e-5
 
 
 # Padding -----------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from evenstep.demo.decoder import Block
 from evenstep.tensors.losses import cross_entropy
 from evenstep.train.collectives import Distributed
 from evenstep.train.runner import Runner
-from tests.train.on_ranks import Samples, _work, decoder, gradient, wrapped
+from tests.train.on_ranks import Samples, _work, decoder, wrapped
 from tests.train.running import Plan, steps_of
-from tests.train.steps import COLLATOR, LIMIT
+from tests.train.steps import COLLATOR, LIMIT, Gradient, gradient_of
 
 KINDS = ("forward", "model", "loss", "memory", "backward", "interrupt")
 
@@ -43,8 +43,8 @@ class Failed:
     error: str
     untouched: bool
     """Whether `.grad` and the parameters are those from before the step."""
-    gradient: Tensor
-    expected: Tensor
+    gradient: Gradient
+    expected: Gradient
     """The gradient of the same step before anything failed."""
 
 
@@ -143,7 +143,7 @@ def _failed(
     for known, step in steps.items():
         model.zero_grad()
         runner.run(step)
-        expected[known] = gradient(model)
+        expected[known] = gradient_of(model)
     for key, case in cases.items():
         if len(set(case.at)) > 1:
             runner.run(steps[case.known])  # DDP rebuilds its buckets in the second step
@@ -155,12 +155,12 @@ def _failed(
             error = _error_of(runner, steps[case.known])
         trap.arm("")
         same = [p is q for p, q in zip(parameters, model.parameters(), strict=True)]
-        untouched = all(same) and bool((gradient(model) == 0.5).all())
+        untouched = all(same) and bool((gradient_of(model).flat == 0.5).all())
         for parameter in model.parameters():
             parameter.grad = None
         distributed.barrier()
         runner.run(steps[case.known])
-        found[key] = Failed(error, untouched, gradient(model), expected[case.known])
+        found[key] = Failed(error, untouched, gradient_of(model), expected[case.known])
     return found
 
 

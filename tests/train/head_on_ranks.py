@@ -15,9 +15,9 @@ from evenstep.errors import EvenstepError
 from evenstep.tensors.losses import Head, cross_entropy
 from evenstep.train.collectives import Distributed
 from evenstep.train.runner import Runner
-from tests.train.on_ranks import Samples, gradient, wrapped
+from tests.train.on_ranks import Samples, wrapped
 from tests.train.running import Plan, steps_of
-from tests.train.steps import COLLATOR, LIMIT, SHAPE, Work
+from tests.train.steps import COLLATOR, LIMIT, SHAPE, Gradient, Work, gradient_of
 
 
 class Headless(Decoder):
@@ -38,12 +38,12 @@ def headless() -> Headless:
     return model
 
 
-def run_headless(rank: int, size: int, samples: Samples) -> dict[str, tuple[float, Tensor] | str]:
+def run_headless(rank: int, size: int, samples: Samples) -> dict[str, tuple[float, Gradient] | str]:
     """(loss, gradient) of a step for each way to wrap, or the error."""
     no_plan: Any = None
     plan = Plan("planned", Packed(max_tokens=LIMIT), dp=size)
     step = steps_of(plan, Work(no_plan, samples))[rank]
-    found: dict[str, tuple[float, Tensor] | str] = {}
+    found: dict[str, tuple[float, Gradient] | str] = {}
     for how in ("plain", "ddp", "fsdp", "sharded head"):
         model = headless()
         head = model.head
@@ -55,7 +55,7 @@ def run_headless(rank: int, size: int, samples: Samples) -> dict[str, tuple[floa
         runner = Runner(model=whole, loss=loss, collective=ranks, collate=COLLATOR)
         try:
             result = runner.run(step).reduce(ranks)
-            found[how] = (result.loss, gradient(whole))
+            found[how] = (result.loss, gradient_of(whole))
         except EvenstepError as error:
             found[how] = str(error)
     return found

@@ -38,6 +38,7 @@ from evenstep.train.runner import Loss, LossFunction, Runner
 from tests.train.steps import (
     COLLATOR,
     LIMIT,
+    Gradient,
     Work,
     by_definition,
     gradient_of,
@@ -182,7 +183,7 @@ def definition(name: str, model: Any, work: Work, steps: Sequence[Step | list[Ba
     return by_definition(name, model, SimpleNamespace(plan=plan, samples=work.samples))  # type: ignore[arg-type]
 
 
-def expected(name: str, model: Any, work: Work, steps: Sequence[Any]) -> tuple[float, Tensor]:
+def expected(name: str, model: Any, work: Work, steps: Sequence[Any]) -> tuple[float, Gradient]:
     """(loss, gradient) by definition."""
     model.zero_grad()
     loss = definition(name, model, work, steps)
@@ -243,7 +244,7 @@ class Ran:
     """The result, gradient and reductions of one rank."""
 
     result: StepResult
-    gradient: Tensor
+    gradient: Gradient
     calls: list[int]
 
 

@@ -16,16 +16,16 @@ from evenstep.tensors.losses import cross_entropy
 from evenstep.train.collectives import Distributed
 from evenstep.train.runner import Loss, Runner
 from tests.train.failing import _wrap
-from tests.train.on_ranks import Samples, _work, decoder, gradient, run_fed
+from tests.train.on_ranks import Samples, _work, decoder, run_fed
 from tests.train.running import Plan, steps_of
-from tests.train.steps import COLLATOR, LIMIT, NORMALIZATIONS, SHAPE
+from tests.train.steps import COLLATOR, LIMIT, NORMALIZATIONS, SHAPE, Gradient, gradient_of
 
 
 @dataclass(frozen=True)
 class Ran:
     """What a rank has after a step."""
 
-    gradient: Tensor
+    gradient: Gradient
     norm: float = 0.0
     loss: float = 0.0
     skipped: bool = False
@@ -41,10 +41,10 @@ def _run(model: Any, rank: int, samples: Samples, known: bool = False, **options
     try:
         result = Runner(model=model, collective=ranks, **options).run(step).reduce(ranks)
     except Exception as error:
-        return Ran(gradient(model), error=f"{type(error).__name__}: {error}")
+        return Ran(gradient_of(model), error=f"{type(error).__name__}: {error}")
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     norm = result.grad_norm
-    return Ran(gradient(model), norm, result.loss, result.skipped, missing=missing)
+    return Ran(gradient_of(model), norm, result.loss, result.skipped, missing=missing)
 
 
 # Wrappers that are bypassed -----------------------------------------------------------------------
@@ -122,7 +122,7 @@ def denominators(
         model = _wrap(decoder(torch.float64), wrap, size)
         share = list(range(len(samples)))[rank * 6 : 6 + rank * 6]
         result = run_fed(model, Distributed(), _work(samples), share, loss=several(names))
-        found[f"{wrap}, fed"] = Ran(gradient(model), result.grad_norm, result.loss)
+        found[f"{wrap}, fed"] = Ran(gradient_of(model), result.grad_norm, result.loss)
     return found
 
 
@@ -168,7 +168,7 @@ def scaled(rank: int, size: int, samples: Samples, wraps: list[str]) -> dict[str
         amp = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         ran = _run(model, rank, samples, scaler=amp)
         amp.unscale_(optimizer)
-        good = Ran(gradient(model), ran.norm, error=ran.error)
+        good = Ran(gradient_of(model), ran.norm, error=ran.error)
         amp.step(optimizer)
         amp.update()
         scales = [amp.get_scale()]

@@ -20,6 +20,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.extras import Extra
 from evenstep.tensors.losses import cross_entropy
+from evenstep.testing.gradients import errors_of_parameters
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
@@ -151,16 +152,46 @@ def model_of(seed: int = 0) -> Decoder:
     return model
 
 
-def gradient_of(model: Decoder) -> Tensor:
-    """All gradients, concatenated."""
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
-    )
+class Gradient(dict[str, Tensor]):
+    """The gradient of each parameter by name; zeros for parameters without one."""
+
+    def __add__(self, other: Gradient | float) -> Gradient:
+        if isinstance(other, Gradient):
+            return Gradient({name: each + other[name] for name, each in self.items()})
+        return Gradient({name: each + other for name, each in self.items()})
+
+    __radd__ = __add__  # of sum
+
+    def __rmul__(self, factor: float) -> Gradient:
+        return Gradient({name: factor * each for name, each in self.items()})
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([each.flatten() for each in self.values()])
+
+    def norm(self) -> float:
+        return float(self.flat.norm())
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+_WRAPPERS = ("_checkpoint_wrapped_module.", "module.", "_orig_mod.", "model.")
+
+
+def gradient_of(model: Any) -> Gradient:
+    """Whole gradients, under the names that parameters have without wrappers."""
+    gradients = Gradient()
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        gradients[name] = whole.detach().clone()
+    return gradients
+
+
+def distance(found: Gradient, expected: Gradient) -> float:
+    """The largest difference of a parameter's gradient, relative to its own largest entry."""
+    assert found.keys() == expected.keys()
+    return max(errors_of_parameters(found, expected).values())
 
 
 # By definition ----------------------------------------------------------------------------------
@@ -221,10 +252,10 @@ def run_step(
     model: Decoder,
     work: Work,
     wrap: Callable[[Collective], Collective] = lambda ranks: ranks,
-) -> list[tuple[LossValues, Tensor]]:
+) -> list[tuple[LossValues, Gradient]]:
     """Per rank, the result and the gradient, averaged over ranks as by DDP."""
 
-    def rank(ranks: Collective) -> tuple[LossValues, Tensor]:
+    def rank(ranks: Collective) -> tuple[LossValues, Gradient]:
         own, collective = copy.deepcopy(model), wrap(ranks)
         parameters = list(own.parameters())
         separate = SeparateGradients(parameters) if step_loss.separate else None

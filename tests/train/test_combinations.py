@@ -36,7 +36,7 @@ from evenstep.train.runner import Runner
 from tests.examples import examples
 from tests.train.on_ranks import Small, feeding
 from tests.train.running import Context, samples_of
-from tests.train.steps import COLLATOR, LIMIT, distance, gradient_of, model_of
+from tests.train.steps import COLLATOR, LIMIT, Gradient, distance, gradient_of, model_of
 from tests.train.test_memory import without_group_tokens
 
 Kind = Literal["planned", "loaded", "pooled", "fed"]
@@ -182,7 +182,7 @@ def by_definition(
     samples: list[dict[str, Any]],
     segments: set[tuple[int, int, int, int]],
     normalization: Normalization,
-) -> tuple[float, Tensor]:
+) -> tuple[float, Gradient]:
     """(loss, gradient) of these segments, one at a time."""
     grouped = isinstance(normalization, GroupMean)
     by_sample: dict[int, list[Tensor]] = {}  # or by group
@@ -279,7 +279,7 @@ class Ran:
     """What a rank found."""
 
     loss: float
-    gradient: Tensor
+    gradient: Gradient
     segments: set[tuple[int, int, int, int]]
     kept: dict[int, Tensor]
     """The losses of the tokens of each sample."""

@@ -22,7 +22,16 @@ from evenstep.train.step_loss import Mode
 from tests.examples import examples
 from tests.train.on_ranks import Small, run_fed
 from tests.train.running import Plan, expected, plans, run_plan, samples_of, steps_of, worlds
-from tests.train.steps import COLLATOR, LIMIT, NORMALIZATIONS, Work, distance, gradient_of, model_of
+from tests.train.steps import (
+    COLLATOR,
+    LIMIT,
+    NORMALIZATIONS,
+    Gradient,
+    Work,
+    distance,
+    gradient_of,
+    model_of,
+)
 
 MODES: list[Mode | None] = [None, "counted", "deferred"]
 
@@ -35,10 +44,12 @@ def losses_of(names: list[str]) -> dict[str, Loss]:
     }
 
 
-def by_definition(names: list[str], model: Any, work: Work, steps: Any) -> tuple[float, Tensor]:
+def by_definition(names: list[str], model: Any, work: Work, steps: Any) -> tuple[float, Gradient]:
     parts = [expected(name, model, work, steps) for name in names]
     loss = sum(2.0**-at * part[0] for at, part in enumerate(parts))
-    return loss, sum(2.0**-at * part[1] for at, part in enumerate(parts))
+    gradient = sum(2.0**-at * part[1] for at, part in enumerate(parts))
+    assert isinstance(gradient, Gradient)
+    return loss, gradient
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -56,7 +67,7 @@ def test_any_number_of_denominators_is_exact_in_any_plan(
     for each in run_plan(plan, steps, model, losses_of(names), mode=mode):
         assert distance(each.gradient, gradient) < 1e-12
         assert each.result.loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
-        assert each.result.grad_norm == pytest.approx(float(gradient.norm()), rel=1e-9, abs=1e-15)
+        assert each.result.grad_norm == pytest.approx(gradient.norm(), rel=1e-9, abs=1e-15)
 
 
 @examples(6)

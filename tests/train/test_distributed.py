@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from evenstep import Packed, Padded
 from evenstep.tensors.losses import cross_entropy
@@ -16,7 +15,7 @@ from tests.train import on_ranks
 from tests.train.on_ranks import Case, Outcome
 from tests.train.processes import results_of
 from tests.train.running import Plan, expected, samples_of, scores_alone, steps_of
-from tests.train.steps import LIMIT, NORMALIZATIONS, distance, gradient_of
+from tests.train.steps import LIMIT, NORMALIZATIONS, Gradient, distance, gradient_of
 
 WORK = samples_of([8, 7, 1, 3, 8, 2, 5, 4, 6], seed=3)
 PACKED = Packed(max_tokens=LIMIT)
@@ -24,7 +23,7 @@ EXCHANGES = {"plain": 0, "ddp": 1, "fsdp": 2}
 GIANT = Plan("batches", Packed(max_tokens=999))
 
 
-def giant(name: str = "token mean", dtype: torch.dtype = torch.float64) -> tuple[float, Tensor]:
+def giant(name: str = "token mean", dtype: torch.dtype = torch.float64) -> tuple[float, Gradient]:
     """(loss, gradient) of one process that runs all samples as one batch."""
     model = on_ranks.decoder(dtype)
     batches = steps_of(GIANT, WORK)[0]

@@ -20,7 +20,7 @@ ERRORS = {"memory": "MicroBatchError", "interrupt": "KeyboardInterrupt"}
 
 
 def check(cases: dict[str, dict[str, Failing]], folder: Path) -> None:
-    ran = results_of(2, failing.failed, folder, cases, WORK.samples, limit=500.0)
+    ran = results_of(2, failing.failed, folder, cases, WORK.samples)
     for rank, found in enumerate(ran):
         for wrap, those in cases.items():
             for key, case in those.items():

@@ -24,7 +24,7 @@ from evenstep.train.watch import Watch
 from tests.examples import examples
 from tests.train.on_ranks import feeding, run_fed
 from tests.train.running import Plan, expected, samples_of, steps_of, worlds
-from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of
+from tests.train.steps import COLLATOR, LIMIT, Gradient, Work, distance, gradient_of, model_of
 from tests.train.test_lazy import TIMEOUT, prefetching
 
 GIANT = Plan("batches", Packed(max_tokens=999))
@@ -47,7 +47,7 @@ def test_ranks_that_are_fed_unequal_numbers_have_the_exact_gradient(
     model = model_of()
     loss, gradient = expected("token mean", model, work, steps_of(GIANT, work))
 
-    def rank(ranks: Collective) -> tuple[Any, Tensor]:
+    def rank(ranks: Collective) -> tuple[Any, Gradient]:
         own = copy.deepcopy(model)
         result = run_fed(
             own, ranks, work, shares[ranks.rank], prefetch=prefetch, lock_step=lock_step
@@ -96,7 +96,7 @@ def test_a_rank_runs_everything_while_another_has_no_sample_yet() -> None:
     model, done = model_of(), threading.Event()
     _, gradient = expected("token mean", model, work, steps_of(GIANT, work))
 
-    def rank(ranks: Collective) -> Tensor:
+    def rank(ranks: Collective) -> Gradient:
         own, feed, ran = copy.deepcopy(model), Feed(recipe()), list[int]()
 
         def forward(model: Any, batch: Any) -> Tensor:

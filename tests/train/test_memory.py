@@ -32,6 +32,7 @@ from tests.train.steps import (
     COLLATOR,
     LIMIT,
     NORMALIZATIONS,
+    Gradient,
     Work,
     distance,
     gradient_of,
@@ -51,7 +52,7 @@ def run(
 ) -> Any:
     model, steps = model_of(), steps_of(plan, work, known)
 
-    def rank(ranks: Collective) -> tuple[Any, Tensor]:
+    def rank(ranks: Collective) -> tuple[Any, Gradient]:
         own = Small(copy.deepcopy(model), most, where)
         runner = Runner(
             model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR, on_memory="split",
@@ -250,7 +251,7 @@ def test_splitting_keeps_groups_of_a_micro_batch_together(
     model = model_of()
     loss, gradient = expected(normalization, model, work, steps)
 
-    def rank(ranks: Collective) -> tuple[list[set[int]], float, Tensor] | str:
+    def rank(ranks: Collective) -> tuple[list[set[int]], float, Gradient] | str:
         own, seen = Small(copy.deepcopy(model), most, "forward"), list[set[int]]()
 
         def forward(model: Any, batch: Any) -> Tensor:

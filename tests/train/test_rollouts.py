@@ -21,7 +21,7 @@ from evenstep.train import RolloutBatch, Runner, compute_log_probs
 from evenstep.train.collectives import Collective
 from tests.examples import examples
 from tests.train.rollouts import LONGEST, WAYS, WIDTH, Rollouts, make_rollouts, recipe_of, rollouts
-from tests.train.steps import distance, gradient_of, model_of
+from tests.train.steps import Gradient, distance, gradient_of, model_of
 
 ways = st.sampled_from(sorted(WAYS))
 
@@ -76,7 +76,7 @@ def test_losses_and_gradients_of_steps_are_those_of_one_padded_batch(
     recipe = recipe_of(way, dp=size, samples=samples)
     plan, first = batch.plan(recipe, epochs=2, seed=seed), model_of()
 
-    def rank(ranks: Collective) -> list[tuple[float, Tensor]]:
+    def rank(ranks: Collective) -> list[tuple[float, Gradient]]:
         model, found = copy.deepcopy(first), []
         mine = batch.select(plan.rows_of(ranks.rank))
         loss = policy_gradient()
@@ -212,7 +212,7 @@ def test_only_empty_rows_are_a_step_without_loss() -> None:
         result = runner.run(step)
         assert result.empty
         assert result.loss == 0
-        assert float(gradient_of(model).abs().max()) == 0
+        assert float(gradient_of(model).flat.abs().max()) == 0
     (step, *_) = plan.steps(batch)
     found = batch.restore_tokens(compute_log_probs(model, batch, recipe_of("packed")))
     assert torch.equal(found, torch.zeros((3, WIDTH), dtype=torch.float64))

@@ -37,7 +37,16 @@ from tests.train.running import (
     steps_of,
     worlds,
 )
-from tests.train.steps import COLLATOR, LIMIT, NORMALIZATIONS, Work, distance, gradient_of, model_of
+from tests.train.steps import (
+    COLLATOR,
+    LIMIT,
+    NORMALIZATIONS,
+    Gradient,
+    Work,
+    distance,
+    gradient_of,
+    model_of,
+)
 
 
 def check(name: str, plan: Plan, work: Work, mode: Mode | None, known: bool = False) -> list[Ran]:
@@ -84,7 +93,7 @@ def test_two_plans_agree_in_single_precision(
     one, other = (
         run_plan(plan, steps_of(plan, work, known), model)[0].gradient for plan in (first, second)
     )
-    assert one.dtype == torch.float32
+    assert one.flat.dtype == torch.float32
     assert distance(one, other) < 1e-6
 
 
@@ -130,7 +139,7 @@ def test_a_step_without_labels_is_empty_with_zero_gradients(name: str, known: bo
     for dp in (1, 4):  # four ranks have at least one empty micro-batch
         plan = Plan("planned", Packed(max_tokens=LIMIT), dp=dp)
         for each in check(name, plan, work, None, known):
-            assert not each.gradient.any()
+            assert not each.gradient.flat.any()
             assert each.result.loss == 0.0
             assert each.result.empty
 
@@ -216,7 +225,7 @@ def test_losses_of_their_own_denominators_work_where_all_are_known() -> None:
     parts = {name: expected(names[name], model, work, steps) for name in losses}
     for each in run_plan(plan, steps, model, losses):
         gradient = sum(losses[name].weight * part[1] for name, part in parts.items())
-        assert isinstance(gradient, Tensor)
+        assert isinstance(gradient, Gradient)
         assert distance(each.gradient, gradient) < 1e-12
 
 
@@ -326,7 +335,7 @@ def test_gradients_of_earlier_steps_are_added_to_and_nothing_else(dp: int, known
     steps = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=dp), work, known)
     _, gradient = expected("token mean", model, work, steps)
 
-    def rank(ranks: Collective) -> tuple[Tensor, bool]:
+    def rank(ranks: Collective) -> tuple[Gradient, bool]:
         own = copy.deepcopy(model)
         runner = Runner(model=own, loss=cross_entropy(), collective=ranks, collate=COLLATOR)
         for parameter in own.parameters():

@@ -21,6 +21,9 @@ LAYOUTS = {
     "packed, 5 samples": Recipe(layout=Packed(samples=5)),
 }
 """What `assert_same_gradient` compares by default; none depends on lengths."""
+_LEAST = 0.01
+"""Gradients below this share of the model's largest one are compared with this share of it: those
+that are zero but for rounding have no scale of their own."""
 
 
 class GradientError(EvenstepError, AssertionError):
@@ -36,7 +39,8 @@ def assert_same_gradient(
 ) -> None:
     """Run one step of your trainer in several layouts and compare the gradients that it leaves.
 
-    Raises a `GradientError` that names the layout and the parameter that differs most, or the
+    Each parameter is judged by itself: a wrong gradient of a small one is not hidden by the norm of
+    all. Raises a `GradientError` that names the layout and the parameter that differs most, or the
     factor if all parameters differ by the same one. Clears `.grad`.
 
     run        trains one step on always the same samples, laid out by the recipe, up to but without
@@ -44,7 +48,8 @@ def assert_same_gradient(
     model      has the gradients in `.grad` of its parameters
     recipes    by name; the first is the one that others are compared with (default: one sample per
                micro-batch; padded; packed twice)
-    tolerance  differences up to this, relative to the largest gradient, count as rounding
+    tolerance  differences up to this, relative to the largest entry of the parameter's gradient,
+               count as rounding
 
     >>> from evenstep import PlannedStream
     >>> from evenstep.demo import Decoder, DecoderShape
@@ -60,59 +65,70 @@ def assert_same_gradient(
     if len(found) < 2:
         raise InputError(f"expected two or more recipes, got {len(found)}.")
     first, *others = found
-    scale = max((float(g.abs().max()) for g in found[first].values()), default=0.0)
-    if not scale:
+    if not any(bool(gradient.any()) for gradient in found[first].values()):
         raise InputError(
             f"run left no gradient in the model's parameters ({first}). Let it call backward, and "
             f"not zero_grad."
         )
     again = _gradients(run, model, (recipes or LAYOUTS)[first])
-    if _distance(again, found[first])[0] > tolerance * scale:
+    if max(errors_of_parameters(again, found[first]).values()) > tolerance:
         raise InputError(
             f"two runs with the same recipe ({first}) differ. Use the same samples, do not update "
             f"weights, and turn off randomness, for example with model.eval()."
         )
     for name in others:
-        if _distance(found[name], found[first])[0] > tolerance * scale:
-            raise GradientError(_difference(name, first, found, tolerance * scale))
+        if max(errors_of_parameters(found[name], found[first]).values()) > tolerance:
+            raise GradientError(_difference(name, first, found, tolerance))
+
+
+def errors_of_parameters(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """By parameter, the largest difference of its gradient, relative to the largest entry of the
+    expected one; infinite if anything is not finite.
+
+    >>> one, other = {"a": torch.tensor([4.0, 1.0])}, {"a": torch.tensor([4.0, 2.0])}
+    >>> errors_of_parameters(one, other)
+    {'a': 0.25}
+    """
+    scales = {name: _largest(gradient) for name, gradient in expected.items()}
+    least = max(_LEAST * max(scales.values()), 1e-30)
+    return {
+        name: _largest(found[name] - gradient) / max(scales[name], least)
+        for name, gradient in expected.items()
+    }
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max().nan_to_num(torch.inf)) if values.numel() else 0.0
 
 
 def _gradients(run: Callable[[Recipe], Any], model: nn.Module, recipe: Recipe) -> Gradients:
     """What a run leaves in `.grad`; zeros for parameters without a gradient."""
     model.zero_grad(set_to_none=True)
     run(recipe)
-    found = {
+    gradients = {
         name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().clone()
         for name, p in model.named_parameters()
         if p.requires_grad
     }
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
-def _distance(one: Gradients, other: Gradients) -> tuple[float, str]:
-    """The largest difference, and its parameter; NaN counts as infinite."""
-    distances = {
-        name: float((one[name] - other[name]).abs().max().nan_to_num(torch.inf)) for name in one
-    }
-    worst = max(distances, key=distances.__getitem__)
-    return distances[worst], worst
-
-
-def _difference(name: str, first: str, found: Mapping[str, Gradients], allowed: float) -> str:
+def _difference(name: str, first: str, found: Mapping[str, Gradients], tolerance: float) -> str:
     one, other = found[name], found[first]
     product, square = (sum(float((g[n] * other[n]).sum()) for n in other) for g in (one, other))
     factor = product / square
     scaled = {n: gradient * factor for n, gradient in other.items()}
-    if _distance(one, scaled)[0] <= allowed:
+    if max(errors_of_parameters(one, scaled).values()) <= tolerance:
         return (
             f"the gradient of {name!r} is {factor:.3g} times that of {first!r}. Divide the loss of "
             f"a step by one number for all of its micro-batches."
         )
-    by, worst = _distance(one, other)
-    share = by / max(float(gradient.abs().max()) for gradient in other.values())
+    errors = errors_of_parameters(one, other)
+    worst = max(errors, key=errors.__getitem__)
     return (
-        f"the gradient of {name!r} differs from that of {first!r}, most in {worst}: by {share:.1e} "
-        f"of the largest gradient. Sum the losses of tokens over the step and divide once, by the "
-        f"number of loss tokens of the step; then look for leaks between segments (find_leaks)."
+        f"the gradient of {name!r} differs from that of {first!r}, most in {worst}: by "
+        f"{errors[worst]:.1e} of its largest entry. Sum the losses of tokens over the step and "
+        f"divide once, by the number of loss tokens of the step; then look for leaks between "
+        f"segments (find_leaks)."
     )
