@@ -104,6 +104,18 @@ def test_a_step_has_the_same_gradient_in_any_layout(tmp_path: Path) -> None:
         np.testing.assert_allclose(mine, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("run", [run_trainer, run_accelerate])
+def test_autocast_around_a_run_casts_weights_again_after_an_update(
+    tmp_path: Path, run: Any
+) -> None:
+    found = []
+    for cached in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            found.append(run(tmp_path, "packed", epochs=1, save_steps=100))
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["parameters"] == found[1]["parameters"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["trainer", "accelerate"])
 def test_a_run_goes_on_exactly_after_its_processes_died(tmp_path: Path, run: str) -> None:

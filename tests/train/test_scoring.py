@@ -16,13 +16,14 @@ from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import Head
+from evenstep.tensors.losses import Head, cross_entropy
 from evenstep.testing.ranks import run_ranks
 from evenstep.train.collectives import Collective
+from evenstep.train.runner import Runner
 from evenstep.train.scoring import compute_log_probs
 from tests.examples import examples
 from tests.train.running import LAYOUTS, samples_of, scores_alone, worlds
-from tests.train.steps import COLLATOR, LIMIT, Work, model_of
+from tests.train.steps import COLLATOR, LIMIT, Work, gradient_of, model_of
 from tests.train.test_lazy import prefetching
 
 
@@ -95,6 +96,35 @@ def test_no_samples_have_no_scores_and_ranks_must_match_the_recipe() -> None:
             model_of(), samples_of([3]).samples,
             Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=2)),
         )  # fmt: skip
+
+
+def test_one_autocast_scores_weights_as_they_are_after_an_update() -> None:
+    work, model = samples_of([LIMIT] * 6), model_of().float()
+    recipe = Recipe(layout=Packed(max_tokens=LIMIT))
+    batches = [COLLATOR(micro, work.samples) for micro in make_plan([LIMIT] * 6, recipe)[0, 0]]
+    seen: list[Tensor] = []
+
+    def preprocess(batch: Any) -> Any:
+        seen.append(model(batch))
+        return batch
+
+    runner = Runner(model=model, loss=cross_entropy(), preprocess=preprocess)
+    found = []
+    for cached in (True, False):
+        seen.clear()
+        own = []
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            for factor in (2.0, 0.5):
+                own += compute_log_probs(model, work.samples, recipe, collate=COLLATOR)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(factor)
+                model.zero_grad()
+                runner.run(batches)
+        found.append(
+            torch.cat([*(each.flatten() for each in (*own, *seen)), gradient_of(model).flat])
+        )
+    assert torch.equal(*found)
 
 
 def test_a_forward_that_fails_leaves_no_thread_and_gradients_on() -> None:

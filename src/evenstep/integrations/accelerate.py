@@ -189,6 +189,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
                 last = number == len(step)
                 self.end_of_dataloader = ended and last
                 self._now = state if last else self._now
+                torch.clear_autocast_cache()  # casts of weights before the last update
                 yield {**each, "num_items_in_batch": labels}
             step = []
 

@@ -160,6 +160,11 @@ class EvenstepMixin:
         with self._router.in_step(inputs.pop(BATCH)):
             return super().compute_loss(model, inputs, *arguments, **options)  # type: ignore[misc]
 
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """One micro-batch, also if autocast is around the whole run."""
+        torch.clear_autocast_cache()  # casts of weights before the last update
+        return super().training_step(*arguments, **options)  # type: ignore[misc]
+
     # The stream --------------------------------------------------------------------------------
 
     def _collator(self) -> HfCollate:

@@ -33,6 +33,7 @@ from evenstep.train.step_checks import (
     check_groups_whole,
     check_labels,
     check_none_skipped,
+    check_shards,
     extremes,
     extremes_of,
     extremes_of_scale,
@@ -83,6 +84,8 @@ class Attempt:
             constant=power_of_two(budget) if budget else 1.0,
             separate=separate,
         )
+        if sums:
+            check_shards(runner.model.named_parameters(), ranks)
         parameters = list(runner.model.parameters())
         return Backward(self.framework, parameters, step_loss, ranks, sums, runner.scaler)
 
@@ -300,6 +303,7 @@ class Attempt:
     def _preprocessed(self, batch: Batch) -> Batch:
         if self.runner.preprocess is None:
             return batch
+        torch.clear_autocast_cache()  # casts of weights before the last update
         with self.compute, torch.no_grad():
             return self.runner.preprocess(batch)
 
@@ -324,6 +328,10 @@ class Attempt:
         amounts: Mapping[str, Tensor],
     ) -> None:
         assert self.runner.forward is not None
+        # An autocast around the step keeps the casts of weights. Their part of the graph would be
+        # older than this micro-batch, so that fully_shard reduces gradients before they have
+        # arrived, and their values those of before the last update.
+        torch.clear_autocast_cache()
         outputs = self.runner.forward(self.runner.model, shard)
         terms = LossTerms.of(self.losses, outputs, batch, self.runner.shard or _whole)
         amounts = {**amounts, **terms.divisors}

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.errors import ConfigError
 from evenstep.train.collectives import Collective
+from evenstep.train.gradients import local_tensor
 
 _BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
 
@@ -195,13 +196,18 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
     A sparse gradient (`nn.Embedding(sparse=True)`) is reduced as a dense one and made sparse again:
     row 1 on one rank and row 3 on another -> rows 1 and 3 on both. On a rank without a gradient
     the result is dense.
+
+    Of a tensor-parallel parameter, each rank sums its shard with those of the same part on other
+    data-parallel ranks.
     """
     if collective.size == 1:
         return
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if not parameters:
         return
-    used = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
+    first = parameters[0]
+    flags = [float(parameter.grad is not None) for parameter in parameters]
+    used = torch.tensor(flags, dtype=first.dtype, device=first.device)
     missing = any(parameter.grad is None for parameter in parameters)
     sparse: list[tuple[Tensor, int]] = []
     for parameter in parameters:
@@ -210,7 +216,10 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
         elif parameter.grad.is_sparse:
             sparse.append((parameter, parameter.grad.sparse_dim()))
             parameter.grad = parameter.grad.to_dense()
-    for bucket in _buckets([used, *(parameter.grad for parameter in parameters)]):
+        placements = getattr(parameter, "placements", None)
+        if placements is not None and parameter.grad.placements != placements:
+            parameter.grad = parameter.grad.redistribute(placements=placements)
+    for bucket in _buckets([used, *(local_tensor(parameter.grad) for parameter in parameters)]):
         _sum_bucket(bucket, collective)
     for parameter, dimensions in sparse:
         parameter.grad = parameter.grad.to_sparse(dimensions)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
+def local_tensor(gradient: Any) -> Tensor:
+    """The values on this rank: the shard of a DTensor, or a plain tensor itself."""
+    shard: Tensor = getattr(gradient, "_local_tensor", gradient)
+    return shard
+
+
 def rescale(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients by `factor` in place; a factor of 0 sets them to zero."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
     if factor == 0.0:

@@ -20,6 +20,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.per_sequence import Sums
 from evenstep.train.collectives import Collective
 from evenstep.train.gradient_norm import square_of
+from evenstep.train.gradients import local_tensor
 
 _PLACES = ("the loss", "the gradient of the model's outputs", "the gradient of the parameters")
 _SHOWN = 6  # samples named per rank
@@ -76,7 +77,7 @@ class Suspects:
 
     def gradients(self, gradients: Iterable[Tensor]) -> None:
         """Record the norm of the gradients so far, exchanged or not."""
-        self._traces[-1].square = square_of(getattr(g, "_local_tensor", g) for g in gradients)
+        self._traces[-1].square = square_of(map(local_tensor, gradients))
 
     def source(self, collective: Collective, count: int | None) -> str:
         """Where the first non-finite number of all ranks appeared, for an error message.

@@ -133,7 +133,10 @@ class _Scorer:
             _evaluating(self.model),
             closing(iter(Prefetch(self._batches(items), self.prefetch))) as prepared,
         ):
-            return [self._scores(batch) for batch in prepared]
+            torch.clear_autocast_cache()  # casts of weights before the last update
+            scores = [self._scores(batch) for batch in prepared]
+        torch.clear_autocast_cache()  # casts without a gradient
+        return scores
 
     def _batches(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> Iterator[Batch]:
         for item in items:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -13,7 +13,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Collective
+from evenstep.train.collectives import Collective, Distributed
 from evenstep.train.normalization import Custom, GroupMean, SequenceMean
 from evenstep.train.step_loss import StepLoss
 from evenstep.train.tile_values import group_ids
@@ -148,6 +148,22 @@ def check_collective(ranks: int, collective: Collective) -> None:
             f"the step is shared by {ranks} ranks, but the runner's collective has one rank, so "
             f"gradients are not summed. Pass collective=Distributed()."
         )
+
+
+def check_shards(named: Iterable[tuple[str, Any]], collective: Collective) -> None:
+    """Raise if the collective would sum gradients of different shards of a parameter."""
+    if not isinstance(collective, Distributed):
+        return
+    ranks = set(torch.distributed.get_process_group_ranks(collective.group))
+    for name, parameter in named:
+        mesh = getattr(parameter, "device_mesh", None)
+        sharded_over = [] if mesh is None else mesh.mesh.flatten().tolist()
+        if len(ranks.intersection(sharded_over)) > 1:
+            raise ConfigError(
+                f"the parameter {name!r} is divided between ranks {sharded_over}, but the "
+                f"collective sums gradients over ranks {sorted(ranks)}. Pass "
+                f"collective=Distributed(group) with the group of data-parallel ranks."
+            )
 
 
 def check_fingerprints(fingerprint: str, collective: Collective) -> None:
