@@ -199,25 +199,29 @@ def test_autocast_around_steps_has_the_gradient_of_each_parameter(tmp_path: Path
     check([Case(wrapper) for wrapper in WRAPPERS], tmp_path)
 
 
-def refused(rank: int, size: int, samples: list[Any]) -> str:
-    """The error of a runner that would sum different shards of a parameter."""
-    case = Case("tp")
-    model, ranks = wrapped(case)
-    runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
-    try:
-        runner.run(batches_of(case, samples)[ranks.rank])
-    except ConfigError as error:
-        return str(error)
-    return ""
+def refused(rank: int, size: int, samples: list[Any]) -> tuple[str, str]:
+    """The errors of runners whose collectives have other ranks than the data-parallel ones."""
+    errors = []
+    both = init_device_mesh("cpu", (2, TENSOR_PARALLEL), mesh_dim_names=("dp", "tp"))
+    for wrapper, group in (("tp", None), ("fsdp x tp", both["tp"].get_group())):
+        case = Case(wrapper)
+        model, ranks = wrapped(case)
+        runner = Runner(model=model, loss=cross_entropy(), collective=Distributed(group))
+        with pytest.raises(ConfigError) as caught:
+            runner.run(batches_of(case, samples)[ranks.rank])
+        errors.append(str(caught.value))
+    return errors[0], errors[1]
 
 
 @pytest.mark.slow
-def test_a_collective_that_sums_different_shards_is_refused(tmp_path: Path) -> None:
+def test_a_collective_of_other_ranks_is_refused(tmp_path: Path) -> None:
     samples = samples_of(LENGTHS, seed=3, masked=0.0).samples
-    for rank, error in enumerate(results_of(PROCESSES, refused, tmp_path, samples)):
+    for rank, (plain, sharded) in enumerate(results_of(PROCESSES, refused, tmp_path, samples)):
         shards = [0, 1] if rank < TENSOR_PARALLEL else [2, 3]
-        assert f"'blocks.0.attention.query.weight' is divided between ranks {shards}" in error
-        assert "over ranks [0, 1, 2, 3]. Pass collective=Distributed(group)" in error
+        assert f"'blocks.0.attention.query.weight' is divided between ranks {shards}" in plain
+        assert "over ranks [0, 1, 2, 3]. Pass collective=Distributed(group)" in plain
+        peers = [0, 2] if rank % 2 == 0 else [1, 3]
+        assert f"between ranks {peers}, but the collective has ranks {shards}" in sharded
 
 
 @pytest.mark.slow

@@ -1,13 +1,17 @@
 """What a runner refuses before anything runs."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from evenstep import Packed, PlannedStream, Recipe
 from evenstep.demo import Decoder, DecoderShape
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import cross_entropy
-from evenstep.train import Loss, Runner, TokenMean
+from evenstep.train import Loss, Runner, TokenMean, compute_log_probs
 
 MODEL = Decoder(DecoderShape(vocab=9))
 
@@ -25,6 +29,54 @@ def test_a_loss_that_was_not_called_is_refused() -> None:
     }
     with pytest.raises(ConfigError, match="the loss 'second' does not take"):
         Runner(model=MODEL, loss=losses)
+
+
+@pytest.mark.parametrize(("token", "shown"), [(9, 9), (-1, -1), (10**6, 1_000_000)])
+def test_a_token_outside_the_vocabulary_is_named_with_its_sample(token: int, shown: int) -> None:
+    samples = [{"input_ids": [1, 2, 8]}, {"input_ids": [0, 3]}, {"input_ids": [4, token, 5]}]
+    recipe = Recipe(layout=Packed(max_tokens=8))
+    step = next(iter(PlannedStream(samples, recipe)))
+    said = rf"sample 2 has the token id {shown}, but the model's vocabulary has 9 tokens \(0 to 8\)"
+    runner = Runner(model=MODEL, loss=cross_entropy())
+    with pytest.raises(InputError, match=said) as caught:
+        runner.run(step)
+    assert "in micro-batch 0 of 1 of step 0 on rank 0" in caught.value.__notes__[0]
+    with pytest.raises(InputError, match=said):
+        compute_log_probs(MODEL, samples, recipe)
+    small = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )  # fmt: skip
+    with pytest.raises(InputError, match=said):
+        Runner(model=small, loss=cross_entropy()).run(step)
+
+
+def test_tokens_that_a_model_replaces_itself_may_be_outside_its_vocabulary() -> None:
+    class Replacing(Decoder):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(replace(batch, tokens=batch.tokens.clamp(max=8)))
+
+    samples = [{"input_ids": [1, 99, 3], "labels": [-100, -100, 3]}]
+    step = next(iter(PlannedStream(samples, Recipe(layout=Packed(max_tokens=8)))))
+    assert Runner(model=Replacing(MODEL.shape), loss=cross_entropy()).run(step).finite
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    step = next(iter(PlannedStream([{"input_ids": [1, 2]}], Recipe(layout=Packed(max_tokens=4)))))
+    frozen = Decoder(DecoderShape(vocab=9)).requires_grad_(False)
+    with pytest.raises(
+        ConfigError, match=r"all parameters of the model are frozen.*requires_grad_"
+    ):
+        Runner(model=frozen, loss=cross_entropy()).run(step)
+    detached = Runner(
+        model=MODEL, loss=cross_entropy(), forward=lambda model, batch: model(batch).detach()
+    )
+    with pytest.raises(ConfigError, match="Do not detach the outputs"):
+        detached.run(step)
+    frozen.norm.requires_grad_()
+    assert Runner(model=frozen, loss=cross_entropy()).run(step).finite
 
 
 def test_a_step_without_gradients_is_refused() -> None:

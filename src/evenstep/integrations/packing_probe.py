@@ -205,3 +205,4 @@ def _undisturbed(model: Any) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
+        torch.clear_autocast_cache()  # casts without a gradient

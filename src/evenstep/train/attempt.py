@@ -29,6 +29,7 @@ from evenstep.train.normalization import ByLoss
 from evenstep.train.prefetch import Prefetch
 from evenstep.train.result import StepResult, Timings
 from evenstep.train.step_checks import (
+    TokenIds,
     check_counts,
     check_groups_whole,
     check_labels,
@@ -61,6 +62,7 @@ class Attempt:
         self.ages: list[float] = []
         self.groups: set[int] = set()  # counted by GroupMean on this rank
         self.fed: MicroBatch | None = None  # being prepared
+        self.token_ids = TokenIds(runner.model)
         self.bundles: list[Bundle] = []
         self.backward = self._make_backward()
         self.suspects = Suspects() if runner.on_nonfinite else None
@@ -174,6 +176,7 @@ class Attempt:
         check_groups_whole(batch, self.step_loss, self.groups, split)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
+        self.token_ids.note(batch)
         real = batch.sample_ids >= 0
         ids = batch.sample_ids[real].cpu().numpy()
         ready = Ready(
@@ -286,8 +289,11 @@ class Attempt:
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # its frames keep the memory alive
         except Exception as error:
+            explained = self.token_ids.explain(error)
             with suppress(Exception):
-                error.add_note(f"in {self._where(ready)}")
+                (explained or error).add_note(f"in {self._where(ready)}")
+            if explained is not None:
+                raise explained from error
             raise
         if self.runner.on_memory == "split":
             self._agree(failure, ready)

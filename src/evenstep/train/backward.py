@@ -16,7 +16,7 @@ from evenstep.train.gradient_norm import square_share
 from evenstep.train.gradients import SeparateGradients
 from evenstep.train.recovery import held_gradients
 from evenstep.train.result import SQUARE
-from evenstep.train.step_checks import check_constants
+from evenstep.train.step_checks import check_constants, check_trainable
 from evenstep.train.step_loss import LossValues, StepLoss
 from evenstep.train.stopwatch import Stopwatch
 
@@ -50,9 +50,13 @@ class Backward:
     def run(self, sums: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
         """The backward of a micro-batch."""
         if self.separate is None:
-            self._scaled(self.step_loss.objective(sums, scales)).backward()
+            objective = self.step_loss.objective(sums, scales)
+            check_trainable(objective, self.parameters)
+            self._scaled(objective).backward()
             return
         objectives = self.step_loss.objectives(sums, scales)
+        for objective in objectives.values():
+            check_trainable(objective, self.parameters)
         self.separate.backward({name: self._scaled(each) for name, each in objectives.items()})
 
     def gradients(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.errors import ConfigError
-from evenstep.train.collectives import Collective
+from evenstep.train.collectives import Collective, Distributed
 from evenstep.train.gradients import local_tensor
 
 _BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
@@ -74,6 +74,15 @@ class Framework:
                 f"{size}. Pass collective=Distributed(group) with the group of all data- and "
                 f"context-parallel ranks."
             )
+        peers = _fsdp_peers(self.model) if self.kind == "fsdp" else set()
+        if peers and isinstance(collective, Distributed):
+            others = set(torch.distributed.get_process_group_ranks(collective.group))
+            if others != peers:
+                raise ConfigError(
+                    f"the model exchanges gradients between ranks {sorted(peers)}, but the "
+                    f"collective has ranks {sorted(others)}. Pass collective=Distributed(group) "
+                    f"with the group of fully_shard's mesh."
+                )
         return size if self.divided_by is None else self.divided_by
 
     @property
@@ -155,6 +164,15 @@ def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
         )
     ranks, factor = found.pop() if found else (1, None)
     return ranks, int(factor) if factor else None
+
+
+def _fsdp_peers(model: Any) -> set[int]:
+    """The ranks that exchange gradients with this one, itself included."""
+    return {
+        rank
+        for group in fsdp_groups(model)
+        for rank in group.mesh_info.mesh.mesh.flatten().tolist()
+    }
 
 
 def _refuse_unsharded(model: Any) -> None:

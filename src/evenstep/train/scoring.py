@@ -28,6 +28,7 @@ from evenstep.train.collectives import Alone, Collective
 from evenstep.train.forwards import Forward, forward_of
 from evenstep.train.framework import device_of
 from evenstep.train.prefetch import Prefetch
+from evenstep.train.step_checks import TokenIds
 
 
 class SampleSequence(Protocol):
@@ -128,19 +129,29 @@ class _Scorer:
 
     def results(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> list[Tensor]:
         """The scores of each micro-batch, (rows, width) or (rows, width, 2)."""
+        token_ids = TokenIds(self.model)
         with (
             torch.no_grad(),
             _evaluating(self.model),
-            closing(iter(Prefetch(self._batches(items), self.prefetch))) as prepared,
+            closing(iter(Prefetch(self._batches(items, token_ids), self.prefetch))) as prepared,
         ):
             torch.clear_autocast_cache()  # casts of weights before the last update
-            scores = [self._scores(batch) for batch in prepared]
+            try:
+                scores = [self._scores(batch) for batch in prepared]
+            except Exception as error:
+                explained = token_ids.explain(error)
+                if explained is not None:
+                    raise explained from error
+                raise
         torch.clear_autocast_cache()  # casts without a gradient
         return scores
 
-    def _batches(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> Iterator[Batch]:
+    def _batches(
+        self, items: Iterable[tuple[MicroBatch, Any] | Batch], token_ids: TokenIds
+    ) -> Iterator[Batch]:
         for item in items:
             batch = item if isinstance(item, Batch) else self.collate(*item)
+            token_ids.note(batch)
             yield batch if self.device is None else batch.to(self.device, non_blocking=True)
 
     def _scores(self, batch: Batch) -> Tensor:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective, Distributed
+from evenstep.train.forwards import unwrapped
 from evenstep.train.normalization import Custom, GroupMean, SequenceMean
 from evenstep.train.step_loss import StepLoss
 from evenstep.train.tile_values import group_ids
@@ -89,6 +91,70 @@ def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
                 f"{expected}, and the loss is divided by these. Count labels as the collator does "
                 f"(the first token has none), or omit loss_tokens."
             )
+
+
+class TokenIds:
+    """The token ids of batches, compared with the vocabulary of a model once a forward fails.
+
+    Not before: some models replace ids outside of their embedding, such as those of images. On a
+    GPU, torch only says that an assertion failed, some operations later, and nothing can be read
+    from it any more, so ids are noted on the host.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.size = vocabulary_size(model)
+        self.outside: tuple[int, int, int] | None = None
+        """(sample, id, tokens in the vocabulary) of the first id outside."""
+
+    def note(self, batch: Batch) -> None:
+        """Look at the ids of a batch."""
+        if self.size is None or self.outside is not None or not batch.tokens.numel():
+            return
+        outside = ((batch.tokens < 0) | (batch.tokens >= self.size)).flatten().nonzero()
+        if len(outside):
+            tile = batch.segment_ids.flatten()[outside[0]]
+            token = int(batch.tokens.flatten()[outside[0]])
+            self.outside = int(batch.sample_ids[tile]), token, self.size
+
+    def explain(self, error: Exception) -> InputError | None:
+        """What to raise instead of an error of a forward, if ids outside may be its cause."""
+        raised = isinstance(error, IndexError) or "device-side assert" in str(error)
+        if self.outside is None or not raised:
+            return None
+        sample, token, vocabulary = self.outside
+        return InputError(
+            f"sample {sample} has the token id {token}, but the model's vocabulary has "
+            f"{vocabulary} tokens (0 to {vocabulary - 1}). Use the tokenizer of the model, or "
+            f"resize its embeddings."
+        )
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """The rows of the model's token embedding; None if it is unknown which one it is."""
+    inner, embedding = unwrapped(model), None
+    if hasattr(inner, "get_input_embeddings"):
+        with suppress(NotImplementedError):
+            embedding = inner.get_input_embeddings()
+    elif isinstance(inner, nn.Module):
+        embeddings = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
+        embedding = embeddings[0] if len(embeddings) == 1 else None
+    size = getattr(embedding, "num_embeddings", None)
+    return None if size is None else int(size)
+
+
+def check_trainable(objective: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Raise if a loss has no gradient."""
+    if objective.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ConfigError(
+            "all parameters of the model are frozen, so the loss has no gradient. Call "
+            "requires_grad_() on those to train, or use compute_log_probs for values alone."
+        )
+    raise ConfigError(
+        "the loss does not depend on any parameter that requires a gradient. Do not detach the "
+        "outputs of the model, and unfreeze a parameter that every micro-batch uses."
+    )
 
 
 # Ranks ------------------------------------------------------------------------------------------
