@@ -36,7 +36,7 @@ def test_a_teacher_that_runs_is_the_same_as_its_logits(divergence: Any) -> None:
     logits = flat_logits(batch).double().requires_grad_()
     options: dict[str, Any] = {"divergence": divergence, "temperature": 1.7}
     called = distillation(**options, teacher=teacher_of)
-    stored = with_extra(batch, teacher_logits=to_tokens(teacher_of(batch)))
+    stored = with_extra(batch, teacher_logits=teacher_of(batch))
     top = (teacher_of(batch) / 1.7).log_softmax(-1).topk(VOCABULARY)
     whole = with_extra(
         batch, teacher_log_probs=to_tokens(top.values), teacher_ids=to_tokens(top.indices)
@@ -96,5 +96,8 @@ def test_faults_say_what_to_do() -> None:
     floats = with_extra(batch, teacher_log_probs=two, teacher_ids=two)
     with pytest.raises(InputError, match=r"the ids with dtype=torch\.int64"):
         distillation()(logits, floats)
+    shifted = with_extra(batch, teacher_logits=logits).at_labels("teacher_logits")
+    with pytest.raises(InputError, match=r"Do not shift them with at_labels\(\)"):
+        distillation()(logits, shifted)
     with pytest.raises(InputError, match="the teacher has 3 logits per token and the model 7"):
         distillation(teacher=lambda b: flat_logits(b, size=3))(logits, batch)

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep.errors import ConfigError
+from evenstep import Packed, Recipe, make_plan
+from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import policy_gradient
 from tests.examples import examples
-from tests.tensors.scored import batch_with, close, flat_logits
+from tests.tensors.scored import batch_with, close, collator_of, flat_logits, samples_with
 
 EXTRAS = ("old_log_probs", "advantages", "reference_log_probs", "rollout_log_probs")
 
@@ -134,6 +135,41 @@ def test_loss_and_gradient_are_those_of_the_definition(
         found = way(logits, batch).loss
         close(found, expected)
         close(torch.autograd.grad(found, logits)[0], gradient)
+
+
+@examples(30)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    budget=st.integers(2, 12),
+    looped=st.booleans(),
+)
+def test_a_ratio_of_sequences_does_not_depend_on_the_cut_or_is_refused(
+    lengths: list[int], budget: int, looped: bool
+) -> None:
+    samples = samples_with(lengths, EXTRAS)
+    loss = policy_gradient(ratio="sequence")
+    loss = loss.looped() if looped else loss
+    whole = batch_of(lengths)
+    table = flat_logits(whole).double()[0]  # (slots, vocabulary)
+    first = dict(zip(whole.sample_ids.tolist(), whole.cu_seqlens[:-1].tolist(), strict=True))
+    recipe = Recipe(layout=Packed(max_tokens=budget), overflow="split")
+    plan = make_plan(lengths, recipe)
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in plan[0, 0]:
+        batch = collator_of(EXTRAS)(micro, samples)
+        if any(
+            n < lengths[i]
+            for i, n in zip(micro.segments.sample, micro.segments.length, strict=True)
+        ):
+            with pytest.raises(InputError, match="was split, but this loss is of whole sequences"):
+                loss(torch.zeros((1, batch.width, table.shape[-1])), batch)
+            return
+        slots = [
+            torch.arange(int(n)) + first[int(i)]
+            for i, n in zip(micro.segments.sample, micro.segments.length, strict=True)
+        ]
+        total = total + loss(table[torch.cat(slots)][None], batch).loss
+    close(total, loss(table[None], whole).loss)
 
 
 def test_shares_and_entropy_are_metrics() -> None:

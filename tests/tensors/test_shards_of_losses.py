@@ -61,7 +61,7 @@ def test_shards_add_up(name: str, size: int) -> None:
     flat = flat_logits(batch, size=int(np.prod(shape))).double()
     outputs = flat.view(*flat.shape[:2], *shape).requires_grad_()
     whole = loss(outputs, batch)
-    ready = batch.at_labels(*TOKEN, "teacher_logits")
+    ready = batch.at_labels(*TOKEN)
     shards = [shard_context(ready, rank, size) for rank in range(size)]
     parts = [loss(shard.take(outputs), shard) for shard in shards]
     total = torch.stack([part.loss for part in parts]).sum()

@@ -181,7 +181,7 @@ def distillation_by_hand(
             scale = 1.0 if rest else 2.0
             s = (logits[i - 1] / scale).softmax(-1)
             if rest is None:
-                t = (sample["teacher_logits"][i] / 2.0).softmax(-1)
+                t = (sample["teacher_logits"][i - 1] / 2.0).softmax(-1)
             else:
                 ids, t = sample["teacher_ids"][i], sample["teacher_log_probs"][i].exp()
                 s = s[ids]

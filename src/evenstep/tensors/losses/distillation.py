@@ -43,12 +43,12 @@ def distillation(
     The teacher's distribution is one of:
 
     teacher            a function of the batch that returns logits, called without gradients
-    teacher_logits     a token-aligned extra, Extra(aligned="token", shape=(vocabulary,))
+    teacher_logits     a token-aligned extra, Extra(aligned="token", shape=(vocabulary,)): what a
+                       model returns for the sample. As in its output, entry i predicts token i + 1
     teacher_log_probs  a token-aligned extra of the k most likely tokens, computed at `temperature`,
-                       with their ids in the extra `teacher_ids` (dtype=torch.int64). All other
-                       tokens are one bucket, or rest="renormalize" leaves them out of both
-
-    Entry i of an extra is the distribution of token i given the tokens before it.
+                       with their ids in the extra `teacher_ids` (dtype=torch.int64). As in all
+                       extras of log-probs, entry i is of token i given the tokens before it. All
+                       other tokens are one bucket, or rest="renormalize" leaves them out of both
 
         loss = distillation(divergence="jsd", teacher=lambda batch: teacher_model(batch))
     """
@@ -67,7 +67,7 @@ def distillation(
         if teacher is not None:
             known = _log_probs(_called(teacher, view), temperature, student)
         elif "teacher_logits" in view.source.aligned:
-            known = _log_probs(view.ahead("teacher_logits"), temperature, student)
+            known = _log_probs(_stored(view), temperature, student)
         else:
             known, student = _top(view, student, counts, rest)
         # Slots without a label may hold anything, also NaN.
@@ -99,6 +99,15 @@ def _called(teacher: Callable[[Any], Any], view: View) -> Tensor:
     with torch.no_grad():
         batch = view.source
         return view.flat(select_output(teacher(batch), "logits", batch.rows, batch.width))
+
+
+def _stored(view: View) -> Tensor:
+    if view.source.aligned["teacher_logits"] != "token":
+        raise InputError(
+            "'teacher_logits' must be a token-aligned extra: like the model's logits, they are "
+            "those of the slot that predicts a token. Do not shift them with at_labels()."
+        )
+    return view.extra("teacher_logits")
 
 
 def _log_probs(logits: Tensor, temperature: float, student: Tensor) -> Tensor:

@@ -50,9 +50,9 @@ def policy_gradient(
     """The weighted sum of the clipped policy-gradient loss of PPO and GRPO.
 
     Per token: -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), where r is the new over the
-    old probability of the token or, with ratio="sequence", its geometric mean over the sequence
-    (over each segment of a split sample). The log of r is clamped to [-20, 20], to [-10, 10] for
-    float16 outputs; beyond, the gradient is 0.
+    old probability of the token or, with ratio="sequence", its geometric mean over the sequence,
+    which must not be split. The log of r is clamped to [-20, 20], to [-10, 10] for float16 outputs;
+    beyond, the gradient is 0.
 
     dual_clip       c > 1: where A < 0, the loss of a token is at most -c * A
     importance_cap  C: each token is multiplied by min(old / rollout probability, C), a constant
@@ -130,6 +130,7 @@ class _Tokens:
         change = self.log_probs - self.extra("old_log_probs")
         if way == "sequence":
             count = self.view.sum_by_segment(self.counts.to(change)).clamp(min=1)
+            self.view.check_whole_samples()
             mean = self.view.sum_by_segment(change) / count
             change = torch.where(self.counts, mean[self.view.segment_ids], 0.0)
         return change.clamp(-self.bound, self.bound).exp()

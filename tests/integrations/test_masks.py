@@ -1,0 +1,193 @@
+"""Loss masks in trainers: read under every name, refused if nothing reads them or all are zero."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import TrainingArguments
+
+from evenstep import Packed, PlannedStream, Recipe, Steps
+from evenstep.data import ChatEncoder, Corpus, InMemory, TokenFileWriter
+from evenstep.data.sources.measure import check_some_loss
+from evenstep.errors import InputError
+from evenstep.integrations.accelerate import accelerate_loader
+from evenstep.integrations.trainer import EvenstepMixin
+from tests.integrations.loops import VOCAB, PlannedTrainer, arguments_of, parameters, tiny_model
+
+# As most models have it: nothing says what the assistant generates.
+ORDINARY = (
+    "{% for message in messages %}{{ message['role'] + ' : ' + message['content'] + ' ; ' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+)
+CHATS = [
+    [
+        {"role": "user", "content": " ".join(["hi"] * (1 + n % 3))},
+        {"role": "assistant", "content": " ".join(["hello", "you"] * (1 + n % 4))},
+    ]
+    for n in range(12)
+]
+
+
+def tokenizer_of(template: str = ORDINARY) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["?", "<eos>", "user", "assistant", ":", ";", "hi", "hello", "you"]
+    raw = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
+    raw.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, chat_template=template, pad_token="?", eos_token="<eos>"
+    )
+
+
+def without_marks() -> list[dict[str, Any]]:
+    """What the tokenizer returns for an ordinary template: masks of zeros."""
+    tokenizer = tokenizer_of()
+    return [
+        dict(
+            tokenizer.apply_chat_template(
+                chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        )
+        for chat in CHATS
+    ]
+
+
+def trainer_of(folder: Path, samples: Any, kind: Any = PlannedTrainer, **changes: Any) -> Any:
+    changes = {"num_train_epochs": 1, "optim": "sgd", **changes}
+    recipe = changes.pop("recipe", Recipe(layout=Packed(max_tokens=64)))
+    arguments = arguments_of(TrainingArguments, folder, **changes)
+    return kind(tiny_model(), arguments, train_dataset=samples, recipe=recipe)
+
+
+def random_samples(name: str | None, seed: int = 0, hidden: bool = False) -> list[dict[str, Any]]:
+    """Samples of which the first half of the tokens is a prompt; `name` is the mask's."""
+    rng, found = np.random.default_rng(seed), []
+    for length in rng.integers(4, 20, 24):
+        tokens, mask = rng.integers(1, VOCAB, length), np.arange(length) >= length // 2
+        sample = {"input_ids": tokens.tolist()}
+        if name == "labels":
+            sample["labels"] = np.where(mask, tokens, -100).tolist()
+        elif name is not None:
+            sample[name] = [0] * length if hidden else mask.astype(int).tolist()
+        found.append(sample)
+    return found
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "response_mask", "token_mask", "action_mask"])
+def test_the_trainer_reads_loss_masks_under_any_name(tmp_path: Path, name: str) -> None:
+    runs = {}
+    for key in ("labels", name):
+        trainer = trainer_of(tmp_path / key, datasets.Dataset.from_list(random_samples(key)))
+        trainer.train()
+        runs[key] = parameters(trainer.model)
+    assert runs[name] == runs["labels"]
+
+
+def test_the_trainer_refuses_a_mask_that_nothing_reads(tmp_path: Path) -> None:
+    samples = datasets.Dataset.from_list(random_samples("prompt_mask"))
+    with pytest.raises(InputError, match="'prompt_mask' looks like a mask, but nothing reads it"):
+        trainer_of(tmp_path, samples).train()
+
+
+def test_trl_decides_whether_its_completion_mask_is_used(tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    class PlannedSFT(EvenstepMixin, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    rows = [{"prompt": "hi you ", "completion": "hello " * (1 + n % 4)} for n in range(8)]
+    counted = {}
+    for only in (True, False):
+        options = {"bf16": False, "max_length": None, "completion_only_loss": only}
+        arguments = arguments_of(SFTConfig, tmp_path / str(only), **options)
+        trainer = PlannedSFT(
+            tiny_model(),
+            arguments,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer_of(),
+            recipe=Recipe(layout=Packed(max_tokens=512)),
+        )
+        (batch, *_) = trainer.get_train_dataloader()
+        counted[only] = int((batch["shift_labels"] != -100).sum())
+    # Each completion is its words and the end of the text; each prompt adds one more label.
+    completions = sum(2 + n % 4 for n in range(8))
+    assert counted == {True: completions, False: completions + 8}
+
+
+def test_masks_of_zeros_stop_the_trainer_before_it_trains(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, without_marks())
+    fault = "none of the first 12 samples has a loss token.*'assistant_masks' is 0 .*generation"
+    with pytest.raises(InputError, match=fault):
+        trainer.train()
+    encoded = [ChatEncoder(tokenizer_of()).encode(chat) for chat in CHATS]
+    trainer = trainer_of(tmp_path / "encoded", encoded)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert min(losses) > 0
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_a_step_without_loss_tokens_stops_the_trainer(tmp_path: Path, endless: bool) -> None:
+    samples = [*random_samples("loss_mask"), *random_samples("loss_mask", hidden=True)]
+    steps = {"gradient_accumulation_steps": 1}
+    layout = Recipe(layout=Packed(samples=1, max_tokens=64))
+    found: Any = samples
+    if endless:
+        dataset = datasets.Dataset.from_list(samples)
+        found, steps["max_steps"] = dataset.to_iterable_dataset(), 100
+    trainer = trainer_of(tmp_path, found, recipe=layout, **steps)
+    with pytest.raises(InputError, match="no token of this step counts in the loss, on any proc"):
+        trainer.train()
+    assert trainer.state.global_step < 48
+
+
+def test_masks_of_zeros_stop_accelerate() -> None:
+    accelerator = Accelerator(cpu=True)
+    recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(micro_batches=1))
+    with pytest.raises(InputError, match="none of the first 12 samples has a loss token"):
+        accelerate_loader(accelerator, PlannedStream(InMemory(without_marks()), recipe))
+    samples = [*random_samples("loss_mask"), *random_samples("loss_mask", hidden=True)]
+    single = Recipe(layout=Packed(samples=1, max_tokens=64), steps=Steps(micro_batches=1))
+    loader = accelerate_loader(accelerator, PlannedStream(InMemory(samples), single))
+    with pytest.raises(InputError, match="no token of this step counts in the loss"):
+        list(loader)
+
+
+def test_a_corpus_of_chats_without_answers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in CHATS))
+    corpus = Corpus(paths=str(path), format="chat")
+    with pytest.raises(InputError, match="none of the first 12 samples has a loss token"):
+        corpus.stored(tmp_path / "chats.tokens")
+
+
+def test_a_corpus_of_token_files_keeps_their_masks(tmp_path: Path) -> None:
+    for number in range(2):
+        path = tmp_path / f"{number}.tokens"
+        with TokenFileWriter(path, columns={"response_mask": np.uint8}) as writer:
+            writer.append({"input_ids": [5, 6, 7], "response_mask": [0, number, 1]})
+    stored = Corpus(paths=str(tmp_path / "*.tokens")).stored(tmp_path / "all.joined")
+    assert [sample["response_mask"].tolist() for sample in stored] == [[0, 0, 1], [0, 1, 1]]
+
+
+def test_one_labelled_sample_of_a_thousand_is_enough() -> None:
+    def source(labelled: int, count: int) -> InMemory:
+        masks = [[0, int(n == labelled)] for n in range(count)]
+        return InMemory([{"input_ids": torch.tensor([1, 2]), "loss_mask": m} for m in masks])
+
+    check_some_loss(source(999, 1200))
+    check_some_loss(InMemory([{"input_ids": [1]}]))
+    with pytest.raises(InputError, match="none of the first 1000 samples"):
+        check_some_loss(source(1000, 1200))
+    with pytest.raises(InputError, match="none of the first 7 samples"):
+        check_some_loss(source(-1, 7))
