@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.rounding import rounded_up
+from evenstep.data.sources.measure import loss_tokens_of
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.sample_columns import loss_tokens_of
 from evenstep.errors import ConfigError, SampleError
 from evenstep.tensors.collate import Collator
 from tests.examples import examples

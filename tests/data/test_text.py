@@ -85,6 +85,8 @@ def test_a_transform_decides_what_a_row_becomes() -> None:
         ([1], "expected a row with fields, got list"),
         ({"body": "a"}, "no field 'text'; the row has 'body'"),
         ({"text": None}, "field 'text' must be a str, got NoneType"),
+        ({"text": [5, 6], "loss_mask": [0, 1]}, "the row has 'loss_mask', but only the field"),
+        ({"text": [5, 6], "labels": [5, 6]}, "the row has 'labels'.*transform=lambda row: row"),
     ],
 )
 def test_an_error_in_a_row_names_the_file_and_line(row: Any, fault: str) -> None:

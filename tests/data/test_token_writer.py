@@ -85,6 +85,9 @@ def test_the_umask_decides_who_may_read_a_file(tmp_path: Path) -> None:
         (7, r"has 'input_ids' of dtype int64 and shape \(\)"),
         ([2**70], "has 'input_ids' of dtype object"),
         ({"text": "a"}, "has no 'input_ids'"),
+        ({"input_ids": [1], "loss_mask": [1]}, "has 'loss_mask', which would be lost"),
+        ({"input_ids": [1], "response_mask": [1]}, "has 'response_mask', .*np.uint8"),
+        ({"input_ids": [1], "labels": [1]}, "has 'labels', .*columns={'labels': np.int32}"),
     ],
 )
 def test_a_refused_sample_is_named_and_not_written(tmp_path: Path, sample: Any, fault: str) -> None:

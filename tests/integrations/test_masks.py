@@ -177,7 +177,7 @@ def test_a_corpus_of_token_files_keeps_their_masks(tmp_path: Path) -> None:
         with TokenFileWriter(path, columns={"response_mask": np.uint8}) as writer:
             writer.append({"input_ids": [5, 6, 7], "response_mask": [0, number, 1]})
     stored = Corpus(paths=str(tmp_path / "*.tokens")).stored(tmp_path / "all.joined")
-    assert [sample["response_mask"].tolist() for sample in stored] == [[0, 0, 1], [0, 1, 1]]
+    assert [stored[n]["response_mask"].tolist() for n in range(2)] == [[0, 0, 1], [0, 1, 1]]
 
 
 def test_one_labelled_sample_of_a_thousand_is_enough() -> None:

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep.data.sources.measure import loss_tokens_of
+from evenstep.data.sources.source import LOSS_MASKS
 from evenstep.data.sources.token_writer import write_token_file
 from evenstep.errors import ConfigError, EvenstepError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
@@ -152,6 +154,21 @@ def test_all_given_masks_hide_tokens() -> None:
     assert one_batch([sample]).labels.tolist() == [[6, -100, 80, -100, -100]]
     with pytest.raises(InputError, match=r"sample 0 has 0.5 in its 'assistant_masks'; expected 0"):
         one_batch([{"input_ids": ids(5, 6), "assistant_masks": [0.5, 1]}])
+
+
+@pytest.mark.parametrize("name", LOSS_MASKS)
+def test_loss_masks_have_the_names_of_other_systems(name: str) -> None:
+    tokens, mask = ids(5, 6, 7, 8, 9), [0, 0, 1, 0, 1]
+    samples = [{"input_ids": tokens, name: mask}, {"input_ids": ids(1, 2)}]
+    assert one_batch(samples).labels.tolist() == [[-100, 7, -100, 9, -100, 2, -100]]
+    for hidden in (0, torch.tensor(0.0), np.False_):  # one number for all tokens
+        found = one_batch([{"input_ids": tokens, name: hidden}, {"input_ids": ids(1, 2), name: 1}])
+        assert found.labels.tolist() == [[-100] * 5 + [2, -100]]
+    for start, end in ((0, 2), (2, 5), (0, 5)):
+        expected = sum(mask[start + 1 : end + 1])
+        assert loss_tokens_of(samples[0], start, end, 5) == expected
+    spans = {**samples[0], "loss_masking_spans": [(1, 3)]}
+    assert loss_tokens_of(spans, 0, 5, 5) == int(one_batch([spans]).loss_tokens.sum()) == 1
 
 
 def test_samples_with_and_without_labels_share_a_batch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,35 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+# (rows, width) of the tokens that are trained -> the tensors in which a system says so. Random
+# numbers divide them between two masks.
+MASKS: dict[str, Callable[[Tensor, Any], dict[str, Tensor]]] = {
+    "ours": lambda kept, rng: {"loss_mask": kept},
+    "tokenizers": lambda kept, rng: {"assistant_masks": kept.long()},
+    "verl": lambda kept, rng: {"response_mask": kept[:, 3:].long()},  # three columns of prompt
+    "ROLL": lambda kept, rng: {"response_mask": kept.long()},
+    "ROLL, some samples filtered": lambda kept, rng: {
+        "response_mask": torch.ones_like(kept),
+        "final_response_mask": kept[:, 1:].long(),
+    },
+    "TRL": lambda kept, rng: {"completion_mask": kept[:, 3:].int()},
+    "TRL, tools": lambda kept, rng: two_masks(kept[:, 3:], "completion_mask", "tool_mask", rng),
+    "NeMo-RL": lambda kept, rng: {
+        "token_mask": torch.where(kept.any(1)[:, None], kept, True).float(),
+        "sample_mask": kept.any(1).float(),
+    },
+    "OpenRLHF": lambda kept, rng: {"action_mask": kept[:, 1:]},
+}
+PROMPT = {"verl": 3, "TRL": 3, "TRL, tools": 3}
+"""Columns that a system's mask does not cover, which are not trained."""
+
+
+def two_masks(kept: Tensor, first: str, second: str, rng: Any) -> dict[str, Tensor]:
+    """Two masks that together keep these tokens; each of the others is hidden by one of them."""
+    hides = torch.from_numpy(rng.random(tuple(kept.shape)) < 0.5)
+    return {first: (kept | hides).long(), second: (kept | ~hides).long()}
+
+
 def recipe_of(way: str, *, dp: int = 1, samples: int | None = None, **options: Any) -> Recipe:
     steps = Steps() if samples is None else Steps(samples=samples)
     return Recipe(topology=Topology(dp=dp), steps=steps, **{**WAYS[way], **options})
@@ -41,6 +70,8 @@ class Rollouts:
     starts: list[int]
     ends: list[int]
     groups: list[int] | None
+    trained: Tensor
+    """(rows, width): whether the masks among the tensors keep a token."""
 
     @property
     def lengths(self) -> list[int]:
@@ -74,13 +105,22 @@ class Rollouts:
             found[row, self.starts[row] + 1 : self.ends[row]] = own
         return found
 
-    def loss(self, model: Any, rows: Sequence[int]) -> Tensor:
-        """The clipped policy-gradient loss of these rows, a mean over their loss tokens."""
-        chosen = torch.as_tensor(list(rows))
+    def kept(self, rows: Sequence[int]) -> Tensor:
+        """(rows, width): the loss tokens of these rows."""
         kept = torch.zeros((len(self.starts), WIDTH), dtype=torch.bool)
         for row in rows:
             kept[row, self.starts[row] + 1 : self.ends[row]] = True
-        kept &= self.tensors["loss_mask"] == 1
+        return kept & self.trained
+
+    def is_without_loss(self, rows: Sequence[int]) -> bool:
+        """Whether there are tokens to predict, and all of them are masked."""
+        longest = max(self.lengths[row] for row in rows)
+        return longest > 1 and not bool(self.kept(rows).any())
+
+    def loss(self, model: Any, rows: Sequence[int]) -> Tensor:
+        """The clipped policy-gradient loss of these rows, a mean over their loss tokens."""
+        chosen = torch.as_tensor(list(rows))
+        kept = self.kept(rows)
         old = torch.nn.functional.pad(self.tensors["old_log_probs"], (1, 0))
         ratio = (self.log_probs(model) - old).exp()
         advantage = self.tensors["advantages"][:, None]
@@ -89,7 +129,8 @@ class Rollouts:
 
 
 def rollouts(least: int = 1, groups: bool | None = None) -> SearchStrategy[Rollouts]:
-    """Up to ten rows, some empty, padded on either side or both, with or without groups."""
+    """Up to ten rows, some empty, padded on either side or both, with or without groups, with the
+    loss mask of any system."""
 
     @st.composite
     def drawn(draw: DrawFn) -> Rollouts:
@@ -97,12 +138,14 @@ def rollouts(least: int = 1, groups: bool | None = None) -> SearchStrategy[Rollo
         sides = st.sampled_from(["left", "right", "mixed"])
         side, seed = draw(sides), draw(st.integers(0, 999))
         grouped = draw(st.booleans()) if groups is None else groups
-        return make_rollouts(lengths, side, seed, grouped)
+        return make_rollouts(lengths, side, seed, grouped, draw(st.sampled_from(sorted(MASKS))))
 
     return drawn()
 
 
-def make_rollouts(lengths: list[int], side: str, seed: int = 0, grouped: bool = False) -> Rollouts:
+def make_rollouts(
+    lengths: list[int], side: str, seed: int = 0, grouped: bool = False, system: str = "ours"
+) -> Rollouts:
     rng = np.random.default_rng(seed)
     count = len(lengths)
     free = [WIDTH - length for length in lengths]
@@ -115,13 +158,16 @@ def make_rollouts(lengths: list[int], side: str, seed: int = 0, grouped: bool = 
     mask = torch.zeros((count, WIDTH), dtype=torch.int64)
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         mask[row, start:end] = 1
+    ids = torch.from_numpy(rng.integers(0, VOCABULARY, (count, WIDTH)))
+    trained = torch.from_numpy(rng.random((count, WIDTH)) > 0.3)
+    trained[:, : PROMPT.get(system, 0)] = False
     tensors = {
-        "input_ids": torch.from_numpy(rng.integers(0, VOCABULARY, (count, WIDTH))),
+        "input_ids": ids,
         "attention_mask": mask,
-        "loss_mask": torch.from_numpy(rng.random((count, WIDTH)) > 0.3),
+        **MASKS[system](trained, rng),
         "advantages": torch.from_numpy(rng.normal(size=count)),
         "old_log_probs": torch.from_numpy(-2.4 + 0.3 * rng.normal(size=(count, WIDTH - 1))),
     }
     # At most three rows of a group, so that one fits a micro-batch.
     groups = [int(group) for group in rng.permutation(np.arange(count) // 3)] if grouped else None
-    return Rollouts(tensors, starts, ends, groups)
+    return Rollouts(tensors, starts, ends, groups, trained)

@@ -120,14 +120,23 @@ def samples_of(lengths: Sequence[int], seed: int = 0, masked: float = 0.3) -> Wo
     return make_work(list(lengths), Recipe(layout=Packed(samples=1)), seed=seed, masked=masked)
 
 
-def worlds(longest: int = LIMIT) -> SearchStrategy[Work]:
-    """Samples, some or all without loss tokens."""
-    return st.builds(
+def worlds(longest: int = LIMIT, without_loss: bool = False) -> SearchStrategy[Work]:
+    """Samples, some without loss tokens; all of them only if they are of one token each, which has
+    nothing to predict, or with `without_loss`."""
+    masked = [0.0, 0.3, 0.3, 0.8, 1.0] if without_loss else [0.0, 0.3, 0.3, 0.8]
+    found = st.builds(
         samples_of,
         st.lists(st.integers(1, longest), min_size=1, max_size=10 if longest == LIMIT else 6),
         st.integers(0, 99),
-        st.sampled_from([0.0, 0.3, 0.3, 0.8, 1.0]),
+        st.sampled_from(masked),
     )
+    return found if without_loss else found.filter(lambda work: not is_without_loss(work))
+
+
+def is_without_loss(work: Work) -> bool:
+    """Whether there are tokens to predict, and none of them is a loss token."""
+    longest = max(len(sample["input_ids"]) for sample in work.samples)
+    return longest > 1 and work.totals["loss_tokens"] == 0
 
 
 def steps_of(plan: Plan, work: Work, known: bool = False) -> list[Step | list[Batch]]:

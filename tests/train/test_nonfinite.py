@@ -160,8 +160,8 @@ def test_without_a_choice_the_result_tells() -> None:
         assert not bool(gradient.flat.isfinite().all())
 
 
-def test_a_step_without_labels_has_a_norm_of_0() -> None:
-    work = samples_of([8, 3, 5], masked=1.0)
+def test_a_step_with_nothing_to_predict_has_a_norm_of_0() -> None:
+    work = samples_of([1, 1, 1])
     for _, result, _ in run(Poison(None, 0), work, "raise", 2, False):
         assert result.grad_norm == 0.0
         assert result.finite

@@ -20,7 +20,16 @@ from evenstep.testing.ranks import run_ranks
 from evenstep.train import RolloutBatch, Runner, compute_log_probs
 from evenstep.train.collectives import Collective
 from tests.examples import examples
-from tests.train.rollouts import LONGEST, WAYS, WIDTH, Rollouts, make_rollouts, recipe_of, rollouts
+from tests.train.rollouts import (
+    LONGEST,
+    MASKS,
+    WAYS,
+    WIDTH,
+    Rollouts,
+    make_rollouts,
+    recipe_of,
+    rollouts,
+)
 from tests.train.steps import Gradient, distance, gradient_of, model_of
 
 ways = st.sampled_from(sorted(WAYS))
@@ -76,23 +85,30 @@ def test_losses_and_gradients_of_steps_are_those_of_one_padded_batch(
     recipe = recipe_of(way, dp=size, samples=samples)
     plan, first = batch.plan(recipe, epochs=2, seed=seed), model_of()
 
-    def rank(ranks: Collective) -> list[tuple[float, Gradient]]:
+    def rank(ranks: Collective) -> list[tuple[float, Gradient] | str]:
         model, found = copy.deepcopy(first), []
         mine = batch.select(plan.rows_of(ranks.rank))
         loss = policy_gradient()
         runner = Runner(model=model, loss=loss, collective=ranks, collate=mine.collator())
         for step in plan.steps(mine, World(ranks.rank, size)):
             model.zero_grad()
-            result = runner.run(step).reduce(ranks)
-            found.append((result.loss, gradient_of(model)))
+            try:
+                result = runner.run(step).reduce(ranks)
+            except InputError as error:
+                found.append(str(error))
+            else:
+                found.append((result.loss, gradient_of(model)))
         return found
 
     found = run_ranks(size, rank)
     mini_batches = [rows for epoch in range(2) for rows in plan.mini_batches(epoch)]
     for of_rank in found:
         assert len(of_rank) == len(mini_batches)
-        for (loss, gradient), rows in zip(of_rank, mini_batches, strict=True):
-            model = model_of()
+        for each, rows in zip(of_rank, mini_batches, strict=True):
+            if data.is_without_loss(rows.tolist()):
+                assert "counts in the loss, on any rank" in each
+                continue
+            (loss, gradient), model = each, model_of()
             expected = data.loss(model, rows.tolist())
             assert loss == pytest.approx(expected.item(), rel=1e-11, abs=1e-12)
             if expected.requires_grad:
@@ -225,6 +241,14 @@ def test_no_rows_have_no_steps() -> None:
     assert [*plan.steps(batch, World(0, 2))] == []
     assert plan.rows_of(1).tolist() == []
     assert plan.metrics()["removed_padding_ratio"] == 0
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_rows_without_tokens_are_scored_and_restored(lengths: list[int]) -> None:
+    batch = make_rollouts(lengths, "right").batch
+    scores = compute_log_probs(model_of(), batch, recipe_of("packed"))
+    assert batch.restore_tokens(scores).shape == (len(lengths), WIDTH)
+    assert batch.restore_sequences(torch.zeros(len(lengths))).shape == (len(lengths),)
 
 
 def test_padding_and_imbalance_are_in_the_metrics() -> None:
@@ -378,6 +402,43 @@ class TestMasks:
         batch = RolloutBatch({"input_ids": ids, "attention_mask": mask})
         assert batch[0]["input_ids"].tolist() == [5, 6]
 
+    @pytest.mark.parametrize("name", ["prompt_mask", "loss_masks", "env_mask", "teacher_mask"])
+    def test_a_mask_that_nothing_reads_is_refused(self, name: str) -> None:
+        ids = torch.ones((2, 3), dtype=torch.int64)
+        tensors = {"input_ids": ids, "attention_mask": ids, name: ids}
+        fault = f"'{name}' looks like a mask, but nothing reads it.*response_mask.*Rename it"
+        with pytest.raises(InputError, match=fault):
+            RolloutBatch(tensors)
+        with pytest.raises(InputError, match=fault):
+            RolloutBatch({"input_ids": ids, "attention_mask": ids}).with_tensors({name: ids})
+        batch = RolloutBatch(tensors, aligned={name: "token"})  # a loss of the caller reads it
+        assert name in batch.collator().extras
+
+    @pytest.mark.parametrize("system", MASKS)
+    def test_loss_masks_of_other_systems_are_no_extras_and_hide_the_prompt(
+        self, system: str
+    ) -> None:
+        data = make_rollouts([7, 7, 5, 6], "mixed", system=system)
+        batch = data.batch
+        assert set(batch.collator().extras) == {"advantages", "old_log_probs"}
+        (step,) = batch.plan(recipe_of("packed"), shuffle=False).steps(batch)
+        counted = 0
+        for micro, samples in step:
+            counted += int(batch.collator()(micro, samples).loss_tokens.sum())
+        spans = [slice(a + 1, b) for a, b in zip(data.starts, data.ends, strict=True)]
+        assert counted == sum(int(data.trained[r][span].sum()) for r, span in enumerate(spans))
+
+    def test_a_mask_per_row_has_one_number_per_row(self) -> None:
+        ids = torch.ones((2, 3), dtype=torch.int64)
+        with pytest.raises(InputError, match="'sample_mask' has shape"):
+            RolloutBatch(
+                {"input_ids": ids, "attention_mask": ids, "sample_mask": torch.ones((2, 3, 1))}
+            )
+        batch = RolloutBatch(
+            {"input_ids": ids, "attention_mask": ids, "sample_mask": torch.tensor([1, 0])}
+        )
+        assert batch[1]["sample_mask"].item() == 0
+
     def test_what_is_not_a_mask_of_padding_is_refused(self) -> None:
         ids = torch.ones((2, 3), dtype=torch.int64)
 
@@ -446,6 +507,31 @@ class TestFaults:
             list(plan.steps(other, World(0, size)))
         with pytest.raises(InputError, match="rank 2 is out of range"):
             plan.rows_of(2)
+
+    @examples(40)
+    @given(data=rollouts(), size=st.integers(1, 3), seed=st.integers(0, 99), copied=st.booleans())
+    def test_a_batch_with_other_tokens_is_refused_by_row(
+        self, data: Rollouts, size: int, seed: int, copied: bool
+    ) -> None:
+        real = [row for row, length in enumerate(data.lengths) if length]
+        batch = data.batch
+        plan = batch.plan(recipe_of("packed", dp=size))
+        for rank in range(size):
+            list(plan.steps(batch.select(plan.rows_of(rank)), World(rank, size)))
+        if not real:
+            return
+        row = real[seed % len(real)]
+        ids = data.tensors["input_ids"].clone()
+        ids[row, data.starts[row] + seed % data.lengths[row]] += 1
+        other = batch.with_tensors({"input_ids": ids})
+        if copied:
+            other = RolloutBatch(
+                {"input_ids": ids, "attention_mask": data.tensors["attention_mask"]}
+            )
+        (rank,) = (n for n in range(size) if row in plan.rows_of(n))
+        for held in (other, other.select(plan.rows_of(rank))):
+            with pytest.raises(InputError, match=f"row {row} has other tokens than the row"):
+                next(plan.steps(held, World(rank, size)))
 
     def test_ranks_with_other_rollouts_have_other_fingerprints(self) -> None:
         one, other = (make_rollouts([2, 4, 3, 5], "left", seed=seed).batch for seed in (0, 1))

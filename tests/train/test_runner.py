@@ -30,6 +30,7 @@ from tests.train.running import (
     Plan,
     Ran,
     expected,
+    is_without_loss,
     parameters_of,
     plans,
     run_plan,
@@ -50,9 +51,13 @@ from tests.train.steps import (
 
 
 def check(name: str, plan: Plan, work: Work, mode: Mode | None, known: bool = False) -> list[Ran]:
-    """Every rank has the loss and the gradient of the definition."""
+    """Every rank has the loss and the gradient of the definition. No loss tokens are an error."""
     model = model_of()
     steps = steps_of(plan, work, known)
+    if is_without_loss(work):
+        with pytest.raises(InputError, match=r"no token of .* counts in the loss, on any rank"):
+            run_plan(plan, steps, model, normalization=NORMALIZATIONS[name], mode=mode)
+        return []
     loss, gradient = expected(name, model, work, steps)
     ran = run_plan(plan, steps, model, normalization=NORMALIZATIONS[name], mode=mode)
     for each in ran:
@@ -67,7 +72,7 @@ def check(name: str, plan: Plan, work: Work, mode: Mode | None, known: bool = Fa
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 @examples(10)
-@given(plan=plans(), work=worlds(), known=st.booleans())
+@given(plan=plans(), work=worlds(without_loss=True), known=st.booleans())
 def test_any_plan_of_the_same_samples_has_the_gradient_of_the_definition(
     name: str, plan: Plan, work: Work, known: bool
 ) -> None:
@@ -134,14 +139,36 @@ def test_shuffling_deals_samples_to_other_ranks_and_the_gradient_stays() -> None
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", NORMALIZATIONS)
-def test_a_step_without_labels_is_empty_with_zero_gradients(name: str, known: bool) -> None:
+def test_a_step_without_loss_tokens_is_an_error_that_leaves_gradients(
+    name: str, known: bool
+) -> None:
     work = samples_of([8, 3, 5], masked=1.0)
     for dp in (1, 4):  # four ranks have at least one empty micro-batch
         plan = Plan("planned", Packed(max_tokens=LIMIT), dp=dp)
-        for each in check(name, plan, work, None, known):
-            assert not each.gradient.flat.any()
-            assert each.result.loss == 0.0
-            assert each.result.empty
+        assert check(name, plan, work, None, known) == []
+    model = model_of()
+    before = [torch.full_like(each, 2.0) for each in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        parameter.grad = gradient.clone()
+    runner = Runner(
+        model=model,
+        loss=cross_entropy(),
+        normalization=NORMALIZATIONS[name],
+        collate=COLLATOR,
+    )
+    (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), work, known)
+    with pytest.raises(InputError, match=r"'loss_mask' is 0 for every token|Labels are -100"):
+        runner.run(step)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_samples_of_one_token_have_nothing_to_predict(known: bool) -> None:
+    work = samples_of([1, 1, 1])
+    for each in check("token mean", Plan("planned", Packed(max_tokens=2)), work, None, known):
+        assert each.result.empty
+        assert not each.gradient.flat.any()
 
 
 def test_micro_batches_and_ranks_without_labels_take_part() -> None:

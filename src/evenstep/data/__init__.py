@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
+    from evenstep.data.corpus.chat import ChatEncoder
     from evenstep.data.corpus.corpus import Corpus
     from evenstep.data.sources.as_source import as_source
     from evenstep.data.sources.iterated import Iterated
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from evenstep.data.streams.stream import until_all_end
 
 __all__ = [
+    "ChatEncoder",
     "Corpus",
     "Draw",
     "FedMicroBatch",
@@ -71,6 +73,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "sources.as_source": ["as_source"],
+            "corpus.chat": ["ChatEncoder"],
             "corpus.corpus": ["Corpus"],
             "sources.iterated": ["Iterated"],
             "sources.jsonl": ["Jsonl"],

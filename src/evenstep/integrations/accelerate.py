@@ -11,13 +11,15 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from evenstep.core.micro_batch import MicroBatch
+from evenstep.data.sources.measure import check_some_loss
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.step_work import Progress
 from evenstep.data.streams.stream import Stream
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
 from evenstep.tensors.batch import IGNORE_INDEX
+from evenstep.train.result import ANY_CAUSE
 
 __all__ = ["StepLoader", "accelerate_loader"]
 
@@ -69,6 +71,7 @@ def accelerate_loader(
         )
     check_accelerator(accelerator, stream)
     check_fingerprints(accelerator, stream)
+    check_some_loss(stream.source)
     per_step = accelerator.gradient_accumulation_steps
     sampler = _OwnedSampler(stream, per_step=per_step, progress=progress)
     if model is None and collate is None:
@@ -117,6 +120,12 @@ def check_fingerprints(accelerator: Any, stream: PlannedStream) -> None:
             f"process {other[0]} has other data, another seed, recipe or cursor than process 0. "
             f"Give all processes the same stream; only the rank differs."
         )
+
+
+def check_labels(count: Tensor) -> None:
+    """Raise if no token of a step counts in the loss, on any process."""
+    if not count:
+        raise InputError(f"no token of this step counts in the loss, on any process. {ANY_CAUSE}")
 
 
 class _OwnedSampler(StepSampler):
@@ -200,7 +209,8 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
                  for each in step]  # fmt: skip
         count = torch.stack([(labels != IGNORE_INDEX).sum() for labels in found]).sum()
         total = self.accelerator.reduce(count.to(self.accelerator.device))
-        return total.clamp(min=1) / (len(step) * self.accelerator.num_processes)
+        check_labels(total)
+        return total / (len(step) * self.accelerator.num_processes)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next pass at the beginning of `epoch`, or at a position within it that was

@@ -21,13 +21,13 @@ from evenstep.core.world import World
 from evenstep.data.sources.as_source import as_measured, as_source, is_source
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.sources.measure import measured_lengths
-from evenstep.data.sources.source import MeasuredSource, has_random_access
+from evenstep.data.sources.measure import check_some_loss, measured_lengths
+from evenstep.data.sources.source import MeasuredSource, check_masks_read, has_random_access
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.step_work import Progress
 from evenstep.errors import ConfigError
-from evenstep.integrations.accelerate import check_accelerator, check_fingerprints
+from evenstep.integrations.accelerate import check_accelerator, check_fingerprints, check_labels
 from evenstep.integrations.endless_batches import EndlessBatches
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.hf_model import adds_router_loss
@@ -35,12 +35,9 @@ from evenstep.integrations.hf_router import BATCH, RouterCollate, RouterLoss
 from evenstep.integrations.saved_position import has_position, read_position, write_position
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
 from evenstep.integrations.supports import judged_once
-from evenstep.tensors.collate import Collator
+from evenstep.tensors.collate import SAMPLE_KEYS, Collator
 
 __all__ = ["EvenstepMixin"]
-
-_COLUMNS = ("input_ids", "labels", "loss_mask", "assistant_masks", "loss_masking_spans",
-            "attention_mask")  # fmt: skip
 
 
 class EvenstepMixin:
@@ -57,6 +54,7 @@ class EvenstepMixin:
     fewer if the recipe says `Steps(samples=...)`; empty ones follow. Each sample runs once per
     epoch, in an order that depends on `data_seed` (else `seed`) and the epoch. Resuming from a
     checkpoint is exact, and refused if the data or settings have changed so that it cannot be.
+    That none of the first thousand samples, or of a step, has a loss token is an error.
     `per_device_train_batch_size` and `data_collator` are for evaluation only.
 
     A dataset without a length, such as a streamed one, needs `max_steps`. Its micro-batches come
@@ -76,6 +74,7 @@ class EvenstepMixin:
     model_wrapped: Any
     accelerator: Any
     train_dataset: Any
+    state: Any
 
     def __init__(
         self,
@@ -145,13 +144,18 @@ class EvenstepMixin:
         )
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], Any]:
-        """The micro-batches of a step and the number of their labels on all processes; 1 if there
-        are none, because the loss is divided by it."""
+        """The micro-batches of a step and the number of their labels on all processes, by which
+        the loss is divided; 1 for a step that fills up an epoch."""
         found = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
         batches, labels = found
         if self._router is not None and batches:
             self._router.count(self.model_wrapped, [inputs[BATCH] for inputs in batches])
-        return batches, labels.clamp(min=1) if torch.is_tensor(labels) else labels
+        if not torch.is_tensor(labels):
+            return batches, labels
+        sampler = self.step_sampler
+        if sampler is None or not sampler.is_filler(self.state.global_step):
+            check_labels(labels)
+        return batches, labels.clamp(min=1)
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
         """The loss of a micro-batch, with its part of the load-balancing loss of the step."""
@@ -179,7 +183,9 @@ class EvenstepMixin:
         if recipe.steps == Steps():
             recipe = replace(recipe, steps=Steps(micro_batches=per_step))
         recipe, world = self._for_ranks(recipe)
-        return PlannedStream(self._source(), recipe, world=world, seed=self._seed)
+        source = self._source()
+        check_some_loss(source)
+        return PlannedStream(source, recipe, world=world, seed=self._seed)
 
     def _for_ranks(self, recipe: Recipe) -> tuple[Recipe, World]:
         """The recipe for all processes, and this one."""
@@ -226,7 +232,11 @@ class EvenstepMixin:
     @property
     def _names(self) -> set[str] | None:
         """The keys of samples that are kept; None: all."""
-        return {*_COLUMNS, *self._collate.extras} if self.args.remove_unused_columns else None
+        if not self.args.remove_unused_columns:
+            return None
+        names = {*SAMPLE_KEYS, *self._collate.extras}
+        # TRL leaves the mask in its samples if it is not to be used.
+        return names if getattr(self, "completion_only_loss", True) else names - {"completion_mask"}
 
     def _source(self) -> MeasuredSource:
         dataset, lengths = self.train_dataset, self._lengths
@@ -234,10 +244,13 @@ class EvenstepMixin:
             raise ConfigError("training needs a train_dataset. Pass samples or a source.")
         if hasattr(dataset, "lengths_of") and lengths is None:
             return as_measured(dataset)
+        chosen = _Chosen(self._names)
+        if len(dataset):
+            chosen.check(dataset[0])
         if lengths is None:
             with tqdm(desc="Measuring samples", delay=2, leave=False) as bar:
                 lengths = measured_lengths(dataset, None, _advance(bar))
-        return MeasuredMapped(dataset, lengths=lengths, transform=_Chosen(self._names))
+        return MeasuredMapped(dataset, lengths=lengths, transform=chosen)
 
     def _sampler(self, stream: PlannedStream) -> StepSampler:
         args, per_step = self.args, self.args.gradient_accumulation_steps
@@ -343,4 +356,11 @@ class _Chosen:
     def __call__(self, sample: Any) -> Any:
         if self.names is None or not isinstance(sample, Mapping):
             return sample
+        self.check(sample)
         return {name: value for name, value in sample.items() if name in self.names}
+
+    def check(self, sample: Any) -> None:
+        """Raise if a column is dropped that looks like a mask."""
+        if self.names is not None and isinstance(sample, Mapping):
+            remedy = "Rename it if it is one, or remove the column."
+            check_masks_read(sample, self.names, remedy)

@@ -25,7 +25,8 @@ from evenstep.tensors.numbering import number_slots
 Samples: TypeAlias = Mapping[int, Sample] | Sequence[Sample]
 
 _TARGETS = ("labels", *LOSS_MASKS, "loss_masking_spans")
-_KNOWN = ("input_ids", *_TARGETS, "attention_mask")
+SAMPLE_KEYS = ("input_ids", *_TARGETS, "attention_mask")
+"""The keys of a sample that are read without being declared as extras."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,10 @@ class Collator:
     loss_mask           per token, 1 to count it in the loss and 0 to ignore it. For weights use
                         the normalization `Custom`
     assistant_masks     the same, as `apply_chat_template(..., return_assistant_tokens_mask=True)`
-                        of Hugging Face tokenizers names it; tokens that either hides are ignored
+                        of Hugging Face tokenizers names it. So are response_mask (verl, ROLL),
+                        final_response_mask (ROLL), completion_mask and tool_mask (TRL), token_mask
+                        and sample_mask (NeMo-RL), and action_mask (OpenRLHF). Tokens that one of
+                        them hides are ignored; one number is that of all tokens of the sample
     loss_masking_spans  (begin, end) pairs of tokens to ignore in the loss
     attention_mask      must be 1 for every token; remove padding from samples
 
@@ -67,7 +71,7 @@ class Collator:
         """The batch of `micro`; `samples[i]` is the whole sample i of the plan."""
         chosen = [samples[i] for i in micro.segments.sample.tolist()]
         keys = set().union(*chosen)
-        if not keys <= {*_KNOWN, *self.extras}:
+        if not keys <= {*SAMPLE_KEYS, *self.extras}:
             self._refuse_keys(micro, chosen)
         columns = Columns(micro, chosen)
         if "attention_mask" in keys and "attention_mask" not in self.extras:
@@ -135,12 +139,13 @@ class Collator:
         return columns.continuation(after, self.lookahead, self.extras) if after else None
 
     def _refuse_keys(self, micro: MicroBatch, chosen: list[Sample]) -> NoReturn:
-        known = {*_KNOWN, *self.extras}
+        known = {*SAMPLE_KEYS, *self.extras}
         at = next(n for n, sample in enumerate(chosen) if not known >= sample.keys())
         raise InputError(
             f"sample {micro.segments.sample[at]} has the undeclared key "
-            f"{min(chosen[at].keys() - known)!r}; expected {', '.join(sorted(known))}. Remove it "
-            f"from the sample, or declare it: Runner(collate=Collator(extras=...))."
+            f"{min(chosen[at].keys() - known)!r}; expected "
+            f"{', '.join(sorted(known - {*LOSS_MASKS[1:]}))}. Remove it from the sample, or "
+            f"declare it: Runner(collate=Collator(extras=...))."
         )
 
 

@@ -57,7 +57,12 @@ class Columns:
 
     def _hidden(self, name: str) -> Tensor:
         """The slots that a loss mask hides; samples without the mask hide none."""
-        given = [s[name] if name in s else torch.ones(len(s["input_ids"])) for s in self.chosen]
+        masks = self._tensors(name, [s.get(name, 1) for s in self.chosen])
+        # One number is that of all tokens.
+        given = [
+            mask.expand(length) if mask.ndim == 0 else mask
+            for mask, length in zip(masks, self.expected, strict=True)
+        ]
         values = self._segment_values(name, given, torch.float32)
         mask = self._spread(name, values, torch.float32, 0)
         hidden = mask == 0

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
+from evenstep.data.sources.measure import cause_of_no_loss
 from evenstep.data.streams.feed import FedMicroBatch, Feed
-from evenstep.errors import ConfigError, MicroBatchError
+from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.batch_shard import BatchShard
+from evenstep.tensors.metrics import Metric
 from evenstep.train.backward import Backward
 from evenstep.train.bundle import Bundle
 from evenstep.train.framework import Framework, device_of
@@ -27,14 +29,17 @@ from evenstep.train.memory import TooLargeError, out_of_memory
 from evenstep.train.nonfinite import Suspects
 from evenstep.train.normalization import ByLoss
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.result import StepResult, Timings
+from evenstep.train.result import ANY_CAUSE, GROUPS_MOST, StepResult, Timings
 from evenstep.train.step_checks import (
     TokenIds,
     check_counts,
+    check_groups_on_ranks,
     check_groups_whole,
     check_labels,
     check_none_skipped,
     check_shards,
+
+    counts_groups,
     extremes,
     extremes_of,
     extremes_of_scale,
@@ -61,8 +66,11 @@ class Attempt:
         self.stream = _stream(self.device)
         self.ages: list[float] = []
         self.groups: set[int] = set()  # counted by GroupMean on this rank
+        self.loose: set[int] = set()  # those of them that may be on another rank too
         self.fed: MicroBatch | None = None  # being prepared
         self.token_ids = TokenIds(runner.model)
+
+        self.example: Any = None  # one of this rank's samples, for errors
         self.bundles: list[Bundle] = []
         self.backward = self._make_backward()
         self.suspects = Suspects() if runner.on_nonfinite else None
@@ -108,18 +116,25 @@ class Attempt:
     def result(self) -> StepResult:
         """Run all micro-batches and finish the gradients."""
         runner, began = self.runner, time.perf_counter()
+        self._check_totals()
         if self.step_loss.mode == "counted":
             self._count()
         counted, work = time.perf_counter() - began, self.work
         abandon = work.items.abandon if isinstance(work.items, Feed) else lambda: None
         prefetch = Prefetch(self._prepared(), runner.prefetch, abandon, self._in_preparation)
         first = self._run(prefetch, began)
+        loose = counts_groups(self.step_loss) and not work.groups_whole
+        seen = bool(runner._labelled) or "loss_tokens" in work.totals
         bundle, numbers = self.backward.finish(
             [*self.bundles, self._measures()],
             work.totals,
             self.communicate,
-            later=self.suspects is None,
+            later=self.suspects is None and seen and not loose,
         )
+        if numbers is not None and loose:
+            most = int(numbers.metrics[GROUPS_MOST].value)
+            with self.communicate:
+                check_groups_on_ranks(self.loose, most, runner.collective)
         often = "micro_batch" if self.framework.kind == "fsdp" else "step"
         result = StepResult(
             timings=Timings(
@@ -143,7 +158,27 @@ class Attempt:
             numbers=numbers,
             known=(self.step_loss, work.totals),
         )
+        if result.reduced and result.without_loss:
+            raise self._without_loss()
+        if not runner._labelled and result.reduced and not result.empty:
+            runner._labelled.append(True)
         return result if self.suspects is None else self._judged(result, self.suspects)
+
+    def _check_totals(self) -> None:
+        """Raise if the totals of a plan say that no token of the step counts in the loss."""
+        totals, step_loss = self.work.totals, self.step_loss
+        predicted = totals.get("tokens", 0) - totals.get("samples", 0)
+        none = step_loss.mode == "known" and totals.get("loss_tokens") == 0 and predicted > 0
+        if none and step_loss.needs_labels(step_loss.known(totals)):
+            raise self._without_loss()
+
+    def _without_loss(self) -> InputError:
+        why = ANY_CAUSE
+        if self.example is not None:
+            why = f"In one of its samples, {cause_of_no_loss(self.example)}"
+        return InputError(
+            f"no token of step {self.work.number} counts in the loss, on any rank. {why}"
+        )
 
     # Preparing, in the prefetching thread --------------------------------------------------------
 
@@ -151,6 +186,7 @@ class Attempt:
         for item in self.work.items:
             if isinstance(item, FedMicroBatch):
                 self.fed, born = item.micro, tuple(item.born.values())
+                self._note(item.samples)
                 yield self._ready(self._collated(item.micro, item.samples), born)
                 self.fed = None
             elif isinstance(item, Batch):
@@ -159,7 +195,11 @@ class Attempt:
                 yield self._ready(item[1], micro=item[0])
             else:
                 check_none_skipped(item[1], self.step_loss)
+                self._note(item[1])
                 yield self._ready(self._collated(item[0], item[1]), micro=item[0])
+
+    def _note(self, samples: Mapping[int, Any]) -> None:
+        self.example = next(iter(samples.values()), self.example)
 
     def _in_preparation(self, position: int) -> str:
         items, micro = self.work.items, self.fed
@@ -173,7 +213,7 @@ class Attempt:
     ) -> Ready:
         whole = micro is not None and micro.groups is not None
         split = self.runner.on_memory == "split" and not whole
-        check_groups_whole(batch, self.step_loss, self.groups, split)
+        groups = check_groups_whole(batch, self.step_loss, self.groups, split)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         self.token_ids.note(batch)
@@ -184,10 +224,12 @@ class Attempt:
             batch.seqlens[real].cpu().numpy(),
             ids,
             int((batch.labels != IGNORE_INDEX).sum()),
+            int(batch.seqlens[real].sum() - (batch.starts[real] == 0).sum()),
             born,
             moved=False,
             places=None if self.keeper is None else Places.of(batch),
             parts=len(ids) if micro is None else int(micro.parts.max(initial=0)) + 1,
+            groups=frozenset() if whole else frozenset(groups),
         )
         # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
         with suppress(torch.OutOfMemoryError):
@@ -222,6 +264,7 @@ class Attempt:
                 items.append(item)
                 continue
             assert not isinstance(item[1], Batch)
+            self._note(item[1])
             try:
                 items.append((item[0], self._collated(item[0], item[1])))
             except Exception as error:
@@ -279,7 +322,9 @@ class Attempt:
             batch = ready.batch if ready.moved else self._moved(ready.batch)
             batch = self._preprocessed(batch)
             shard = (self.runner.shard or _whole)(batch)
-            amounts = self.step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
+            first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
+            amounts = self.step_loss.amounts(batch, first)
+            self.loose |= ready.groups if first else frozenset()
             if self.suspects is not None:
                 self.suspects.begin(ready.sample_ids, exchange)
             with self.compute, self.busy, self.framework.exchange(exchange):
@@ -378,6 +423,8 @@ class Attempt:
     def _measures(self) -> Bundle:
         """Busy time and counts of this rank, reduced with the bundle."""
         metrics = self.measures.metrics(self.busy.seconds)
+        if counts_groups(self.step_loss):
+            metrics[GROUPS_MOST] = Metric.max(torch.tensor(float(len(self.loose))))
         if self.step_loss.mode == "deferred":
             metrics |= extremes(self.step_loss.constant)
         if self.backward.scale is not None:

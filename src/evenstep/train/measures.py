@@ -7,7 +7,7 @@ from torch import Tensor
 
 from evenstep.core.cost import Cost
 from evenstep.tensors.metrics import Metric
-from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, SLOTS, TOKENS
+from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, PREDICTED, SLOTS, TOKENS
 from evenstep.train.work import Ready
 
 
@@ -15,7 +15,7 @@ class Measures:
     """Tokens, slots, labels and FLOPs of a rank's micro-batches."""
 
     def __init__(self, cost: Cost | None) -> None:
-        self.tokens = self.slots = self.labels = 0
+        self.tokens = self.slots = self.labels = self.predicted = 0
         self._cost, self._flops = cost, 0.0
         self._share = 1.0  # 1 / number of context-parallel ranks, which share a micro-batch
 
@@ -25,6 +25,7 @@ class Measures:
         self.tokens += int(ready.lengths.sum())
         self.slots += ready.batch.rows * ready.batch.width
         self.labels += ready.labels
+        self.predicted += ready.predicted
         if self._cost is not None:
             self._flops += float(self._cost.of_lengths(ready.lengths).sum())
 
@@ -36,6 +37,7 @@ class Measures:
             BUSY_MOST: Metric.max(seconds),
             TOKENS: Metric.sum(self._mine(self.tokens)),
             LABELS: Metric.sum(self._mine(self.labels)),
+            PREDICTED: Metric.sum(self._mine(self.predicted)),
             SLOTS: Metric.sum(self._mine(self.slots)),
         }
         if self._cost is not None:

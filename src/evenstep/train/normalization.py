@@ -340,6 +340,10 @@ NORMALIZATIONS: dict[str, Callable[..., Normalization]] = {
 }
 
 
+LABELLED = (TokenMean, SequenceMean, GroupMean, Constant, FixedLength, SampleWeights)
+"""Those that weight loss tokens only. What a `Custom` one weights is known to its function."""
+
+
 def _total(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
 

@@ -15,7 +15,14 @@ from evenstep.train.step_loss import LossValues, StepLoss
 
 BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
 TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
+PREDICTED = "evenstep/predicted"  # tokens that are not the first of their sample
 SQUARE = "evenstep/gradient_square"
+GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean without a plan's guarantee
+
+ANY_CAUSE = (
+    "Labels are -100 or loss masks 0 for every token. A chat template without {% generation %} "
+    "marks gives assistant_masks of zeros: encode chats with evenstep.data.ChatEncoder."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,10 @@ class StepResult:
         assert self.known is not None
         step_loss, totals = self.known
         numbers = step_loss.finish([], self.bundle.reduce(collective), totals)
-        return replace(self, numbers=numbers)
+        found = replace(self, numbers=numbers)
+        if found.without_loss:
+            raise InputError(f"no token of this step counts in the loss, on any rank. {ANY_CAUSE}")
+        return found
 
     @property
     def _numbers(self) -> LossValues:
@@ -140,6 +150,15 @@ class StepResult:
     def empty(self) -> bool:
         """Whether the step has no loss tokens, or all weights are 0; loss and gradients are 0."""
         return self._numbers.empty or float(self._numbers.metrics[LABELS].value) == 0
+
+    @property
+    def without_loss(self) -> bool:
+        """Whether labels are needed and all of them are ignored, although there are tokens to
+        predict. A step without samples, or with samples of one token only, is just empty."""
+        assert self.known is not None
+        metrics, (step_loss, _) = self._numbers.metrics, self.known
+        none = float(metrics[LABELS].value) == 0 and float(metrics[PREDICTED].value) > 0
+        return none and step_loss.needs_labels(self._numbers.denominators)
 
     @property
     def deviation(self) -> float:

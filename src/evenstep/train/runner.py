@@ -75,7 +75,8 @@ class Loss:
 class Runner:
     """Runs the steps of a model. `run(step)` adds the exact gradient of the step to `.grad`.
 
-    If a step fails, `.grad` is unchanged and nothing of the step is left in DDP or fully_shard.
+    If a step fails, `.grad` is unchanged and nothing of the step is left in DDP or fully_shard. A
+    step that has tokens to predict but no loss token on any rank is an error.
 
     model         a plain module, DDP or fully_shard, compiled or not
     loss          a function written for one sequence (`cross_entropy()`), or several `Loss`es by
@@ -134,6 +135,8 @@ class Runner:
     keep: Keep | None = None
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
+    _labelled: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Holds True once a step had loss tokens."""
 
     def __post_init__(self) -> None:
         if self.forward is None:
@@ -284,4 +287,7 @@ def _work(step: Step) -> Work:
         budget=step.budget,
         loss_tokens=step.loss_tokens,
         costs=step.costs,
+        groups_whole=step.plan is not None
+        and step.plan.groups is not None
+        and step.plan.recipe.groups == "micro_batch",
     )

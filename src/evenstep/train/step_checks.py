@@ -20,6 +20,10 @@ from evenstep.train.normalization import Custom, GroupMean, SequenceMean
 from evenstep.train.step_loss import StepLoss
 from evenstep.train.tile_values import group_ids
 
+_KEEP_GROUPS = (
+    "Plan with groups= and Recipe(groups='micro_batch'), or add the sequence-aligned extra "
+    "'group_tokens' to samples."
+)
 LEAST, MOST = "evenstep/least", "evenstep/most"
 SCALE_LEAST, SCALE_MOST = "evenstep/scale_least", "evenstep/scale_most"
 
@@ -53,30 +57,68 @@ def check_none_skipped(samples: Mapping[int, Any], step_loss: StepLoss) -> None:
         )
 
 
-def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split: bool) -> None:
+def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split: bool) -> set[int]:
     """Raise if GroupMean counts groups per batch and a group is in two micro-batches.
 
-    `seen` holds the groups of this rank's earlier micro-batches; those of `batch` are added.
-    `split`: whether the micro-batch may be divided without regard to groups.
+    `seen` holds the groups of this rank's earlier micro-batches; those of `batch` are added, and
+    returned. `split`: whether the micro-batch may be divided without regard to groups.
     """
-    means = (isinstance(n, GroupMean) for n in step_loss.denominators.values())
-    if "group_tokens" in batch.aligned or not any(means):
-        return
+    if "group_tokens" in batch.aligned or not counts_groups(step_loss):
+        return set()
     if split and not batch.is_empty:
         raise ConfigError(
             "on_memory='split' may divide a group between two micro-batches, but GroupMean "
             "counts a group's tokens per micro-batch. Plan with groups='micro_batch', or add the "
             "sequence-aligned extra 'group_tokens' to samples."
         )
-    groups = group_ids(batch)[batch.loss_tokens > 0].unique().tolist()
-    again = sorted(seen.intersection(groups))
+    groups = set(group_ids(batch)[batch.loss_tokens > 0].unique().tolist())
+    again = sorted(seen & groups)
     if again:
         raise InputError(
             f"group {again[0]} is in two micro-batches of this rank, but GroupMean counts a "
-            f"group's tokens per micro-batch. Plan with groups='micro_batch', or add the "
-            f"sequence-aligned extra 'group_tokens' to samples."
+            f"group's tokens per micro-batch. {_KEEP_GROUPS}"
         )
-    seen.update(groups)
+    seen |= groups
+    return groups
+
+
+def counts_groups(step_loss: StepLoss) -> bool:
+    """Whether a denominator is the number of groups."""
+    return any(isinstance(n, GroupMean) for n in step_loss.denominators.values())
+
+
+def check_groups_on_ranks(groups: set[int], most: int, ranks: Collective) -> None:
+    """Raise on all ranks if one of this rank's groups is on another rank too.
+
+    `most` is the largest number of groups of a rank. Group ids may be floats.
+    """
+    if not most:
+        return
+    mine = torch.zeros((ranks.size, 2, most), dtype=torch.float64)
+    # A float64 represents the high and the low half of an id exactly.
+    ids = torch.tensor(sorted(groups), dtype=torch.float64 if _floats(groups) else torch.int64)
+    bits = ids.view(torch.int64)
+    mine[ranks.rank, 0, : len(bits)] = (bits >> 32).double()
+    mine[ranks.rank, 1, : len(bits)] = (bits & 0xFFFFFFFF).double()
+    counts = torch.zeros(ranks.size, dtype=torch.float64)
+    counts[ranks.rank] = len(bits)
+    packed = ranks.all_reduce_sum(torch.cat((counts, mine.flatten()))).cpu()
+    counts, halves = packed[: ranks.size].long(), packed[ranks.size :].view(ranks.size, 2, most)
+    owner: dict[tuple[float, ...], int] = {}
+    for rank in range(ranks.size):
+        for pair in halves[rank, :, : int(counts[rank])].T.tolist():
+            other = owner.setdefault(tuple(pair), rank)
+            if other != rank:
+                bits = torch.tensor(int(pair[0]) * 2**32 + int(pair[1]))
+                group = bits.view(ids.dtype).item()
+                raise InputError(
+                    f"group {group} is on rank {other} and on rank {rank}, but GroupMean counts a "
+                    f"group's tokens per micro-batch. {_KEEP_GROUPS}"
+                )
+
+
+def _floats(groups: set[int]) -> bool:
+    return any(isinstance(group, float) for group in groups)
 
 
 def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:

@@ -39,7 +39,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.gradients import SeparateGradients, rescale
-from evenstep.train.normalization import ByLoss, Normalization
+from evenstep.train.normalization import LABELLED, ByLoss, Normalization
 
 Mode: TypeAlias = Literal["known", "counted", "deferred", "per_micro_batch"]
 
@@ -144,6 +144,13 @@ class StepLoss:
         """Whether every denominator is known before the first backward."""
         return self.mode in ("known", "counted")
 
+    def needs_labels(self, over: Mapping[str, float]) -> bool:
+        """Whether a loss is 0 without loss tokens: only these have weights, or the denominators
+        `over` of a step without loss tokens are 0."""
+        if any(isinstance(n, LABELLED) for n in self.denominators.values()):
+            return True
+        return not any(over[name] for name, n in self.denominators.items() if not _fixed(n))
+
     def counted(self, amounts: Bundle) -> StepLoss:
         """With the denominators of counted mode: `amounts` of all micro-batches, over all ranks."""
         return replace(self, counts=self._denominators(amounts))
@@ -174,7 +181,7 @@ class StepLoss:
         """
         if self.mode == "deferred":
             return {name: weight / self.constant for name, (_, weight) in self.losses.items()}
-        over = self._known(totals or {}) if self.ahead else {}
+        over = self.known(totals or {}) if self.ahead else {}
         if self.mode == "per_micro_batch":
             if reduced is None or not micro_batches:
                 raise InputError(
@@ -239,7 +246,7 @@ class StepLoss:
             )
         over = self._denominators(reduced)
         if self.ahead:
-            _verify(self._known(totals or {}), over)
+            _verify(self.known(totals or {}), over)
         undo = self.averaged_over * self.constant
         factors = {name: _over(undo, value) for name, value in over.items()}
         factor = 1.0
@@ -267,7 +274,8 @@ class StepLoss:
             factor=factor,
         )
 
-    def _known(self, totals: Mapping[str, float]) -> dict[str, float]:
+    def known(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Each denominator, before the step; raises if the totals do not give it."""
         if self.counts is not None:
             return dict(self.counts)
         known = {name: n.known(totals) for name, n in self.denominators.items()}

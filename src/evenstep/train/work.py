@@ -24,6 +24,8 @@ class Ready:
     lengths: IntArray
     sample_ids: IntArray
     labels: int
+    predicted: int
+    """Tokens that are not the first of their sample."""
     born: tuple[float, ...] = ()
     moved: bool = True
     """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
@@ -31,6 +33,8 @@ class Ready:
     """Where its segments lie, if values are kept by sample."""
     parts: int = 1
     """Number of segments, or of groups that stay together."""
+    groups: frozenset[int] = frozenset()
+    """Those that GroupMean counts in this batch, unless the plan keeps them in it."""
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -54,6 +58,8 @@ class Work:
     """Empty micro-batch for ranks without work."""
     costs: tuple[float, ...] = ()
     """Planned cost of each micro-batch, if there is a plan."""
+    groups_whole: bool = False
+    """Whether the plan keeps each group in one micro-batch, on all ranks alike."""
     lock_step: bool = False  # whether ranks agree before each micro-batch that is fed
 
 

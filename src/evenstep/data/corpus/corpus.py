@@ -22,9 +22,10 @@ from evenstep.data.corpus.known_counts import known_counts
 from evenstep.data.corpus.saved_dataset import SavedDataset
 from evenstep.data.corpus.tokenizer import check_folder, load_tokenizer, vocabulary
 from evenstep.data.sources.jsonl import Jsonl
+from evenstep.data.sources.measure import SamplesWithoutLoss
 from evenstep.data.sources.megatron import MegatronTokens
 from evenstep.data.sources.parquet import ParquetText
-from evenstep.data.sources.source import Sample, SampleSource, read_samples
+from evenstep.data.sources.source import LOSS_MASKS, Sample, SampleSource, read_samples
 from evenstep.data.sources.text import RowDecoder, as_tokenize
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_writer import TokenFileWriter
@@ -144,14 +145,17 @@ class Corpus:
 
     def _write(self, path: Path, kind: Format, files: list[Path], progress: Progress) -> None:
         source = self._source(kind, files)
-        masked = kind == "chat" or (kind == "tokens" and "loss_mask" in source[0])
-        columns = {"loss_mask": np.uint8} if masked else None
-        total, empty = len(source), 0
+        columns: dict[str, Any] = {"loss_mask": np.uint8} if kind == "chat" else {}
+        if kind == "tokens":
+            first = source[0]
+            columns = {name: first[name].dtype for name in ("labels", *LOSS_MASKS) if name in first}
+        total, empty, without_loss = len(source), 0, SamplesWithoutLoss(len(source))
         with TokenFileWriter(path, dtype=np.int32, columns=columns) as writer:
             for item in range(total):
                 for sample in self._read(source, item):
                     if len(sample["input_ids"]):
                         writer.append(sample)
+                        without_loss.add(sample)
                     else:
                         empty += 1
                 if item % _EVERY == 0:

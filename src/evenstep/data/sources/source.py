@@ -7,14 +7,14 @@ several. A sample is usually a mapping with `input_ids`; streams need only its l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 
 from evenstep.core.identity import sample_name, sample_number
 from evenstep.core.ragged import IntArray
-from evenstep.errors import FileError, SampleError
+from evenstep.errors import FileError, InputError, SampleError
 
 Sample: TypeAlias = Any
 """Usually a mapping with `input_ids`; anything that has a length is accepted."""
@@ -140,9 +140,34 @@ def cause_of(error: SampleError) -> str:
     return re.split(r" (?:Repair|Remove) it, or skip", str(error))[0]
 
 
-LOSS_MASKS = ("loss_mask", "assistant_masks")
-"""Keys of a sample with 1 per token that counts in the loss and 0 for others: ours, and that of
-Hugging Face tokenizers. A token counts if no mask that the sample has is 0."""
+LOSS_MASKS = (
+    "loss_mask",
+    "assistant_masks",  # tokenizers of Hugging Face
+    "response_mask",  # verl, ROLL
+    "final_response_mask",  # ROLL
+    "completion_mask",  # TRL
+    "tool_mask",  # TRL
+    "token_mask",  # NeMo-RL
+    "sample_mask",  # NeMo-RL; one number for the whole sample
+    "action_mask",  # OpenRLHF
+)
+"""Keys of a sample with 1 per token that counts in the loss and 0 for others, under the names of
+several systems. A token counts if no mask that the sample has is 0. An entry belongs to the token
+that is predicted, not to the one before it."""
+
+_OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # say nothing about the loss
+
+
+def check_masks_read(names: Iterable[str], read: Collection[str], remedy: str) -> None:
+    """Raise if one of `names` looks like a mask and is not in `read`, so that it has no effect."""
+    for name in names:
+        mask = name.endswith(("mask", "masks"))
+        if mask and name not in read and name not in (*LOSS_MASKS, *_OTHER_MASKS):
+            raise InputError(
+                f"{name!r} looks like a mask, but nothing reads it. A loss mask is 1 for tokens "
+                f"that count in the loss and is named {', '.join(LOSS_MASKS[:-1])} or "
+                f"{LOSS_MASKS[-1]}. {remedy}"
+            )
 
 
 def length_of(sample: Sample) -> int:

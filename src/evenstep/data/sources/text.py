@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.glimpse import glimpse
-from evenstep.data.sources.source import Draw, Sample
+from evenstep.data.sources.source import LOSS_MASKS, Draw, Sample
 from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import ConfigError, InputError
 
@@ -65,7 +65,9 @@ class RowDecoder:
             value = self._value(row, where)
             if isinstance(value, str):
                 return {"input_ids": _integers(self.tokenize(value), where)}
-            return {"input_ids": self._listed(value, where)}
+            tokens = self._listed(value, where)
+            self._check_masks(row, where)
+            return {"input_ids": tokens}
         except Exception as error:
             error.add_note(f"raised for {where}")
             raise
@@ -83,6 +85,16 @@ class RowDecoder:
                 f"or pass a transform."
             )
         return row[self.field]
+
+    def _check_masks(self, row: Mapping[str, Any], where: str) -> None:
+        """Raise if a row with a list of token ids says which of them are trained."""
+        for name in ("labels", *LOSS_MASKS):
+            if name in row:
+                raise InputError(
+                    f"{where}: the row has {name!r}, but only the field {self.field!r} is read. "
+                    f"Pass transform=lambda row: row to keep the row as a sample, or remove "
+                    f"{name!r}."
+                )
 
     def _listed(self, value: Any, where: str) -> NDArray[np.integer[Any]]:
         """Token ids that a row has as a list."""

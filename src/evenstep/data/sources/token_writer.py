@@ -15,7 +15,7 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from evenstep.data.sources.source import Sample, SampleSource, read_samples
+from evenstep.data.sources.source import LOSS_MASKS, Sample, SampleSource, read_samples
 from evenstep.data.sources.token_file import (
     HEADER_SIZE,
     OFFSETS,
@@ -34,8 +34,9 @@ class TokenFileWriter:
     """Writes a `TokenFile` sample by sample, in constant memory.
 
     `dtype` is that of `input_ids`. `columns` maps further columns, with one entry per token, to
-    their dtypes. Other keys of a sample are ignored. The file appears when the `with` block ends.
-    If the block raises, an existing file is left unchanged.
+    their dtypes. Other keys of a sample are ignored, except that labels and loss masks which are
+    not among the columns are an error. The file appears when the `with` block ends. If the block
+    raises, an existing file is left unchanged.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = f"{folder}/a.tokens"
@@ -96,6 +97,12 @@ class TokenFileWriter:
                 f"the writer."
             )
         row = sample if isinstance(sample, Mapping) else {TOKENS: sample}
+        for name in ("labels", *LOSS_MASKS):
+            if name in row and name not in self._columns:
+                remedy = f"Pass columns={{{name!r}: np.{'int32' if name == 'labels' else 'uint8'}}}"
+                raise self._refused(
+                    f"has {name!r}, which would be lost", f"{remedy}, or remove it."
+                )
         arrays: dict[str, NDArray[Any]] = {}
         for name, dtype in self._columns.items():
             if name not in row:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import TypeAlias
 
 from evenstep.core.identity import sample_name
 from evenstep.core.recipe import Recipe
 from evenstep.core.validate import whole_number
-from evenstep.data.sources.source import LOSS_MASKS, Sample
+from evenstep.data.sources.measure import loss_tokens_of
+from evenstep.data.sources.source import Sample
 from evenstep.data.streams.cut import Piece
 from evenstep.errors import ConfigError, SampleError
 
@@ -69,24 +68,3 @@ class SampleColumns:
                 f"overflow='alone'."
             )
         return value
-
-
-def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
-    """Count the loss tokens of tokens `start` to `end` of a sample that ends at `stop`.
-
-    Uses the sample's `labels`, `loss_mask` and `assistant_masks`, as the collator does. Token
-    i is predicted at i - 1, so the first token of a sample is not a label, and the first token
-    after a segment is.
-
-    >>> sample = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
-    >>> loss_tokens_of(sample, 0, 3, 3), loss_tokens_of(sample, 0, 1, 3)
-    (2, 1)
-    """
-    labels = slice(start + 1, min(end + 1, stop))
-    if isinstance(sample, Mapping):
-        counted = [np.asarray(sample[name])[labels] != 0 for name in LOSS_MASKS if name in sample]
-        if "labels" in sample:
-            counted.append(np.asarray(sample["labels"])[labels] != -100)
-        if counted:
-            return int(np.logical_and.reduce(counted).sum())
-    return max(labels.stop - labels.start, 0)

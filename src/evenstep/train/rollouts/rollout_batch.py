@@ -17,6 +17,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.core.validate import one_of, whole_number
 from evenstep.core.world import World
 from evenstep.data.sources.lengths import Lengths
+from evenstep.data.sources.source import LOSS_MASKS, check_masks_read
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.inputs import checked_groups
@@ -35,8 +36,8 @@ from evenstep.train.rollouts.spans import Side, Spans
 Aligned: TypeAlias = Literal["token", "last", "sequence"]
 
 _MASK = "attention_mask"
-_OWN = ("input_ids", "labels", "loss_mask")  # keys that a Collator knows
-_DIGESTED = 16  # rows
+_OWN = ("input_ids", "labels", *LOSS_MASKS)  # keys that a Collator reads by itself
+_OF_ROWS = "sample_mask"  # a loss mask with one number per row
 
 
 class RolloutBatch:
@@ -46,6 +47,12 @@ class RolloutBatch:
     tensors says, row by row; or give `lengths` and `padding_side`. Nothing is copied before a batch
     is laid out, except from a device to the host. A row may be empty: it runs as one padding token
     without a label, and its results are the pad value.
+
+    A loss mask is 1 for tokens that are trained. It may have the name that verl, ROLL, TRL, NeMo-RL
+    or OpenRLHF give it (`response_mask`, `completion_mask`, `token_mask`, `action_mask`, ...; see
+    `Collator`) and may cover the last columns only. Several masks hide what any of them hides. A
+    tensor with another name that ends in `mask` is refused unless `aligned` names it, because
+    nothing but a loss of your own would read it.
 
     `aligned` says what a tensor holds where its shape does not:
 
@@ -98,6 +105,7 @@ class RolloutBatch:
         self.groups = None if ids is None else frozen(ids)
         self.aligned: dict[str, Aligned] = {}
         self.tensors: dict[str, Tensor] = {}
+        self._row_digests: IntArray | None = None
         self._add({name: t for name, t in tensors.items() if name != _MASK}, aligned or {})
 
     def _add(self, tensors: Mapping[str, Tensor], aligned: Mapping[str, Aligned]) -> None:
@@ -107,11 +115,18 @@ class RolloutBatch:
                 f"aligned names {unknown[0]!r}, which is not among the tensors "
                 f"{', '.join(sorted(tensors))}. Remove it."
             )
+        check_masks_read(
+            tensors,
+            aligned,
+            "Rename it if it is one, remove it, or name it in aligned= if your loss reads it.",
+        )
         for name, tensor in tensors.items():
             if name == _MASK:
                 raise ConfigError(
                     "attention_mask cannot change after a RolloutBatch is made. Make another one."
                 )
+            if name == "input_ids":
+                self._row_digests = None
             self.aligned[name] = self._alignment(name, tensor, aligned.get(name))
             self.tensors[name] = tensor.detach().cpu()
 
@@ -119,6 +134,8 @@ class RolloutBatch:
         shape, width = tuple(tensor.shape), self.width
         if said is not None:
             one_of(f"aligned[{name!r}]", said, Aligned)
+        elif name in LOSS_MASKS and len(shape) == 2 and shape[1] < width:
+            said = "last"
         if shape[:1] != (len(self),):
             raise InputError(
                 f"{name!r} has shape {shape}, but there are {len(self)} rows. Pass one entry per "
@@ -137,6 +154,8 @@ class RolloutBatch:
                 f"{name!r} has shape {shape}, which cannot be aligned as {said!r} to rows that are "
                 f"{width} wide."
             )
+        if name == _OF_ROWS and said in (None, "sequence") and len(shape) == 1:
+            return "sequence"
         if name in _OWN and (said == "sequence" or len(shape) != 2):
             raise InputError(
                 f"{name!r} has shape {shape}; expected one number per token, "
@@ -202,6 +221,7 @@ class RolloutBatch:
             spans=self.spans.take(at),
             rows=frozen(self.rows[at]),
             groups=None if self.groups is None else frozen(self.groups[at]),
+            _row_digests=None if self._row_digests is None else frozen(self._row_digests[at]),
         )
 
     def _copy(self, **changed: Any) -> RolloutBatch:
@@ -269,7 +289,7 @@ class RolloutBatch:
             epochs=tuple(stream.plan_epoch(epoch) for epoch in range(count)),
             lengths=self.lengths,
             width=self.width,
-            digest=self._digest(),
+            row_digests=self.row_digests,
         )
 
     def _column(self, name: str) -> ArrayLike:
@@ -281,13 +301,18 @@ class RolloutBatch:
             )
         return np.asarray(tensor.numpy())
 
-    def _digest(self) -> str:
-        """Covers the lengths of all rows and the tokens of up to 16, evenly spread."""
-        digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)
-        some = np.linspace(0, len(self) - 1, min(len(self), _DIGESTED)).astype(np.int64)
-        for row in some.tolist():
-            digest.update(np.ascontiguousarray(self[row]["input_ids"].numpy()).tobytes())
-        return digest.hexdigest()
+    @property
+    def row_digests(self) -> IntArray:
+        """64 bits of each row's tokens. Computed once, and taken along by copies of the rows."""
+        if self._row_digests is None:
+            ids = np.ascontiguousarray(self.tensors["input_ids"].numpy(), np.int64)
+            starts, ends = self.spans.starts, self.spans.starts + self.spans.lengths
+            digests = b"".join(
+                hashlib.blake2b(row[start:end], digest_size=8).digest()
+                for row, start, end in zip(ids, starts.tolist(), ends.tolist(), strict=True)
+            )
+            self._row_digests = np.frombuffer(digests, np.int64)
+        return self._row_digests
 
     # Results -------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from evenstep.core.step import Step
 from evenstep.core.world import World
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import InputError, SampleError
+
+_ARRAYS = ("lengths", "row_digests")
 
 if TYPE_CHECKING:
     from evenstep.train.rollouts.rollout_batch import RolloutBatch
@@ -50,17 +53,23 @@ class RolloutPlan:
     """The tokens of each row; 0 for an empty row, which is planned as one token."""
     width: int
     """The columns of a row, padding included."""
-    digest: str
-    """Of the rows that were planned; part of the fingerprint of each step, which ranks compare."""
+    row_digests: IntArray
+    """Of the tokens of each row, to know the rows again."""
+
+    @property
+    def digest(self) -> str:
+        """Of all rows; part of the fingerprint of each step, which ranks compare."""
+        rows = np.concatenate((self.lengths, self.row_digests))
+        return hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Lengths as bytes: a copy is read-only too, and shares no memory with a batch."""
-        lengths = np.asarray(self.lengths, np.int64).tobytes()
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"lengths": lengths}
+        """Arrays as bytes: a copy is read-only too, and shares no memory with a batch."""
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        return state | {name: np.asarray(state[name], np.int64).tobytes() for name in _ARRAYS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        lengths = np.frombuffer(state["lengths"], np.int64)
-        for name, value in (state | {"lengths": lengths}).items():
+        arrays = {name: np.frombuffer(state[name], np.int64) for name in _ARRAYS}
+        for name, value in (state | arrays).items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -115,13 +124,19 @@ class RolloutPlan:
 
     def check(self, batch: RolloutBatch) -> None:
         """Raise if the batch is not the one that was planned, or rows selected from it."""
-        same = self.lengths is batch.lengths  # usual on a controller, and faster to see
         whole = (len(self.lengths), self.width) == (batch.num_rows, batch.width)
-        if not whole or not (same or np.array_equal(self.lengths[batch.rows], batch.lengths)):
+        if not whole or not np.array_equal(self.lengths[batch.rows], batch.lengths):
             raise InputError(
                 f"the plan is of {len(self.lengths)} rows of width {self.width}, but the batch "
                 f"has {batch.num_rows} of width {batch.width}, or rows of other lengths. Pass the "
                 f"batch that was planned, or rows selected from it."
+            )
+        other = np.flatnonzero(self.row_digests[batch.rows] != batch.row_digests)
+        if len(other):
+            raise InputError(
+                f"row {batch.rows[other[0]]} has other tokens than the row that was planned "
+                f"({len(other)} of {len(batch)} rows differ). Pass the batch that was planned, or "
+                f"plan this one."
             )
 
     def metrics(self) -> dict[str, float]:

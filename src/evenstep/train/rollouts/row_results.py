@@ -56,6 +56,8 @@ def pad_tokens(
     values: Sequence[Tensor] | RaggedTensor, at: IntArray, held: IntArray, spans: Spans, pad: float
 ) -> Tensor:
     """Values per token of the rows at `at` -> (rows, width, ...), each row where its tokens are."""
+    if not len(held) and not isinstance(values, RaggedTensor) and not len(values):
+        return torch.zeros((0, spans.width))
     if isinstance(values, RaggedTensor):
         found, joined = torch.diff(values.offsets).cpu().numpy(), values.values
     else:
