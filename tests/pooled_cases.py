@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, TypeAlias
@@ -24,11 +24,15 @@ from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.pooled_cursor import merge_cursors
 from evenstep.errors import ConfigError, InputError, SampleError
-from tests.source_cases import Items, check_draws, source_of
+from evenstep.integrations.dataloader import StreamLoader
+from tests.rank_threads import RankThreads
+from tests.source_cases import MEASURED, Items, check_draws, source_of
 
 Token: TypeAlias = tuple[int, int]
 """(sample id, position)"""
 POOLED = ("list", "memory", "dataset", "mapped", "jsonl", "tokens", "sequential", "sequential")
+KNOWN = ("memory", *(f"measured {kind}" for kind in MEASURED))
+"""Sources that know their lengths, if each item is one sample."""
 CHANGES = ("budget", "overflow", "pool", "steps")
 
 
@@ -45,8 +49,12 @@ class PooledStage:
 
 @dataclass(frozen=True, slots=True)
 class PooledCase:
-    """An epoch of a pooled stream, in stages. `items` are the lengths of each item's samples, or
-    None if it cannot be read."""
+    """An epoch of a pooled stream, in stages.
+
+    items      the lengths of each item's samples, or None if it cannot be read
+    endless    all stages but the last go on with further epochs
+    in_loader  run by a `StreamLoader` on every rank
+    """
 
     items: Items
     kind: str
@@ -54,18 +62,23 @@ class PooledCase:
     seed: int
     epoch: int
     stages: tuple[PooledStage, ...]
+    endless: bool = False
+    in_loader: bool = False
 
     def check(self) -> bool:
-        """Run all stages; every token of the epoch must run exactly once."""
-        seen, state = Counter[Token](), None
+        """Run all stages; every token of each epoch that was begun must run exactly once."""
+        seen, epochs, state = Counter[Token](), 1, None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of skipped and lost samples
-                for stage in self.stages:
+                for number, stage in enumerate(self.stages):
                     done, after = self._run(stage, state)
-                    assert (done, after) == self._run(stage, state), "two different orders"
+                    if number == 1:  # the first that resumes
+                        assert (done, after) == self._run(stage, state), "two different orders"
                     seen.update(done)
                     state = after
+                    if stage.steps is not None:
+                        epochs = 1 + _last_epoch(after) - self.epoch
         except (ConfigError, SampleError):
             if self._refused():
                 return False
@@ -73,7 +86,7 @@ class PooledCase:
         except InputError:  # every sample was skipped
             assert not self._expected()
             return False
-        expected = self._expected()
+        expected = Counter(dict.fromkeys(self._expected(), epochs))
         lost, repeated = expected - seen, seen - expected
         assert not lost, f"lost {sorted(lost)[:5]}"
         assert not repeated, f"repeated {sorted(repeated)[:5]}"
@@ -101,33 +114,74 @@ class PooledCase:
 
     def _run(self, stage: PooledStage, state: Any) -> tuple[list[Token], Any]:
         """(the tokens that ran, the merged state of all ranks)."""
-        tokens: list[Token] = []
-        cursors: list[Cursor] = []
-        for rank in range(stage.ranks):
-            topology = replace(stage.recipe.topology, dp=stage.ranks)
-            limited = stage.recipe.limits.columns
-            stream = PooledStream(
-                source_of(self.kind, self.items),
-                replace(stage.recipe, topology=topology),
-                world=World(rank, stage.ranks),
-                pool=stage.pool,
-                seed=self.seed,
-                shuffle=self.shuffle if self.kind != "sequential" else None,
-                on_error="skip" if None in self.items else "raise",
-                columns={"images": _images} if limited else None,
-            )
-            if state is None:
-                stream.set_epoch(self.epoch)
-            else:
-                stream.load_state_dict(json.loads(json.dumps(state)), allow=CHANGES)
-            cursors.append(stream.start(stage.workers))
-            for step in islice(in_turn(stream, stage.workers), stage.steps):
-                cursors.append(step.cursor)
-                tokens += tokens_of(step)
-                check_draws(step, self.epoch, self.seed)
+        runs: Iterable[tuple[list[Token], list[Cursor]]]
+        if self.in_loader and stage.ranks > 1 and not self._ends_alone(stage):
+            threads = RankThreads(stage.ranks)
+            source_of(self.kind, self.items)  # made once, not by every thread
+            runs = threads.run(lambda rank: self._loaded(stage, rank, state, threads))
+        else:
+            one = self._loaded if self.in_loader else self._walked
+            runs = [one(stage, rank, state) for rank in range(stage.ranks)]
+        cursors = [cursor for _, taken in runs for cursor in taken]
         last = max(cursor.step for cursor in cursors)
         merged = merge_cursors([replace(cursor, step=last) for cursor in cursors])
-        return tokens, merged.to_dict()
+        return [token for tokens, _ in runs for token in tokens], merged.to_dict()
+
+    def _ends_alone(self, stage: PooledStage) -> bool:
+        """Whether ranks need not agree on the end of a stage."""
+        return self.endless and stage.steps is not None
+
+    def _walked(
+        self, stage: PooledStage, rank: int, state: Any
+    ) -> tuple[list[Token], list[Cursor]]:
+        """(the tokens of a rank, its cursors), without a loader."""
+        stream = self._stream(stage, rank, state)
+        steps = list(islice(in_turn(stream, stage.workers), stage.steps))
+        cursors = [stream.start(stage.workers), *(step.cursor for step in steps)]
+        return self._tokens(steps), cursors
+
+    def _loaded(
+        self, stage: PooledStage, rank: int, state: Any, threads: RankThreads | None = None
+    ) -> tuple[list[Token], list[Cursor]]:
+        """(the tokens of a rank, its last cursor), by a `StreamLoader`."""
+        talk: dict[str, Any] = {}
+        if threads is not None:
+            talk["anyone"] = lambda mine: any(threads.gather(rank, mine))
+            talk["gather"] = lambda value: threads.gather(rank, value)
+        loader = StreamLoader(self._stream(stage, rank, state), **talk)
+        steps = list(islice(loader, stage.steps))
+        return self._tokens(steps), [Cursor.from_dict(loader.state_dict())]
+
+    def _stream(self, stage: PooledStage, rank: int, state: Any) -> PooledStream:
+        topology = replace(stage.recipe.topology, dp=stage.ranks)
+        limited = stage.recipe.limits.columns
+        stream = PooledStream(
+            source_of(self.kind, self.items),
+            replace(stage.recipe, topology=topology),
+            world=World(rank, stage.ranks),
+            pool=stage.pool,
+            seed=self.seed,
+            shuffle=self.shuffle if self.kind != "sequential" else None,
+            infinite_loop=self._ends_alone(stage),
+            on_error="skip" if None in self.items else "raise",
+            columns={"images": _images} if limited else None,
+        )
+        if state is None:
+            stream.set_epoch(self.epoch)
+        else:
+            stream.load_state_dict(json.loads(json.dumps(state)), allow=CHANGES)
+        return stream
+
+    def _tokens(self, steps: list[Step]) -> list[Token]:
+        for step in steps:
+            if not self.endless:
+                check_draws(step, self.epoch, self.seed)
+        return [token for step in steps for token in tokens_of(step)]
+
+
+def _last_epoch(state: Any) -> int:
+    """The last epoch that a reader of a merged state has begun."""
+    return max(int(data["epochs"][-1][0]) for data in state["place"]["readers"].values())
 
 
 def _images(sample: Any) -> int:
@@ -181,38 +235,58 @@ def recipes(draw: DrawFn, overflow: str) -> Recipe:
     )
 
 
-def pooled_cases(max_samples: int = 40) -> SearchStrategy[PooledCase]:
-    """Sources of every kind, with one to three stops. Settings change if no token may be lost."""
+def pooled_cases(
+    max_samples: int = 40, known: bool = False, in_loader: bool = False
+) -> SearchStrategy[PooledCase]:
+    """Sources of every kind, or of those with `known` lengths, with one to six stops, finite or
+    endless. Settings change if no token may be lost."""
     pools = st.builds(Pool, samples=st.integers(1, 8), tokens=st.sampled_from([None, 0, 0, 10]))
     lengths = st.one_of(st.integers(1, 30), st.integers(1, 8))
     one = st.tuples(lengths)
     several = st.lists(lengths, max_size=3).map(tuple)
-    shapes = st.tuples(st.integers(1, 4), st.integers(1, 3))
+    shapes = st.tuples(st.integers(1, 4), st.integers(1, 1 if in_loader else 3))
 
     @st.composite
     def case(draw: DrawFn) -> PooledCase:
         policies = ["split", "alone", "truncate", "drop", "error"]
-        kind = draw(st.sampled_from([*POOLED]))
-        items = draw(
-            st.sampled_from([one, one, st.one_of(one, several), st.one_of(one, st.none())])
-        )
-        overflow = draw(st.sampled_from(policies))
+        kind = draw(st.sampled_from(KNOWN if known else (*POOLED, *KNOWN)))
+        endless = kind != "sequential" and draw(st.booleans())
+        items: SearchStrategy[Any] = one
+        if not (known or endless):
+            items = draw(
+                st.sampled_from([one, one, st.one_of(one, several), st.one_of(one, st.none())])
+            )
+        overflow = draw(st.sampled_from(policies[:3] if endless else policies))
         changing = overflow in policies[:2] and draw(st.booleans())
         recipe, pool = draw(recipes(overflow)), draw(pools)
         stages = []
-        for _ in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(2 if known else 1, 6))):
             steps = draw(st.one_of(st.integers(0, 3), st.integers(0, 10)))
             stages.append(PooledStage(*draw(shapes), steps, recipe, pool))
             if changing:
                 recipe, pool = draw(recipes(draw(st.sampled_from(policies[:2])))), draw(pools)
-        stages.append(PooledStage(*draw(shapes), None, recipe, pool))
+        last = draw(shapes)
+        if endless:  # readers that are an epoch behind share it only if their number changes
+            last = (1 if stages[-1].ranks > 1 else 2, 1)
+        stages.append(PooledStage(*last, None, recipe, pool))
+        fewest = 12 if endless else 0  # every reader of an endless stream needs an item
+        most = max(fewest, max_samples)
+        rows: list[Any]
+        if known:  # enough that readers change several times before the end
+            rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+            longest, count = draw(st.sampled_from([8, 30])), draw(st.integers(fewest, 3 * most))
+            rows = [(n,) for n in rng.integers(1, longest + 1, count).tolist()]
+        else:
+            rows = draw(st.lists(items, min_size=fewest, max_size=most))
         return PooledCase(
-            tuple(draw(st.lists(items, max_size=max_samples))),
+            tuple(rows),
             kind,
             draw(st.booleans()),
             draw(st.integers(0, 3)),
             draw(st.integers(0, 2)),
             tuple(stages),
+            endless,
+            in_loader,
         )
 
     return case()

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from hypothesis import strategies as st
@@ -233,5 +234,7 @@ def _of_micro_batches(recipe: Recipe, count: int) -> Recipe:
 KINDS: dict[str, Callable[[int], SearchStrategy[Any]]] = {
     "planned": planned_cases,
     "pooled": pooled_cases,
+    "pooled-known": partial(pooled_cases, known=True),
+    "pooled-loader": partial(pooled_cases, known=True, in_loader=True),
 }
 """From the largest number of samples to the cases of a kind of stream."""

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.core.ragged import IntArray
 from evenstep.data.streams.deal import Deal
-from evenstep.data.streams.length_deal import WINDOW, LengthDeal
 from evenstep.data.streams.reader_state import ReaderState, all_waiting, merged, redealt
 from evenstep.data.streams.remaining import RemainingEpoch
+from evenstep.errors import CursorError
 
 FAR = 60  # more turns than are compared
 
@@ -58,35 +57,6 @@ def test_a_reader_sees_every_kind_of_periodic_data_equally_often(readers: int, p
     assert np.abs(shares * period - 1).max() < 0.15  # 0.1 is five standard deviations at most
 
 
-@given(st.integers(1, 12), st.integers(0, 900), st.integers(0, 5))
-def test_a_deal_by_length_gives_every_block_to_the_readers_one_element_each(
-    readers: int, size: int, key: int
-) -> None:
-    deal = LengthDeal(Deal(readers, key), size, lambda elements: lengths_at(key, elements))
-    turns = deal.num_turns(size)
-    taken = [deal.elements(reader, np.arange(n)) for reader, n in enumerate(turns)]
-    assert sorted(np.concatenate(taken).tolist()) == list(range(size))
-    for mine in taken:
-        assert (mine // readers).tolist() == list(range(len(mine)))
-    some = np.arange(readers)[: readers // 2 + 1]
-    here = np.arange(min(turns.tolist()))
-    for which in range(len(some)):
-        found = deal.nth(some, here, np.full(len(here), which))
-        places = np.sort([deal.elements(reader, here) for reader in some.tolist()], axis=0)
-        assert found.tolist() == places[which].tolist()
-
-
-@pytest.mark.parametrize("readers", [2, 8, 64])
-def test_readers_get_equal_numbers_of_tokens(readers: int) -> None:
-    lengths = np.random.default_rng(0).lognormal(6, 1.2, WINDOW * 5 * readers + 3).astype(int)
-    deal = LengthDeal(Deal(readers, 0), len(lengths), lambda elements: lengths[elements])
-    turns = deal.num_turns(len(lengths))
-    loads = [lengths[deal.elements(r, np.arange(n))].sum() for r, n in enumerate(turns)]
-    assert max(loads) / np.mean(loads) < 1.005
-    plain = [lengths[r::readers].sum() for r in range(readers)]
-    assert max(plain) / np.mean(plain) > 1.02
-
-
 # What remains ----------------------------------------------------------------------------------
 
 Change = list[int | None]
@@ -110,37 +80,28 @@ changes = st.lists(
 )
 
 
-def lengths_at(epoch: int, positions: IntArray) -> IntArray:
-    found: IntArray = (positions * 7919 + epoch) ** 2 % 97 % 23 + 1
-    return found
-
-
-@pytest.mark.parametrize("by_length", [False, True])
 @given(st.integers(0, 40), st.integers(0, 3), changes, st.integers(1, 5))
 @settings(max_examples=200)
 def test_what_remains_is_what_no_reader_has_read(
-    by_length: bool, count: int, epoch: int, changes: list[Change], readers: int
+    count: int, epoch: int, changes: list[Change], readers: int
 ) -> None:
     remaining = RemainingEpoch(epoch, count)
-    if by_length:
-        remaining = remaining.measured(lengths_at, new=True)
-        expected = list(range(count))
     for change in changes:
-        if by_length:
-            taken = [
-                positions(remaining, reader, len(change))[: FAR if read is None else read]
-                for reader, read in enumerate(change)
-            ]
-            expected = [p for p in expected if not any(p in mine for mine in taken)]
         remaining = remaining.rest(change)
-    if not by_length:
-        expected = plainly(count, epoch, changes)
+    expected = plainly(count, epoch, changes)
     assert remaining.size == len(expected)
     assert positions(remaining) == expected
     shares = [positions(remaining, reader, readers) for reader in range(readers)]
     assert sorted(p for share in shares for p in share) == expected
     assert all(share == sorted(share) for share in shares)
     assert RemainingEpoch.from_list(json.loads(json.dumps(remaining.to_list()))) == remaining
+
+
+def test_a_cursor_of_readers_that_shared_by_length_is_refused() -> None:
+    whole = ReaderState.fresh(0, 2, 0, 9).to_dict()
+    by_length = {**whole, "epochs": [[*left, 1] for left in whole["epochs"]]}
+    with pytest.raises(CursorError, match="shared samples by length"):
+        ReaderState.from_dict(by_length, 0, 2)
 
 
 @given(changes, st.integers(1, 3))

@@ -42,6 +42,18 @@ def test_a_pooled_run_that_stops_anywhere_runs_every_token_once(case: PooledCase
     case.check()
 
 
+@given(pooled_cases(known=True))
+@examples(100)
+def test_a_pool_of_known_lengths_runs_every_token_once_on_any_readers(case: PooledCase) -> None:
+    case.check()
+
+
+@given(pooled_cases(known=True, in_loader=True))
+@examples(40)
+def test_loaders_of_known_lengths_run_every_token_once_on_any_ranks(case: PooledCase) -> None:
+    case.check()
+
+
 @given(pooled_cases())
 @examples(1000)
 @pytest.mark.slow

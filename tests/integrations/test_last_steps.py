@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,42 +16,17 @@ from evenstep import Packed, Padded, PooledStream, Recipe, Topology, World
 from evenstep.data import Iterated, Mapped, Pool, merge_cursors
 from evenstep.integrations.dataloader import StreamLoader
 from tests.examples import examples
+from tests.rank_threads import RankThreads
 from tests.train.processes import results_of
 
 LAYOUTS = [Packed(max_tokens=20), Padded(max_tokens=20)]
-
-
-class Threads:
-    """Ranks in threads that gather objects."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier, self._held = threading.Barrier(size), [None] * size
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self._held[rank] = value
-        self._barrier.wait(300)
-        found = list(self._held)
-        self._barrier.wait(300)
-        return found
-
-    def run(self, function: Callable[[int], Any]) -> list[Any]:
-        def guarded(rank: int) -> Any:
-            try:
-                return function(rank)
-            except BaseException:
-                self._barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(guarded, range(self.size)))
 
 
 def ranks_of(
     lengths: list[int], ranks: int, most: int | None = None, state: Any = None, **given: Any
 ) -> tuple[list[list[Any]], Any]:
     """(the sample ids of each step of each rank, the state of all ranks after the last one)."""
-    threads = Threads(ranks)
+    threads = RankThreads(ranks)
     kind, shares, layout = given.pop("kind", Mapped), given.pop("shares", True), given.pop("layout")
     data = [{"input_ids": np.full(n, k)} for k, n in enumerate(lengths)]
 

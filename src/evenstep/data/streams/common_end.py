@@ -21,7 +21,6 @@ from evenstep.data.streams.epoch_source import EpochSource
 from evenstep.data.streams.pool import Measure
 from evenstep.data.streams.reader import PoolReader
 from evenstep.data.streams.reader_state import ReaderState
-from evenstep.data.streams.remaining import LengthsAt
 from evenstep.errors import ConfigError, SampleError
 
 
@@ -37,11 +36,6 @@ class ItemLengths:
         self._next = (-1, 0)  # of a sequential source: epoch, first item that was not read
         self.count = items.count
         self.failed = False
-
-    @property
-    def lengths(self) -> LengthsAt | None:
-        """The lengths of the items at positions of an epoch, if the source knows them."""
-        return self._items.lengths
 
     def items(self, epoch: int, positions: IntArray) -> list[int]:
         """The items at these positions."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -72,13 +72,23 @@ class Deal:
         shift = self.shifts(np.array([whole]))
         return whole + ((np.arange(self.readers) + shift) % self.readers < rest).astype(np.int64)
 
-    @cached_property
+    @property
     def _start(self) -> np.uint64:
-        text = f"evenstep deal {self.readers} {self.key}".encode()
-        return np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+        return _start_of(self.readers, self.key)
 
-    @cached_property
+    @property
     def _step(self) -> int:
-        near = round(self.readers * _RATIO)
-        steps = sorted(range(1, self.readers + 1), key=lambda step: abs(step - near))
-        return next(step for step in steps if gcd(step, self.readers) == 1)
+        return _step_of(self.readers)
+
+
+@lru_cache(maxsize=1024)
+def _start_of(readers: int, key: int) -> np.uint64:
+    text = f"evenstep deal {readers} {key}".encode()
+    return np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+
+
+@lru_cache(maxsize=1024)
+def _step_of(readers: int) -> int:
+    near = round(readers * _RATIO)
+    steps = sorted(range(1, readers + 1), key=lambda step: abs(step - near))
+    return next(step for step in steps if gcd(step, readers) == 1)

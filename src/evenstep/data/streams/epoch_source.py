@@ -21,7 +21,6 @@ from evenstep.data.sources.source import (
     read_samples,
 )
 from evenstep.data.streams.order import EpochOrder
-from evenstep.data.streams.remaining import LengthsAt
 from evenstep.errors import ConfigError, CursorError
 
 
@@ -45,16 +44,6 @@ class EpochSource:
         self._at = (-1, -1)  # epoch, position of the next raw item
         self._again_for = (-1, -1)  # epoch, item that was read again last
         self._again: list[tuple[int, Sample]] = []
-
-    @property
-    def lengths(self) -> LengthsAt | None:
-        """The lengths of the items at positions of an epoch, if the source knows them."""
-        return self._lengths_at if self.measured else None
-
-    def _lengths_at(self, epoch: int, positions: IntArray) -> IntArray:
-        assert self.measured
-        source = cast("MeasuredSource", self.source)
-        return source.lengths_of(np.array(self.items(epoch, positions), np.int64))
 
     def length_of_item(self, item: int) -> int:
         """The length of an item, if the source knows it."""

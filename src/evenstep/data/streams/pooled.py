@@ -229,7 +229,7 @@ class PooledStream:
         mine, readers = rank * workers + worker, ranks * workers
         if self._begin is None:
             every = [
-                ReaderState.fresh(each, readers, self._epoch, items.count, items.lengths)
+                ReaderState.fresh(each, readers, self._epoch, items.count)
                 for each in (range(readers) if self.count_ahead else [mine])
             ]
             return self._counted(every, mine, workers), worker
@@ -241,11 +241,11 @@ class PooledStream:
             if own:
                 turn = min(held, default=first) - first
             if first + turn in held and self._is_counted(held[first + turn]):
-                state = held[first + turn].measured(items.lengths)
+                state = held[first + turn]
                 return state if self.count_ahead else replace(state, left=None), turn
         states = all_states_of(position, ranks, workers)
         every = [
-            redealt(states, each, readers, items.count, items.lengths)
+            redealt(states, each, readers, items.count)
             for each in (range(readers) if self.count_ahead else [mine])
         ]
         return self._counted(every, mine, workers), worker
@@ -335,7 +335,7 @@ class PooledStream:
         states, items = list(states_of(merged.place).values()), self._items()
         ranks, first = self.world.size, self.world.rank * workers
         mine = [
-            redealt(states, first + worker, ranks * workers, items.count, items.lengths)
+            redealt(states, first + worker, ranks * workers, items.count)
             for worker in range(workers)
         ]
         readers = {str(state.reader): state.to_dict() for state in mine}

@@ -165,8 +165,7 @@ class PoolReader:
         if len(self._epochs) == 1:
             self._empty_epochs = 0 if self._found_any else self._empty_epochs + 1
             self._check_found(remaining.epoch)
-            following = RemainingEpoch(remaining.epoch + 1, self._items.count)
-            self._epochs.append(following.measured(self._items.lengths, new=True))
+            self._epochs.append(RemainingEpoch(remaining.epoch + 1, self._items.count))
             self._found_any = False
         del self._epochs[0]
         self._read, self._coming = 0, []

@@ -11,7 +11,7 @@ import numpy as np
 from evenstep.core.identity import item_and_part, sample_name
 from evenstep.data.streams.cut import Cut, Piece, pieces_of
 from evenstep.data.streams.deal import Deal
-from evenstep.data.streams.remaining import LengthsAt, RemainingEpoch
+from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import CursorError
 
 Waiting: TypeAlias = tuple[int, ...]
@@ -50,22 +50,9 @@ class ReaderState:
     left: int | None = None
 
     @classmethod
-    def fresh(
-        cls,
-        reader: int,
-        readers: int,
-        epoch: int,
-        count: int | None,
-        lengths: LengthsAt | None = None,
-    ) -> ReaderState:
+    def fresh(cls, reader: int, readers: int, epoch: int, count: int | None) -> ReaderState:
         """The state at the beginning of an epoch of `count` items (None: unknown)."""
-        whole = RemainingEpoch(epoch, count).measured(lengths, new=True)
-        return cls(reader=reader, readers=readers, epochs=(whole,))
-
-    def measured(self, lengths: LengthsAt | None) -> ReaderState:
-        """The same, with the lengths of the items, if they are known."""
-        alone = self.readers == 1  # which makes no difference then
-        return replace(self, epochs=tuple(left.measured(lengths, alone) for left in self.epochs))
+        return cls(reader=reader, readers=readers, epochs=(RemainingEpoch(epoch, count),))
 
     @property
     def open_epochs(self) -> set[int]:
@@ -77,7 +64,6 @@ class ReaderState:
         """Whether this reader surely has more samples, in the pool or to be read."""
         reads = [self.read, *[0] * (len(self.epochs) - 1)]
         return bool(self.waiting) or any(
-            # Who takes elements of an incomplete turn may depend on lengths.
             remaining.size is not None and read < remaining.size // self.readers
             for remaining, read in zip(self.epochs, reads, strict=True)
         )
@@ -109,6 +95,8 @@ class ReaderState:
                 step=None if data.get("step") is None else int(data["step"]),
                 left=None if data.get("left") is None else int(data["left"]),
             )
+        except CursorError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CursorError(
                 f"the state of reader {reader} in the cursor is malformed ({error!r}). Use an "
@@ -117,17 +105,12 @@ class ReaderState:
 
 
 def redealt(
-    states: Sequence[ReaderState],
-    reader: int,
-    readers: int,
-    count: int | None,
-    lengths: LengthsAt | None = None,
+    states: Sequence[ReaderState], reader: int, readers: int, count: int | None
 ) -> ReaderState:
     """The state of one of `readers` new readers that share what remains of `states`.
 
     Segments in the old pools are distributed over the new pools, so that a state holds no more
-    than its reader's share. `count` is the number of items in an epoch, None if unknown; `lengths`
-    are theirs, if they are known.
+    than its reader's share. `count` is the number of items in an epoch, None if unknown.
     """
     cuts = tuple(dict.fromkeys(cut for state in states for cut in state.cuts))
     waiting = all_waiting([_with_cuts(s, cuts) for s in states], in_order=count is None)
@@ -139,7 +122,7 @@ def redealt(
     return ReaderState(
         reader=reader,
         readers=readers,
-        epochs=merged(states, count, lengths),
+        epochs=merged(states, count),
         waiting=tuple(waiting[at] for at in share.tolist() if at < len(waiting)),
         cuts=cuts,
         lost=lost if reader == 0 else {},
@@ -194,11 +177,9 @@ def all_waiting(states: Sequence[ReaderState], in_order: bool) -> list[Waiting]:
     return sorted(found, key=lambda key: key[0])
 
 
-def merged(
-    states: Sequence[ReaderState], count: int | None, lengths: LengthsAt | None = None
-) -> tuple[RemainingEpoch, ...]:
+def merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingEpoch, ...]:
     """What remains to be read by all readers together, by epoch; at least the last epoch."""
-    states = sorted((s.measured(lengths) for s in states), key=lambda state: state.reader)
+    states = sorted(states, key=lambda state: state.reader)
     current = [state.epochs[0].epoch for state in states]
     known = {remaining.epoch: remaining for state in states for remaining in state.epochs}
     epochs = []
@@ -207,11 +188,11 @@ def merged(
         if remaining is None:
             # A reader has nothing left between its epochs; epochs after its last are untouched.
             passed = any(s.epochs[0].epoch < epoch < s.epochs[-1].epoch for s in states)
-            whole = RemainingEpoch(epoch, count).measured(lengths, new=True)
+            whole = RemainingEpoch(epoch, count)
             remaining = RemainingEpoch.nothing(epoch, count) if passed else whole
         read = [
             None if now > epoch else state.read if now == epoch else 0
             for state, now in zip(states, current, strict=True)
         ]
-        epochs.append(remaining.rest(read).measured(lengths, new=True))
+        epochs.append(remaining.rest(read))
     return (*(left for left in epochs[:-1] if left.size != 0), epochs[-1])

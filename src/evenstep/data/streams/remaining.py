@@ -12,7 +12,7 @@ forwards, and the first position past an unknown end is the end of the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -21,12 +21,9 @@ import numpy as np
 from evenstep.core.ragged import IntArray
 from evenstep.core.rounding import divided_up
 from evenstep.data.streams.deal import Deal
-from evenstep.data.streams.length_deal import LengthDeal
 from evenstep.data.streams.unread import Unread
 from evenstep.errors import CursorError
 
-LengthsAt: TypeAlias = Callable[[int, IntArray], IntArray]
-"""The lengths of the items at these positions of an epoch."""
 Read: TypeAlias = tuple[int | None, ...]
 """The number of elements that each reader has read; None if it has read all."""
 
@@ -44,33 +41,18 @@ class RemainingEpoch:
     epoch: int
     count: int | None
     changes: tuple[Read, ...] = ()
-    by_length: bool = False
-    """Whether readers share it by lengths, so that they get equal numbers of tokens."""
-    lengths: LengthsAt | None = field(default=None, compare=False, repr=False)
     _lists: tuple[Unread, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_lists", ())
         for read in self.changes:
-            unread = Unread(self._deal(len(read)), read, self.size)
+            unread = Unread(Deal(len(read), self.epoch), read, self.size)
             object.__setattr__(self, "_lists", (*self._lists, unread))
 
     @classmethod
     def nothing(cls, epoch: int, count: int | None) -> RemainingEpoch:
         """An epoch of which everything has been read."""
         return cls(epoch, count, ((None,),))
-
-    def measured(self, lengths: LengthsAt | None, new: bool = False) -> RemainingEpoch:
-        """The same, with the lengths of the items, if they are known. If it is about to be shared
-        by `new` readers, it is shared by length, unless several others have begun otherwise."""
-        if new and all(len(read) == 1 for read in self.changes):
-            return replace(self, by_length=lengths is not None, lengths=lengths)
-        if self.by_length and lengths is None:
-            raise CursorError(
-                "the readers of this cursor shared the data by length, but the source does not "
-                "know its lengths now. Restore the source, or start without the cursor."
-            )
-        return replace(self, lengths=lengths) if self.by_length else self
 
     @property
     def size(self) -> int | None:
@@ -81,20 +63,16 @@ class RemainingEpoch:
         """The positions that a reader takes from turn `first` on, at most so many."""
         if self.size is not None:
             most = max(0, min(most, divided_up(self.size, readers) - first))
-        elements = self._deal(readers).elements(reader, np.arange(first, first + most))
+        elements = Deal(readers, self.epoch).elements(reader, np.arange(first, first + most))
         if self.size is not None:
             elements = elements[: np.searchsorted(elements, self.size)]
-        return self._positions(self._lists, elements)
-
-    def _positions(self, lists: tuple[Unread, ...], elements: IntArray) -> IntArray:
-        """The positions of elements of the last of some lists."""
-        for unread in reversed(lists):
+        for unread in reversed(self._lists):
             elements = unread.elements(elements)
         return elements
 
     def rest(self, read: Sequence[int | None]) -> RemainingEpoch:
         """What remains after reader r has read `read[r]` of its elements."""
-        unread = Unread(self._deal(len(read)), tuple(read), self.size)
+        unread = Unread(Deal(len(read), self.epoch), tuple(read), self.size)
         if unread.size == 0:
             return RemainingEpoch.nothing(self.epoch, self.count)
         kept, first = list[Read](), 0
@@ -105,26 +83,22 @@ class RemainingEpoch:
             first = int(each.elements(np.array([first]))[0])
         return replace(self, changes=_joined(kept[::-1]))
 
-    def _deal(self, readers: int) -> Deal | LengthDeal:
-        """How so many readers share what remains."""
-        deal, lengths, lists, size = Deal(readers, self.epoch), self.lengths, self._lists, self.size
-        if readers == 1 or lengths is None or size is None:
-            return deal
-        return LengthDeal(
-            deal, size, lambda elements: lengths(self.epoch, self._positions(lists, elements))
-        )
-
     def to_list(self) -> list[Any]:
         """Plain data."""
-        changes = [list(read) for read in self.changes]
-        return [self.epoch, self.count, changes, *([1] if self.by_length else [])]
+        return [self.epoch, self.count, [list(read) for read in self.changes]]
 
     @classmethod
     def from_list(cls, data: Any) -> RemainingEpoch:
         """The inverse of `to_list`."""
         epoch, count, changes, *by_length = data
+        if by_length:
+            raise CursorError(
+                "the cursor was written by an earlier version, whose readers shared samples by "
+                "length. Finish the epoch with that version, or start without the cursor, for "
+                "example at the next epoch."
+            )
         counts = tuple(tuple(None if n is None else int(n) for n in read) for read in changes)
-        return cls(int(epoch), None if count is None else int(count), counts, bool(by_length))
+        return cls(int(epoch), None if count is None else int(count), counts)
 
 
 def _joined(changes: list[Read]) -> tuple[Read, ...]:

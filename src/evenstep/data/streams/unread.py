@@ -17,7 +17,6 @@ import numpy as np
 
 from evenstep.core.ragged import IntArray
 from evenstep.data.streams.deal import Deal
-from evenstep.data.streams.length_deal import LengthDeal
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Unread:
     [3, 4, 5, 6, 7]
     """
 
-    deal: Deal | LengthDeal
+    deal: Deal
     read: Sequence[int | None]
     size_before: int | None
 
