@@ -16,7 +16,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, World
 from evenstep.core.cursor import Cursor
-from evenstep.core.identity import sample_number
+from evenstep.core.identity import item_and_part, sample_number
 from evenstep.core.layout import Layout
 from evenstep.core.step import Step
 from evenstep.data.streams.cut import Cut
@@ -28,8 +28,8 @@ from evenstep.integrations.dataloader import StreamLoader
 from tests.rank_threads import RankThreads
 from tests.source_cases import MEASURED, Items, check_draws, source_of
 
-Token: TypeAlias = tuple[int, int]
-"""(sample id, position)"""
+Token: TypeAlias = tuple[int, int, int]
+"""(sample id, position, epoch that the sample was drawn for, or -1 if it is not noted)"""
 POOLED = ("list", "memory", "dataset", "mapped", "jsonl", "tokens", "sequential", "sequential")
 KNOWN = ("memory", *(f"measured {kind}" for kind in MEASURED))
 """Sources that know their lengths, if each item is one sample."""
@@ -86,7 +86,11 @@ class PooledCase:
         except InputError:  # every sample was skipped
             assert not self._expected()
             return False
-        expected = Counter(dict.fromkeys(self._expected(), epochs))
+        noted = any(epoch >= 0 for _, _, epoch in seen)
+        numbers = range(self.epoch, self.epoch + epochs)
+        expected = Counter(
+            (*token, epoch if noted else -1) for token in self._expected() for epoch in numbers
+        )
         lost, repeated = expected - seen, seen - expected
         assert not lost, f"lost {sorted(lost)[:5]}"
         assert not repeated, f"repeated {sorted(repeated)[:5]}"
@@ -101,7 +105,8 @@ class PooledCase:
                 return True
         return False
 
-    def _expected(self) -> Counter[Token]:
+    def _expected(self) -> Counter[tuple[int, int]]:
+        """(sample id, position) of every token of an epoch."""
         recipe = self.stages[0].recipe  # all cut in the same way, or all keep every token
         cut = Cut(recipe.longest_segment, recipe.overflow)
         return Counter(
@@ -173,10 +178,12 @@ class PooledCase:
         return stream
 
     def _tokens(self, steps: list[Step]) -> list[Token]:
+        tokens = [token for step in steps for token in tokens_of(step)]
+        if self.endless:  # a sample of another epoch has another id if both are in one step
+            return [(item_and_part(i)[0], position, epoch) for i, position, epoch in tokens]
         for step in steps:
-            if not self.endless:
-                check_draws(step, self.epoch, self.seed)
-        return [token for step in steps for token in tokens_of(step)]
+            check_draws(step, self.epoch, self.seed)
+        return tokens
 
 
 def _last_epoch(state: Any) -> int:
@@ -197,11 +204,12 @@ def in_turn(stream: PooledStream, workers: int) -> Iterator[Step]:
 def tokens_of(step: Step) -> list[Token]:
     """The tokens of a step, which must hold its budget and its column."""
     found: list[Token] = []
-    for micro in step.micro_batches:
-        segments = micro.segments
+    for number, micro in enumerate(step.micro_batches):
+        segments, samples = micro.segments, step.read(number)[1]
         columns = (segments.sample.tolist(), segments.start.tolist(), segments.length.tolist())
         rows = list(zip(*columns, strict=True))
-        found += [(i, t) for i, start, size in rows for t in range(start, start + size)]
+        epochs = {i: s["draw"][1] if "draw" in s else -1 for i, s in samples.items()}
+        found += [(i, t, epochs[i]) for i, start, size in rows for t in range(start, start + size)]
         if step.budget is not None and len(rows) > 1:
             assert micro.slots <= step.budget, "over the budget"
     return found
@@ -250,9 +258,9 @@ def pooled_cases(
     def case(draw: DrawFn) -> PooledCase:
         policies = ["split", "alone", "truncate", "drop", "error"]
         kind = draw(st.sampled_from(KNOWN if known else (*POOLED, *KNOWN)))
-        endless = kind != "sequential" and draw(st.booleans())
+        endless = draw(st.booleans())
         items: SearchStrategy[Any] = one
-        if not (known or endless):
+        if not (known or endless or kind.startswith("measured")):
             items = draw(
                 st.sampled_from([one, one, st.one_of(one, several), st.one_of(one, st.none())])
             )

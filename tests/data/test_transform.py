@@ -138,6 +138,28 @@ def test_every_epoch_of_an_endless_stream_draws_anew() -> None:
         assert max(map(len, found.values())) > 1
 
 
+@pytest.mark.parametrize("source", [Mapped, Iterated])
+def test_a_step_with_an_item_of_two_epochs_has_both_of_its_samples(source: Any) -> None:
+    def numbered(row: int, *, epoch: int) -> Any:
+        return {"input_ids": [10 * epoch + row] * (1 + epoch % 2)}
+
+    recipe = Recipe(layout=Packed(max_tokens=9), overflow="split")
+    stream = PooledStream(
+        source([0, 1, 2], transform=numbered), recipe, infinite_loop=True, pool=Pool(samples=8),
+        max_num_steps=6,
+    )  # fmt: skip
+    drawn: list[tuple[int, int]] = []
+    for step in stream:
+        for micro, samples in step:
+            assert len(samples) == len(set(micro.segments.sample.tolist()))
+            segments = micro.segments
+            for i, length in zip(segments.sample.tolist(), segments.length.tolist(), strict=True):
+                tokens = samples[i]["input_ids"]
+                assert len(tokens) == length
+                drawn.append((tokens[0] // 10, tokens[0] % 10))
+    assert len(set(drawn)) == len(drawn) > 20
+
+
 def test_trainers_read_the_samples_of_the_epoch() -> None:
     lengths = [3, 4, 5, 2, 6]
     sampler = StepSampler(stream_of("planned", lengths, 0, 1, 1), per_step=3, epochs=2)

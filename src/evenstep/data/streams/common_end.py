@@ -34,7 +34,7 @@ class ItemLengths:
         self._items, self._length_of = items, length_of
         self._known: dict[tuple[int, int], list[tuple[int, int]] | SampleError | None] = {}
         self._next = (-1, 0)  # of a sequential source: epoch, first item that was not read
-        self.count = items.count
+        self.count, self.seeded = items.count, items.seeded
         self.failed = False
 
     def items(self, epoch: int, positions: IntArray) -> list[int]:

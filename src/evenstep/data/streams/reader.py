@@ -98,7 +98,7 @@ class PoolReader:
             if not self._waiting:
                 break
             micro, taken = self._take(number, len(micro_batches))
-            if self._items.count is None:
+            if self._items.count is None or self._items.seeded:
                 micro, taken = _distinct(micro, taken, owners)
             micro_batches.append(micro)
             for entry in taken:
@@ -322,8 +322,8 @@ def _distinct(
 ) -> tuple[MicroBatch, list[Entry]]:
     """Renumber samples so that no two different samples of a step have the same id.
 
-    The id of a sample in a sequential source is its position, and two epochs may have different
-    samples at one position. The later one gets the id of a further sample of its item. `owners`
+    The id of a sample is its position or item, and two epochs may have different samples of one:
+    of a sequential source, or of one whose transform is told the epoch. The later one gets the id of a further sample of its item. `owners`
     maps the ids used in the step so far to (epoch, original id).
     """
     sample_ids = []
