@@ -38,7 +38,6 @@ from evenstep.train.step_checks import (
     check_labels,
     check_none_skipped,
     check_shards,
-
     counts_groups,
     extremes,
     extremes_of,
