@@ -105,7 +105,7 @@ FAULTS = {
     "an unknown model": (["--model", "llama-9", "--gpu", "h200"], "is not a known name"),
     "a budget below the longest": (
         [*MODEL, "--gpu", "h200", "--set", "layout.max_tokens=256"],
-        "no strategy can be simulated: sample",
+        "no strategy can plan these lengths: sample",
     ),
 }
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -53,7 +54,7 @@ def compiling(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What a process logs that calls the same kernel for two types."""
     kernels._log.cache_clear()
     caplog.clear()
-    with caplog.at_level("INFO", "evenstep"):
+    with caplog.at_level("WARNING", "evenstep"):  # a script without logging shows it
         compiled: Any = kernel(one_more)
         assert [compiled(3), compiled(3.0), compiled(4)] == [4, 4.0, 5]
     return [record.message for record in caplog.records]
@@ -63,11 +64,62 @@ def test_compiling_is_logged_once_and_not_if_the_cache_has_the_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
-    assert compiling(caplog) == ["compiling kernels (once)"]
+    (message,) = compiling(caplog)
+    assert "once per machine" in message
     assert compiling(caplog) == []
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     (message,) = compiling(caplog)
     assert "again in every process" in message
+
+
+FIRST_PLAN = """
+import multiprocessing, sys
+from evenstep import Packed, Recipe, make_plan
+
+def plan():
+    make_plan([5, 3], Recipe(layout=Packed(max_tokens=8, packer="concatenative")))
+
+if __name__ == "__main__":
+    plan()
+    print("first planned", file=sys.stderr, flush=True)
+    rank = multiprocessing.get_context("spawn").Process(target=plan)
+    rank.start()
+    rank.join()
+    sys.exit(rank.exitcode)
+"""
+
+
+def test_a_script_says_that_it_compiles_and_its_ranks_find_the_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FIRST_PLAN)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+    )
+    said, planned = done.stderr.splitlines()  # the spawned rank says nothing
+    assert said.startswith("compiling planning kernels (once per machine")
+    assert planned == "first planned"
+
+
+def test_the_time_of_compiling_counts_once_and_loading_from_the_cache_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    inner = kernel(one_more)
+
+    def two_more(number: int) -> int:
+        return inner(inner(number))
+
+    before, began = kernels.compile_seconds(), time.perf_counter()
+    outer = kernel(two_more)
+    assert outer(1) == 3
+    spent, compiled = time.perf_counter() - began, kernels.compile_seconds() - before
+    assert 0 < compiled <= spent
+    assert outer(2) == 4
+    assert kernels.compile_seconds() - before == compiled
+    loaded = kernel(one_more)
+    assert loaded(1) == 2
+    assert kernels.compile_seconds() - before > compiled
 
 
 @pytest.mark.usefixtures("cached")
@@ -181,14 +233,15 @@ def run(code: str, package: Path, cache: Path) -> str:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if not line.startswith("compiling planning")]
+    assert (done.returncode, said) == (0, [])
     return done.stdout
 
 
 @pytest.mark.parametrize(
     ("files", "damage"), [("*.nbi", "empty"), ("*.nbc", "empty"), ("*.nb?", "random bytes")]
 )
-def test_a_process_with_a_damaged_cache_says_nothing(
+def test_a_process_with_a_damaged_cache_compiles_again(
     files: str, damage: str, tmp_path: Path
 ) -> None:
     code = (

@@ -48,6 +48,7 @@ def compare(
         built_in_strategies,
         own_strategy,
         refuse_duplicates,
+        refuse_too_long,
         run,
     )
     from evenstep.core.archive import replace_file
@@ -64,8 +65,10 @@ def compare(
     with progress(f"Reading {called(lengths)}"):
         job = load_job(lengths, config, overrides, column, groups, model, from_)
     own = [own_strategy(text, job) for text in strategy or []]
+    strategies = refuse_duplicates([*built_in_strategies(job), *own])
+    refuse_too_long(job, strategies)
     entries: list[Entry] = []
-    for each in refuse_duplicates([*built_in_strategies(job), *own]):
+    for each in strategies:
         with progress(f"Planning: {each.name}") as advance:
             entries.append(run(job, each, advance))
     plans = {entry.name: entry.plan for entry in entries if entry.plan is not None}

@@ -21,10 +21,6 @@ class Job:
     samples: Samples
     recipe: Recipe
 
-    def first(self, count: int) -> Job:
-        """The same job with only the first `count` samples."""
-        return Job(self.samples.take(slice(count)), self.recipe)
-
     def within(self, longest: int) -> Job:
         """The same job with samples of at most `longest` tokens: the segments that the recipe's
         overflow makes. Samples stay whole if it is "error" or "alone"."""

@@ -88,7 +88,13 @@ def simulate(
     from evenstep.cli.job import load_job
     from evenstep.cli.overrides import overrides_of
     from evenstep.cli.simulation_output import print_simulations
-    from evenstep.cli.strategies import TODAY, built_in_strategies, own_strategy, refuse_duplicates
+    from evenstep.cli.strategies import (
+        TODAY,
+        built_in_strategies,
+        own_strategy,
+        refuse_duplicates,
+        refuse_too_long,
+    )
     from evenstep.errors import ConfigError, PlanError
     from evenstep.report.simulation.simulate import Simulation
     from evenstep.screen import progress
@@ -107,6 +113,7 @@ def simulate(
     if missing:
         names = ", ".join(each.name for each in every)
         raise ConfigError(f"unknown strategy {min(missing)!r}; expected one of: {names}.")
+    refuse_too_long(job, chosen)
     found: dict[str, Simulation] = {}
     faults: dict[str, str] = {}
     for each in chosen:

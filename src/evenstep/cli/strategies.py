@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +13,9 @@ from evenstep.cli.overrides import resolved
 from evenstep.config import overridden, recipe_from
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import ConfigError, PlanError
-from evenstep.planning.inputs import checked_column
+from evenstep.planning.inputs import checked_column, checked_lengths
+from evenstep.planning.kernel import compile_seconds
+from evenstep.planning.overflow import refusal, refused
 from evenstep.report import Entry
 
 TODAY = "padded batches of 8"
@@ -112,19 +113,40 @@ def built_in_strategies(job: Job) -> list[Strategy]:
     ]
 
 
+def refuse_too_long(job: Job, strategies: list[Strategy]) -> None:
+    """Raise, before anything is compiled, if a sample is too long for every strategy.
+
+    What most scripts do has no budget, so it does not count.
+    """
+    lengths = checked_lengths(job.samples.lengths, None)
+    first = ""
+    for strategy in strategies:
+        if strategy.name == TODAY:
+            continue
+        try:
+            recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
+        except ConfigError:
+            continue
+        over = refused(lengths, recipe.longest_segment, recipe.overflow)
+        if not len(over):
+            return
+        sample = int(over[0])
+        first = first or refusal(sample, int(lengths[sample]), recipe, len(over) - 1)
+    if first:
+        raise PlanError(f"no strategy can plan these lengths: {first}")
+
+
 def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | None = None) -> Entry:
     """Plan with a strategy; an entry without a plan holds the error message.
 
-    A small plan runs first, so that the measured time excludes compiling or loading kernels.
+    The measured time excludes compiling and loading kernels.
     """
     job = strategy.job(job)
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
-        with contextlib.suppress(PlanError):  # the first 64 may have no plan where all have one
-            job.first(64).plan(recipe)
-        began = time.perf_counter()
+        began, compiled = time.perf_counter(), compile_seconds()
         plan = job.plan(recipe, progress)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began - (compile_seconds() - compiled)
     except (ConfigError, PlanError) as error:
         return Entry(strategy.name, fault=str(error))
     second = job.recipe.second_work

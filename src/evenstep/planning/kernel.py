@@ -7,6 +7,7 @@ It also works as plain Python: set `NUMBA_DISABLE_JIT=1` to debug it or to measu
 import hashlib
 import logging
 import pickle
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numba import config, njit
+from numba.core import event
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.serialize import dumps
 from numpy.typing import NDArray
@@ -31,7 +33,7 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
     If no folder for the cache is writable, every process compiles again.
     """
-    compiled = njit(nogil=True)(function)
+    compiled = njit(nogil=True, no_cfunc_wrapper=True)(function)
     if not config.DISABLE_JIT:
         try:
             compiled._cache = _KernelCache(function)
@@ -40,6 +42,31 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
                 raise
             compiled._cache = _NoCache()
     return cast(Callable[P, R], compiled)
+
+
+def compile_seconds() -> float:
+    """The seconds that this process has spent compiling kernels or loading them from the cache."""
+    return _CLOCK.seconds
+
+
+class _CompileClock(event.Listener):  # type: ignore[misc]
+    """Adds up the time of outermost compilations. numba compiles in one thread at a time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._starts: list[float] = []
+
+    def on_start(self, event: Any) -> None:
+        self._starts.append(time.perf_counter())
+
+    def on_end(self, event: Any) -> None:
+        began = self._starts.pop()
+        if not self._starts:
+            self.seconds += time.perf_counter() - began
+
+
+_CLOCK = _CompileClock()
+event.register("numba:compile", _CLOCK)
 
 
 class _KernelCache(FunctionCache):  # type: ignore[misc]
@@ -60,12 +87,15 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         self._cache_file = _CheckedFile(file, (function.__qualname__, file._source_stamp))
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
+        _CLOCK.on_start(None)
         try:
             found = super().load_overload(signature, target_context)
         except Exception:  # unpickling damaged bytes can raise any error
             found = None
+        finally:
+            _CLOCK.on_end(None)
         if found is None:
-            _log("compiling kernels (once)")
+            _log("compiling planning kernels (once per machine; about 10 s for the first plan)")
         return found
 
     def save_overload(self, signature: Any, data: Any) -> None:
@@ -77,13 +107,16 @@ class _NoCache(NullCache):  # type: ignore[misc]
     """No cache, because there is no writable folder."""
 
     def load_overload(self, signature: Any, target_context: Any) -> None:
-        _log("compiling kernels (again in every process: no folder for their cache is writable)")
+        _log(
+            "compiling planning kernels (again in every process, because no folder for their cache "
+            "is writable; set NUMBA_CACHE_DIR to one)"
+        )
 
 
 @cache
 def _log(message: str) -> None:
     """Log a message, once per process."""
-    _LOGGER.info(message)
+    _LOGGER.warning(message)
 
 
 class _CheckedFile:

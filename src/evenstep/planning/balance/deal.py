@@ -7,14 +7,20 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.partition import partition
+from evenstep.planning.heap import rise, sink
 from evenstep.planning.kernel import kernel
 
 _SWAPS = 200
 
 
-@kernel
 def deal_waves(costs: FloatArray) -> IntArray:
-    """costs[w, i] of pack i in wave w -> the rank of each, such that the ranks' sums are even.
+    """costs[w, i] of pack i in wave w -> the rank of each, such that the ranks' sums are even."""
+    return deal_kernel(costs, np.argsort(-costs, axis=1, kind="stable"))
+
+
+@kernel
+def deal_kernel(costs: FloatArray, heaviest: IntArray) -> IntArray:
+    """`deal_waves`; `heaviest[w]` are the packs of wave w, heaviest first.
 
     In each wave the heaviest pack goes to the rank with the least load so far. Then packs of one
     wave are swapped between the heaviest rank and another while that lowers the heaviest.
@@ -22,12 +28,18 @@ def deal_waves(costs: FloatArray) -> IntArray:
     waves, ranks = costs.shape
     pack = np.empty((waves, ranks), np.int64)  # the pack that each rank runs in each wave
     load = np.zeros(ranks)
+    lightest = np.empty(ranks, np.int64)  # a heap of the ranks, the least load first
     for w in range(waves):
-        heaviest = np.argsort(-costs[w], kind="mergesort")
-        lightest = np.argsort(load, kind="mergesort")
+        for r in range(ranks):
+            lightest[r] = r
+            rise(lightest, r + 1, load, True)
         for i in range(ranks):
-            pack[w, lightest[i]] = heaviest[i]
-            load[lightest[i]] += costs[w, heaviest[i]]
+            left = ranks - 1 - i
+            r = lightest[0]
+            lightest[0] = lightest[left]
+            sink(lightest, left, load, 0, True)
+            pack[w, r] = heaviest[w, i]
+            load[r] += costs[w, heaviest[w, i]]
     for _ in range(_SWAPS):
         heavy = np.argmax(load)
         best, best_w, best_r = load[heavy] * (1 - 1e-9), -1, -1

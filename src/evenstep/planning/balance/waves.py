@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from evenstep.core.modelled_time import slowest
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.exchange import PackLimits, UnitArrays, WavePacks, refine_waves
 from evenstep.planning.heap import rise, sink
@@ -264,19 +265,6 @@ def fill_around(
     return packs.pack_of if nearest_free(free.after, 0) == n else np.empty(0, np.int64)
 
 
-@kernel
-def lock_step(cost: FloatArray, ranks: int, waves: int) -> float:
-    """The sum over waves of the most expensive pack."""
-    total = 0.0
-    for wave in range(waves):
-        heaviest = 0.0
-        for i in range(ranks):
-            heaviest = max(heaviest, cost[wave * ranks + i])
-        total += heaviest
-    return total
-
-
-@kernel
 def best_waves(units: UnitArrays, limits: PackLimits, ranks: int, waves: int) -> IntArray:
     """The pack of each unit in the most even attempt; empty if every attempt leaves units over."""
     best_pack = np.empty(0, np.int64)
@@ -287,7 +275,7 @@ def best_waves(units: UnitArrays, limits: PackLimits, ranks: int, waves: int) ->
         if missing > 0:
             continue
         refine_waves(units, limits, ranks, waves, packs)
-        reached = lock_step(packs.cost, ranks, waves)
+        reached = float(slowest(packs.cost.reshape(waves, ranks).T, "micro_batch"))
         if reached < best:
             best, best_pack = reached, packs.pack_of
         if best <= units.cost.sum() / ranks * _GOOD or fullness == 1.0:
