@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep.cli import main
+from evenstep.cli import main, strategies
+from evenstep.cli.job import Job
+from evenstep.cli.samples import Samples
 from evenstep.core.checks import CHECKS
 from evenstep.core.layout import Packed, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.topology import Topology
 from tests.handmade import handmade
 
@@ -453,3 +455,54 @@ def test_a_png_is_a_picture(lengths: Path, tmp_path: Path) -> None:
     run("compare", lengths, *BUDGET, "--picture", tmp_path / "a.png")
     run("plan", lengths, *BUDGET, "--picture", tmp_path / "b.png")
     assert all((tmp_path / name).read_bytes()[1:4] == b"PNG" for name in ("a.png", "b.png"))
+
+
+def test_a_sample_that_is_too_long_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    path, cache = tmp_path / "lengths.txt", tmp_path / "cache"
+    path.write_text("5 3 900 4")
+    done = subprocess.run(
+        [sys.executable, "-m", "evenstep", "compare", str(path), "--max-tokens", "64"],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "sample 2 has 900 tokens" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(cache.rglob("*.nb*"))
+
+
+def test_the_planning_time_of_a_strategy_leaves_compiling_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(strategies, "compile_seconds", lambda: clock[0])
+    recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(samples=2))
+    job = Job(Samples(np.array([5, 3, 9, 4])), recipe)
+
+    def compile_for_hours(done: int, total: int) -> None:
+        clock[0] += 3600
+
+    entry = strategies.run(job, strategies.Strategy("own", ()), compile_for_hours)
+    assert entry.seconds < -3000  # the hours did not pass, but they are subtracted
+
+
+def test_every_mistake_of_a_configuration_has_its_own_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, config = tmp_path / "lengths.txt", tmp_path / "recipe.yaml"
+    path.write_text("5 3")
+    config.write_text("layout: {max_tokens: 0, rond_to: 2}\ntopology: {dp: x}\nseed: -1\n")
+    run("plan", path, "--config", config, code=2)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == f"error: {config} has {len(lines)} faults:"
+    assert len(lines) == 4
+    for number, line in enumerate(lines, 1):
+        assert line.startswith(f"  ({number}) ")
+
+
+def test_a_command_that_is_misspelt_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    run("plann", "lengths.txt", code=2)
+    said = capsys.readouterr().err
+    assert "Did you mean 'plan'? See `evenstep --help`." in said

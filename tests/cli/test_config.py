@@ -69,7 +69,7 @@ def test_a_file_with_faults_lists_them_one_per_line(
         (("convert", "nemo-rl.yaml", "--from", "nemo-rl", "--out", "no/where"), "not a writable"),
     ],
 )
-def test_errors_are_one_line(
+def test_errors_are_one_line_and_faults_of_a_file_a_line_each(
     words: tuple[str, ...],
     says: str,
     tmp_path: Path,
@@ -83,8 +83,9 @@ def test_errors_are_one_line(
     assert run("config", *words) == 2
     captured = capsys.readouterr()
     assert says in captured.err
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
+    first, *faults = captured.err.splitlines()
+    assert first.startswith("error: ")
+    assert all(line.startswith(f"  ({at}) ") for at, line in enumerate(faults, 1))
     assert captured.out == ""
 
 

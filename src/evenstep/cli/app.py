@@ -60,7 +60,8 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; an error is one line on standard error."""
+    """Run one command and return its exit code; an error is one line on standard error, or one
+    for each fault of a configuration."""
     if arguments is None and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `evenstep ... | head` ends quietly
     with terminal.any_text():
@@ -75,10 +76,13 @@ def _run(arguments: Sequence[str] | None) -> int:
             standalone_mode=False,
         )
     except EvenstepError as error:
-        return _fault(str(error))
+        faults = getattr(error, "faults", ())  # of a configuration
+        return _fault(*(str(error).splitlines() if len(faults) > 1 else [str(error)]))
     except _UsageError as error:
         message = str(error.format_message())  # type: ignore[attr-defined]
-        return _fault(f"{message.rstrip('.')}. See `evenstep --help`.")
+        message = message.rstrip(".")
+        end = "" if message.endswith("?") else "."
+        return _fault(f"{message}{end} See `evenstep --help`.")
     except OSError as error:
         terminal.silence()
         where = "" if error.filename is None else f"{error.filename}: "
@@ -88,6 +92,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fault(message: str) -> int:
+def _fault(message: str, *listed: str) -> int:
+    """Print a message of one line, and what it lists, a line each."""
     print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    for line in listed:
+        print(f"  {printable(' '.join(line.split()))}", file=sys.stderr)
     return 2

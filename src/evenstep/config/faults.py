@@ -12,7 +12,7 @@ _MOST_FAULTS = 100
 
 
 class FaultsError(ConfigError):
-    """A configuration with faults; `faults` has one sentence for each.
+    """A configuration with faults; `faults` has one sentence for each. Several are a line each.
 
     >>> print(FaultsError(["seed must be in [0, 2**63), got -1."], "a.yaml"))
     a.yaml: seed must be in [0, 2**63), got -1.
@@ -23,10 +23,12 @@ class FaultsError(ConfigError):
         if len(self.faults) == 1:
             super().__init__(f"{source}: {faults[0]}" if source else faults[0])
             return
-        numbered = [f"({number}) {fault}" for number, fault in enumerate(faults[:_MOST_FAULTS], 1)]
+        lines = [f"{source or 'the recipe'} has {len(faults)} faults:"]
+        for number, fault in enumerate(faults[:_MOST_FAULTS], 1):
+            lines.append(f"  ({number}) {' '.join(fault.split())}")
         if len(faults) > _MOST_FAULTS:
-            numbered.append(f"and {len(faults) - _MOST_FAULTS} more.")
-        super().__init__(f"{source or 'the recipe'} has {len(faults)} faults: {' '.join(numbered)}")
+            lines.append(f"  and {len(faults) - _MOST_FAULTS} more.")
+        super().__init__("\n".join(lines))
 
 
 def near(word: object, known: Iterable[str]) -> str:
