@@ -174,22 +174,29 @@ def _refuse_unknown(reader: Reader, path: Path) -> None:
 
 def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str) -> Loaded:
     dialect = DIALECTS[name]
-    pairs = [parsed(text.lstrip("+")) for text in overrides]
+    pairs = [_pair(text.lstrip("+")) for text in overrides]
     if dialect.interpolates:
         words = {".".join(keys): value for keys, value in pairs if isinstance(value, str)}
         tree = read_tree(path, words)
     else:
         tree = _single(read_document(path, merges=True))
+    added = {keys for text, (keys, _) in zip(overrides, pairs, strict=True) if text[:1] == "+"}
     theirs = {
-        keys: value
-        for text, (keys, value) in zip(overrides, pairs, strict=True)
-        if text.startswith("+") or not _is_native(keys, dialect, tree)
+        keys: value for keys, value in pairs if keys in added or not _is_native(keys, dialect, tree)
     }
     overrides = [text for text, pair in zip(overrides, pairs, strict=True) if pair[0] not in theirs]
-    if theirs:
-        values = {keys: theirs[keys] for keys in theirs if ".".join(keys) not in tree.groups}
-        tree = tree.overridden(values)
-    reader = Reader(dialect, tree, _ranks(overrides))
+    values = {keys: theirs[keys] for keys in theirs if ".".join(keys) not in tree.groups}
+    absent = [
+        ".".join(keys)
+        for keys in values
+        if dialect.interpolates and keys not in added and not _is_key(keys, dialect, tree)
+    ]
+    reader = Reader(dialect, tree.overridden(values) if values else tree, _ranks(overrides))
+    reader.faults += [
+        f"{name} is not a key of the file. Check its spelling, or write +{name} to add it. (--set)"
+        for name in absent
+        if not any(fault.startswith(f"{name} ") for fault in reader.faults)
+    ]
     _refuse_unknown(reader, path)
     dialect.read(reader)
     data = {**reader.train.data(), **reader.stream.data()}
@@ -224,6 +231,23 @@ def _is_native(path: tuple[str, ...], dialect: Dialect, tree: Tree) -> bool:
         return path[0] not in sections
     fields = [field.name for field in dataclasses.fields(PARTS[path[0]])]
     return len(path) == 1 or path[1] in fields or not has(tree.data, path)
+
+
+def _is_key(path: tuple[str, ...], dialect: Dialect, tree: Tree) -> bool:
+    """Whether a path is in the file, or is a key or a section of the dialect."""
+    name = ".".join(path)
+    known = any(key == name or key.startswith(f"{name}.") for key in dialect.keys)
+    return known or has(tree.data, path)
+
+
+def _pair(text: str) -> tuple[tuple[str, ...], Any]:
+    """The path and the value of an override; a value that is not YAML is text, as for Hydra."""
+    try:
+        return parsed(text)
+    except ConfigError:
+        key, _, value = text.partition("=")
+        path, _ = parsed(f"{key}=0" if "=" in text else text)
+        return path, value
 
 
 def _single(document: Document) -> Tree:
