@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,9 @@ def main() -> None:
     options = json.loads(changes)
     if "break_on" in options:
         break_on(options.pop("break_on"))
+    if "file_limit" in options:  # as if the disk were full after so many bytes of a file
+        limit = options.pop("file_limit")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     print(train(settings(Path(out), paths, **options)))
 
 

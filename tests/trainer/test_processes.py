@@ -85,6 +85,31 @@ def test_sigterm_to_torchrun_saves_a_checkpoint(tmp_path: Path) -> None:
     assert np.allclose(losses(out), losses(tmp_path / "whole"), atol=1e-4)
 
 
+@pytest.mark.slow
+def test_two_processes_agree_on_checkpoints_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    data, out = texts(tmp_path), tmp_path / "run"
+    train(settings(tmp_path / "whole", data, stream={"max_num_steps": 9}))
+    train(settings(out, data, stream={"max_num_steps": 9}))  # leaves the checkpoints of 6 and 9
+    ten: dict[str, Any] = {"stream": {"max_num_steps": 10}}
+    process = start(out, data, 2, **ten, file_limit=50_000)
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode != 0
+    assert "step-000010 cannot be written (" in printed
+    assert "The run can continue from step-000009." in printed
+    checkpoints = out / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000006", "step-000009"]
+
+    shard = max((checkpoints / "step-000009").iterdir(), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    process = start(out, data, 2, **ten)
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode != 0
+    assert "step-000009 is damaged" in printed
+    nine = {"stream": {"max_num_steps": 9}, "trainer": {"fall_back": True}}
+    finish(start(out, data, 2, **nine))
+    assert np.allclose(losses(out), losses(tmp_path / "whole"), atol=1e-5)
+
+
 def _wait_for_steps(out: Path, process: object, more: int) -> None:
     """Until the log has `more` steps than now, or the process has ended."""
     log = out / "log.jsonl"
