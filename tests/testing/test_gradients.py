@@ -80,6 +80,20 @@ def test_a_wrong_factor_is_named(model: Decoder) -> None:
         assert_same_gradient(loop(model, lambda total, _, count: total / count), model, RECIPES)
 
 
+def test_a_small_parameter_is_judged_by_its_own_scale(model: Decoder) -> None:
+    runner = Runner(model=model, loss=cross_entropy())
+
+    def run(recipe: Recipe) -> None:
+        runner.run(batches_of(recipe))
+        norm, head = model.norm.weight.grad, model.head.weight.grad
+        head *= 100 * norm.abs().max() / head.abs().max()
+        if isinstance(recipe.layout, Packed):
+            norm *= 1.005
+
+    with pytest.raises(GradientError, match=r"most in norm\.weight: by .* of its largest entry"):
+        assert_same_gradient(run, model)
+
+
 def test_a_leak_in_attention_is_caught(model: Decoder) -> None:
     def leaky(recipe: Recipe) -> None:
         for batch in batches_of(recipe):
