@@ -112,6 +112,15 @@ FAULTS = {
         "a.jsonl, line 1: no field 'text'; the row has 'body'. Set --field to one of them.",
         text('{"body": "a"}'),
     ),
+    "chats as rows": Fault(
+        "a.jsonl, line 1: no field 'text'; the row has 'messages'. This looks like chat data: add "
+        "--format chat.",
+        text('{"messages": [{"role": "user", "content": "a"}]}'),
+    ),
+    "a URL": Fault("s3:// paths are not supported yet. Download", options=(*OUT, "s3://b/a.jsonl")),
+    "a compressed file": Fault(
+        "a.jsonl.gz: .gz files are not supported yet. Decompress it", options=(*OUT, "a.jsonl.gz")
+    ),
     "no chat": Fault(
         "a.jsonl, line 1: a chat must have a field 'messages' with its messages. Set --field.",
         options=(*OUT, "--format", "chat"),
@@ -144,6 +153,7 @@ def test_bad_input_gives_one_line_and_no_file(
     monkeypatch.chdir(tmp_path)
     fault.make(Path("a.jsonl"))
     Path("b.txt").write_text("b")
+    Path("a.jsonl.gz").write_bytes(b"")
     before = sorted(tmp_path.rglob("*"))
     lengths("a.jsonl", *fault.options, code=2)
     out, err = capfd.readouterr()

@@ -22,6 +22,40 @@ def chat_of(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
 
 
+def many_chats(path: Path, size: int) -> Path:
+    """A file of chats of one to four turns, of about `size` bytes."""
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        while file.tell() < size:
+            turns = [
+                message
+                for asked, answered in rng.integers(1, 60, (rng.integers(1, 5), 2)).tolist()
+                for message in (
+                    {"role": "user", "content": "why " * asked},
+                    {"role": "assistant", "content": "because " * answered},
+                )
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def tokenizer(folder: Path) -> Path:
+    """A Hugging Face tokenizer of bytes, with an ordinary chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(bytes_)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template)
+    fast.save_pretrained(folder)
+    return folder
+
+
 def texts(folder: Path) -> Path:
     (folder / "texts").mkdir()
     for number, text in enumerate(TEXTS):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenstep import Packed, PlannedStream, PooledStream, Recipe, Steps
 from evenstep.data.sources import lines as line_files
 from evenstep.data.sources.jsonl import Jsonl
 from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
-from evenstep.errors import FileError, InputError, SampleError
+from evenstep.errors import ConfigError, FileError, InputError, SampleError
 
 
 def identity(row: Any) -> Any:
@@ -39,7 +41,9 @@ def test_items_are_the_lines_that_are_not_blank(lines: list[str], ended: bool, b
     data = "\n".join(lines) + ("\n" if ended and lines else "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(line_files, "_BLOCK", block)
-        index = line_files._scanned(data.encode())
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write(data.encode())
+            index = line_files._scanned(file.fileno())
     kept = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     starts = index.starts.tolist()
     found = [data[a:b] for a, b in pairwise(starts)]
@@ -141,7 +145,7 @@ def test_the_fingerprint_covers_contents_and_field_but_not_the_name(tmp_path: Pa
 def test_pickling_keeps_the_index_but_not_the_open_file(tmp_path: Path) -> None:
     source = Jsonl(write(tmp_path / "a.jsonl", *range(100)), transform=identity)
     assert len(source) == 100
-    assert "_data" in vars(source._files[0])
+    assert "_file" in vars(source._files[0])
     copy = pickle.loads(pickle.dumps(source))
     assert set(vars(copy._files[0])) == {"path", "_index"}
     assert [copy[item] for item in range(100)] == list(range(100))
@@ -155,3 +159,74 @@ def test_a_file_that_changed_since_it_was_indexed_is_refused(tmp_path: Path) -> 
     write(tmp_path / "a.jsonl", 1, 2, 3)
     with pytest.raises(FileError, match="has 6 bytes but had 4 when it was indexed"):
         copy[0]
+
+
+def test_a_file_that_is_shortened_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"text": "x" * 100} for _ in range(1000)))
+    source: Any = Jsonl(path)
+    assert len(source[999]["input_ids"]) == 100
+    with path.open("r+b") as file:
+        file.truncate(500)
+    assert len(source[0]["input_ids"]) == 100
+    with pytest.raises(FileError, match=r"has 500 bytes but had .* Do not change the file"):
+        source[999]
+
+
+# Rows of tokens --------------------------------------------------------------------------------
+
+
+def test_rows_with_input_ids_are_samples_of_a_planned_stream(tmp_path: Path) -> None:
+    rows = [{"input_ids": [*range(n)], "loss_mask": [1] * n} for n in (3, 5, 2)]
+    source: Any = Jsonl(write(tmp_path / "a.jsonl", *rows))
+    assert [{**source[i], "input_ids": tokens(source, i)} for i in range(3)] == rows
+    recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=3))
+    (step,) = PlannedStream(source, recipe, shuffle=False)
+    assert sorted(step.own_sample_ids.tolist()) == [0, 1, 2]
+    assert [len(step.samples[i]["input_ids"]) for i in range(3)] == [3, 5, 2]
+    (pooled,) = PooledStream(source, Recipe(layout=Packed(max_tokens=16)))
+    assert sorted(pooled.own_sample_ids.tolist()) == [0, 1, 2]
+
+
+def test_rows_of_text_still_have_no_known_lengths(tmp_path: Path) -> None:
+    both = {"text": "ab", "input_ids": [1, 2, 3]}
+    source: Any = Jsonl(write(tmp_path / "a.jsonl", both))
+    assert tokens(source, 0) == [97, 98]  # as before there were rows with input_ids
+    recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=3))
+    with pytest.raises(ConfigError, match="expected a source with known lengths, got Jsonl"):
+        PlannedStream(source, recipe)
+
+
+def test_a_tokenizer_for_rows_with_input_ids_is_refused(tmp_path: Path) -> None:
+    source: Any = Jsonl(write(tmp_path / "a.jsonl", {"input_ids": [1]}), tokenizer=len_of)
+    with pytest.raises(InputError, match="'input_ids' is a list of token ids, on which the token"):
+        source[0]
+
+
+# Files that cannot be read ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", [("",), ("\n", "")])
+@pytest.mark.parametrize("kind", ["pooled", "planned"])
+def test_a_stream_of_only_empty_files_is_an_error(
+    tmp_path: Path, texts: tuple[str, ...], kind: str
+) -> None:
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.jsonl").write_text(text)
+    recipe = Recipe(layout=Packed(max_tokens=8))
+    stream: Any = {"pooled": PooledStream, "planned": PlannedStream}[kind]
+    with pytest.raises(InputError, match=r"no samples in .*0\.jsonl.* Check the files"):
+        list(stream(Jsonl(f"{tmp_path}/*.jsonl"), recipe))
+
+
+@pytest.mark.parametrize("path", ["https://host/a.jsonl", "s3://bucket/*.jsonl", "hf://a/b.jsonl"])
+def test_paths_of_other_machines_are_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r":// paths are not supported yet\. Download"):
+        Jsonl(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.ZST", "a.json.xz"])
+def test_compressed_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    for path in (f"{tmp_path}/{name}", f"{tmp_path}/a.*"):
+        with pytest.raises(FileError, match=r"files are not supported yet\. Decompress"):
+            Jsonl(path)

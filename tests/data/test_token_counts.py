@@ -1,6 +1,8 @@
 """Numbers of tokens of a corpus: the same in every format, and for any number of workers."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +239,51 @@ def test_small_files_are_counted_in_one_process(tmp_path: Path) -> None:
     path = corpora.jsonl(tmp_path, "text", str)
     assert default_workers([path]) == 1
     assert [task_size(total, 4) for total in (0, 5, 640, 10**9)] == [1, 1, 10, 512]
+
+
+# Chats -----------------------------------------------------------------------------------------
+
+
+def test_chats_of_more_than_four_megabytes_are_counted_in_processes(tmp_path: Path) -> None:
+    path = corpora.many_chats(tmp_path / "chats.jsonl", 9 << 19)  # 4.5 MiB
+    chats = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    expected = [
+        sum(len(f"<{m['role']}>\n{m['content']}</{m['role']}>\n") for m in chat) for chat in chats
+    ]
+    corpus = Corpus(paths=str(path), format="chat")
+    assert corpus.token_counts(workers=2).tolist() == expected
+
+
+def test_counting_applies_the_template_once_per_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    path = corpora.many_chats(tmp_path / "chats.jsonl", 1 << 15)
+    folder = str(corpora.tokenizer(tmp_path / "tokenizer"))
+    kind = type(AutoTokenizer.from_pretrained(folder))
+    applied, apply = [0], kind.apply_chat_template
+
+    def counting(*given: Any, **options: Any) -> Any:
+        applied[0] += 1
+        return apply(*given, **options)
+
+    monkeypatch.setattr(kind, "apply_chat_template", counting)
+    corpus = Corpus(paths=str(path), format="chat", tokenizer=folder)
+    counts = corpus.token_counts(workers=1)
+    assert applied[0] == len(counts)
+    stored = corpus.stored(tmp_path / "stored.tokens")
+    assert stored.lengths_of(np.arange(len(stored))).tolist() == counts.tolist()
+
+
+def test_a_script_without_a_main_guard_counts_in_processes(tmp_path: Path) -> None:
+    corpora.jsonl(tmp_path, "text", str)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from evenstep.data import Corpus\n"
+        'print(Corpus(paths="text.jsonl").token_counts(workers=2).tolist())\n'
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == (f"{COUNTS}\n", "")

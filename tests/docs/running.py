@@ -24,10 +24,11 @@ def run_page(name: str, blocks: list[Block], folder: Path) -> None:
             code = "\n" * (block.line - 1) + block.text  # so that errors name the line of the page
             exec(compile(code, name, "exec"), names)
         elif block.kind == "bash":
-            _bash(f"{name}:{block.line}", block.text, folder)
+            run_command(f"{name}:{block.line}", block.text, folder)
 
 
-def _bash(where: str, text: str, folder: Path) -> None:
+def run_command(where: str, text: str, folder: Path) -> None:
+    """Run a command with bash in a folder; an error of it is one of the test."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],

@@ -180,6 +180,7 @@ def _with_options(message: str) -> str:
     >>> _with_options("data.field has no effect on text files. Remove it.")
     '--field has no effect on text files. Remove it.'
     """
+    message = message.replace("set data.format to chat", "add --format chat")
     names = "field|format|template|tokenizer"
     message = re.sub(rf"(?<![\w/.])data\.({names})\b", r"--\1", message)
     message = re.sub(r"(?<![\w/.])data\.paths\b", "DATA", message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,11 +47,13 @@ class ChatEncoder:
         found: str | None = self.template or getattr(self.tokenizer, "chat_template", None)
         return found
 
-    def encode(self, messages: Messages) -> dict[str, NDArray[Any]]:
-        """The sample of one chat."""
+    def encode(self, messages: Messages, masked: bool = True) -> dict[str, NDArray[Any]]:
+        """The sample of one chat. Unless it is `masked`, the template is applied only once."""
         _check(messages)
         if self.tokenizer is None:
             return _as_bytes(messages)
+        if not masked:
+            return {"input_ids": np.asarray(self._apply(messages)["input_ids"], np.int64)}
         if _MARK in str(self._template):
             found = self._apply(messages, return_assistant_tokens_mask=True)
             mask = found.get("assistant_masks", found.get("assistant_tokens_mask"))
@@ -116,14 +118,20 @@ def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
     }
 
 
-def chat_of(field: str, encoder: ChatEncoder) -> Callable[[Any], dict[str, NDArray[Any]]]:
-    """A transform from a row with messages in `field` to a sample."""
+@dataclass(frozen=True, slots=True)
+class ChatTransform:
+    """From a row with messages in `field` to a sample; without a loss mask if it is only counted.
 
-    def transform(row: Any) -> dict[str, NDArray[Any]]:
-        if not isinstance(row, Mapping) or field not in row:
+    It is sent to other processes, so it is no function within a function.
+    """
+
+    field: str
+    encoder: ChatEncoder
+    masked: bool = True
+
+    def __call__(self, row: Any) -> dict[str, NDArray[Any]]:
+        if not isinstance(row, Mapping) or self.field not in row:
             raise InputError(
-                f"a chat must have a field {field!r} with its messages. Set data.field."
+                f"a chat must have a field {self.field!r} with its messages. Set data.field."
             )
-        return encoder.encode(row[field])
-
-    return transform
+        return self.encoder.encode(row[self.field], masked=self.masked)

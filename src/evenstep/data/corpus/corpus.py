@@ -14,7 +14,7 @@ import numpy as np
 from evenstep.core.archive import replace_file
 from evenstep.core.ragged import IntArray
 from evenstep.core.validate import one_of, whole_number
-from evenstep.data.corpus.chat import ChatEncoder, chat_of
+from evenstep.data.corpus.chat import ChatEncoder, ChatTransform
 from evenstep.data.corpus.counting import Engine, Progress, counted, default_workers
 from evenstep.data.corpus.files import corpus_files, format_of, statuses
 from evenstep.data.corpus.formats import TOKENIZED, Format
@@ -111,8 +111,7 @@ class Corpus:
         """The number of tokens of every sample, 0 for those without, in the order of the files.
 
         Text is tokenized in `workers` processes (None: as many as there are cores, fewer for small
-        files; more than one need `if __name__ == "__main__"` in a script), or on Ray Data. Lengths
-        of tokens are read without the tokens.
+        files), or on Ray Data. Lengths of tokens are read without the tokens.
 
             np.save("lengths.npy", Corpus(paths="texts/", tokenizer="models/llama").token_counts())
         """
@@ -125,7 +124,7 @@ class Corpus:
         if known is None:
             if workers is None and engine == "processes":
                 workers = default_workers(files)
-            return counted(self._source(kind, files), workers, engine, report)
+            return counted(self._source(kind, files, masked=False), workers, engine, report)
         if engine != "processes" or self.tokenizer is not None:
             idle = "data.tokenizer" if self.tokenizer is not None else f"the engine {engine}"
             raise ConfigError(f"{idle} has no effect on lists of tokens. Remove it.")
@@ -168,7 +167,8 @@ class Corpus:
         for _, sample in read_samples(source, item):
             yield sample
 
-    def _source(self, kind: Format, files: list[Path]) -> Any:
+    def _source(self, kind: Format, files: list[Path], masked: bool = True) -> Any:
+        """The samples of the files; those of chats without a loss mask unless `masked`."""
         tokenizer = load_tokenizer(self.tokenizer)
         match kind:
             case "text":
@@ -178,19 +178,20 @@ class Corpus:
             case "megatron":
                 return MegatronTokens(files)
             case "chat":
-                chat = chat_of(self.field or "messages", self._encoder(tokenizer))
+                encoder = self._encoder(tokenizer)
+                chat = ChatTransform(self.field or "messages", encoder, masked)
                 return self._rows(format_of(files[:1]), files, None, chat)
         return self._rows(kind, files, tokenizer, None)
 
     def _rows(
         self, kind: Format, files: list[Path], tokenizer: Any, transform: Transform | None
     ) -> Any:
-        field = self.field or "text"
+        column = self.field or "text"
         if kind == "dataset":
-            decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
+            decoder = RowDecoder(column, as_tokenize(tokenizer), ItemTransform.of(transform))
             return Joined([SavedDataset(file, decoder) for file in files])
         source = ParquetText if kind == "parquet" else Jsonl
-        return source(files, field=field, tokenizer=tokenizer, transform=transform)
+        return source(files, field=column, tokenizer=tokenizer, transform=transform)
 
     def _encoder(self, tokenizer: Any) -> ChatEncoder:
         return ChatEncoder(tokenizer, self._template_text())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -115,7 +118,9 @@ def _in_processes(
             initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C ends them through this process
         )
         try:
-            yield from zip(tasks, pool.map(partial(_stored_counts, path), tasks), strict=True)
+            with _without_main_module():  # the processes start here
+                counts = pool.map(partial(_stored_counts, path), tasks)
+            yield from zip(tasks, counts, strict=True)
         except BrokenProcessPool:
             raise InputError(
                 "a process that counts tokens was killed, perhaps for its memory. Use fewer "
@@ -123,6 +128,18 @@ def _in_processes(
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Processes that start within do not import the user's script, which would run it again: a
+    source has nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _stored_counts(path: Path, items: IntArray) -> IntArray:

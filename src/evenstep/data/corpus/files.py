@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evenstep.data.corpus.formats import FORMATS, Format
 from evenstep.data.corpus.saved_dataset import is_saved_dataset
-from evenstep.data.sources.files import matches
+from evenstep.data.sources.files import matches, refuse_compressed
 from evenstep.errors import ConfigError, FileError
 
 
@@ -22,6 +22,8 @@ def corpus_files(paths: Iterable[str]) -> list[Path]:
         new = [file for each in matches(path) for file in _files(each)]
         if not new:
             raise FileError(f"data.paths: {path} has no files. Check the path.")
+        for file in new:
+            refuse_compressed(file)
         found.update(dict.fromkeys(new))
     return list(found)
 

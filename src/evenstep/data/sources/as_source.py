@@ -10,7 +10,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from evenstep.data.sources.files import refuse_empty
 from evenstep.data.sources.iterated import Iterated
+from evenstep.data.sources.jsonl import Jsonl
 from evenstep.data.sources.mapped import Mapped, MeasuredMapped
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.sources.source import MeasuredSource, Source
@@ -37,8 +39,9 @@ def as_source(value: object) -> Source:
 def as_measured(value: object, lengths: ArrayLike | None = None) -> MeasuredSource:
     """The same for a source that knows its lengths.
 
-    The `lengths` of a dataset are measured on first use, if they are not given: from the column
-    `input_ids` of a Hugging Face dataset, else by reading every item once.
+    The `lengths` of a dataset, or of a `Jsonl` whose rows have `input_ids`, are measured on first
+    use, if they are not given: from the column `input_ids` of a Hugging Face dataset, else by
+    reading every item once.
 
     >>> as_measured([{"input_ids": [5, 6]}]).lengths_of(np.arange(1)).tolist()
     [2]
@@ -46,6 +49,9 @@ def as_measured(value: object, lengths: ArrayLike | None = None) -> MeasuredSour
     if is_source(value):
         if _has(value, *_BY_INDEX, "lengths_of"):
             return cast("MeasuredSource", value)
+        refuse_empty(value)
+        if isinstance(value, Jsonl) and value.has_tokens:
+            return MeasuredMapped(cast("Any", value))
         by_index = ", or measure it with MeasuredMapped(source)" if _has(value, *_BY_INDEX) else ""
         raise ConfigError(
             f"expected a source with known lengths, got {type(value).__name__}. Read it with a "
@@ -88,8 +94,8 @@ _MEASURED_REMEDIES = {
     "TokenFile(paths)",
     "items": "Use a PooledStream with Iterated(items)",
     "iterable dataset": "It has no known lengths: use a PooledStream",
-    "path": "Open it with TokenFile(path), or use a PooledStream with Jsonl(path) or "
-    "ParquetText(path)",
+    "path": "Open it with TokenFile(path), or Jsonl(path) if its rows have input_ids; or use a "
+    "PooledStream with Jsonl(path) or ParquetText(path)",
 }
 """The remedies that differ if lengths must be known."""
 

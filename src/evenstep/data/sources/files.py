@@ -5,19 +5,22 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from evenstep.errors import ConfigError, FileError
+from evenstep.errors import ConfigError, FileError, InputError
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Paths: TypeAlias = PathLike | Sequence[PathLike]
 """A path, a pattern such as `"data/*.jsonl"` (`**` matches folders), or a list of either."""
 
 _BLOCK, _BLOCKS = 1 << 16, 64
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_COMPRESSED = (".bz2", ".gz", ".lz4", ".xz", ".zip", ".zst")
 
 
 def files_of(paths: Paths) -> list[Path]:
@@ -36,12 +39,36 @@ def files_of(paths: Paths) -> list[Path]:
                 f"no file matches {os.fspath(given)!r}. Check the pattern and the current folder."
             )
         found += matched
+    for path in found:
+        refuse_compressed(path)
     return found
+
+
+def refuse_empty(source: Any) -> None:
+    """Raise if a source of files has no samples: a stream of it would end without a step."""
+    paths = getattr(source, "paths", ())
+    if paths and len(source) == 0:
+        more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+        raise InputError(f"no samples in {paths[0]}{more}. Check the files.")
+
+
+def refuse_compressed(path: Path) -> None:
+    """Raise if a file is compressed."""
+    if path.suffix.lower() in _COMPRESSED:
+        raise FileError(
+            f"{path}: {path.suffix} files are not supported yet. Decompress it, and name the "
+            f"result."
+        )
 
 
 def matches(given: PathLike) -> list[Path]:
     """The matches of a pattern, sorted; a path that exists or is no pattern as it is."""
     path, text = Path(given), os.fspath(given)
+    if _URL.match(text):
+        raise ConfigError(
+            f"{text}: {text.partition(':')[0]}:// paths are not supported yet. Download the files, "
+            f"and name the local ones."
+        )
     if not glob.has_magic(text) or path.exists():
         return [path]
     # Path.glob takes no absolute patterns.

@@ -24,9 +24,11 @@ class Jsonl:
 
     `paths` is a path, a pattern such as `"data/*.jsonl"`, or a list of either. Matches of a
     pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
-    several; without a transform, the tokens of `field`. A transform may have parameters named
-    `sample_id`, `epoch` and `seed` (see `Draw`), so that what it draws is exact on resume. Files
-    are scanned for line ends once, on first use. Pickling keeps this index but not the open files.
+    several; without a transform, the tokens of `field` (default: `text`). Rows with `input_ids` and
+    no text are samples as they are, also for a `PlannedStream`. A transform may have parameters
+    named `sample_id`, `epoch` and `seed` (see `Draw`), so that what it draws is exact on resume.
+    Files are scanned for line ends once, on first use. Pickling keeps this index but not the open
+    files.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -41,7 +43,7 @@ class Jsonl:
         self,
         paths: Paths,
         *,
-        field: str = "text",
+        field: str | None = None,
         tokenizer: Any = None,
         transform: Transform | None = None,
     ) -> None:
@@ -64,7 +66,17 @@ class Jsonl:
         """An item with a seeded transform."""
         return self._read(item, draw)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
+        return len(self) > 0 and self._decoder.has_tokens(self._row(0)[0])
+
     def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
+        row, where = self._row(item)
+        return self._decoder.decode(row, where, draw)
+
+    def _row(self, item: int) -> tuple[Any, str]:
+        """(the row, its file and line)."""
         if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
@@ -76,7 +88,7 @@ class Jsonl:
             raise InputError(
                 f"{where}: not JSON ({error}). Write one JSON value per line."
             ) from None
-        return self._decoder.decode(row, where, draw)
+        return row, where
 
     def _first_drawn(self, item: int) -> Sample | list[Sample]:
         """The item as epoch 0 of seed 0 draws it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import os
+import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 from evenstep.core.ragged import IntArray
 from evenstep.errors import FileError
 
-_BLOCK = 1 << 24
+_BLOCK, _PART = 1 << 24, 4096
 _NEWLINE = 10
 
 
@@ -27,7 +27,7 @@ class LineFile:
         self.path = path
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_data"}
+        return {name: value for name, value in vars(self).items() if name != "_file"}
 
     def __len__(self) -> int:
         return len(self._index.starts) - 1
@@ -35,7 +35,11 @@ class LineFile:
     def __getitem__(self, item: int) -> bytes:
         """A line, with the blank lines after it."""
         starts = self._index.starts
-        return self._data[int(starts[item]) : int(starts[item + 1])]
+        begin, end = int(starts[item]), int(starts[item + 1])
+        line = _read(self._file, begin, end - begin)
+        if len(line) != end - begin:
+            raise self._changed(os.fstat(self._file).st_size, int(starts[-1]))
+        return line
 
     def number(self, item: int) -> int:
         """The number of an item's line, from 1."""
@@ -43,26 +47,39 @@ class LineFile:
 
     @cached_property
     def _index(self) -> _Index:
-        return _scanned(self._data)
+        return _scanned(self._file)
 
     @cached_property
-    def _data(self) -> mmap.mmap | bytes:
+    def _file(self) -> int:
+        """The descriptor of the open file. It is not mapped: touching a page of a file that was
+        shortened kills the process. Forked processes may share it: reads name their position."""
         try:
-            with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                # An empty file cannot be mapped.
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            file = os.open(self.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, file)
+            size = os.fstat(file).st_size
+            os.pread(file, 1, 0)  # fails for a folder
         except OSError as error:
             raise FileError(
                 f"{self.path} cannot be read ({error.strerror or error}). Check the path."
             ) from None
         index: _Index | None = vars(self).get("_index")  # from this or another process
         if index is not None and index.starts[-1] != size:
-            raise FileError(
-                f"{self.path} has {size} bytes but had {index.starts[-1]} when it was indexed. Do "
-                f"not change the file while it is in use."
-            )
-        return data
+            raise self._changed(size, int(index.starts[-1]))
+        return file
+
+    def _changed(self, size: int, before: int) -> FileError:
+        return FileError(
+            f"{self.path} has {size} bytes but had {before} when it was indexed. Do not change the "
+            f"file while it is in use."
+        )
+
+
+def _read(file: int, begin: int, size: int) -> bytes:
+    """So many bytes from `begin` on; fewer at the end of the file."""
+    data = os.pread(file, size, begin)
+    while len(data) < size and (more := os.pread(file, size - len(data), begin + len(data))):
+        data += more  # the system reads 2 GiB at most
+    return data
 
 
 class _Index(NamedTuple):
@@ -77,25 +94,35 @@ class _Index(NamedTuple):
         return item + 1 + int(np.searchsorted(self.blanks, item, "right"))
 
 
-def _scanned(data: mmap.mmap | bytes) -> _Index:
+def _scanned(file: int) -> _Index:
     """Find the lines, block by block.
 
-    >>> _scanned(b"1\\n \\n2")
-    _Index(starts=array([0, 4, 5]), blanks=array([1]))
+    A file of the lines "1", " " and "2" has the starts [0, 4, 5] (5 is its size) and blanks [1].
     """
-    view = np.frombuffer(data, np.uint8)
     starts, blank = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
-    for at in range(0, len(view), _BLOCK):
-        found = np.flatnonzero(view[at : at + _BLOCK] == _NEWLINE) + at + 1
-        found = np.append(0, found) if at == 0 else found
-        found = found[found < len(view)]
+    at, ended = 0, True  # whether a line ends before this block
+    while block := _read(file, at, _BLOCK):
+        view = np.frombuffer(block, np.uint8)
+        found = np.flatnonzero(np.append(ended, view[:-1] == _NEWLINE))
         first = view[found]
         empty = first == _NEWLINE
         for number in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
-            end = data.find(b"\n", found[number])
-            empty[number] = data[found[number] : end if end >= 0 else len(data)].isspace()
-        starts.append(found)
+            empty[number] = _is_blank(file, at + int(found[number]))
+        starts.append(found + at)
         blank.append(empty)
+        at, ended = at + len(block), bool(view[-1] == _NEWLINE)
     empty = np.concatenate(blank)
-    items = np.concatenate([*starts, [len(view)]])[np.append(~empty, True)].astype(np.int64)
+    items = np.concatenate([*starts, [at]])[np.append(~empty, True)].astype(np.int64)
     return _Index(items, np.cumsum(~empty)[empty])
+
+
+def _is_blank(file: int, begin: int) -> bool:
+    """Whether the line that begins there has white space only."""
+    while part := _read(file, begin, _PART):
+        line, newline, _ = part.partition(b"\n")
+        if line.strip():
+            return False
+        if newline:
+            break
+        begin += len(part)
+    return True

@@ -18,7 +18,7 @@ from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.data.sources.content import samples_digest, spread
 from evenstep.data.sources.files import Paths, files_digest, files_of
 from evenstep.data.sources.source import Draw, Sample
-from evenstep.data.sources.text import RowDecoder, as_tokenize
+from evenstep.data.sources.text import RowDecoder, as_tokenize, other_field
 from evenstep.data.sources.transform import ItemTransform, Transform
 from evenstep.errors import FileError, InputError
 
@@ -132,7 +132,7 @@ class ParquetText:
         if self._decoder.transform.function is None and self._decoder.field not in names:
             raise InputError(
                 f"{path} has no column {self._decoder.field!r}; it has {', '.join(names[:20])}. "
-                f"Set field to one of them, or pass a transform."
+                f"{other_field(names)}, or pass a transform."
             )
         return metadata, about
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -46,14 +46,15 @@ def as_tokenize(tokenizer: Any = None) -> Tokenize:
 @dataclass(frozen=True, slots=True)
 class RowDecoder:
     """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`, which is
-    text or, without a tokenizer, a list of token ids.
+    text or, without a tokenizer, a list of token ids. Without a field it is `text`, and a row with
+    `input_ids` instead is a sample as it is.
 
-    >>> decoder = RowDecoder("text", as_tokenize(None), ItemTransform(None))
+    >>> decoder = RowDecoder(None, as_tokenize(None), ItemTransform(None))
     >>> decoder.decode({"text": "ab"}, "a.jsonl, line 1")
     {'input_ids': array([97, 98], dtype=int32)}
     """
 
-    field: str
+    field: str | None
     tokenize: Tokenize
     transform: ItemTransform
 
@@ -65,12 +66,22 @@ class RowDecoder:
             value = self._value(row, where)
             if isinstance(value, str):
                 return {"input_ids": _integers(self.tokenize(value), where)}
-            tokens = self._listed(value, where)
+            tokens = self._listed(value, where, self._field_of(row))
+            if self.has_tokens(row):
+                return {**row, "input_ids": tokens}
             self._check_masks(row, where)
             return {"input_ids": tokens}
         except Exception as error:
             error.add_note(f"raised for {where}")
             raise
+
+    def has_tokens(self, row: Any) -> bool:
+        """Whether a row is a sample as it is, with `input_ids`."""
+        plain = self.field is None and self.transform.function is None
+        return plain and isinstance(row, Mapping) and "input_ids" in row and "text" not in row
+
+    def _field_of(self, row: Any) -> str:
+        return self.field or ("input_ids" if self.has_tokens(row) else "text")
 
     def _value(self, row: Any, where: str) -> Any:
         if not isinstance(row, Mapping):
@@ -78,13 +89,14 @@ class RowDecoder:
                 f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
                 f"per row, or pass a transform."
             )
-        if self.field not in row:
+        field = self._field_of(row)
+        if field not in row:
             has = ", ".join(map(repr, list(row)[:20])) or "none"
             raise InputError(
-                f"{where}: no field {self.field!r}; the row has {has}. Set field to one of them, "
-                f"or pass a transform."
+                f"{where}: no field {field!r}; the row has {has}. {other_field(row)}, or pass a "
+                f"transform."
             )
-        return row[self.field]
+        return row[field]
 
     def _check_masks(self, row: Mapping[str, Any], where: str) -> None:
         """Raise if a row with a list of token ids says which of them are trained."""
@@ -96,25 +108,36 @@ class RowDecoder:
                     f"{name!r}."
                 )
 
-    def _listed(self, value: Any, where: str) -> NDArray[np.integer[Any]]:
-        """Token ids that a row has as a list."""
+    def _listed(self, value: Any, where: str, field: str) -> NDArray[np.integer[Any]]:
+        """Token ids that a row has as a list in `field`."""
         if not isinstance(value, list):
             raise InputError(
-                f"{where}: field {self.field!r} must be a str, got {type(value).__name__}. Correct "
+                f"{where}: field {field!r} must be a str, got {type(value).__name__}. Correct "
                 f"the row, or pass a transform."
             )
         odd = [token for token in value if type(token) is not int]
         if odd:
             raise InputError(
-                f"{where}: field {self.field!r} has {glimpse(odd[0])} in its list, expected token "
+                f"{where}: field {field!r} has {glimpse(odd[0])} in its list, expected token "
                 f"ids. Correct the row, or pass a transform."
             )
         if self.tokenize is not _utf8:
             raise InputError(
-                f"{where}: field {self.field!r} is a list of token ids, on which the tokenizer has "
+                f"{where}: field {field!r} is a list of token ids, on which the tokenizer has "
                 f"no effect. Remove the tokenizer, or choose another field."
             )
         return np.array(value, np.int64)
+
+
+def other_field(names: Collection[str]) -> str:
+    """What to do about a row that lacks a field, but has fields of these names.
+
+    >>> other_field(["messages", "id"])
+    'This looks like chat data: set data.format to chat'
+    """
+    if "messages" in names:
+        return "This looks like chat data: set data.format to chat"
+    return "Set field to one of them"
 
 
 def _utf8(text: str) -> Tokens:

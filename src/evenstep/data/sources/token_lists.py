@@ -10,6 +10,7 @@ import numpy as np
 
 from evenstep.core.ragged import IntArray
 from evenstep.data.sources.parquet import reading
+from evenstep.data.sources.text import other_field
 from evenstep.errors import InputError
 
 _ROWS = 10_000  # of a dataset at a time
@@ -102,8 +103,8 @@ def _type(path: Path, name: str) -> Any:
 def _of_schema(schema: Any, name: str, where: str) -> Any:
     if name not in schema.names:
         raise InputError(
-            f"{where} has no column {name!r}; it has {', '.join(schema.names[:20])}. Set field to "
-            f"one of them."
+            f"{where} has no column {name!r}; it has {', '.join(schema.names[:20])}. "
+            f"{other_field(schema.names)}."
         )
     return schema.field(name).type
 

@@ -16,6 +16,7 @@ from evenstep.core.step import Step
 from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.sources.as_source import as_measured
+from evenstep.data.sources.files import refuse_empty
 from evenstep.data.sources.mapped import MapStyle
 from evenstep.data.sources.source import MeasuredSource, is_seeded
 from evenstep.data.streams.digests import lengths_digest, values_digest
@@ -194,6 +195,7 @@ class PlannedStream:
 
     def _begin(self) -> None:
         """Check all lengths before the first step, unless that would take a second or more."""
+        refuse_empty(self.source)
         if not self._checked and len(self.source) <= _MOST_CHECKED:
             check_lengths(self.source, self.recipe)
         self._iterated = self._checked = True

@@ -15,6 +15,7 @@ from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
 from evenstep.core.world import World
 from evenstep.data.sources.as_source import as_source
+from evenstep.data.sources.files import refuse_empty
 from evenstep.data.sources.mapped import MapStyle
 from evenstep.data.sources.source import MeasuredSource, Source, has_random_access, is_seeded
 from evenstep.data.sources.source import length_of as count_tokens
@@ -180,6 +181,7 @@ class PooledStream:
     def _opened(self, worker: int, workers: int, turn: int | None) -> tuple[PoolReader, int, int]:
         """(reader of a worker, its turn, number of its next step), after the steps to be skipped.
         Worker 0 gets the reader whose turn is next after them."""
+        refuse_empty(self.source)
         begins = (worker + self._skip) % workers if turn is None else turn
         state, reader_turn = self._resume(
             begins if turn is None else worker, workers, own=turn is not None

@@ -323,8 +323,9 @@ def _distinct(
     """Renumber samples so that no two different samples of a step have the same id.
 
     The id of a sample is its position or item, and two epochs may have different samples of one:
-    of a sequential source, or of one whose transform is told the epoch. The later one gets the id of a further sample of its item. `owners`
-    maps the ids used in the step so far to (epoch, original id).
+    of a sequential source, or if the transform is told the epoch. The later one gets the id of a
+    further sample of its item. `owners` maps the ids used in the step so far to (epoch, original
+    id).
     """
     sample_ids = []
     for entry in taken:
