@@ -103,7 +103,7 @@ class RowDecoder:
         for name in ("labels", *LOSS_MASKS):
             if name in row:
                 raise InputError(
-                    f"{where}: the row has {name!r}, but only the field {self.field!r} is read. "
+                    f"{where}: the row has {name!r}, but only {self._field_of(row)!r} is read. "
                     f"Pass transform=lambda row: row to keep the row as a sample, or remove "
                     f"{name!r}."
                 )
