@@ -85,7 +85,7 @@ def test_a_transform_decides_what_a_row_becomes() -> None:
         ([1], "expected a row with fields, got list"),
         ({"body": "a"}, "no field 'text'; the row has 'body'"),
         ({"text": None}, "field 'text' must be a str, got NoneType"),
-        ({"text": [5, 6], "loss_mask": [0, 1]}, "the row has 'loss_mask', but only the field"),
+        ({"text": [5, 6], "loss_mask": [0, 1]}, "the row has 'loss_mask', but only 'text'"),
         ({"text": [5, 6], "labels": [5, 6]}, "the row has 'labels'.*transform=lambda row: row"),
     ],
 )
