@@ -28,7 +28,7 @@ from evenstep.cli import main
 from evenstep.core.modelled_time import step_times
 from evenstep.data import Lengths
 from evenstep.errors import ConfigError, EvenstepError
-from evenstep.planning import decide_step
+from evenstep.planning import decide_step, simpler
 from evenstep.report import Entry, advice
 from evenstep.report.timeline import timelines
 from evenstep.testing import Case, cases
@@ -97,7 +97,7 @@ def second_work(plan: Plan) -> np.ndarray[Any, np.dtype[np.float64]]:
 def planned(case: Case) -> tuple[Plan, list[float] | None]:
     """The plan, and the time that the planner minimised in each step; None if it minimised none."""
     times: list[float] = []
-    fastest = decide_step.fastest
+    fastest = simpler.fastest
 
     def recorded(decide: Callable[[Recipe], Any], *rest: Any) -> Any:
         known: dict[int, float] = {}

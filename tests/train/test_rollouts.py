@@ -86,7 +86,8 @@ def test_losses_and_gradients_of_steps_are_those_of_one_padded_batch(
     plan, first = batch.plan(recipe, epochs=2, seed=seed), model_of()
 
     def rank(ranks: Collective) -> list[tuple[float, Gradient] | str]:
-        model, found = copy.deepcopy(first), []
+        model = copy.deepcopy(first)
+        found: list[tuple[float, Gradient] | str] = []
         mine = batch.select(plan.rows_of(ranks.rank))
         loss = policy_gradient()
         runner = Runner(model=model, loss=loss, collective=ranks, collate=mine.collator())
@@ -106,8 +107,10 @@ def test_losses_and_gradients_of_steps_are_those_of_one_padded_batch(
         assert len(of_rank) == len(mini_batches)
         for each, rows in zip(of_rank, mini_batches, strict=True):
             if data.is_without_loss(rows.tolist()):
+                assert isinstance(each, str)
                 assert "counts in the loss, on any rank" in each
                 continue
+            assert not isinstance(each, str), each
             (loss, gradient), model = each, model_of()
             expected = data.loss(model, rows.tolist())
             assert loss == pytest.approx(expected.item(), rel=1e-11, abs=1e-12)
