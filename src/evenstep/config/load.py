@@ -174,24 +174,8 @@ def _refuse_unknown(reader: Reader, path: Path) -> None:
 
 def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str) -> Loaded:
     dialect = DIALECTS[name]
-    pairs = [_pair(text.lstrip("+")) for text in overrides]
-    if dialect.interpolates:
-        words = {".".join(keys): value for keys, value in pairs if isinstance(value, str)}
-        tree = read_tree(path, words)
-    else:
-        tree = _single(read_document(path, merges=True))
-    added = {keys for text, (keys, _) in zip(overrides, pairs, strict=True) if text[:1] == "+"}
-    theirs = {
-        keys: value for keys, value in pairs if keys in added or not _is_native(keys, dialect, tree)
-    }
-    overrides = [text for text, pair in zip(overrides, pairs, strict=True) if pair[0] not in theirs]
-    values = {keys: theirs[keys] for keys in theirs if ".".join(keys) not in tree.groups}
-    absent = [
-        ".".join(keys)
-        for keys in values
-        if dialect.interpolates and keys not in added and not _is_key(keys, dialect, tree)
-    ]
-    reader = Reader(dialect, tree.overridden(values) if values else tree, _ranks(overrides))
+    tree, overrides, absent = _overridden_tree(path, overrides, dialect)
+    reader = Reader(dialect, tree, _ranks(overrides))
     reader.faults += [
         f"{name} is not a key of the file. Check its spelling, or write +{name} to add it. (--set)"
         for name in absent
@@ -211,6 +195,33 @@ def _load_dialect(path: Path, overrides: list[str], model: str | None, name: str
     settings = _decoded(data, overrides, model, None, str(path), reader.faults, origins)
     origins = _all_origins(settings, origins, overrides)
     return Loaded(settings, origins, tuple(reader.notes), tuple(reader.ignored))
+
+
+def _overridden_tree(
+    path: Path, overrides: list[str], dialect: Dialect
+) -> tuple[Tree, list[str], list[str]]:
+    """A file with overrides in its own keys; the other overrides, and keys that it does not have.
+
+    An override of a Hydra group chooses a file. `+` adds a key, so that it may be absent.
+    """
+    pairs = [_pair(text.lstrip("+")) for text in overrides]
+    if dialect.interpolates:
+        words = {".".join(keys): value for keys, value in pairs if isinstance(value, str)}
+        tree = read_tree(path, words)
+    else:
+        tree = _single(read_document(path, merges=True))
+    added = {keys for text, (keys, _) in zip(overrides, pairs, strict=True) if text[:1] == "+"}
+    theirs = {
+        keys: value for keys, value in pairs if keys in added or not _is_native(keys, dialect, tree)
+    }
+    native = [text for text, (keys, _) in zip(overrides, pairs, strict=True) if keys not in theirs]
+    values = {keys: theirs[keys] for keys in theirs if ".".join(keys) not in tree.groups}
+    absent = [
+        ".".join(keys)
+        for keys in values
+        if dialect.interpolates and keys not in added and not _is_key(keys, dialect, tree)
+    ]
+    return (tree.overridden(values) if values else tree), native, absent
 
 
 def _is_native(path: tuple[str, ...], dialect: Dialect, tree: Tree) -> bool:
