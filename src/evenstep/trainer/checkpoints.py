@@ -270,6 +270,8 @@ def _decode(path: Path) -> tuple[Place, dict[str, tuple[int, int]]]:
     """The place, and the size and checksum of every file of a checkpoint."""
     try:
         values = json.loads((path / _STATE).read_bytes())
+        if "checksum" not in values:
+            raise _damaged(path, f"{_STATE} has no checksums, as those of earlier versions")
         if values.pop("checksum") != _digest(values):
             raise ValueError("its checksum differs")
         files = {name: (int(size), int(crc)) for name, (size, crc) in values.pop("files").items()}
