@@ -99,7 +99,7 @@ def main() -> None:
             second_work=SecondWork(column="patches"),
         ),
     }.items():
-        plans[name] = make_plan(lengths, recipe, columns={"patches": patches})
+        plans[name] = make_plan(lengths, recipe, columns=dict.fromkeys(recipe.columns, patches))
     print(f"{len(samples)} samples, 4 ranks        patches of each rank   most in a micro-batch")
     for name, plan in plans.items():
         held = [[sum(patches[s] for s in m.segments.sample) for m in rank] for rank in plan[0]]

@@ -46,7 +46,8 @@ def test_the_kind_of_layout_decides_its_class(layout: dict[str, object], expecte
 
 
 def test_a_recipe_survives_its_own_dictionary() -> None:
-    recipe = Recipe(layout=Packed(samples=3), topology=Topology(dp=4), seed=7)
+    layout = Packed(max_tokens=8, packer="first_fit_shuffle")
+    recipe = Recipe(layout=layout, topology=Topology(dp=4), seed=7)
     assert recipe_from(recipe.to_dict()) == recipe
 
 
@@ -376,9 +377,13 @@ def test_tags_follow_the_same_rules(tag: str) -> None:
 )
 def test_numpy_numbers_and_whole_floats_are_accepted(data: dict[str, Any]) -> None:
     expected = Recipe(
-        layout=Packed(max_tokens=8), seed=3, equal_sizes=True, cost=Cost(per_token=2.0)
+        layout=Packed(max_tokens=8, packer="first_fit_shuffle"),
+        seed=3,
+        equal_sizes=True,
+        cost=Cost(per_token=2.0),
     )
-    assert recipe_from({"layout": {"max_tokens": 8}, **data}) == expected
+    layout = {"max_tokens": 8, "packer": "first_fit_shuffle"}
+    assert recipe_from({"layout": layout, **data}) == expected
 
 
 def test_a_numpy_boolean_is_not_a_number() -> None:

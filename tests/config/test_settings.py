@@ -99,14 +99,16 @@ def test_yaml_and_toml_are_the_same(text: str, name: str, tmp_path: Path) -> Non
 def test_each_value_has_an_origin(
     text: str, name: str, lines: tuple[int, ...], tmp_path: Path
 ) -> None:
-    origins = load_file(file(tmp_path, text, name), ["overflow=split", "log_probs.seed=3"]).origins
+    origins = load_file(
+        file(tmp_path, text, name), ["overflow=split", "log_probs.groups=step"]
+    ).origins
     budget, ranks, infer, seed = (f"{name}:{line}" for line in lines)
     assert origins["layout.max_tokens"] == budget
     assert origins["topology.dp"] == ranks
     assert origins["log_probs.layout.max_tokens"] == infer
     assert origins["stream.seed"] == seed
     assert origins["log_probs.topology.dp"] == "as in training"
-    assert origins["overflow"] == origins["log_probs.seed"] == "--set"
+    assert origins["overflow"] == origins["log_probs.groups"] == "--set"
     assert origins["layout.round_to"] == origins["seed"] == "default"
 
 
@@ -120,6 +122,10 @@ def test_log_probs_inherit_and_null_removes() -> None:
     settings = settings_from({**data, "log_probs": {"layout": {"packer": None}}})
     assert settings.log_probs == Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2))
     assert settings_from({**data, "log_probs": {}}).log_probs == settings_from(data).recipe
+    shuffled = {"layout": {"max_tokens": 8, "packer": "first_fit_shuffle"}, "seed": 3}
+    for layout in ({"packer": None}, {"kind": "padded"}):  # the seed is that of the packer
+        found = settings_from({**shuffled, "log_probs": {"layout": layout}})
+        assert (found.recipe.seed, found.log_probs and found.log_probs.seed) == (3, 0)
     assert settings_from(data).log_probs is None
 
 

@@ -286,7 +286,7 @@ def test_plans_that_differ_anywhere_are_not_equal(plan: Plan, tmp_path: Path) ->
         replace(plan, groups=one_more(plan.groups)),
         replace(plan, columns={"patches": plan.lengths}),
         replace(plan, columns={"pixels": plan.lengths}),
-        replace(plan, recipe=replace(plan.recipe, seed=1)),
+        replace(plan, recipe=replace(plan.recipe, min_saving=0.5)),
     ]
     for number, other in enumerate(others):
         assert other != plan
@@ -317,10 +317,12 @@ def test_static_rows_never_share_a_segment() -> None:
         ([3, -2], "sample 1 has length -2"),
         ([3, 2.5], "sample 1 has length 2.5"),
         ([3, float("nan")], "sample 1 has length nan"),
-        ([[1, 2], [3, 4]], "shape"),
-        (["a"], "type"),
+        (np.array([[1, 2], [3, 4]]), "shape"),
+        ([[1, 2], [3, 4]], "got a list for the first one"),
+        (np.array(["a"]), "type"),
+        (["a"], "got a str for the first one"),
         ([1, 2**50], "sample 1 has length"),
-        ([[1], [2, 3]], "shape"),
+        ([[1], [2, 3]], "got a list for the first one"),
     ],
 )
 def test_lengths_that_cannot_be_planned_are_refused_by_name(

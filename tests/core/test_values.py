@@ -171,7 +171,9 @@ def test_whole_numbers_of_numpy_become_plain_ones() -> None:
 
 
 SEEDED: dict[str, Callable[[Any], object]] = {
-    "a recipe": lambda seed: Recipe(layout=Packed(max_tokens=8), seed=seed),
+    "a recipe": lambda seed: Recipe(
+        layout=Packed(max_tokens=8, packer="first_fit_shuffle"), seed=seed
+    ),
     "pack": lambda seed: pack([3], 8, seed=seed),
     "a planned stream": lambda seed: PlannedStream(SOURCE, RECIPE, seed=seed),
     "a pooled stream": lambda seed: PooledStream(SOURCE, RECIPE, seed=seed),
@@ -192,8 +194,8 @@ def test_a_seed_is_refused_where_it_is_given(make: Callable[[Any], object]) -> N
 
 TRUTHS: dict[str, Callable[[Any], object]] = {
     "equal_sizes": lambda truth: Recipe(layout=Packed(max_tokens=8), equal_sizes=truth),
-    "topology.sequence_parallel": lambda truth: Topology(sequence_parallel=truth),
-    "topology.variable_seq_lengths": lambda truth: Topology(variable_seq_lengths=truth),
+    "topology.sequence_parallel": lambda truth: Topology(tp=2, sequence_parallel=truth),
+    "topology.variable_seq_lengths": lambda truth: Topology(pp=2, variable_seq_lengths=truth),
     "shuffle": lambda truth: PlannedStream(SOURCE, RECIPE, shuffle=truth),
     "infinite_loop": lambda truth: PlannedStream(SOURCE, RECIPE, infinite_loop=truth),
     "infinite_loop of a pool": lambda truth: PooledStream(SOURCE, RECIPE, infinite_loop=truth),
@@ -235,9 +237,10 @@ def test_whatever_is_made_with_numbers_of_numpy_is_plain_data() -> None:
         topology=Topology(dp=two),
         steps=Steps(samples=two),
         limits=Limits(columns={"patches": two}),
-        seed=two,
     )
-    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    shuffled = Recipe(layout=Packed(max_tokens=two, packer="first_fit_shuffle"), seed=two)
+    for each in (recipe, shuffled):
+        assert Recipe.from_dict(json.loads(json.dumps(each.to_dict()))) == each
     source = InMemory([{"input_ids": [0]}] * 6)
     world = World(one, two)
     for stream in (

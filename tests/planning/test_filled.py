@@ -31,7 +31,8 @@ def test_every_micro_batch_has_a_sample_within_the_limits(
     groups = None
     if group > 1 and most is None:
         lengths, groups = [max(n // 2, 1) for n in lengths], np.arange(len(lengths)) // group
-    topology = Topology(dp=dp, pp=multiple, vpp=2 if multiple > 1 else 1, variable_seq_lengths=True)
+    pipeline = multiple > 1
+    topology = Topology(dp=dp, pp=multiple, vpp=2 if pipeline else 1, variable_seq_lengths=pipeline)
     layout = Packed(max_tokens=BUDGET, samples=most)
     recipe = Recipe(
         layout=layout, topology=topology, cost=Cost(per_token=9, per_pair=1), sync_every=sync

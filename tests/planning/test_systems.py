@@ -115,7 +115,7 @@ class TestNeMoSharding:
 
     def test_alignment_counts_towards_the_pack(self) -> None:
         def width(lengths: list[int], unit: int) -> int:
-            topology = Topology(tp=unit, sequence_parallel=True)
+            topology = Topology(tp=unit, sequence_parallel=unit > 1)
             plan = make_plan(lengths, Recipe(layout=Packed(max_tokens=64), topology=topology))
             return int(plan.widths[0])
 

@@ -28,7 +28,7 @@ def plans(draw: st.DrawFn) -> Plan:
         cp=draw(st.integers(1, 2)),
         pp=pp,
         vpp=draw(st.integers(1, 2)) if pp > 1 else 1,
-        variable_seq_lengths=draw(st.booleans()),
+        variable_seq_lengths=pp > 1 and draw(st.booleans()),
     )
     sync: SyncEvery = draw(st.sampled_from(["micro_batch", "step"]))
     recipe = Recipe(

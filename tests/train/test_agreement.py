@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World
+from evenstep import Cost, Packed, PlannedStream, Recipe, Steps, Topology, World
 from evenstep.core.step import Step
 from evenstep.data import InMemory
 from evenstep.errors import InputError
@@ -47,7 +47,7 @@ def later(rank: int) -> PlannedStream:
 DIFFERENCES: dict[str, Callable[[int], PlannedStream]] = {
     "seed": lambda rank: stream(rank, seed=rank),
     "order of files": lambda rank: stream(rank, samples([*range(12)][:: 1 - 2 * rank])),
-    "recipe": lambda rank: stream(rank, changes={"seed": rank}),
+    "recipe": lambda rank: stream(rank, changes={"cost": Cost(per_pair=rank)}),
     "cursor": later,
     "loss tokens": lambda rank: stream(rank, loss_tokens=[n - 1 - rank for n in [9] * 12]),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from evenstep.cli.input import Input
 from evenstep.cli.samples import Samples, read_samples, samples_of, saved_plan
@@ -43,11 +44,7 @@ class Job:
             self.samples.lengths,
             recipe,
             groups=self.samples.groups,
-            columns={
-                name: column
-                for name, column in self.samples.columns.items()
-                if name in recipe.columns
-            },
+            columns=self._columns(recipe),
             progress=progress,
         )
         return made if self.samples.ids is None else replace(made, sample_ids=self.samples.ids)
@@ -71,9 +68,13 @@ class Job:
             world=World(0, self.recipe.topology.dp),
             seed=seed,
             groups=self.samples.groups,
-            columns=self.samples.columns,
+            columns=self._columns(self.recipe),
         )
         return stream.plan_epoch(epoch, progress=progress)
+
+    def _columns(self, recipe: Recipe) -> dict[str, Any]:
+        """The columns that a recipe uses; other strategies may use others."""
+        return {n: values for n, values in self.samples.columns.items() if n in recipe.columns}
 
 
 def load_job(

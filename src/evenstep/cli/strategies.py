@@ -86,6 +86,7 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         "equal_tokens=false",
         "second_work=null",
         "min_saving=null",
+        "seed=0",
     )
     budget, unit = recipe.layout.budget, recipe.width_unit
     longest = int(np.nan_to_num(job.samples.lengths).max(initial=1))
@@ -93,7 +94,7 @@ def built_in_strategies(job: Job) -> list[Strategy]:
     if budget is None:  # only the number of samples is bounded: as many of the longest
         budget = widest * (recipe.layout.samples or 1)
     widest = min(widest, budget // unit * unit)
-    shared = (f"layout.max_tokens={budget}", "layout.samples=null", "balance=refined")
+    shared = (f"layout.max_tokens={budget}", "layout.samples=null", "balance=refined", "seed=0")
     unaware = "second_work=null"  # such plans do not even it out; their time counts it
     padded = (*shared, unaware, "layout.kind=padded", "layout.cut=null", "layout.pad_to=null")
     plain = ("layout.rows=1", "layout.pad_to=null", "layout.packer=null")

@@ -49,7 +49,7 @@ def packs_of(
 def pipeline(dp: int, group: int | None) -> Topology:
     """Ranks whose micro-batches come in multiples of `group`, for interleaved stages."""
     group = group or 1
-    return Topology(dp=dp, pp=group, vpp=2 if group > 1 else 1, variable_seq_lengths=True)
+    return Topology(dp=dp, pp=group, vpp=2 if group > 1 else 1, variable_seq_lengths=group > 1)
 
 
 def _level(

@@ -99,6 +99,8 @@ def inherited(own: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, A
     layout, over = base.get("layout"), section.get("layout")
     if isinstance(layout, Mapping) and isinstance(over, Mapping):
         base["layout"] = _of_kind(layout, over.get("kind", layout.get("kind", DEFAULT_KIND)))
+        if "packer" in over or "packer" not in base["layout"]:
+            base.pop("seed", None)  # of the packer of training
     cost = section.get("cost")
     if isinstance(cost, Mapping) and "model" in cost:
         base.pop("cost", None)

@@ -86,9 +86,14 @@ class Limits:
     columns: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.columns, Mapping):
+            raise ConfigError(
+                f"limits.columns must map the name of each column to the most that a micro-batch "
+                f"may hold, got {glimpse(self.columns)}. Write {{'patches': 4096}}."
+            )
         columns = {
             name: whole_number(f"limits.columns.{name}", most)
-            for name, most in dict(self.columns).items()
+            for name, most in self.columns.items()
         }
         object.__setattr__(self, "columns", FixedMapping(columns))
         if self.cost is not None and not 0 < real_field(self, "limits.cost") < math.inf:
@@ -120,7 +125,7 @@ class Recipe:
                  save; by default 0.01 if `cost.per_micro_batch` is 0, else 0
     overflow     what happens to a sample that is longer than a micro-batch can hold: an error, a
                  micro-batch of its own (`alone`), or it is truncated, split or dropped
-    seed         for packers that use random numbers
+    seed         for packers that use random numbers (`first_fit_shuffle`, or one of your own)
     """
 
     layout: Layout
@@ -142,7 +147,10 @@ class Recipe:
         for name, kind in {"layout": Frame, **_PARTS}.items():
             if not isinstance(getattr(self, name), kind):
                 wanted = "Padded or Packed" if name == "layout" else kind.__name__
-                raise ConfigError(f"{name} must be {wanted}, got {glimpse(getattr(self, name))}.")
+                value = getattr(self, name)
+                named = name == "cost" and isinstance(value, str)
+                remedy = f" Write cost=Cost.named({value!r})." if named else ""
+                raise ConfigError(f"{name} must be {wanted}, got {glimpse(value)}.{remedy}")
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
         for name in ("equal_sizes", "equal_tokens"):
@@ -202,6 +210,12 @@ class Recipe:
             raise ConfigError(
                 f"balance='none' keeps the order of the samples, so {given[0]} has no effect. "
                 f"Leave one of them out."
+            )
+        if self.seed and not _uses_seed(self.layout):
+            raise ConfigError(
+                f"seed={self.seed} has no effect on this plan: only the packer first_fit_shuffle "
+                f"and packers of your own use it. Leave it out; the order of samples has the seed "
+                f"of the stream."
             )
         self._check_waves()
         asked, multiple = self.steps.micro_batches, self.topology.multiple
@@ -290,6 +304,7 @@ class Recipe:
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote."""
         kind, second = data["layout"]["kind"], data.get("second_work")
+        data = _without_idle(data)
         if second is not None:
             cost = None if second["cost"] is None else Cost(**second["cost"])
             second = SecondWork(**{**second, "cost": cost})
@@ -299,6 +314,30 @@ class Recipe:
             **{name: part(**data[name]) for name, part in _PARTS.items()},
             **{name: data[name] for name in _WORDS if name in data},
         )
+
+
+def check_recipe(recipe: object) -> None:
+    """Raise if a recipe is something else, such as a layout."""
+    if isinstance(recipe, Recipe):
+        return
+    kind = type(recipe).__name__
+    remedy = f"{kind}(...)" if isinstance(recipe, Frame) else "..."
+    raise ConfigError(f"recipe must be a Recipe, got {kind}. Write Recipe(layout={remedy}).")
+
+
+def _uses_seed(layout: Layout) -> bool:
+    packer = layout.packer
+    own = packer is not None and (not isinstance(packer, str) or ":" in packer)
+    return own or packer == "first_fit_shuffle"
+
+
+def _without_idle(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Data without settings that have no effect, which files of earlier versions may hold."""
+    topology, packer = dict(data["topology"]), data["layout"].get("packer")
+    topology["sequence_parallel"] = topology["sequence_parallel"] and topology["tp"] > 1
+    topology["variable_seq_lengths"] = topology["variable_seq_lengths"] and topology["pp"] > 1
+    used = packer == "first_fit_shuffle" or ":" in (packer or "")
+    return {**data, "topology": topology, "seed": data["seed"] if used else 0}
 
 
 _CHOICES: dict[str, Any] = {

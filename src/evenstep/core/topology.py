@@ -42,6 +42,12 @@ class Topology:
             whole_field(self, f"topology.{name}", most=MOST_RANKS)
         for name in ("sequence_parallel", "variable_seq_lengths"):
             truth_field(self, f"topology.{name}")
+        for name, axis in (("sequence_parallel", "tp"), ("variable_seq_lengths", "pp")):
+            if getattr(self, name) and getattr(self, axis) == 1:
+                raise ConfigError(
+                    f"topology.{name} has no effect, because topology.{axis} is 1. Set {axis} "
+                    f"above 1, or leave it out."
+                )
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
                 f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages need a pipeline. "

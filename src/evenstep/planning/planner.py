@@ -18,12 +18,17 @@ from numpy.typing import ArrayLike
 
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.planning.assemble import assemble
 from evenstep.planning.decide_step import count_needed, counting_packs, decide_step
-from evenstep.planning.inputs import checked_column, checked_groups, checked_lengths
+from evenstep.planning.inputs import (
+    check_names,
+    checked_column,
+    checked_groups,
+    checked_lengths,
+)
 from evenstep.planning.limits import check_units
 from evenstep.planning.overflow import refusal, refused, segments_of
 from evenstep.planning.sizing import fractions, most_that_fit
@@ -42,9 +47,10 @@ def make_plan(
 ) -> Plan:
     """Plan samples of these lengths. Pure: the same arguments give the same plan everywhere.
 
-    `groups` gives each sample a group id. `columns` gives each sample the numbers that
-    `recipe.limits.columns` and `recipe.second_work` name. `names` is what error messages call the
-    samples, for example their ids in a source. `progress(done, total)` is called after each step.
+    `groups` gives each sample a group id, an integer or a text. `columns` gives each sample the
+    numbers that `recipe.limits.columns` and `recipe.second_work` name. `names` is what error
+    messages call the samples, for example their ids in a source. `progress(done, total)` is called
+    after each step.
 
     >>> from evenstep.core.layout import Packed
     >>> plan = make_plan([5, 3, 4, 2], Recipe(layout=Packed(max_tokens=7)))
@@ -186,6 +192,8 @@ class _Work:
         names: IntArray | None,
     ) -> _Work:
         """Check the samples, then divide them into segments and units."""
+        check_recipe(recipe)
+        check_names(columns, recipe)
         counts = checked_lengths(lengths, names)
         n = len(counts)
         called = np.arange(n) if names is None else names

@@ -106,7 +106,7 @@ def _changes(plan: Plan, steps: list[int], planner: Planner) -> Iterator[Advice]
     recipe, layout = plan.recipe, plan.recipe.layout
     budget = layout.budget or int(plan.slots.max(initial=1))
     if layout.segments_per_row is not None and not recipe.topology.equal_widths:
-        packed = replace(recipe, layout=Packed(max_tokens=budget), balance="refined")
+        packed = replace(recipe, layout=Packed(max_tokens=budget), balance="refined", seed=0)
         yield _advised("A packed layout", plan, steps, planner, packed)
     elif recipe.balance != "refined":
         even = replace(recipe, balance="refined")

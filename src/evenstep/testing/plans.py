@@ -93,13 +93,20 @@ def _recipes() -> SearchStrategy[Recipe]:
     from hypothesis import strategies as st
 
     topologies = st.builds(
-        lambda pipeline, **rest: Topology(**pipeline, **rest),
-        st.sampled_from([{}, {}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}]),
+        lambda pipeline, tensors, **rest: Topology(**pipeline, **tensors, **rest),
+        st.sampled_from(
+            [
+                {},
+                {},
+                {"pp": 2},
+                {"pp": 4, "variable_seq_lengths": True},
+                {"pp": 2, "vpp": 2},
+                {"pp": 2, "vpp": 2, "variable_seq_lengths": True},
+            ]
+        ),
+        st.sampled_from([{}, {}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]),
         dp=st.sampled_from([1, 1, 2, 3, 4, 8, 64]),
         cp=st.sampled_from([1, 1, 1, 2]),
-        tp=st.sampled_from([1, 1, 2]),
-        sequence_parallel=st.booleans(),
-        variable_seq_lengths=st.booleans(),
     )
     costs = [Cost(), Cost(per_pair=0.1), Cost(per_segment=3, per_micro_batch=5)]
     rest = st.fixed_dictionaries(
@@ -107,12 +114,12 @@ def _recipes() -> SearchStrategy[Recipe]:
             "cost": st.sampled_from(costs),
             "sync_every": st.sampled_from(get_args(SyncEvery)),
             "groups": st.sampled_from(get_args(Scope)),
-            "seed": st.integers(0, 3),
         }
     )
     equal = st.sampled_from([True, False, False, False])
     layouts, limits, steps, seconds = _layouts(), _limits(), _steps(), _second_works()
     savings = st.sampled_from([None, None, 0.0, 0.1])
+    random = ("first_fit_shuffle", shortest_first)
 
     @st.composite
     def recipe(draw: DrawFn) -> Recipe:
@@ -151,6 +158,7 @@ def _recipes() -> SearchStrategy[Recipe]:
             second_work=second,
             min_saving=draw(savings) if balance == "refined" else None,
             overflow=overflow,
+            seed=draw(st.integers(0, 3)) if packed and layout.packer in random else 0,
             **draw(rest),
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.cost import Cost
+from evenstep.core.glimpse import glimpse
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, whole_number
@@ -139,6 +140,11 @@ class Runner:
     """Holds True once a step had loss tokens."""
 
     def __post_init__(self) -> None:
+        if not hasattr(self.model, "parameters"):
+            raise ConfigError(
+                f"model must be a torch.nn.Module, got {glimpse(self.model)}. Load the model "
+                f"first, for example with AutoModelForCausalLM.from_pretrained(...)."
+            )
         if self.forward is None:
             object.__setattr__(self, "forward", forward_of(self.model))
         for name, each in self.losses.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
 from evenstep.data.sources.source import length_of
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
@@ -99,6 +99,13 @@ def compute_log_probs(
         return list(found.values.split(torch.diff(found.offsets).tolist()))
     if recipe is None:
         raise ConfigError("recipe is missing. Pass a Recipe, or a Step in place of the samples.")
+    check_recipe(recipe)
+    if isinstance(samples, Mapping | Tensor):
+        raise InputError(
+            f"samples must be a sequence of samples, got {type(samples).__name__}. Pass a list of "
+            f"{{'input_ids': tokens}}, or padded tensors as RolloutBatch({{'input_ids': ids, "
+            f"'attention_mask': mask}})."
+        )
     if recipe.topology.dp != ranks.size:
         raise ConfigError(
             f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "

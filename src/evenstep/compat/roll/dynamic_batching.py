@@ -62,7 +62,7 @@ def dynamic_batching_shard(
     )
     pp, vpp = pipeline_model_parallel_size or 1, virtual_pipeline_model_parallel_size
     topology = Topology(
-        dp=dp_size, pp=pp, vpp=2 if pp > 1 and vpp else 1, variable_seq_lengths=True
+        dp=dp_size, pp=pp, vpp=2 if pp > 1 and vpp else 1, variable_seq_lengths=pp > 1
     )
     recipe = Recipe(layout=layout, topology=topology)
     try:

@@ -397,7 +397,7 @@ def _kernel_multiple(reader: Reader, unit: int, origin: str) -> tuple[int, str]:
     topology = Topology(
         cp=reader[axes["cp"]],
         tp=reader[axes["tp"]],
-        sequence_parallel=reader[axes["sequence_parallel"]],
+        sequence_parallel=reader[axes["sequence_parallel"]] and reader[axes["tp"]] > 1,
     )
     multiple = topology.fp8_multiple(kind)
     return math.lcm(unit, multiple), f"derived: {multiple} for {reader.where(name)}"

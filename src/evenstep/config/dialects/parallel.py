@@ -18,6 +18,8 @@ def set_topology(
     `origin` says where it comes from; without it, and without `--set topology.dp`, dp is 1.
     """
     for axis, name in axes.items():
+        if axis == "sequence_parallel" and (reader[axes["tp"]] or 1) == 1:
+            continue  # no effect, and allowed
         if reader[name] is True or (reader[name] or 1) > 1:
             reader.take(draft, f"topology.{axis}", name)
     sizes = [reader[name] or 1 for axis, name in axes.items() if axis in ("tp", "cp", "pp")]

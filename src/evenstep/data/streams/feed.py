@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.validate import MOST
 from evenstep.data.sources.source import Sample, length_of
 from evenstep.data.streams.batcher import PoolBatcher
@@ -73,6 +73,7 @@ class Feed:
         length_of: Measure = length_of,
         timeout: float | None = None,
     ) -> None:
+        check_recipe(recipe)
         if pool is not None and pool.warmup_tokens is not None:
             raise ConfigError(
                 "pool.warmup_steps has no effect in a feed, which is one step. Leave it out."

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from evenstep.core.cursor import Cursor
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
 from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.core.world import World
@@ -34,6 +34,7 @@ from evenstep.data.streams.step_maker import StepMaker
 from evenstep.data.streams.step_work import Progress, StepBounds, StepSource
 from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
 from evenstep.errors import CursorError
+from evenstep.planning.inputs import check_names
 
 _MOST_CHECKED = 2**25  # samples whose lengths are all checked before the first step
 
@@ -86,6 +87,8 @@ class PlannedStream:
         on_error: OnError = "raise",
         fingerprint: str | None = None,
     ) -> None:
+        check_recipe(recipe)
+        check_names(columns, recipe)
         source = as_measured(source)
         if max_num_steps is not None:
             max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)

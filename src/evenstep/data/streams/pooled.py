@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from evenstep.core.cursor import Cursor
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.rounding import divided_up
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
@@ -96,6 +96,7 @@ class PooledStream:
         fingerprint: str | None = None,
         count_ahead: bool = False,
     ) -> None:
+        check_recipe(recipe)
         source = as_source(source)
         one_of("on_error", on_error, OnError)
         if max_num_steps is not None:
@@ -107,7 +108,7 @@ class PooledStream:
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self.on_error, self.length_of, self._named = on_error, length_of, fingerprint
         self.count_ahead = truth_value("count_ahead", count_ahead)
-        self._batcher = PoolBatcher(recipe, self.pool, dict(columns or {}))
+        self._batcher = PoolBatcher(recipe, self.pool, {} if columns is None else columns)
         if self.count_ahead:
             check_count_ahead(recipe, self.infinite_loop)
         self._measured = False

@@ -30,6 +30,11 @@ class SampleColumns:
     """
 
     def __init__(self, recipe: Recipe, given: Mapping[str, ColumnOf]) -> None:
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"columns must map names to functions of a sample, got {type(given).__name__}. "
+                f"Pass columns={{'images': lambda sample: len(sample['images'])}}."
+            )
         self.names = tuple(recipe.limits.columns)
         packs = recipe.layout.packs_per_micro_batch
         self.shares = tuple(most // packs for most in recipe.limits.columns.values())

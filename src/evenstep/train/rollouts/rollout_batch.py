@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from evenstep.core import summary
 from evenstep.core.ragged import IntArray, frozen
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.validate import one_of, whole_number
 from evenstep.core.world import World
 from evenstep.data.sources.lengths import Lengths
@@ -60,8 +61,8 @@ class RolloutBatch:
     last      an entry for each of the last columns: log-probs (rows, width - 1), or responses
     sequence  an entry per row: (rows), the default for one dimension, or (rows, ...)
 
-    `groups` gives each row a group id, such as the number of its prompt; a group stays in one step
-    or micro-batch, as `Recipe.groups` says.
+    `groups` gives each row a group id, such as the number or the uid of its prompt; a group stays
+    in one step or micro-batch, as `Recipe.groups` says.
 
     A batch is a sequence of samples: `batch[i]` is row i, for `compute_log_probs`.
 
@@ -191,6 +192,11 @@ class RolloutBatch:
 
     def __getitem__(self, item: int, /) -> dict[str, Tensor]:
         """Row `item` without padding: views of its tensors, by name."""
+        if not isinstance(item, Integral):
+            raise InputError(
+                f"a RolloutBatch is indexed by row: batch[0]. Its padded tensors are in "
+                f"batch.tensors[{item!r}]."
+            )
         if not 0 <= item < len(self):
             raise IndexError(f"row {item} of {len(self)}")
         start, length = int(self.spans.starts[item]), int(self.spans.lengths[item])
@@ -270,6 +276,7 @@ class RolloutBatch:
         >>> [rows.tolist() for rows in batch.plan(recipe, shuffle=False).mini_batches()]
         [[0, 1, 2], [3, 4, 5]]
         """
+        check_recipe(recipe)
         if len(self) != self.num_rows:
             raise InputError(
                 f"this batch holds {len(self)} of {self.num_rows} rows. Plan the whole batch, then "
