@@ -31,7 +31,7 @@ def floors(plan: Plan) -> list[Floor]:
 
 def times(plan: Plan) -> list[float]:
     """The modelled time of each step."""
-    return [float(time) for time in step_times(plan)]
+    return list(map(float, step_times(plan)))
 
 
 def alternatives(recipe: Recipe) -> Iterator[Recipe]:
