@@ -31,11 +31,16 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
 
     0.1.0 had four layouts, `limits.segments` and `clock`. It ignored a packer under the default
     balance and under any limit, a cut in pipelines of one width, a balance under greedy cuts, and
-    samples that rows cannot share evenly.
+    samples that rows cannot share evenly. Settings without effect were allowed.
     """
     stored = dict(case["recipe"])
     layout, limits = dict(stored.pop("layout")), dict(stored.pop("limits", {}))
-    topology = Topology(**stored.pop("topology"))
+    axes = dict(stored.pop("topology"))
+    if axes.get("tp", 1) == 1:
+        axes.pop("sequence_parallel", None)
+    if axes.get("pp", 1) == 1:
+        axes.pop("variable_seq_lengths", None)
+    topology = Topology(**axes)
     kind, packer, cut = layout.pop("kind"), layout.pop("packer", None), layout.pop("cut", None)
     if "width" in layout:
         layout["pad_to"] = layout.pop("width")
@@ -47,6 +52,8 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
         samples -= samples % layout.get("rows", 1)
     if samples is not None or limits or stored["balance"] == "refined":
         packer = None
+    if packer != "first_fit_shuffle":
+        stored.pop("seed", None)
     cut = None if topology.equal_widths else cut
     if cut == "greedy":
         stored["balance"] = "stride"
@@ -68,8 +75,9 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
 
 def plan_of(case: dict[str, Any]) -> Plan:
     """Plan a stored case with the code at hand."""
-    columns = {"patches": case["patches"]} if "patches" in case else None
-    return make_plan(case["lengths"], recipe_of(case), groups=case.get("groups"), columns=columns)
+    recipe = recipe_of(case)
+    columns = {name: case[name] for name in recipe.columns}
+    return make_plan(case["lengths"], recipe, groups=case.get("groups"), columns=columns)
 
 
 def digest_of(plan: Plan) -> str:

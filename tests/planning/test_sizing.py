@@ -15,6 +15,7 @@ from evenstep import (
     Padded,
     PlannedStream,
     Recipe,
+    SecondWork,
     Steps,
     Topology,
     World,
@@ -82,12 +83,19 @@ def count_packs(lengths: IntArray, recipe: Recipe) -> int:
     return len(pack(lengths, 8192, recipe.layout.packer or "best_fit_decreasing"))
 
 
+def second_work_of(case: Case) -> SecondWork | None:
+    """Without waves of its own, which steps of micro-batches cannot have."""
+    second = case.recipe.second_work
+    return None if second is None else replace(second, same_waves=False)
+
+
 @examples(300)
 @given(cases(), st.integers(0, 20))
 def test_what_lies_behind_a_step_has_no_say_in_it(case: Case, more: int) -> None:
     if case.groups is not None:
         return
-    recipe = replace(case.recipe, steps=Steps(micro_batches=2 * case.recipe.topology.multiple))
+    steps = Steps(micro_batches=2 * case.recipe.topology.multiple)
+    recipe = replace(case.recipe, steps=steps, second_work=second_work_of(case))
     about: dict[str, Any] = {"columns": case.columns}
     try:
         size = step_size(case.lengths, recipe, complete=False, **about)
@@ -103,9 +111,8 @@ def test_what_lies_behind_a_step_has_no_say_in_it(case: Case, more: int) -> None
 @examples(300)
 @given(cases())
 def test_which_samples_a_step_holds_does_not_depend_on_the_balance(case: Case) -> None:
-    recipe = replace(
-        case.recipe, steps=Steps(micro_batches=2 * case.recipe.topology.multiple), balance="refined"
-    )
+    steps = Steps(micro_batches=2 * case.recipe.topology.multiple)
+    recipe = replace(case.recipe, steps=steps, balance="refined", second_work=second_work_of(case))
     found = []
     for balance in ("refined", "lpt", "karmarkar_karp", "stride"):
         try:

@@ -74,7 +74,8 @@ def cases(max_samples: int = 40) -> SearchStrategy[Case]:
         rng = np.random.default_rng(draw(seeds))
         groups = rng.integers(0, max(2, n // 2), n) if draw(grouped) else None
         patches = rng.integers(0, 10, n) * (rng.random(n) < draw(shares))
-        return Case(sizes, draw(recipes), groups, {"patches": patches})
+        recipe = draw(recipes)
+        return Case(sizes, recipe, groups, dict.fromkeys(recipe.columns, patches))
 
     return case()
 

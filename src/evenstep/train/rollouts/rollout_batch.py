@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -192,7 +191,8 @@ class RolloutBatch:
 
     def __getitem__(self, item: int, /) -> dict[str, Tensor]:
         """Row `item` without padding: views of its tensors, by name."""
-        if not isinstance(item, Integral):
+        number: object = item
+        if isinstance(number, str):
             raise InputError(
                 f"a RolloutBatch is indexed by row: batch[0]. Its padded tensors are in "
                 f"batch.tensors[{item!r}]."
