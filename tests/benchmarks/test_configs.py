@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("hydra")  # an extra of benchmarks
-
 from benchmarks.configs import SYSTEMS, outcome, runs_of_scripts, section, survey
 
 FILES = {
