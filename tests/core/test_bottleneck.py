@@ -97,7 +97,8 @@ CALLS = Cost(per_micro_batch=100)
     ],
 )
 def test_the_bottleneck_is_named(lengths: list[int], recipe: Recipe, named: str) -> None:
-    plan = make_plan(lengths, recipe, columns={"patches": [10] * len(lengths)})
+    columns = dict.fromkeys(recipe.columns, [10] * len(lengths))
+    plan = make_plan(lengths, recipe, columns=columns)
     found = plan.stats()["bottleneck"]
     assert found.startswith(named)
     assert bool(found) == bool(named)

@@ -118,7 +118,7 @@ def test_a_step_of_so_many_micro_batches_is_not_blamed_for_their_number() -> Non
     ],
 )
 def test_the_bound_on_packs_knows_every_limit(recipe: Recipe, bound: int) -> None:
-    stats = make_plan([5] * 16, recipe, columns={"patches": [50] * 16}).stats()
+    stats = make_plan([5] * 16, recipe, columns=dict.fromkeys(recipe.columns, [50] * 16)).stats()
     assert stats["num_packs_bound"] == bound
     assert stats["num_packs"] == bound
     assert stats["packs_optimal"]
@@ -149,7 +149,7 @@ def test_groups_count_as_a_whole_in_the_bound_on_packs() -> None:
 def test_whatever_it_is_over_a_sample_alone_is_counted(layout: Any, limits: Limits) -> None:
     recipe = Recipe(layout=layout, limits=limits, overflow="alone", topology=Topology(dp=2))
     lengths = [5, 40, 6, 50, 32, 1]
-    plan = make_plan(lengths, recipe, columns={"patches": lengths})
+    plan = make_plan(lengths, recipe, columns=dict.fromkeys(recipe.columns, lengths))
     assert plan.stats()["num_alone"] == 2
     assert sum(step["num_alone"] for step in plan.step_stats()) == 2
 

@@ -115,7 +115,7 @@ def test_no_other_cut_is_faster(
     seed: int | None,
 ) -> None:
     rng = np.random.default_rng(seed)
-    columns = {"patches": rng.integers(0, 10, len(lengths))}
+    columns = {"patches": rng.integers(0, 10, len(lengths))} if limited else None
     groups = None if seed is None else rng.permutation(np.arange(len(lengths)) // 2)
     if layout.samples is None and seed is not None:
         layout = replace(layout, max_tokens=256)  # two rows of 64 must fit
