@@ -98,12 +98,12 @@ def test_a_recipe_shows_what_differs_from_the_defaults() -> None:
         steps=Steps(samples=512),
         cost=Cost(per_pair=0.5),
         limits=Limits(columns={"patches": 9}),
-        seed=3,
+        groups="step",
     )
     assert repr(recipe) == (
         "Recipe(layout=Padded(max_tokens=64, cut='greedy'), topology=Topology(dp=4), "
         "steps=Steps(samples=512), cost=Cost(per_pair=0.5), "
-        "limits=Limits(columns={'patches': 9}), seed=3)"
+        "limits=Limits(columns={'patches': 9}), groups='step')"
     )
 
 
