@@ -90,11 +90,11 @@ def test_errors_are_one_line_and_faults_of_a_file_a_line_each(
 
 
 def test_show_says_where_values_come_from(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("config", "show", native, "--set", "seed=3") == 0
+    assert run("config", "show", native, "--set", "min_saving=0.03") == 0
     out = capsys.readouterr().out
     lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()}
     assert lines["topology.dp"] == ["8", "run.yaml:3"]
-    assert re.search(r"^  seed +3 +--set$", out, re.M)
+    assert re.search(r"^  min_saving +0.03 +--set$", out, re.M)
     assert lines["balance"] == ["refined", "default"]
     assert "Log-probabilities\n  layout.max_tokens  16384  run.yaml:4" in out
 

@@ -347,7 +347,7 @@ def test_all_faults_of_a_config_file_are_named_at_once(
     )
     assert main(["plan", str(tmp_path / "a.txt"), "--config", str(tmp_path / "a.yaml")]) == 2
     err = capfd.readouterr().err
-    assert err.count("\n") == 1
+    assert err.count("\n") == 4  # a line that counts the faults, and one for each
     assert all(says in err for says in ("3 faults", "layout.max_tokens", "topology.dp", "seeds"))
 
 

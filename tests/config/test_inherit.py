@@ -259,11 +259,11 @@ def test_overrides_may_be_keys_of_the_other_system(tmp_path: Path) -> None:
         "trainer.project_name=[{\\*}",
         "data.train_files=b.parquet",
         "layout.round_to=16",
-        "seed=5",
+        "min_saving=0.5",
     )
     recipe = loaded.settings.recipe
     assert recipe.layout == Packed(max_tokens=8192, round_to=16)
-    assert (recipe.topology.dp, recipe.seed) == (16, 5)
+    assert (recipe.topology.dp, recipe.min_saving) == (16, 0.5)
     assert loaded.settings.log_probs is not None
     assert loaded.settings.log_probs.layout.max_tokens == 8192
     assert loaded.origins["layout.max_tokens"].endswith("ppo_max_token_len_per_gpu, --set")

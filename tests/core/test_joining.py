@@ -79,7 +79,7 @@ def test_what_cannot_be_joined_is_refused() -> None:
     plan = make_plan([3, 4], Recipe(layout=Packed(max_tokens=8)))
     with pytest.raises(InputError, match="expected at least one plan"):
         join_plans([], [])
-    other = replace(plan, recipe=replace(plan.recipe, seed=1))
+    other = replace(plan, recipe=replace(plan.recipe, min_saving=0.5))
     with pytest.raises(InputError, match="different recipes"):
         join_plans([plan, other], [np.array([0, 1]), np.array([2, 3])])
     with pytest.raises(InputError, match="not 0 to 3, each once"):

@@ -89,12 +89,3 @@ def test_the_shares_in_each_quarter_are_those_of_the_epoch(
     if not shuffle:
         empty = 1 - sum(map(len, steps)) / (last * ranks)
         assert empty < 0.05
-
-
-def test_ranks_of_a_finite_pool_end_together_if_lengths_are_known() -> None:
-    lengths = np.random.default_rng(0).lognormal(5, 1, 64 * 120).astype(int).clip(1, 1000)
-    source = InMemory([TOKENS[:n] for n in lengths.tolist()])
-    steps = run(source, 64, 1, layout=Packed(max_tokens=2000), pool=Pool(samples=16))
-    assert sorted(lengths_of(chain.from_iterable(steps))) == sorted(lengths.tolist())
-    counts = [len(mine) for mine in steps]
-    assert 1 - np.mean(counts) / max(counts) < 0.03

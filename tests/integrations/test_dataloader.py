@@ -286,6 +286,8 @@ def test_a_workers_state_is_refused_by_another_number_of_workers() -> None:
 # Epochs -------------------------------------------------------------------------------------
 
 
+# torch warns where a pooled stream, whose length is an estimate, has more steps.
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loader", sorted(LOADERS))
@@ -372,13 +374,13 @@ def test_the_length_is_that_of_the_stream() -> None:
 @pytest.mark.parametrize("loader", sorted(LOADERS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_skip_batches_skips_exactly_those_steps(kind: str, loader: str) -> None:
-    expected = [content(step) for step in LOADERS[loader](stream_of(kind, seed=2), 3)]
+    whole = list(LOADERS[loader](stream_of(kind, seed=2), 3))
     for skipped in (1, 3, 5):
         made = LOADERS[loader](stream_of(kind, seed=2), 3)
         (made if loader == "ours" else made.dataset).skip_batches(skipped)
         steps = list(made)
-        assert [content(step) for step in steps] == expected[skipped:]
-        assert [step.number for step in steps] == list(range(skipped, len(expected)))
+        assert [content(step) for step in steps] == [content(step) for step in whole[skipped:]]
+        assert [step.number for step in steps] == [step.number for step in whole[skipped:]]
 
 
 @pytest.mark.parametrize("loader", ["ours", "stateful"])
@@ -553,7 +555,7 @@ def test_processes_of_uneven_ranks_end_together(tmp_path: Path) -> None:
 def _no_worker_is_left() -> Iterator[None]:
     before = set(multiprocessing.active_children())
     yield
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 60
     while set(multiprocessing.active_children()) - before:
         gc.collect()
         assert time.monotonic() < deadline, "workers are still there"

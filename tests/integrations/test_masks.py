@@ -152,13 +152,15 @@ def test_a_step_without_loss_tokens_stops_the_trainer(tmp_path: Path, endless: b
 
 
 def test_masks_of_zeros_stop_accelerate() -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator, model = Accelerator(cpu=True), tiny_model()
     recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(micro_batches=1))
     with pytest.raises(InputError, match="none of the first 12 samples has a loss token"):
-        accelerate_loader(accelerator, PlannedStream(InMemory(without_marks()), recipe))
+        accelerate_loader(
+            accelerator, PlannedStream(InMemory(without_marks()), recipe), model=model
+        )
     samples = [*random_samples("loss_mask"), *random_samples("loss_mask", hidden=True)]
     single = Recipe(layout=Packed(samples=1, max_tokens=64), steps=Steps(micro_batches=1))
-    loader = accelerate_loader(accelerator, PlannedStream(InMemory(samples), single))
+    loader = accelerate_loader(accelerator, PlannedStream(InMemory(samples), single), model=model)
     with pytest.raises(InputError, match="no token of this step counts in the loss"):
         list(loader)
 

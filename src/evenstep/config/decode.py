@@ -57,7 +57,8 @@ def recipe_from(data: Mapping[str, Any], source: str = "") -> Recipe:
     8
     >>> recipe_from({"layout": {"max_tokens": 0}, "topology": {"pd": 8}})
     Traceback (most recent call last):
-    evenstep.config.faults.FaultsError: the recipe has 2 faults: (1) ...
+    evenstep.config.faults.FaultsError: the recipe has 2 faults:
+      (1) ...
     """
     recipe, faults = decode_recipe(data)
     if faults:

@@ -28,7 +28,8 @@ def job_of(settings: Settings, source: str = "") -> Job:
     >>> from evenstep import Packed, Recipe
     >>> job_of(Settings(recipe=Recipe(layout=Packed(max_tokens=8192))), "run.yaml")
     Traceback (most recent call last):
-    evenstep.config.faults.FaultsError: run.yaml has 3 faults: (1) data is missing...
+    evenstep.config.faults.FaultsError: run.yaml has 3 faults:
+      (1) data is missing...
     """
     data, steps, out = settings.data, settings.stream.max_num_steps, settings.trainer.out
     faults = [*_faults(settings), *_not_here(settings)]
