@@ -114,6 +114,36 @@ def test_a_group_counts_once_or_the_step_is_an_error_on_all_ranks(
         assert distance(each[1], one[1]) < 1e-9
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("planned", [[0, 0, 1, 1], [0, 0, 0, 0]])
+def test_groups_of_a_plan_are_those_of_the_extra(planned: list[int], known: bool) -> None:
+    """One group on two ranks, or two in one group of the plan, would give another mean."""
+    groups = [0, 0, 0, 0] if planned[-1] else [0, 0, 1, 1]
+    samples = [{"input_ids": np.arange(5), "group": group} for group in groups]
+    options: dict[str, Any] = {"groups": planned, **({"loss_tokens": [4] * 4} if known else {})}
+
+    def rank(ranks: Collective) -> str:
+        recipe = Recipe(layout=Packed(max_tokens=20), topology=Topology(dp=ranks.size))
+        world = World(ranks.rank, ranks.size)
+        (step,) = PlannedStream(InMemory(samples), recipe, world=world, **options)
+        collate = Collator(extras={"group": Extra(aligned="sequence", dtype=torch.int64)})
+        runner = Runner(
+            model=model_of(),
+            loss=cross_entropy(),
+            normalization=GroupMean(),
+            collective=ranks,
+            collate=collate,
+        )
+        with pytest.raises(InputError, match="GroupMean") as error:
+            runner.run(step)
+        return str(error.value)
+
+    for size in (1, 2) if planned[-1] else (1,):
+        fault = "not the same division" if size == 1 else "is on rank 0 and on rank 1"
+        for said in run_ranks(size, rank):
+            assert fault in said
+
+
 def in_process(rank: int, size: int, planned: bool) -> tuple[float, float] | str:
     """A process of the test below. Groups of 3, 3 and 2 cannot be divided into halves."""
     samples = [

@@ -559,3 +559,27 @@ class TestFaults:
             strict=True,
         ):
             assert torch.equal(one, other)
+
+
+def test_a_sample_mask_of_one_column_is_one_number_per_row() -> None:
+    ids = torch.ones((2, 3), dtype=torch.int64)
+    tensors = {"input_ids": ids, "attention_mask": ids}
+    column = RolloutBatch({**tensors, "sample_mask": torch.tensor([[1], [0]])})
+    assert [column[row]["sample_mask"].item() for row in range(2)] == [1, 0]
+    with pytest.raises(InputError, match=r"'sample_mask' has shape \(2, 2\)"):
+        RolloutBatch({**tensors, "sample_mask": torch.ones((2, 2))})
+
+
+def test_masks_of_any_case_are_refused_if_nothing_reads_them() -> None:
+    ids = torch.ones((2, 3), dtype=torch.int64)
+    with pytest.raises(InputError, match="'LossMask' looks like a mask"):
+        RolloutBatch({"input_ids": ids, "attention_mask": ids, "LossMask": ids})
+
+
+def test_logits_of_a_teacher_are_not_shifted_to_the_last_columns() -> None:
+    ids = torch.ones((2, 3), dtype=torch.int64)
+    tensors = {"input_ids": ids, "attention_mask": ids, "teacher_logits": torch.ones((2, 2, 5))}
+    with pytest.raises(InputError, match=r"predicts token i \+ 1.*all 3 columns"):
+        RolloutBatch(tensors, aligned={"teacher_logits": "last"})
+    whole = {**tensors, "teacher_logits": torch.ones((2, 3, 5))}
+    assert RolloutBatch(whole).aligned["teacher_logits"] == "token"

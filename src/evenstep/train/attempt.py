@@ -34,6 +34,7 @@ from evenstep.train.step_checks import (
     TokenIds,
     check_counts,
     check_groups_on_ranks,
+    check_groups_planned,
     check_groups_whole,
     check_labels,
     check_none_skipped,
@@ -65,7 +66,7 @@ class Attempt:
         self.stream = _stream(self.device)
         self.ages: list[float] = []
         self.groups: set[int] = set()  # counted by GroupMean on this rank
-        self.loose: set[int] = set()  # those of them that may be on another rank too
+        self.ran: set[int] = set()  # those of them that ran
         self.fed: MicroBatch | None = None  # being prepared
         self.token_ids = TokenIds(runner.model)
 
@@ -122,18 +123,18 @@ class Attempt:
         abandon = work.items.abandon if isinstance(work.items, Feed) else lambda: None
         prefetch = Prefetch(self._prepared(), runner.prefetch, abandon, self._in_preparation)
         first = self._run(prefetch, began)
-        loose = counts_groups(self.step_loss) and not work.groups_whole
+        counts = counts_groups(self.step_loss)
         seen = bool(runner._labelled) or "loss_tokens" in work.totals
         bundle, numbers = self.backward.finish(
             [*self.bundles, self._measures()],
             work.totals,
             self.communicate,
-            later=self.suspects is None and seen and not loose,
+            later=self.suspects is None and seen and not counts,
         )
-        if numbers is not None and loose:
+        if numbers is not None and counts:
             most = int(numbers.metrics[GROUPS_MOST].value)
             with self.communicate:
-                check_groups_on_ranks(self.loose, most, runner.collective)
+                check_groups_on_ranks(self.ran, most, runner.collective)
         often = "micro_batch" if self.framework.kind == "fsdp" else "step"
         result = StepResult(
             timings=Timings(
@@ -213,6 +214,8 @@ class Attempt:
         whole = micro is not None and micro.groups is not None
         split = self.runner.on_memory == "split" and not whole
         groups = check_groups_whole(batch, self.step_loss, self.groups, split)
+        if groups and micro is not None and micro.groups is not None:
+            check_groups_planned(batch, micro.segments.sample, micro.groups)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         self.token_ids.note(batch)
@@ -228,7 +231,7 @@ class Attempt:
             moved=False,
             places=None if self.keeper is None else Places.of(batch),
             parts=len(ids) if micro is None else int(micro.parts.max(initial=0)) + 1,
-            groups=frozenset() if whole else frozenset(groups),
+            groups=frozenset(groups),
         )
         # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
         with suppress(torch.OutOfMemoryError):
@@ -323,7 +326,7 @@ class Attempt:
             shard = (self.runner.shard or _whole)(batch)
             first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
             amounts = self.step_loss.amounts(batch, first)
-            self.loose |= ready.groups if first else frozenset()
+            self.ran |= ready.groups if first else frozenset()
             if self.suspects is not None:
                 self.suspects.begin(ready.sample_ids, exchange)
             with self.compute, self.busy, self.framework.exchange(exchange):
@@ -423,7 +426,7 @@ class Attempt:
         """Busy time and counts of this rank, reduced with the bundle."""
         metrics = self.measures.metrics(self.busy.seconds)
         if counts_groups(self.step_loss):
-            metrics[GROUPS_MOST] = Metric.max(torch.tensor(float(len(self.loose))))
+            metrics[GROUPS_MOST] = Metric.max(torch.tensor(float(len(self.ran))))
         if self.step_loss.mode == "deferred":
             metrics |= extremes(self.step_loss.constant)
         if self.backward.scale is not None:

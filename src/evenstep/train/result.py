@@ -17,7 +17,7 @@ BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
 TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
 PREDICTED = "evenstep/predicted"  # tokens that are not the first of their sample
 SQUARE = "evenstep/gradient_square"
-GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean without a plan's guarantee
+GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean
 
 ANY_CAUSE = (
     "Labels are -100 or loss masks 0 for every token. A chat template without {% generation %} "

@@ -293,7 +293,4 @@ def _work(step: Step) -> Work:
         budget=step.budget,
         loss_tokens=step.loss_tokens,
         costs=step.costs,
-        groups_whole=step.plan is not None
-        and step.plan.groups is not None
-        and step.plan.recipe.groups == "micro_batch",
     )

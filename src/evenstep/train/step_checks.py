@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric
@@ -80,6 +81,27 @@ def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split:
         )
     seen |= groups
     return groups
+
+
+def check_groups_planned(batch: Batch, samples: IntArray, planned: IntArray) -> None:
+    """Raise unless the extra `group` divides these samples into the groups of the plan.
+
+    `planned` is the group of each segment in the plan; ids may differ.
+    """
+    group_of = dict(zip(samples.tolist(), planned.tolist(), strict=True))
+    pairs = {
+        (group_of[sample], group)
+        for sample, group in zip(batch.sample_ids.tolist(), group_ids(batch).tolist(), strict=True)
+        if sample >= 0
+    }
+    both: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+    for plan, extra in sorted(pairs):
+        if both[0].setdefault(plan, extra) != extra or both[1].setdefault(extra, plan) != plan:
+            raise InputError(
+                f"samples of the extra 'group' {extra} are in group {plan} of the plan, which is "
+                f"not the same division into groups, so GroupMean does not know what to count. "
+                f"Pass the ids of the extra to groups=."
+            )
 
 
 def counts_groups(step_loss: StepLoss) -> bool:

@@ -58,8 +58,6 @@ class Work:
     """Empty micro-batch for ranks without work."""
     costs: tuple[float, ...] = ()
     """Planned cost of each micro-batch, if there is a plan."""
-    groups_whole: bool = False
-    """Whether the plan keeps each group in one micro-batch, on all ranks alike."""
     lock_step: bool = False  # whether ranks agree before each micro-batch that is fed
 
 

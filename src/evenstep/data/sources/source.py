@@ -161,7 +161,7 @@ _OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # say nothing about th
 def check_masks_read(names: Iterable[str], read: Collection[str], remedy: str) -> None:
     """Raise if one of `names` looks like a mask and is not in `read`, so that it has no effect."""
     for name in names:
-        mask = name.endswith(("mask", "masks"))
+        mask = name.lower().endswith(("mask", "masks"))
         if mask and name not in read and name not in (*LOSS_MASKS, *_OTHER_MASKS):
             raise InputError(
                 f"{name!r} looks like a mask, but nothing reads it. A loss mask is 1 for tokens "

@@ -38,6 +38,7 @@ Aligned: TypeAlias = Literal["token", "last", "sequence"]
 _MASK = "attention_mask"
 _OWN = ("input_ids", "labels", *LOSS_MASKS)  # keys that a Collator reads by itself
 _OF_ROWS = "sample_mask"  # a loss mask with one number per row
+_LOGITS = "teacher_logits"  # of `distillation`; an entry belongs to the slot before its token
 
 
 class RolloutBatch:
@@ -127,6 +128,8 @@ class RolloutBatch:
                 )
             if name == "input_ids":
                 self._row_digests = None
+            if name == _OF_ROWS and tensor.ndim == 2 and tensor.shape[1] == 1:
+                tensor = tensor[:, 0]
             self.aligned[name] = self._alignment(name, tensor, aligned.get(name))
             self.tensors[name] = tensor.detach().cpu()
 
@@ -134,7 +137,7 @@ class RolloutBatch:
         shape, width = tuple(tensor.shape), self.width
         if said is not None:
             one_of(f"aligned[{name!r}]", said, Aligned)
-        elif name in LOSS_MASKS and len(shape) == 2 and shape[1] < width:
+        elif name in LOSS_MASKS and name != _OF_ROWS and len(shape) == 2 and shape[1] < width:
             said = "last"
         if shape[:1] != (len(self),):
             raise InputError(
@@ -147,6 +150,12 @@ class RolloutBatch:
                 f"{name!r} has shape {shape}, but rows are {width} wide, so it is not clear what "
                 f"it holds. Set aligned={{{name!r}: 'last'}} if it covers the last {shape[1]} "
                 f"columns, or 'sequence' for one entry per row."
+            )
+        if name == _LOGITS and said == "last" and not whole:
+            raise InputError(
+                f"{name!r} has shape {shape}, but rows are {width} wide, and entry i of logits "
+                f"predicts token i + 1, so they do not belong to the last columns. Pass the logits "
+                f"of all {width} columns; those of the last one may be zeros."
             )
         fits = {"token": whole, "last": len(shape) > 1 and shape[1] <= width, "sequence": True}
         if said is not None and not fits[said]:
