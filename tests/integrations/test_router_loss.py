@@ -200,6 +200,42 @@ def test_dropout_and_router_noise_choose_the_same_experts_when_they_are_counted(
     assert_same(dict(zip(names, found, strict=True)), dict(zip(names, own, strict=True)))
 
 
+REENTRANT = {
+    "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # experts are counted
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [(REENTRANT, "'use_reentrant': False"), ({"label_smoothing_factor": 0.1}, "label_smoothing")],
+)
+def test_a_loss_that_would_be_lost_is_refused(
+    tmp_path: Path, changes: dict[str, Any], fault: str
+) -> None:
+    model = model_of(output_router_logits=True)
+    with pytest.raises(ConfigError, match=fault):
+        train(model, tmp_path, Packed(max_tokens=12), 9, **changes)
+
+
+def test_checkpointing_that_is_not_reentrant_has_their_gradient(tmp_path: Path) -> None:
+    model = model_of(output_router_logits=True)
+    changes = {**REENTRANT, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    _, found = train(model, tmp_path, Packed(max_tokens=12), 9, **changes)
+    assert_same(found, theirs(model)[1])
+
+
+def test_a_coefficient_of_zero_is_no_loss(tmp_path: Path) -> None:
+    model = model_of(output_router_logits=True, router_aux_loss_coef=0.0)
+    batch = batches_of(Packed(max_tokens=64))[0]
+    assert hf_forward(model)(model, batch).shape[:2] == batch.tokens.shape
+    assert "shift_labels" in hf_kwargs(batch, model, labels=True)
+    loss, gradients = theirs(model)
+    logged, found = train(model, tmp_path, Packed(max_tokens=12), 9)
+    assert logged == pytest.approx(loss, rel=1e-5)
+    assert_same(found, gradients)
+
+
 class Streamed(IterableDataset):  # type: ignore[misc]
     """One sample again and again, so that all steps have the same loss."""
 

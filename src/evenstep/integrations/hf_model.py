@@ -77,10 +77,13 @@ def traits_of(model: Any) -> Traits:
 
 def adds_router_loss(model: Any) -> bool:
     """Whether the config asks for the load-balancing loss of a mixture of experts, which the model
-    adds to its own loss."""
-    config: Any = getattr(core_of(model), "config", None)
+    adds to its own loss, with a coefficient other than 0."""
+    core = core_of(model)
+    config: Any = getattr(core, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(getattr(config, "output_router_logits", False))
+    name = "router_aux_loss_coef"
+    coefficient = getattr(core, name, getattr(config, name, None))
+    return bool(getattr(config, "output_router_logits", False)) and coefficient != 0
 
 
 def refuse_router_loss(model: Any, remedy: str) -> None:

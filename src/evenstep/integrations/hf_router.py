@@ -71,8 +71,9 @@ class RouterLoss:
     of `outputs.aux_loss` over micro-batches and ranks is its value: TRL adds that.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, added_by_trainer: bool = False) -> None:
         self._core = core = core_of(model)
+        self._added_by_trainer = added_by_trainer  # from `outputs.aux_loss`
         config = text_config(core)
         self._top_k = int(_setting(core, config, "num_experts_per_tok"))
         self._coefficient = float(_setting(core, config, "router_aux_loss_coef"))
@@ -112,7 +113,15 @@ class RouterLoss:
         def change(module: Any, arguments: Any, outputs: Any) -> Any:
             nonlocal calls
             calls += 1
+            self._check_gradient(router_logits)
             part = self._part(router_logits, batch, step)
+            if outputs.loss is None and not self._added_by_trainer:
+                raise ConfigError(
+                    "the load-balancing loss is a part of the loss that the model returns, but the "
+                    "trainer computes another one. Set label_smoothing_factor=0.0 and pass no "
+                    "compute_loss_func, or set model.config.output_router_logits=False to train "
+                    "without it."
+                )
             if outputs.loss is not None:
                 excess = outputs.aux_loss.to(outputs.loss.device) - part.to(outputs.loss.device)
                 outputs.loss = outputs.loss - self._coefficient * excess
@@ -133,6 +142,18 @@ class RouterLoss:
             raise ConfigError(
                 "the load-balancing loss of the step cannot be added to a compiled model. Set "
                 "torch_compile=False, or model.config.output_router_logits=False."
+            )
+
+    def _check_gradient(self, logits: tuple[Tensor, ...]) -> None:
+        """Raise if router logits have lost their gradient although what computes them trains."""
+        trained = any(parameter.requires_grad for parameter in self._core.base_model.parameters())
+        recorded = any(layer.requires_grad for layer in logits)
+        if torch.is_grad_enabled() and trained and not recorded:
+            raise ConfigError(
+                "the load-balancing loss has no gradient, because reentrant gradient checkpointing "
+                "does not record that of router logits. Set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, or "
+                "model.config.output_router_logits=False to train without it."
             )
 
     def _part(self, logits: tuple[Tensor, ...], batch: Batch, step: _Step) -> Tensor:

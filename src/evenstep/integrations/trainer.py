@@ -174,8 +174,10 @@ class EvenstepMixin:
     def _collator(self) -> HfCollate:
         """Makes the inputs. TRL sets `aux_loss_enabled`, and adds the loss itself."""
         kind = HfCollate
-        if adds_router_loss(self.model) or getattr(self, "aux_loss_enabled", False):
-            self._router, kind = RouterLoss(self.model), RouterCollate
+        by_trl = bool(getattr(self, "aux_loss_enabled", False))
+        if adds_router_loss(self.model) or by_trl:
+            self._router = RouterLoss(self.model, added_by_trainer=by_trl)
+            kind = RouterCollate
         return kind(model=self.model, collate=self._collate)
 
     def _stream(self) -> PlannedStream:
