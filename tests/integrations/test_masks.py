@@ -13,12 +13,13 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
-from evenstep import Packed, PlannedStream, Recipe, Steps
-from evenstep.data import ChatEncoder, Corpus, InMemory, TokenFileWriter
+from evenstep import Packed, PlannedStream, Recipe, Steps, make_plan
+from evenstep.data import ChatEncoder, Corpus, InMemory, MeasuredMapped, TokenFileWriter
 from evenstep.data.sources.measure import check_some_loss
 from evenstep.errors import InputError
 from evenstep.integrations.accelerate import accelerate_loader
 from evenstep.integrations.trainer import EvenstepMixin
+from evenstep.tensors import Collator
 from tests.integrations.loops import VOCAB, PlannedTrainer, arguments_of, parameters, tiny_model
 
 # As most models have it: nothing says what the assistant generates.
@@ -126,7 +127,7 @@ def test_trl_decides_whether_its_completion_mask_is_used(tmp_path: Path) -> None
 
 def test_masks_of_zeros_stop_the_trainer_before_it_trains(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, without_marks())
-    fault = "none of the first 12 samples has a loss token.*'assistant_masks' is 0 .*generation"
+    fault = "none of the first 12 samples .*has a loss token.*'assistant_masks' is 0 .*generation"
     with pytest.raises(InputError, match=fault):
         trainer.train()
     encoded = [ChatEncoder(tokenizer_of()).encode(chat) for chat in CHATS]
@@ -154,7 +155,7 @@ def test_a_step_without_loss_tokens_stops_the_trainer(tmp_path: Path, endless: b
 def test_masks_of_zeros_stop_accelerate() -> None:
     accelerator, model = Accelerator(cpu=True), tiny_model()
     recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(micro_batches=1))
-    with pytest.raises(InputError, match="none of the first 12 samples has a loss token"):
+    with pytest.raises(InputError, match="none of the first 12 samples"):
         accelerate_loader(
             accelerator, PlannedStream(InMemory(without_marks()), recipe), model=model
         )
@@ -169,7 +170,7 @@ def test_a_corpus_of_chats_without_answers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in CHATS))
     corpus = Corpus(paths=str(path), format="chat")
-    with pytest.raises(InputError, match="none of the first 12 samples has a loss token"):
+    with pytest.raises(InputError, match="none of the first 12 samples"):
         corpus.stored(tmp_path / "chats.tokens")
 
 
@@ -193,3 +194,67 @@ def test_one_labelled_sample_of_a_thousand_is_enough() -> None:
         check_some_loss(source(1000, 1200))
     with pytest.raises(InputError, match="none of the first 7 samples"):
         check_some_loss(source(-1, 7))
+
+
+class Parts:
+    """Items that are several samples."""
+
+    fingerprint = "parts"
+
+    def __init__(self, items: list[list[dict[str, Any]]]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, item: int) -> list[dict[str, Any]]:
+        return self.items[item]
+
+
+def test_samples_are_counted_not_items() -> None:
+    hidden, trained = ({"input_ids": [1, 2], "loss_mask": [0, n]} for n in range(2))
+    check_some_loss(Parts([[hidden] * 2, [trained]]))
+    check_some_loss(Parts([[hidden] * 998, [hidden, trained]]))
+    with pytest.raises(InputError, match="none of the first 1000 samples"):
+        check_some_loss(Parts([[hidden] * 999, [hidden, trained]]))
+    single = [{"input_ids": [1]}] * 999
+    check_some_loss(InMemory([*single, hidden, trained]))
+    with pytest.raises(InputError, match="none of the first 1 samples of two or more tokens"):
+        check_some_loss(InMemory([*single, hidden]))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"labels": None},
+        {"labels": [1]},
+        {"loss_mask": [0]},
+        {"loss_masking_spans": None},
+        {"loss_mask": torch.ones(3, dtype=torch.bfloat16)},
+        {"loss_mask": torch.ones(3, requires_grad=True)},
+    ],
+)
+def test_malformed_samples_are_left_to_the_collator(column: dict[str, Any]) -> None:
+    check_some_loss(InMemory([{"input_ids": [1, 2, 3], **column}]))
+    malformed = not isinstance(next(iter(column.values())), torch.Tensor)
+    batches = Collator()
+    plan = make_plan([3], Recipe(layout=Packed(max_tokens=8)))
+    samples = [{"input_ids": [1, 2, 3], **column}]
+    if malformed:
+        with pytest.raises(InputError, match="sample 0"):
+            batches(plan[0, 0][0], samples)
+    else:
+        assert int(batches(plan[0, 0][0], samples).loss_tokens.sum()) == 2
+
+
+def test_an_own_collate_of_accelerate_takes_any_samples() -> None:
+    samples = MeasuredMapped([{"pixels": [1, 2, 3]}] * 4, lengths=[3] * 4)
+    recipe = Recipe(layout=Packed(max_tokens=6), steps=Steps(micro_batches=1))
+
+    def collate(micro: Any, samples: Any) -> dict[str, Any]:
+        return {"labels": torch.ones((1, 4), dtype=torch.int64)}
+
+    loader = accelerate_loader(
+        Accelerator(cpu=True), PlannedStream(samples, recipe), collate=collate
+    )
+    assert len(list(loader)) == 2

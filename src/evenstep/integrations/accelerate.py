@@ -71,7 +71,8 @@ def accelerate_loader(
         )
     check_accelerator(accelerator, stream)
     check_fingerprints(accelerator, stream)
-    check_some_loss(stream.source)
+    if collate is None:
+        check_some_loss(stream.source)
     per_step = accelerator.gradient_accumulation_steps
     sampler = _OwnedSampler(stream, per_step=per_step, progress=progress)
     if model is None and collate is None:

@@ -148,7 +148,7 @@ class Corpus:
         if kind == "tokens":
             first = source[0]
             columns = {name: first[name].dtype for name in ("labels", *LOSS_MASKS) if name in first}
-        total, empty, without_loss = len(source), 0, SamplesWithoutLoss(len(source))
+        total, empty, without_loss = len(source), 0, SamplesWithoutLoss()
         with TokenFileWriter(path, dtype=np.int32, columns=columns) as writer:
             for item in range(total):
                 for sample in self._read(source, item):
@@ -161,6 +161,7 @@ class Corpus:
                     progress(item, total)
             if empty == total:
                 raise InputError("data.paths: no file has a token. Check the files.")
+            without_loss.end()
 
     @staticmethod
     def _read(source: SampleSource, item: int) -> Iterator[Sample]:

@@ -25,6 +25,7 @@ from evenstep.data.sources.token_lists import dataset_list_lengths
 from evenstep.errors import InputError, SampleError
 
 _MANY = 1000  # samples that cannot all be without a loss token by chance
+_MOST_ITEMS = 10_000  # that are read to find these samples
 _PATIENCE = 5.0  # seconds until a warning says how long it will take
 
 
@@ -118,47 +119,70 @@ def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
     labels = slice(start + 1, min(end + 1, stop))
     counted = np.ones(max(labels.stop - labels.start, 0), np.bool_)
     if isinstance(sample, Mapping):
-        for name in LOSS_MASKS:
-            if name in sample:
-                mask = _array(sample[name])
-                counted &= (mask[labels] if mask.ndim else mask) != 0
-        if "labels" in sample:
-            counted &= _array(sample["labels"])[labels] != -100
-        for span in sample.get("loss_masking_spans", ()):
-            counted[slice(*(max(int(edge) - labels.start, 0) for edge in span))] = False
+        try:
+            _hide(counted, sample, labels)
+        except (LookupError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the loss tokens of a sample cannot be counted ({type(error).__name__}: {error}). "
+                f"Give its labels and loss masks one number per token, and omit those that are "
+                f"None."
+            ) from None
     return int(counted.sum())
 
 
-class SamplesWithoutLoss:
-    """Counts the samples without a loss token until one has any. The first thousand, or all if
-    there are fewer, are an error: a mask is wrong.
+def _hide(counted: NDArray[np.bool_], sample: Mapping[str, Any], labels: slice) -> None:
+    """Set to False what the sample's masks and labels hide of the tokens `labels`."""
+    for name in LOSS_MASKS:
+        if name in sample:
+            mask = _array(sample[name])
+            counted &= (mask[labels] if mask.ndim else mask) != 0
+    if "labels" in sample:
+        counted &= _array(sample["labels"])[labels] != -100
+    for span in sample.get("loss_masking_spans", ()):
+        counted[slice(*(max(int(edge) - labels.start, 0) for edge in span))] = False
 
-    >>> samples = SamplesWithoutLoss(2)
+
+class SamplesWithoutLoss:
+    """Counts the samples without a loss token until one has any. That the first thousand have none,
+    or all if there are fewer, is an error: a mask is wrong.
+
+    Samples of one token have nothing to predict. Those that the collator would refuse are left to
+    it. Neither counts.
+
+    >>> samples = SamplesWithoutLoss()
     >>> samples.add({"input_ids": [1, 2], "loss_mask": [0, 0]})
     >>> samples.add({"input_ids": [1, 2], "loss_mask": [0, 1]})
     >>> samples.found
     True
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self) -> None:
         self.found = False
         """Whether a sample has a loss token."""
-        self._most, self._count = min(total, _MANY), 0
+        self._count = 0
+        self._last: Any = None
 
     def add(self, sample: Any) -> None:
-        """Count a sample; those of one token have nothing to predict and are left out."""
+        """Count a sample; raises if it is the thousandth without a loss token."""
         if self.found:
             return
-        length = length_of(sample)
-        if length < 2:
-            self._most = max(self._most - 1, 0)
+        try:
+            length = length_of(sample)
+            loss_tokens = loss_tokens_of(sample, 0, length, length)
+        except (InputError, KeyError, TypeError):
             return
-        self._count += 1
-        self.found = loss_tokens_of(sample, 0, length, length) > 0
-        if not self.found and self._count >= self._most:
+        if length < 2:
+            return
+        self._count, self._last, self.found = self._count + 1, sample, loss_tokens > 0
+        if self._count >= _MANY:
+            self.end()
+
+    def end(self) -> None:
+        """Raise if samples were added and none has a loss token."""
+        if self._count and not self.found:
             raise InputError(
-                f"none of the first {self._count} samples has a loss token. In the last one, "
-                f"{cause_of_no_loss(sample)}"
+                f"none of the first {self._count} samples of two or more tokens has a loss token. "
+                f"In the last one, {cause_of_no_loss(self._last)}"
             )
 
 
@@ -167,14 +191,16 @@ def check_some_loss(source: SampleSource) -> None:
 
     Reads up to the first one that has, which is usually the first one.
     """
-    seeded, without_loss = is_seeded(source), SamplesWithoutLoss(len(source))
-    for item in range(min(len(source), _MANY)):
+    seeded, without_loss = is_seeded(source), SamplesWithoutLoss()
+    for item in range(min(len(source), _MOST_ITEMS)):
         with suppress(SampleError):  # the stream raises or skips it
             draw = Draw(item, 0, 0) if seeded else None
             for _, sample in read_samples(source, item, None, draw):
                 without_loss.add(sample)
         if without_loss.found:
             return
+    if len(source) <= _MOST_ITEMS:
+        without_loss.end()
 
 
 def cause_of_no_loss(sample: Any) -> str:
@@ -198,5 +224,8 @@ def cause_of_no_loss(sample: Any) -> str:
 
 
 def _array(values: Any) -> NDArray[Any]:
-    """Numbers of a sample as an array, from any device."""
-    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    """Numbers of a sample as an array, from any device, also those that numpy has no type for."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+    return np.asarray(values)
