@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,32 @@ def test_the_trainer_refuses_a_mask_that_nothing_reads(tmp_path: Path) -> None:
     samples = datasets.Dataset.from_list(random_samples("prompt_mask"))
     with pytest.raises(InputError, match="'prompt_mask' looks like a mask, but nothing reads it"):
         trainer_of(tmp_path, samples).train()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [{"decoder_attention_mask": [1] * 5}, {"pixel_attention_mask": [[1, 0]]}, {"has_mask": "yes"},
+     {"bool_mask": [0.5] * 5}, {"short_mask": [0, 1]}],
+)  # fmt: skip
+def test_the_trainer_drops_columns_that_cannot_be_masks_of_tokens(
+    tmp_path: Path, column: dict[str, Any]
+) -> None:
+    samples = [{"input_ids": [1, 2, 3, 4, 5], **column}] * 2
+    trainer_of(tmp_path, samples, max_steps=1).train()
+
+
+def test_steps_of_samples_with_one_token_are_no_error(tmp_path: Path) -> None:
+    samples = [{"input_ids": [1]}, {"input_ids": [2]}]
+    recipe = Recipe(layout=Packed(max_tokens=1))
+    trainer = trainer_of(tmp_path, samples, recipe=recipe, gradient_accumulation_steps=1)
+    before = parameters(trainer.model)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert parameters(trainer.model) == before
+    stream = PlannedStream(InMemory(samples), replace(recipe, steps=Steps(micro_batches=1)))
+    model = tiny_model()
+    for batch in accelerate_loader(Accelerator(cpu=True), stream, model=model):
+        assert model(**batch).loss.item() == 0
 
 
 def test_trl_decides_whether_its_completion_mask_is_used(tmp_path: Path) -> None:

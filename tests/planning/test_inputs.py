@@ -44,7 +44,20 @@ def planned(lengths: Any, recipe: Any = RECIPE, **options: Any) -> Any:
     return make_plan(lengths, recipe, **options)
 
 
+def runner(**options: Any) -> Runner:
+    return Runner(**{"model": torch.nn.Linear(2, 2), "loss": cross_entropy(), **options})
+
+
 FAULTS: dict[str, tuple[Callable[[], object], str]] = {
+    "runner cost": (lambda: runner(cost="llama-3-8b"), "cost must be .*Cost.named"),
+    "runner collective": (lambda: runner(collective="nccl"), "collective must be .*Distributed"),
+    "runner normalization": (lambda: runner(normalization="token"), "normalization must be an obj"),
+    "runner class": (lambda: runner(model=torch.nn.Linear), "model must be a torch.nn.Module, got"),
+    "group kinds": (lambda: planned([2, 2], groups=["a", 1]), "integers or texts"),
+    "log-probs of lists": (
+        lambda: compute_log_probs(torch.nn.Linear(2, 2), [[1, 2]], Recipe(layout=LAYOUT)),
+        "samples must be mappings with input_ids, got a list",
+    ),
     "a layout as recipe": (
         lambda: planned([3, 2], LAYOUT),
         r"recipe must be a Recipe, got Packed. Write Recipe\(layout=Packed\(...\)\)",
@@ -199,7 +212,8 @@ def test_groups_may_be_texts(groups: list[str]) -> None:
     recipe = Recipe(layout=Packed(max_tokens=32), topology=Topology(dp=2))
     numbers = np.unique(groups, return_inverse=True)[1]
     expected = make_plan(lengths, recipe, groups=numbers)
-    for texts in (groups, np.array(groups), np.array(groups, object)):
+    series = pytest.importorskip("pandas").Series(groups, index=range(5, 5 + len(groups)))
+    for texts in (groups, np.array(groups), np.array(groups, object), series):
         assert make_plan(lengths, recipe, groups=texts).fingerprint == expected.fingerprint
     samples = InMemory([{"input_ids": [1, 2]} for _ in groups])
     one, other = (

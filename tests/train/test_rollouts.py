@@ -583,3 +583,9 @@ def test_logits_of_a_teacher_are_not_shifted_to_the_last_columns() -> None:
         RolloutBatch(tensors, aligned={"teacher_logits": "last"})
     whole = {**tensors, "teacher_logits": torch.ones((2, 3, 5))}
     assert RolloutBatch(whole).aligned["teacher_logits"] == "token"
+
+
+def test_sequences_of_an_empty_batch_can_be_restored() -> None:
+    ids = torch.ones((2, 3), dtype=torch.int64)
+    empty = RolloutBatch({"input_ids": ids, "attention_mask": ids}).select([])
+    assert empty.restore_sequences([]).shape == (0,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 from collections.abc import Callable
@@ -73,6 +74,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit in the metadata": lambda path: _flip(path / ".metadata", 0.9),
     "a flipped bit in the state": lambda path: _flip(path / "state.json", 0.05),
     "an empty state": lambda path: (path / "state.json").write_bytes(b""),
+    "a deeply nested state": lambda path: (path / "state.json").write_text("[" * 100_000),
     "a missing state": lambda path: (path / "state.json").unlink(),
 }
 
@@ -106,6 +108,21 @@ def test_a_run_continues_from_the_newest_checkpoint_that_is_not_damaged(
     names = [path.name for path in complete(folder / "run" / "checkpoints")]
     assert names == ["step-000006", "step-000008"]
     assert (folder / "run" / "checkpoints" / "damaged-step-000006").is_dir()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_not_called_damaged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "run" / "checkpoints" / "step-000006"
+    state = json.loads((path / "state.json").read_text())
+    earlier = {name: state[name] for name in ("step", "cursor", "skipped")}
+    (path / "state.json").write_text(json.dumps(earlier))
+
+    assert main(["train", str(folder / "run.yaml"), "--set", "trainer.fall_back=true"]) == 2
+
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "step-000006 is of an earlier version" in said
+    assert path.is_dir()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,19 @@ def _as_pickle(folder: Path) -> None:
     torch.save({"lm_head.weight": Path("any object")}, folder / "pytorch_model.bin")
 
 
-def _cut(name: str) -> Callable[[Path], None]:
+def _cut(name: str, share: float = 0.5) -> Callable[[Path], None]:
     def cut(folder: Path) -> None:
         if name.endswith(".bin"):
             to_bin(folder)
         data = (folder / name).read_bytes()
-        (folder / name).write_bytes(data[: len(data) // 2])
+        (folder / name).write_bytes(data[: int(len(data) * share)])
 
     return cut
+
+
+def _without_shard(folder: Path) -> None:
+    to_bin(folder, shards=2)
+    (folder / "pytorch_model-00001.bin").unlink()
 
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -110,6 +116,10 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
         (_as_pickle, "save it as safetensors"),
         (_cut("model.safetensors"), "cannot be read"),
         (_cut("pytorch_model.bin"), "cannot be read"),
+        (_cut("pytorch_model.bin", 0.0), "the weights in .* cannot be read"),
+        (_cut("pytorch_model.bin", 0.99), "the weights in .* cannot be read"),
+        (_without_shard, "the weights in .* cannot be read .*pytorch_model-00001.bin"),
+        (shutil.rmtree, "model does not exist"),
     ],
 )
 def test_weights_that_are_not_all_there_are_refused(

@@ -123,10 +123,21 @@ def check_fingerprints(accelerator: Any, stream: PlannedStream) -> None:
         )
 
 
-def check_labels(count: Tensor) -> None:
-    """Raise if no token of a step counts in the loss, on any process."""
-    if not count:
+def check_labels(accelerator: Any, labels: Tensor, predicted: int) -> None:
+    """Raise if a step has tokens to predict, but none of them counts in the loss, on any process.
+
+    `labels` is their number on all processes, `predicted` the tokens to predict on this one.
+    """
+    if labels:
+        return
+    if accelerator.reduce(torch.tensor(predicted, device=accelerator.device)):
         raise InputError(f"no token of this step counts in the loss, on any process. {ANY_CAUSE}")
+
+
+def predicted_tokens(micro: MicroBatch) -> int:
+    """The tokens of a micro-batch that are not the first of their sample."""
+    segments = micro.segments
+    return int(segments.length.sum() - (segments.start == 0).sum())
 
 
 class _OwnedSampler(StepSampler):
@@ -187,12 +198,14 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.step_sampler.claimed = True
         step: list[dict[str, Any]] = []
-        for inputs, state in super().__iter__():
+        predicted = 0
+        for inputs, state, tokens in super().__iter__():
             self.step_sampler.claimed = False  # torch asks for an iterator once or twice
             step.append(inputs)
+            predicted += tokens
             if state is None:
                 continue
-            labels = self._labels(step)
+            labels = self._labels(step, predicted)
             ended = bool(self.end_of_dataloader)
             for number, each in enumerate(step, 1):
                 # accelerate makes an optimizer step at the end: not before the last micro-batch.
@@ -201,17 +214,17 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
                 self._now = state if last else self._now
                 torch.clear_autocast_cache()  # casts of weights before the last update
                 yield {**each, "num_items_in_batch": labels}
-            step = []
+            step, predicted = [], 0
 
-    def _labels(self, step: list[dict[str, Any]]) -> Tensor:
+    def _labels(self, step: list[dict[str, Any]], predicted: int) -> Tensor:
         """What a sum over labels is divided by. accelerate divides the loss by the micro-batches of
         a step, and gradients are averaged over processes."""
         found = [each["shift_labels"] if "shift_labels" in each else each["labels"][..., 1:]
                  for each in step]  # fmt: skip
         count = torch.stack([(labels != IGNORE_INDEX).sum() for labels in found]).sum()
         total = self.accelerator.reduce(count.to(self.accelerator.device))
-        check_labels(total)
-        return total / (len(step) * self.accelerator.num_processes)
+        check_labels(self.accelerator, total, predicted)
+        return total.clamp(min=1) / (len(step) * self.accelerator.num_processes)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next pass at the beginning of `epoch`, or at a position within it that was
@@ -240,13 +253,13 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
 
 
 class _WithState:
-    """Collates a micro-batch, and passes on the state after its step."""
+    """Collates a micro-batch, and passes on the state after its step and the tokens to predict."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
 
     def __call__(
         self, read: tuple[Part, dict[int, Any]]
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
         part, samples = read
-        return self.collate(part.micro, samples), part.state
+        return self.collate(part.micro, samples), part.state, predicted_tokens(part.micro)

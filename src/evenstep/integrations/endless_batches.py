@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.integrations.dataloader import StreamLoader
-from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.run_state import gather_state
 from evenstep.integrations.saved_position import read_position, write_position
 
@@ -20,7 +19,7 @@ class EndlessBatches:
     accumulate as many as they like. `options` are those of torch's `DataLoader`.
     """
 
-    def __init__(self, stream: PooledStream, collate: HfCollate, **options: Any) -> None:
+    def __init__(self, stream: PooledStream, collate: Callable[..., Any], **options: Any) -> None:
         assert stream.infinite_loop
         assert stream.recipe.steps.micro_batches == 1
         self._loader = StreamLoader(stream, collate=collate, **options)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import tqdm
@@ -16,6 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from evenstep.core.layout import Packed
+from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.world import World
 from evenstep.data.sources.as_source import as_measured, as_source, is_source
@@ -27,7 +30,12 @@ from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.step_work import Progress
 from evenstep.errors import ConfigError
-from evenstep.integrations.accelerate import check_accelerator, check_fingerprints, check_labels
+from evenstep.integrations.accelerate import (
+    check_accelerator,
+    check_fingerprints,
+    check_labels,
+    predicted_tokens,
+)
 from evenstep.integrations.endless_batches import EndlessBatches
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.hf_model import adds_router_loss
@@ -38,6 +46,8 @@ from evenstep.integrations.supports import judged_once
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
 
 __all__ = ["EvenstepMixin"]
+
+_PREDICTED = "evenstep_predicted"  # removed from the inputs before the model gets them
 
 
 class EvenstepMixin:
@@ -136,7 +146,7 @@ class EvenstepMixin:
             PartDataset(sampler),
             device=self.accelerator.device,
             batch_sampler=sampler,
-            collate_fn=_Inputs(self._collator()),
+            collate_fn=_Inputs(_Predicted(self._collator())),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
@@ -148,13 +158,14 @@ class EvenstepMixin:
         the loss is divided; 1 for a step that fills up an epoch."""
         found = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
         batches, labels = found
+        predicted = sum(inputs.pop(_PREDICTED, 1) for inputs in batches)
         if self._router is not None and batches:
             self._router.count(self.model_wrapped, [inputs[BATCH] for inputs in batches])
         if not torch.is_tensor(labels):
             return batches, labels
         sampler = self.step_sampler
         if sampler is None or not sampler.is_filler(self.state.global_step):
-            check_labels(labels)
+            check_labels(self.accelerator, labels, predicted)
         return batches, labels.clamp(min=1)
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
@@ -221,7 +232,7 @@ class EvenstepMixin:
         args = self.args
         batches = EndlessBatches(
             stream,
-            self._collator(),
+            _Predicted(self._collator()),
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -337,10 +348,20 @@ class _SavePosition(TrainerCallback):  # type: ignore[misc]
             write_position(checkpoint, sampler.position_after(state.global_step))
 
 
+class _Predicted:
+    """The inputs of a micro-batch, and the number of its tokens to predict."""
+
+    def __init__(self, collate: HfCollate) -> None:
+        self.collate = collate
+
+    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> dict[str, Any]:
+        return {**self.collate(micro, samples), _PREDICTED: predicted_tokens(micro)}
+
+
 class _Inputs:
     """Collates a micro-batch."""
 
-    def __init__(self, collate: HfCollate) -> None:
+    def __init__(self, collate: _Predicted) -> None:
         self.collate = collate
 
     def __call__(self, read: tuple[Part, dict[int, Any]]) -> dict[str, Any]:
@@ -365,4 +386,14 @@ class _Chosen:
         """Raise if a column is dropped that looks like a mask."""
         if self.names is not None and isinstance(sample, Mapping):
             remedy = "Rename it if it is one, or remove the column."
-            check_masks_read(sample, self.names, remedy)
+            check_masks_read(_token_masks(sample), self.names, remedy)
+
+
+def _token_masks(sample: Mapping[str, Any]) -> Iterator[str]:
+    """Columns that could be masks of tokens: 0 and 1, as many as `input_ids`."""
+    tokens = sample.get("input_ids", ())
+    for name in [name for name in sample if name.lower().endswith(("mask", "masks"))]:
+        with suppress(TypeError, ValueError):  # no numbers
+            values = np.asarray(sample[name])
+            if values.shape == (len(tokens),) and set(values.tolist()) <= {0, 1}:
+                yield name

@@ -43,11 +43,13 @@ def checked_groups(groups: ArrayLike, count: int) -> IntArray:
 
 def numbered(groups: ArrayLike) -> ArrayLike:
     """Group ids that are texts as numbers; others as they are."""
-    if isinstance(groups, np.ndarray) and groups.dtype.kind not in "USO":
+    if isinstance(groups, np.ma.MaskedArray):
         return groups
-    some = isinstance(groups, Sequence | np.ndarray) and len(groups) > 0
-    if some and all(isinstance(group, str) for group in groups):  # type: ignore[union-attr]
-        numbers: IntArray = np.unique(np.asarray(groups, np.str_), return_inverse=True)[1]
+    values: Any = groups if isinstance(groups, Sequence) else flat_array("group", groups)
+    if isinstance(values, np.ndarray) and (values.ndim != 1 or values.dtype.kind not in "USO"):
+        return groups
+    if len(values) and all(isinstance(group, str) for group in values):
+        numbers: IntArray = np.unique(np.asarray(values, np.str_), return_inverse=True)[1]
         return numbers
     return groups
 
@@ -99,8 +101,8 @@ def _integers(
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise InputError(
-            f"{what} must be a flat sequence of integers, one per sample; got shape {array.shape} "
-            f"and dtype {array.dtype}."
+            f"{what} must be a flat sequence of integers{' or texts' if what == 'group' else ''}, "
+            f"one per sample; got shape {array.shape} and dtype {array.dtype}."
         )
     whole = np.ones(len(array), bool)
     if array.dtype.kind == "f":

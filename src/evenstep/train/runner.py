@@ -34,6 +34,7 @@ from evenstep.train.step_checks import (
     check_collective,
     check_fingerprints,
     check_gradients_on,
+    check_kind,
     check_loss_function,
     check_pair_losses,
 )
@@ -140,14 +141,17 @@ class Runner:
     """Holds True once a step had loss tokens."""
 
     def __post_init__(self) -> None:
-        if not hasattr(self.model, "parameters"):
+        if not hasattr(self.model, "parameters") or isinstance(self.model, type):
             raise ConfigError(
                 f"model must be a torch.nn.Module, got {glimpse(self.model)}. Load the model "
                 f"first, for example with AutoModelForCausalLM.from_pretrained(...)."
             )
         if self.forward is None:
             object.__setattr__(self, "forward", forward_of(self.model))
+        check_kind("collective", self.collective, "all_reduce_sum", "Distributed() or Alone()")
+        check_kind("cost", self.cost, "of_lengths", "Cost.named('llama-3-8b')")
         for name, each in self.losses.items():
+            check_kind("normalization", each.normalization, "weights", "TokenMean()")
             check_loss_function(name, each.function)
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)

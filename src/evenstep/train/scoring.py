@@ -106,6 +106,11 @@ def compute_log_probs(
             f"{{'input_ids': tokens}}, or padded tensors as RolloutBatch({{'input_ids': ids, "
             f"'attention_mask': mask}})."
         )
+    if collate is None and len(samples) and not isinstance(samples[0], Mapping):
+        raise InputError(
+            f"samples must be mappings with input_ids, got a {type(samples[0]).__name__}. Pass "
+            f"[{{'input_ids': tokens}} for tokens in ...]."
+        )
     if recipe.topology.dp != ranks.size:
         raise ConfigError(
             f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evenstep.core.glimpse import glimpse
 from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.metrics import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective, Distributed
@@ -167,28 +168,33 @@ class TokenIds:
 
     def __init__(self, model: Any) -> None:
         self.size = vocabulary_size(model)
-        self.outside: tuple[int, int, int] | None = None
-        """(sample, id, tokens in the vocabulary) of the first id outside."""
+        self.outside: tuple[int, str, int] | None = None
+        """(sample, "token id" or "label", the number) of the first one outside."""
 
     def note(self, batch: Batch) -> None:
         """Look at the ids of a batch."""
         if self.size is None or self.outside is not None or not batch.tokens.numel():
             return
-        outside = ((batch.tokens < 0) | (batch.tokens >= self.size)).flatten().nonzero()
-        if len(outside):
-            tile = batch.segment_ids.flatten()[outside[0]]
-            token = int(batch.tokens.flatten()[outside[0]])
-            self.outside = int(batch.sample_ids[tile]), token, self.size
+        labels = batch.labels.masked_fill(batch.labels == IGNORE_INDEX, 0)
+        for what, ids in (("token id", batch.tokens), ("label", labels)):
+            outside = ((ids < 0) | (ids >= self.size)).flatten().nonzero()
+            if len(outside):
+                tile = batch.segment_ids.flatten()[outside[0]]
+                number = int(ids.flatten()[outside[0]])
+                self.outside = int(batch.sample_ids[tile]), what, number
+                return
 
     def explain(self, error: Exception) -> InputError | None:
         """What to raise instead of an error of a forward, if ids outside may be its cause."""
-        raised = isinstance(error, IndexError) or "device-side assert" in str(error)
-        if self.outside is None or not raised:
+        said = str(error)
+        raised = isinstance(error, IndexError) or "device-side assert" in said
+        raised = raised or "out of bounds" in said
+        if self.outside is None or self.size is None or not raised:
             return None
-        sample, token, vocabulary = self.outside
+        sample, what, number = self.outside
         return InputError(
-            f"sample {sample} has the token id {token}, but the model's vocabulary has "
-            f"{vocabulary} tokens (0 to {vocabulary - 1}). Use the tokenizer of the model, or "
+            f"sample {sample} has the {what} {number}, but the model's vocabulary has {self.size} "
+            f"tokens (0 to {self.size - 1}). Use the tokenizer of the model, or "
             f"resize its embeddings."
         )
 
@@ -256,6 +262,12 @@ def check_loss_function(name: str, function: Any) -> None:
             f"evenstep.tensors returns, such as cross_entropy(), or a function of these two; "
             f"got {called}."
         ) from None
+
+
+def check_kind(name: str, value: object, attribute: str, example: str) -> None:
+    """Raise if a field of a runner is not the object that it should be, but its name or class."""
+    if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
+        raise ConfigError(f"{name} must be an object such as {example}, got {glimpse(value)}.")
 
 
 def check_gradients_on() -> None:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from evenstep.core.archive import replace_file
 from evenstep.core.glimpse import listed
 from evenstep.errors import ConfigError, EvenstepError, FileError
+from evenstep.train.gradients import local_tensor
 from evenstep.trainer.ranks import Ranks
 
 _NAME = re.compile(r"step-(\d+)")
@@ -165,7 +166,7 @@ class Checkpoints:
 
     def _verify(self, path: Path) -> None:
         """Compare the checksums; ranks share the files. Raises alike on all ranks."""
-        failure: DamagedError | None = None
+        failure: EvenstepError | None = None
         try:
             stored = sorted(_decode(path)[1].items())
             for name, expected in stored[self.ranks.world.rank :: self.ranks.world.size]:
@@ -178,7 +179,7 @@ class Checkpoints:
                     raise _damaged(path, f"{name} does not match its checksum")
         except OSError as error:
             failure = _damaged(path, error.strerror or str(error))
-        except DamagedError as error:
+        except FileError as error:
             failure = error
         self.ranks.agree(failure, DamagedError)
 
@@ -270,15 +271,18 @@ def _decode(path: Path) -> tuple[Place, dict[str, tuple[int, int]]]:
     """The place, and the size and checksum of every file of a checkpoint."""
     try:
         values = json.loads((path / _STATE).read_bytes())
-        if "checksum" not in values:
-            raise _damaged(path, f"{_STATE} has no checksums, as those of earlier versions")
+        if "step" in values and not {"checksum", "files"} & values.keys():
+            raise FileError(
+                f"{path} is of an earlier version, whose checkpoints have no checksums. Continue "
+                f"with that version, or set trainer.out to another folder."
+            )
         if values.pop("checksum") != _digest(values):
             raise ValueError("its checksum differs")
         files = {name: (int(size), int(crc)) for name, (size, crc) in values.pop("files").items()}
         return Place(**values), files
     except OSError as error:
         raise _damaged(path, f"{_STATE}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _damaged(path, f"{_STATE} is not what was written") from None
 
 
@@ -326,7 +330,7 @@ def _refuse_other_model(path: Path, weights: Mapping[str, Any], stored: Mapping[
 
 def _all_finite(tensors: Iterable[Any], device: torch.device) -> bool:
     """Whether all numbers of these tensors on this rank are finite; waits for the device once."""
-    shards = [getattr(each, "_local_tensor", each) for each in tensors]
+    shards = map(local_tensor, tensors)
     floats = [each for each in shards if isinstance(each, Tensor) and each.is_floating_point()]
     flags = [each.isfinite().all().to(device, non_blocking=True) for each in floats]
     return not flags or bool(torch.stack(flags).all())

@@ -96,6 +96,11 @@ def _hugging_face(options: ModelSettings) -> Any:
 
     logging.disable_progress_bar()  # every rank would draw one, in logs too
     path = Path(str(options.path))
+    if not path.exists():
+        raise FileError(
+            f"model.path: {path} does not exist. Set it to a folder that save_pretrained wrote, or "
+            f"to a config.json for random weights."
+        )
     ours = options.attention == NAME
     chosen = {} if ours else {"attn_implementation": options.attention}
     verbosity = logging.get_verbosity()
@@ -150,9 +155,9 @@ def _with_weights(folder: Path, chosen: dict[str, str]) -> Any:
             f"Python objects, which are not loaded. Load it where you trust it and save it as "
             f"safetensors, with save_pretrained."
         ) from None
-    except (OSError, ValueError, KeyError) as error:
-        raise _not_a_model(folder, error) from None
-    except Exception as error:  # of safetensors and torch, for damaged files
+    except Exception as error:  # of safetensors and torch, for damaged and missing files
+        if "Unrecognized configuration class" in str(error):
+            raise _not_a_model(folder, error) from None
         raise FileError(
             f"model.path: the weights in {folder} cannot be read ({_first_line(error)}). Copy "
             f"them again."

@@ -155,14 +155,15 @@ LOSS_MASKS = (
 several systems. A token counts if no mask that the sample has is 0. An entry belongs to the token
 that is predicted, not to the one before it."""
 
-_OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # say nothing about the loss
+_OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # endings; say nothing about the loss
 
 
 def check_masks_read(names: Iterable[str], read: Collection[str], remedy: str) -> None:
     """Raise if one of `names` looks like a mask and is not in `read`, so that it has no effect."""
     for name in names:
-        mask = name.lower().endswith(("mask", "masks"))
-        if mask and name not in read and name not in (*LOSS_MASKS, *_OTHER_MASKS):
+        ending = name.lower()
+        mask = ending.endswith(("mask", "masks")) and not ending.endswith(_OTHER_MASKS)
+        if mask and name not in read and name not in LOSS_MASKS:
             raise InputError(
                 f"{name!r} looks like a mask, but nothing reads it. A loss mask is 1 for tokens "
                 f"that count in the loss and is named {', '.join(LOSS_MASKS[:-1])} or "
