@@ -53,6 +53,16 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_sample(token: int, sho
         Runner(model=small, loss=cross_entropy()).run(step)
 
 
+@pytest.mark.parametrize("label", [9, -1, 10**6])
+def test_a_label_outside_the_vocabulary_is_named_with_its_sample(label: int) -> None:
+    samples = [{"input_ids": [1, 2]}, {"input_ids": [4, 5, 6], "labels": [4, label, 6]}]
+    samples[0]["labels"] = [1, 2]
+    step = next(iter(PlannedStream(samples, Recipe(layout=Packed(max_tokens=8)))))
+    said = rf"sample 1 has the label {label}, but the model's vocabulary has 9 tokens \(0 to 8\)"
+    with pytest.raises(InputError, match=said):
+        Runner(model=MODEL, loss=cross_entropy()).run(step)
+
+
 def test_tokens_that_a_model_replaces_itself_may_be_outside_its_vocabulary() -> None:
     class Replacing(Decoder):
         def forward(self, batch: Any) -> torch.Tensor:

@@ -348,7 +348,7 @@ class RolloutBatch:
         return pad_tokens(values, self._complete(rows), self.rows, self.spans, pad)
 
     def restore_sequences(
-        self, values: Tensor, rows: ArrayLike | None = None, *, pad: float = 0.0
+        self, values: Tensor | Sequence[float], rows: ArrayLike | None = None, *, pad: float = 0.0
     ) -> Tensor:
         """Values per row, (rows, ...), of `rows` -> in the order given; empty rows get `pad`.
 
@@ -357,7 +357,7 @@ class RolloutBatch:
         >>> batch.restore_sequences(torch.tensor([7, 8, 9]), rows=[2, 1, 0]).tolist()
         [9, 0, 7]
         """
-        return pad_sequences(values, self._complete(rows), self.spans, pad)
+        return pad_sequences(torch.as_tensor(values), self._complete(rows), self.spans, pad)
 
     def _complete(self, rows: ArrayLike | None) -> IntArray:
         """Where each of `rows` is in this batch; all but empty ones must be there."""
