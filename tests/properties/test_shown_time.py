@@ -1,6 +1,7 @@
 """The time that is shown is the time that was planned for, second work included."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -191,6 +192,38 @@ def test_every_strategy_is_compared_with_the_second_work(
         assert entry["parts"]["work"] == pytest.approx(2 * total / 2)
         assert entry["modelled_time"] >= even["modelled_time"] * (1 - 1e-9)
     assert "second work (patches)" in picture.read_text()
+
+
+@pytest.mark.parametrize("sync_every", ["step", "micro_batch"])
+def test_a_report_shows_every_strategy_with_the_second_work(
+    sync_every: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its table, headline and bars have the times that `compare` shows."""
+    rng = np.random.default_rng(0)
+    lengths, patches = rng.integers(10, 500, 64), rng.integers(0, 900, 64)
+    data, page = tmp_path / "lengths.jsonl", tmp_path / "report.html"
+    rows = zip(lengths.tolist(), patches.tolist(), strict=True)
+    data.write_text("".join(json.dumps({"length": n, "patches": p}) + "\n" for n, p in rows))
+    settings = ["second_work.column=patches", f"sync_every={sync_every}", "topology.dp=2"]
+    options = [
+        "--column",
+        "length",
+        "--max-tokens",
+        "1000",
+        *(f"--set={each}" for each in settings),
+    ]
+    main(["compare", str(data), *options, "--json"])
+    compared = {each["strategy"]: each for each in json.loads(capsys.readouterr().out)}
+    main(["plan", str(data), *options, "--out", str(tmp_path / "plan.npz")])
+    main(["report", str(tmp_path / "plan.npz"), "--out", str(page)])
+    shown = json.loads(re.findall(r'id="evenstep-data">(.*?)</script>', page.read_text())[0])
+    for each in shown["strategies"]:
+        expected = compared[each["name"]]
+        assert each["modelled_time"] == pytest.approx(expected["modelled_time"])
+        parts = {name: each[name] for name in expected["parts"]}
+        assert parts == pytest.approx(expected["parts"])
+    today, own = (each["modelled_time"] for each in shown["strategies"][:2])
+    assert shown["saving"]["times_less_time"] == pytest.approx(today / own)
 
 
 def test_advice_is_planned_with_second_work() -> None:

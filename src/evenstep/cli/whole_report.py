@@ -99,7 +99,8 @@ def _joined(entries: list[Entry]) -> Entry:
     ends = np.cumsum([0, *(len(plan.lengths) for plan in plans)])
     numbers = [np.arange(*pair) for pair in pairwise(ends.tolist())]
     seconds = sum(entry.seconds for entry in entries)
-    return Entry(entries[0].name, join_plans(plans, numbers), seconds)
+    plan, second = join_plans(plans, numbers), entries[0].second_work
+    return Entry(entries[0].name, plan, seconds, second_work=second)
 
 
 def _part(plan: Plan) -> tuple[IntArray, list[str]]:
