@@ -189,11 +189,31 @@ def test_rows_with_input_ids_are_samples_of_a_planned_stream(tmp_path: Path) -> 
 
 def test_rows_of_text_still_have_no_known_lengths(tmp_path: Path) -> None:
     both = {"text": "ab", "input_ids": [1, 2, 3]}
-    source: Any = Jsonl(write(tmp_path / "a.jsonl", both))
-    assert tokens(source, 0) == [97, 98]  # as before there were rows with input_ids
+    path = write(tmp_path / "a.jsonl", both)
+    with pytest.raises(InputError, match=r"line 1: the row has both .*\. Set field to one of them"):
+        Jsonl(path)[0]
+    source: Any = Jsonl(path, field="text")
+    assert tokens(source, 0) == [97, 98]
     recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=3))
     with pytest.raises(ConfigError, match="expected a source with known lengths, got Jsonl"):
         PlannedStream(source, recipe)
+
+
+def test_the_field_input_ids_may_be_named(tmp_path: Path) -> None:
+    rows = [{"text": "ab", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}] * 2
+    source: Any = Jsonl(write(tmp_path / "a.jsonl", *rows), field="input_ids")
+    recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
+    (step,) = PlannedStream(source, recipe)
+    assert [step.samples[item]["loss_mask"] for item in range(2)] == [[0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_rows_of_text_and_rows_of_tokens_are_not_mixed(tmp_path: Path, first: int) -> None:
+    rows = [{"input_ids": [1, 2, 3]}, {"text": "ab"}]
+    source: Any = Jsonl(write(tmp_path / "a.jsonl", rows[first], rows[1 - first]))
+    assert tokens(source, 0) == [[1, 2, 3], [97, 98]][first]
+    with pytest.raises(InputError, match=r"line 2: the row has .*, but the first one has"):
+        source[1]
 
 
 def test_a_tokenizer_for_rows_with_input_ids_is_refused(tmp_path: Path) -> None:

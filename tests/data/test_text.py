@@ -66,6 +66,7 @@ def decoded(row: Any, tokenizer: Any = None, transform: Any = None) -> Any:
 
 def test_a_row_becomes_the_tokens_of_its_field() -> None:
     assert decoded({"text": "ab", "id": 1})["input_ids"].tolist() == [97, 98]
+    assert list(decoded({"text": "ab", "labels": "good", "loss_mask": None})) == ["input_ids"]
 
 
 def test_an_empty_text_is_a_sample_of_no_tokens() -> None:
@@ -86,7 +87,14 @@ def test_a_transform_decides_what_a_row_becomes() -> None:
         ({"body": "a"}, "no field 'text'; the row has 'body'"),
         ({"text": None}, "field 'text' must be a str, got NoneType"),
         ({"text": [5, 6], "loss_mask": [0, 1]}, "the row has 'loss_mask', but only 'text'"),
-        ({"text": [5, 6], "labels": [5, 6]}, "the row has 'labels'.*transform=lambda row: row"),
+        ({"text": [5, 6], "labels": [5, 6]}, "the row has 'labels'.*Rename 'text' to 'input_ids'"),
+        ({"text": "ab", "labels": [-100, 98]}, "the row has 'labels'.* Remove 'labels', or pass a"),
+        ({"text": "ab", "loss_mask": [0, 1]}, "the row has 'loss_mask'.* Remove 'loss_mask'"),
+        ({"text": "ab", "sample_mask": 0}, "the row has 'sample_mask'"),
+        (
+            {"text": "ab", "input_ids": [1, 2], "loss_mask": [0, 1]},
+            "the row has 'loss_mask', but only 'text' is read. Set field to 'input_ids'",
+        ),
     ],
 )
 def test_an_error_in_a_row_names_the_file_and_line(row: Any, fault: str) -> None:

@@ -287,3 +287,54 @@ def test_a_script_without_a_main_guard_counts_in_processes(tmp_path: Path) -> No
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr) == (f"{COUNTS}\n", "")
+
+
+# Rows of tokens with masks -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", [None, "input_ids"])
+@pytest.mark.parametrize(
+    "trained", [{"loss_mask": [0, 1, 1]}, {"labels": [-100, 300, 7]}, {"token_mask": [0, 0.5, 1]}]
+)
+def test_masks_and_labels_beside_input_ids_reach_the_token_file(
+    tmp_path: Path, field: str | None, trained: dict[str, list[float]]
+) -> None:
+    path = tmp_path / "ids.jsonl"
+    path.write_text(json.dumps({"input_ids": [5, 300, 7], "id": "a", **trained}) + "\n")
+    corpus = Corpus(paths=str(path), field=field)
+    assert corpus.token_counts().tolist() == [3]
+    stored = corpus.stored(tmp_path / "corpus.tokens")[0]
+    assert {name: values.tolist() for name, values in stored.items()} == {
+        "input_ids": [5, 300, 7],
+        **trained,
+    }
+
+
+def test_masks_that_are_not_read_are_refused_only_for_training(tmp_path: Path) -> None:
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"ids": [5, 6], "loss_mask": [0, 1]}\n')
+    corpus = Corpus(paths=str(path), field="ids")
+    assert corpus.token_counts().tolist() == [2]
+    with pytest.raises(
+        InputError, match=r"line 1: .*Rename 'ids' to 'input_ids', or remove .*k'\.$"
+    ):
+        corpus.stored(tmp_path / "corpus.tokens")
+
+
+def test_a_mask_that_some_rows_lack_is_refused(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6]}, {"input_ids": [5, 6], "loss_mask": [0, 1]}]
+    for first, has in ((0, "has"), (1, "has no")):
+        path = tmp_path / f"{first}.jsonl"
+        path.write_text(f"{json.dumps(rows[first])}\n{json.dumps(rows[1 - first])}\n")
+        with pytest.raises(InputError, match=f"sample 1 {has} 'loss_mask', unlike the first one"):
+            Corpus(paths=str(path)).stored(tmp_path / "corpus.tokens")
+
+
+def test_a_row_with_text_and_tokens_names_the_setting(tmp_path: Path) -> None:
+    path = tmp_path / "both.jsonl"
+    path.write_text('{"text": "ab", "input_ids": [5, 6]}\n')
+    corpus, fault = Corpus(paths=str(path)), r"line 1: .* Set data\.field to one of them\.$"
+    with pytest.raises(InputError, match=fault):
+        corpus.token_counts()
+    with pytest.raises(InputError, match=fault):
+        corpus.stored(tmp_path / "corpus.tokens")

@@ -50,7 +50,7 @@ Field: TypeAlias = Annotated[
     str | None,
     typer.Option(
         help="Field of a row with text, a list of token ids or the messages of a chat. "
-        "Default: text, or messages.",
+        "Default: text or input_ids, or messages.",
         metavar="NAME",
         show_default=False,
     ),
@@ -184,5 +184,4 @@ def _with_options(message: str) -> str:
     names = "field|format|template|tokenizer"
     message = re.sub(rf"(?<![\w/.])data\.({names})\b", r"--\1", message)
     message = re.sub(r"(?<![\w/.])data\.paths\b", "DATA", message)
-    message = message.replace("Set field to", "Set --field to").replace("the engine ", "--engine ")
-    return message.replace(", or pass a transform", "")
+    return message.replace("the engine ", "--engine ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from evenstep.core.archive import replace_file
 from evenstep.core.ragged import IntArray
 from evenstep.core.validate import one_of, whole_number
 from evenstep.data.corpus.chat import ChatEncoder, ChatTransform
-from evenstep.data.corpus.counting import Engine, Progress, counted, default_workers
+from evenstep.data.corpus.counting import (
+    Engine,
+    Progress,
+    counted,
+    default_workers,
+    unreadable_item,
+)
 from evenstep.data.corpus.files import corpus_files, format_of, statuses
 from evenstep.data.corpus.formats import TOKENIZED, Format
 from evenstep.data.corpus.known_counts import known_counts
@@ -30,7 +37,7 @@ from evenstep.data.sources.text import RowDecoder, as_tokenize
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_writer import TokenFileWriter
 from evenstep.data.sources.transform import ItemTransform, Transform
-from evenstep.errors import ConfigError, EvenstepError, FileError, InputError
+from evenstep.errors import ConfigError, EvenstepError, FileError, InputError, SampleError
 
 _EVERY = 64  # samples between two reports
 
@@ -42,8 +49,9 @@ class Corpus:
     paths      files, folders or globs; several are read one after the other
     format     None: by the names of the files (.jsonl, .parquet, .tokens, Megatron's .bin and .idx;
                others are text); the folder of a saved Hugging Face dataset is a dataset
-    field      the field of a row with its text or a list of token ids ("text" by default), or with
-               the messages of a chat ("messages")
+    field      the field of a row with its text or a list of token ids ("text" by default, or
+               "input_ids" if the rows of a JSONL file have no text), or with the messages of a chat
+               ("messages"). Labels and loss masks beside "input_ids" are read, except from Parquet
     tokenizer  folder of a Hugging Face tokenizer; None: UTF-8 bytes
     template   file with a chat template (Jinja); None: that of the tokenizer
 
@@ -124,7 +132,9 @@ class Corpus:
         if known is None:
             if workers is None and engine == "processes":
                 workers = default_workers(files)
-            return counted(self._source(kind, files, masked=False), workers, engine, report)
+            with _in_words_of_settings():
+                source = self._source(kind, files, masked=False)
+                return counted(source, workers, engine, report)
         if engine != "processes" or self.tokenizer is not None:
             idle = "data.tokenizer" if self.tokenizer is not None else f"the engine {engine}"
             raise ConfigError(f"{idle} has no effect on lists of tokens. Remove it.")
@@ -138,20 +148,27 @@ class Corpus:
         key, beside = self._key(files), path.with_suffix(".json")
         if path.exists() and _text(beside) == key:
             return TokenFile(path)
-        self._write(path, kind, files, progress or (lambda done, total: None))
+        with _in_words_of_settings():
+            self._write(path, kind, files, progress or (lambda done, total: None))
         replace_file(beside, key.encode())
         return TokenFile(path)
 
     def _write(self, path: Path, kind: Format, files: list[Path], progress: Progress) -> None:
         source = self._source(kind, files)
-        columns: dict[str, Any] = {"loss_mask": np.uint8} if kind == "chat" else {}
-        if kind == "tokens":
-            first = source[0]
-            columns = {name: first[name].dtype for name in ("labels", *LOSS_MASKS) if name in first}
+        columns: dict[str, Any] = {"loss_mask": np.uint8}
+        if kind != "chat":
+            first: Sample = next(self._read(source, 0)) if len(source) else {}
+            columns = {name: _stored_type(name, first[name]) for name in _trained(first)}
         total, empty, without_loss = len(source), 0, SamplesWithoutLoss()
         with TokenFileWriter(path, dtype=np.int32, columns=columns) as writer:
             for item in range(total):
                 for sample in self._read(source, item):
+                    for name in _trained(sample) ^ columns.keys():
+                        has = "has no" if name in columns else "has"
+                        raise InputError(
+                            f"data.paths: sample {item} {has} {name!r}, unlike the first one. Give "
+                            f"it to every row or to none."
+                        )
                     if len(sample["input_ids"]):
                         writer.append(sample)
                         without_loss.add(sample)
@@ -165,8 +182,11 @@ class Corpus:
 
     @staticmethod
     def _read(source: SampleSource, item: int) -> Iterator[Sample]:
-        for _, sample in read_samples(source, item):
-            yield sample
+        try:
+            for _, sample in read_samples(source, item):
+                yield sample
+        except SampleError as error:
+            raise unreadable_item(item, error.__cause__ or error) from None
 
     def _source(self, kind: Format, files: list[Path], masked: bool = True) -> Any:
         """The samples of the files; those of chats without a loss mask unless `masked`."""
@@ -181,18 +201,26 @@ class Corpus:
             case "chat":
                 encoder = self._encoder(tokenizer)
                 chat = ChatTransform(self.field or "messages", encoder, masked)
-                return self._rows(format_of(files[:1]), files, None, chat)
-        return self._rows(kind, files, tokenizer, None)
+                return self._rows(format_of(files[:1]), files, None, chat, masked)
+        return self._rows(kind, files, tokenizer, None, masked)
 
     def _rows(
-        self, kind: Format, files: list[Path], tokenizer: Any, transform: Transform | None
+        self,
+        kind: Format,
+        files: list[Path],
+        tokenizer: Any,
+        transform: Transform | None,
+        masked: bool,
     ) -> Any:
         column = self.field or "text"
         if kind == "dataset":
-            decoder = RowDecoder(column, as_tokenize(tokenizer), ItemTransform.of(transform))
+            tokenize, made = as_tokenize(tokenizer), ItemTransform.of(transform)
+            decoder = RowDecoder(column, tokenize, made, counting=not masked)
             return Joined([SavedDataset(file, decoder) for file in files])
-        source = ParquetText if kind == "parquet" else Jsonl
-        return source(files, field=column, tokenizer=tokenizer, transform=transform)
+        if kind == "parquet":
+            return ParquetText(files, field=column, tokenizer=tokenizer, transform=transform)
+        source = Jsonl(files, field=self.field, tokenizer=tokenizer, transform=transform)
+        return source if masked else source.counting()
 
     def _encoder(self, tokenizer: Any) -> ChatEncoder:
         return ChatEncoder(tokenizer, self._template_text())
@@ -258,6 +286,30 @@ class Joined:
         which = int(np.searchsorted(self._ends, item, "right"))
         before = int(self._ends[which - 1]) if which else 0
         return self._sources[which][item - before]
+
+
+def _trained(sample: Sample) -> set[str]:
+    """The names of the labels and loss masks that a sample has."""
+    return {name for name in ("labels", *LOSS_MASKS) if name in sample}
+
+
+def _stored_type(name: str, values: Any) -> np.dtype[Any]:
+    """The dtype that labels or a mask are stored in."""
+    if not isinstance(values, list):
+        return np.asarray(values).dtype
+    if name == "labels":
+        return np.dtype(np.int64)
+    return np.dtype(np.float64 if np.array([0, *values]).dtype.kind == "f" else np.uint8)
+
+
+@contextmanager
+def _in_words_of_settings() -> Iterator[None]:
+    """Errors about rows name the settings of a corpus, which has no transform."""
+    try:
+        yield
+    except EvenstepError as error:
+        said = str(error).replace("Set field to", "Set data.field to")
+        raise type(error)(said.replace(", or pass a transform", "")) from None
 
 
 def _text(path: Path) -> str | None:

@@ -74,11 +74,12 @@ def count(source: SampleSource, item: int) -> int:
     except FileError:
         raise
     except Exception as error:
-        raise _unreadable(item, error) from None
+        raise unreadable_item(item, error) from None
     return sum(map(length_of, found if isinstance(found, list) else [found]))
 
 
-def _unreadable(item: int, error: Exception) -> InputError:
+def unreadable_item(item: int, error: BaseException) -> InputError:
+    """The error for an item that raised `error`, with its file and line."""
     notes = [note.removeprefix("raised for ") for note in getattr(error, "__notes__", ())]
     where = notes[0] if notes else f"sample {item}"  # sources leave the place in a note
     said = str(error) if isinstance(error, EvenstepError) else f"{type(error).__name__}: {error}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,11 +26,11 @@ class Jsonl:
 
     `paths` is a path, a pattern such as `"data/*.jsonl"`, or a list of either. Matches of a
     pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
-    several; without a transform, the tokens of `field` (default: `text`). Rows with `input_ids` and
-    no text are samples as they are, also for a `PlannedStream`. A transform may have parameters
-    named `sample_id`, `epoch` and `seed` (see `Draw`), so that what it draws is exact on resume.
-    Files are scanned for line ends once, on first use. Pickling keeps this index but not the open
-    files.
+    several; without a transform, the tokens of `field` (default: `text`, or `input_ids` if the rows
+    have no text). Rows with a list of `input_ids` are samples as they are, also for a
+    `PlannedStream`. A transform may have parameters named `sample_id`, `epoch` and `seed` (see
+    `Draw`), so that what it draws is exact on resume. Files are scanned for line ends once, on
+    first use. Pickling keeps this index but not the open files.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -71,9 +73,15 @@ class Jsonl:
         """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
         return len(self) > 0 and self._decoder.has_tokens(self._row(0)[0])
 
+    def counting(self) -> Jsonl:
+        """The same rows, of which only tokens are counted: labels and masks may be lost."""
+        other = copy(self)
+        other._decoder = replace(self._decoder, counting=True)
+        return other
+
     def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
         row, where = self._row(item)
-        return self._decoder.decode(row, where, draw)
+        return self._decoder.decode(row, where, draw, self._first_kind)
 
     def _row(self, item: int) -> tuple[Any, str]:
         """(the row, its file and line)."""
@@ -102,6 +110,14 @@ class Jsonl:
         digest.update(files_digest(self.paths))
         digest.update(samples_digest(self._first_drawn, spread(len(self))))
         return digest.hexdigest()
+
+    @cached_property
+    def _first_kind(self) -> str | None:
+        """What is read of the first row; None if it cannot be read."""
+        try:
+            return self._decoder.kind_of(self._row(0)[0])
+        except InputError:
+            return None
 
     @cached_property
     def _starts(self) -> IntArray:

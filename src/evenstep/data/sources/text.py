@@ -46,8 +46,9 @@ def as_tokenize(tokenizer: Any = None) -> Tokenize:
 @dataclass(frozen=True, slots=True)
 class RowDecoder:
     """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`, which is
-    text or, without a tokenizer, a list of token ids. Without a field it is `text`, and a row with
-    `input_ids` instead is a sample as it is.
+    text or, without a tokenizer, a list of token ids. Without a field it is `text`, or `input_ids`
+    of a row without text. A row with a list of `input_ids` is a sample as it is; labels and loss
+    masks beside another field are an error, unless only tokens are counted.
 
     >>> decoder = RowDecoder(None, as_tokenize(None), ItemTransform(None))
     >>> decoder.decode({"text": "ab"}, "a.jsonl, line 1")
@@ -57,31 +58,55 @@ class RowDecoder:
     field: str | None
     tokenize: Tokenize
     transform: ItemTransform
+    counting: bool = False
 
-    def decode(self, row: Any, where: str, draw: Draw | None = None) -> Sample | list[Sample]:
-        """The samples of `row`. Errors get a note that names `where`."""
+    def decode(
+        self, row: Any, where: str, draw: Draw | None = None, first_kind: str | None = None
+    ) -> Sample | list[Sample]:
+        """The samples of `row`. Errors get a note that names `where`.
+
+        `first_kind` is the `kind_of` the first row, if it is known.
+        """
         try:
+            self._check_kind(row, first_kind, where)
             if self.transform.function is not None:
                 return self.transform(row, draw)
             value = self._value(row, where)
+            if not self.counting and not self.has_tokens(row):
+                self._check_masks(row, where)
             if isinstance(value, str):
                 return {"input_ids": _integers(self.tokenize(value), where)}
             tokens = self._listed(value, where, self._field_of(row))
-            if self.has_tokens(row):
-                return {**row, "input_ids": tokens}
-            self._check_masks(row, where)
-            return {"input_ids": tokens}
+            return {**row, "input_ids": tokens} if self.has_tokens(row) else {"input_ids": tokens}
         except Exception as error:
             error.add_note(f"raised for {where}")
             raise
 
     def has_tokens(self, row: Any) -> bool:
-        """Whether a row is a sample as it is, with `input_ids`."""
-        plain = self.field is None and self.transform.function is None
-        return plain and isinstance(row, Mapping) and "input_ids" in row and "text" not in row
+        """Whether a row is a sample as it is, with a list of `input_ids`."""
+        if self.transform.function is not None or not isinstance(row, Mapping):
+            return False
+        return self._field_of(row) == "input_ids" and isinstance(row.get("input_ids"), list)
 
-    def _field_of(self, row: Any) -> str:
-        return self.field or ("input_ids" if self.has_tokens(row) else "text")
+    def kind_of(self, row: Any) -> str | None:
+        """Which of `text` and `input_ids` is read of a row, if the row decides that."""
+        plain = self.field is None and self.transform.function is None
+        if not plain or not isinstance(row, Mapping):
+            return None
+        field = self._field_of(row)
+        return field if field in row else None
+
+    def _check_kind(self, row: Any, first: str | None, where: str) -> None:
+        """Raise if a row has tokens and the first one has text, or the other way round."""
+        kind = self.kind_of(row)
+        if kind is not None and first is not None and kind != first:
+            raise InputError(
+                f"{where}: the row has {kind!r}, but the first one has {first!r}. Keep rows of "
+                f"text and rows of tokens in separate files, or pass a transform."
+            )
+
+    def _field_of(self, row: Mapping[str, Any]) -> str:
+        return self.field or ("input_ids" if "input_ids" in row and "text" not in row else "text")
 
     def _value(self, row: Any, where: str) -> Any:
         if not isinstance(row, Mapping):
@@ -90,6 +115,11 @@ class RowDecoder:
                 f"per row, or pass a transform."
             )
         field = self._field_of(row)
+        if self.field is None and self.tokenize is _utf8 and {"text", "input_ids"} <= row.keys():
+            raise InputError(
+                f"{where}: the row has both 'text' and 'input_ids'. Set field to one of them, or "
+                f"pass a transform."
+            )
         if field not in row:
             has = ", ".join(map(repr, list(row)[:20])) or "none"
             raise InputError(
@@ -99,14 +129,21 @@ class RowDecoder:
         return row[field]
 
     def _check_masks(self, row: Mapping[str, Any], where: str) -> None:
-        """Raise if a row with a list of token ids says which of them are trained."""
+        """Raise if a row says which tokens are trained, and that would be lost."""
+        field = self._field_of(row)
         for name in ("labels", *LOSS_MASKS):
-            if name in row:
-                raise InputError(
-                    f"{where}: the row has {name!r}, but only {self._field_of(row)!r} is read. "
-                    f"Pass transform=lambda row: row to keep the row as a sample, or remove "
-                    f"{name!r}."
-                )
+            value = row.get(name)
+            if value is None or (name == "labels" and not isinstance(value, list)):
+                continue  # a label of the whole text is not about tokens
+            remedy = f"Remove {name!r}"
+            if "input_ids" in row:
+                remedy = f"Set field to 'input_ids', which is read with {name!r}"
+            elif isinstance(row[field], list):
+                remedy = f"Rename {field!r} to 'input_ids', or remove {name!r}"
+            raise InputError(
+                f"{where}: the row has {name!r}, but only {field!r} is read. {remedy}, or pass a "
+                f"transform."
+            )
 
     def _listed(self, value: Any, where: str, field: str) -> NDArray[np.integer[Any]]:
         """Token ids that a row has as a list in `field`."""
