@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from evenstep import Packed, PlannedStream, PooledStream, Recipe, Steps
 from evenstep.data.sources import lines as line_files
 from evenstep.data.sources.jsonl import Jsonl
+from evenstep.data.sources.mapped import MeasuredMapped
 from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
 from evenstep.errors import ConfigError, FileError, InputError, SampleError
 
@@ -234,8 +235,10 @@ def test_a_stream_of_only_empty_files_is_an_error(
         (tmp_path / f"{number}.jsonl").write_text(text)
     recipe = Recipe(layout=Packed(max_tokens=8))
     stream: Any = {"pooled": PooledStream, "planned": PlannedStream}[kind]
-    with pytest.raises(InputError, match=r"no samples in .*0\.jsonl.* Check the files"):
-        list(stream(Jsonl(f"{tmp_path}/*.jsonl"), recipe))
+    source, more = Jsonl(f"{tmp_path}/*.jsonl"), " and 1 more file" * (len(texts) - 1)
+    for wrapped in (source, MeasuredMapped(source)):
+        with pytest.raises(InputError, match=rf"no samples in .*0\.jsonl{more}\. Check the files"):
+            list(stream(wrapped, recipe))
 
 
 @pytest.mark.parametrize("path", ["https://host/a.jsonl", "s3://bucket/*.jsonl", "hf://a/b.jsonl"])

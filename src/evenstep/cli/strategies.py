@@ -140,8 +140,10 @@ def refuse_too_long(job: Job, strategies: list[Strategy]) -> None:
 def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | None = None) -> Entry:
     """Plan with a strategy; an entry without a plan holds the error message.
 
-    The measured time excludes compiling and loading kernels.
+    The measured time excludes importing the planner, and compiling and loading kernels.
     """
+    import evenstep.planning.planner  # noqa: F401
+
     job = strategy.job(job)
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))

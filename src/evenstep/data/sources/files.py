@@ -45,11 +45,20 @@ def files_of(paths: Paths) -> list[Path]:
 
 
 def refuse_empty(source: Any) -> None:
-    """Raise if a source of files has no samples: a stream of it would end without a step."""
-    paths = getattr(source, "paths", ())
-    if paths and len(source) == 0:
-        more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
-        raise InputError(f"no samples in {paths[0]}{more}. Check the files.")
+    """Raise if a source of files, or a wrapper of one, has no samples: a stream of it would end
+    without a step. No samples in memory are no steps."""
+    files = source
+    while not hasattr(files, "paths"):  # Mapped has a dataset, MeasuredMapped a Mapped
+        inner = vars(files) if hasattr(files, "__dict__") else {}
+        files = inner.get("dataset", inner.get("_source"))
+        if files is None:
+            return
+    paths = files.paths
+    if not paths or len(source):
+        return
+    count = len(paths) - 1
+    more = f" and {count} more {'file' if count == 1 else 'files'}" if count else ""
+    raise InputError(f"no samples in {paths[0]}{more}. Check the files.")
 
 
 def refuse_compressed(path: Path) -> None:
