@@ -576,6 +576,27 @@ def test_workers_persist_and_the_collator_takes_arguments() -> None:
     assert all(row["input_ids"].shape == (1, 16) for step in built for row in step)
 
 
+def test_the_threads_of_workers_are_set_beside_the_callers_function() -> None:
+    called: list[int] = []
+    built = build_dataloader(
+        dataset=[sample(2, 1)], micro_batch_size=1, global_batch_size=1, max_seq_len=8,
+        train_steps=1, dyn_bsz=False, worker_num_threads=torch.get_num_threads(),
+        worker_init_fn=called.append,
+    )  # fmt: skip
+    built.worker_init_fn(3)
+    assert called == [3]
+
+
+@pytest.mark.parametrize("idle", [{"pad_to_length": True}, {"collate_fn_kwargs": {"sp_size": 2}}])
+@pytest.mark.parametrize("collate", [{"collate_fn": list}, {"build_collate_fn": False}])
+def test_options_of_a_collator_that_is_not_used_are_refused(idle: Any, collate: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(idle))} is for the MainCollator, which"):
+        build_dataloader(
+            dataset=[], micro_batch_size=1, global_batch_size=1, max_seq_len=8, train_steps=1,
+            **idle, **collate,
+        )  # fmt: skip
+
+
 def test_impossible_loaders_are_refused() -> None:
     sizes: Any = {"micro_batch_size": 2, "max_seq_len": 16, "train_steps": 4, "dataset": []}
     with pytest.raises(ConfigError, match="global_batch_size=3 is not a multiple"):

@@ -281,6 +281,13 @@ def build_dataloader(
             "pad_to_length needs dyn_bsz: a fixed number of samples has no fixed length. Set "
             "dyn_bsz, or leave pad_to_length out."
         )
+    if collate_fn is not None or not build_collate_fn:
+        idle = {"pad_to_length": pad_to_length, "collate_fn_kwargs": collate_fn_kwargs}
+        for name in (name for name, value in idle.items() if value):
+            raise ConfigError(
+                f"{name} is for the MainCollator, which is not used with an own collate_fn or "
+                f"without build_collate_fn. Leave {name} out, or the others."
+            )
     if bsz_warmup_ratio and not (dyn_bsz and dyn_bsz_runtime == "main"):
         warnings.warn(
             "bsz_warmup_ratio has no effect without dyn_bsz and dyn_bsz_runtime='main'.",
@@ -299,7 +306,8 @@ def build_dataloader(
     if num_workers:
         options |= {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
     if worker_num_threads is not None:
-        options["worker_init_fn"] = _WithThreads(worker_num_threads)
+        own = options.get("worker_init_fn")
+        options["worker_init_fn"] = _WithThreads(worker_num_threads, own)
     options["num_workers"] = num_workers
     budget = micro_batch_size * max_seq_len
     cap = _physical_cap(budget, dyn_bsz_count_mode, dyn_bsz_physical_overflow_ratio)
@@ -348,13 +356,15 @@ def _micro_batches(global_batch_size: int, micro_batch_size: int, ranks: int) ->
 
 
 class _WithThreads:
-    """Gives each worker so many threads."""
+    """Gives each worker so many threads, and calls the caller's `worker_init_fn`."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = whole_number("worker_num_threads", threads)
+    def __init__(self, threads: int, then: Callable[[int], None] | None = None) -> None:
+        self.threads, self.then = whole_number("worker_num_threads", threads), then
 
     def __call__(self, worker: int) -> None:
         torch.set_num_threads(self.threads)
+        if self.then is not None:
+            self.then(worker)
 
 
 class _InOrder:
