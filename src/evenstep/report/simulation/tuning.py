@@ -171,9 +171,26 @@ def _changed(chosen: Setting, settings: Sequence[Setting]) -> str:
         return ""
     less = percent(1 - faster.gpu_hours / chosen.gpu_hours)
     return (
-        f"{count(faster.budget)} slots would take {less} fewer GPU-hours, but that "
+        f"{_difference(faster, chosen)} would take {less} fewer GPU-hours, but that "
         f"{faster.change}. "
     )
+
+
+def _difference(setting: Setting, other: Setting) -> str:
+    """All in which a setting differs from another."""
+    topology, before = setting.recipe.topology, other.recipe.topology
+    parts = {
+        f"{setting.layout} micro-batches": setting.layout != other.layout,
+        f"{count(setting.budget)} slots": setting.budget != other.budget,
+        f"{times(setting.samples, 'sample')} per step": setting.samples != other.samples,
+        f"dp {topology.dp}": topology.dp != before.dp,
+        f"cp {topology.cp}": topology.cp != before.cp,
+        f"{'' if setting.checkpointing else 'not '}recomputing activations": (
+            setting.checkpointing != other.checkpointing
+        ),
+    }
+    *most, last = [part for part, differs in parts.items() if differs]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _gain(chosen: Setting, fastest: Setting) -> str:
