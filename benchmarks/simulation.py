@@ -148,7 +148,7 @@ def speed(bench: Bench) -> Section:
     with tempfile.TemporaryDirectory() as folder:
         for name, corpus in bench.corpora.items():
             path = Path(folder, "lengths.npy")
-            axes = ["--set", f"topology.dp={ranks}", "--only", "recipe as it is"]
+            axes = ["--set", f"topology.dp={ranks}", "--only", "your settings"]
             calls = {
                 "simulate": ["simulate", str(path), *shared, *device, *axes],
                 "tune": [

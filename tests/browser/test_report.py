@@ -47,8 +47,8 @@ def report() -> Report:
     return Report(
         title="A <run> & its plan",
         plan=plan,
-        entries=[first, Entry("recipe as it is", plan, 0.1), Entry("odd", fault="<b>no</b>")],
-        runs={"recipe as it is": RunLog.of([record(plan, step) for step in range(10)])},
+        entries=[first, Entry("your settings", plan, 0.1), Entry("odd", fault="<b>no</b>")],
+        runs={"your settings": RunLog.of([record(plan, step) for step in range(10)])},
         advice=advice(plan, make_plan),
     )
 
@@ -90,7 +90,7 @@ def test_the_page_opens_offline_and_its_numbers_are_the_plans(
     assert data["plan"]["tokens"] == int(plan.tokens.sum())
     assert sum(data["lengths"]["samples"]) == len(plan.lengths)
     assert sum(data["lengths"]["tokens"]) == int(plan.lengths.sum())
-    assert data["runs"]["recipe as it is"]["steps"] == 10
+    assert data["runs"]["your settings"]["steps"] == 10
     shown = opened.page.locator("main").inner_text()
     assert f"{data['saving']['times_less_time']:.2f}×" in shown
     assert f"{data['saving']['slots']:,}" in shown

@@ -448,7 +448,7 @@ def test_all_strategies_run_the_same_tokens_of_long_samples(
     path.write_text("5 250 245 5")
     run("compare", path, *BUDGET, "--set", f"overflow={overflow}", "--json")
     found = {entry["strategy"]: entry.get("stats", {}).get("tokens") for entry in printed(capsys)}
-    assert found["padded batches of 8"] == found["recipe as it is"] == tokens
+    assert found["padded batches of 8"] == found["your settings"] == tokens
 
 
 def test_a_png_is_a_picture(lengths: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_run_has_a_report_of_what_ran(run: Path, tmp_path: Path) -> None:
     )
     assert [each["name"] for each in data["strategies"]][:2] == [
         "padded batches of 8",
-        "recipe as it is",
+        "your settings",
     ]
     assert data["saving"]["gpu_hours"] is not None
     assert any("steps 4 to 5 of 6" in note for note in data["notes"])
@@ -66,7 +66,7 @@ def test_the_strategies_of_a_run_have_its_steps(tmp_path: Path, samples: int) ->
     report = of_run(tmp_path / "out")
 
     entries = {entry.name: entry.stats for entry in report.entries}
-    assert entries["recipe as it is"] == report.stats
+    assert entries["your settings"] == report.stats
     assert report.stats["num_steps"] == 11
     for stats in entries.values():
         assert stats["num_steps"] == 11

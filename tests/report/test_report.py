@@ -59,10 +59,10 @@ def data_of(page: str) -> Any:
 def test_the_page_holds_the_numbers_of_the_report() -> None:
     entries = [
         Entry("today", TODAY),
-        Entry("recipe as it is", PACKED),
+        Entry("your settings", PACKED),
         Entry("no", fault="<script>"),
     ]
-    runs = {"recipe as it is": RunLog.of(records(PACKED))}
+    runs = {"your settings": RunLog.of(records(PACKED))}
     report = Report(title="</script><b>", plan=PACKED, entries=entries, runs=runs)
     page = report_page(report)
     data = data_of(page)
@@ -74,8 +74,8 @@ def test_the_page_holds_the_numbers_of_the_report() -> None:
 
 
 def test_a_saving_is_time_slots_and_gpu_hours() -> None:
-    entries = [Entry("today", TODAY), Entry("recipe as it is", PACKED)]
-    runs = {"recipe as it is": RunLog.of(records(PACKED, seconds=900.0))}
+    entries = [Entry("today", TODAY), Entry("your settings", PACKED)]
+    runs = {"your settings": RunLog.of(records(PACKED, seconds=900.0))}
     saving = Report(title="t", plan=PACKED, entries=entries, runs=runs).saving
     assert saving is not None
     ratio = step_times(TODAY).sum() / step_times(PACKED).sum()
@@ -141,12 +141,12 @@ def test_a_log_without_times_has_none() -> None:
     log = RunLog.of([{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}])
     assert np.isnan([log.per_second(), log.waiting_share(), log.seconds_per_cost()]).all()
     assert len(log.micro_batches()[0]) == 0
-    entries = [Entry("today", TODAY), Entry("recipe as it is", PACKED)]
-    runs = {"recipe as it is": log}
+    entries = [Entry("today", TODAY), Entry("your settings", PACKED)]
+    runs = {"your settings": log}
     data = data_of(report_page(Report(title="t", plan=PACKED, entries=entries, runs=runs)))
     assert data["saving"]["gpu_hours"] is None
-    assert data["runs"]["recipe as it is"]["last_loss"] == 0.5
-    assert data["runs"]["recipe as it is"]["tokens_per_second"] is None
+    assert data["runs"]["your settings"]["last_loss"] == 0.5
+    assert data["runs"]["your settings"]["tokens_per_second"] is None
 
 
 def test_a_slow_rank_is_found() -> None:

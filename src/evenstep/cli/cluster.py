@@ -16,7 +16,7 @@ from evenstep.errors import ConfigError
 from evenstep.report.numbers import times
 from evenstep.report.simulation.cluster import Cluster
 from evenstep.report.simulation.device import cluster_of, with_exchange
-from evenstep.report.simulation.simulate import Simulation, simulate
+from evenstep.report.simulation.simulate import Simulation, refuse_second_work, simulate
 
 _SHARE, _LINK = 0.4, 50e9
 
@@ -66,8 +66,7 @@ class Speed:
             raise ConfigError(
                 "the cost counts tokens only, so steps have no time. Add --model, or set cost."
             )
-        if recipe.second_work is not None:
-            raise ConfigError("the time of second_work is not simulated. Leave second_work out.")
+        refuse_second_work(recipe)
 
     def cluster(self, recipe: Recipe) -> Cluster:
         """The cluster of a recipe's topology."""

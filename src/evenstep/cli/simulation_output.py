@@ -73,7 +73,7 @@ def print_settings(settings: Sequence[Setting], chosen: Setting, why: str, title
     screen.print(Text(printable(title), "bold"))
     print_grid(screen, header, rows)
     if changed:
-        verb = {"split": "split", "truncate": "truncate", "drop": "drop"}[chosen.recipe.overflow]
+        verb = chosen.recipe.overflow
         screen.print(
             Text(f"Settings that {verb} samples come last: they train on other data.", "dim")
         )

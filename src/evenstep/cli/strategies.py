@@ -19,7 +19,7 @@ from evenstep.planning.overflow import refusal, refused
 from evenstep.report import Entry
 
 TODAY = "padded batches of 8"
-OWN = "recipe as it is"
+OWN = "your settings"
 
 
 @dataclass(frozen=True, slots=True)

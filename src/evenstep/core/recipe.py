@@ -211,7 +211,7 @@ class Recipe:
                 f"balance='none' keeps the order of the samples, so {given[0]} has no effect. "
                 f"Leave one of them out."
             )
-        if self.seed and not _uses_seed(self.layout):
+        if self.seed and not _uses_seed(self.layout.packer):
             raise ConfigError(
                 f"seed={self.seed} has no effect on this plan: only the packer first_fit_shuffle "
                 f"and packers of your own use it. Leave it out; the order of samples has the seed "
@@ -325,8 +325,7 @@ def check_recipe(recipe: object) -> None:
     raise ConfigError(f"recipe must be a Recipe, got {kind}. Write Recipe(layout={remedy}).")
 
 
-def _uses_seed(layout: Layout) -> bool:
-    packer = layout.packer
+def _uses_seed(packer: object) -> bool:
     own = packer is not None and (not isinstance(packer, str) or ":" in packer)
     return own or packer == "first_fit_shuffle"
 
@@ -336,8 +335,7 @@ def _without_idle(data: Mapping[str, Any]) -> dict[str, Any]:
     topology, packer = dict(data["topology"]), data["layout"].get("packer")
     topology["sequence_parallel"] = topology["sequence_parallel"] and topology["tp"] > 1
     topology["variable_seq_lengths"] = topology["variable_seq_lengths"] and topology["pp"] > 1
-    used = packer == "first_fit_shuffle" or ":" in (packer or "")
-    return {**data, "topology": topology, "seed": data["seed"] if used else 0}
+    return {**data, "topology": topology, "seed": data["seed"] if _uses_seed(packer) else 0}
 
 
 _CHOICES: dict[str, Any] = {

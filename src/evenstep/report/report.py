@@ -36,7 +36,7 @@ class Report:
 
     title: str
     plan: Plan
-    own: str = "recipe as it is"
+    own: str = "your settings"
     entries: Sequence[Entry] = ()
     runs: Mapping[str, RunLog] = field(default_factory=dict)
     advice: Sequence[Advice] = ()

@@ -144,10 +144,9 @@ def _balance(stats: Mapping[str, Value]) -> Section:
 
 
 def _bounds(stats: Mapping[str, Value]) -> Section:
-    verb = "is" if stats["num_packs_bound"] == 1 else "are"
-    packs = f"at least {_int(stats, 'num_packs_bound')} {verb} needed"
+    packs = f"lower bound {_int(stats, 'num_packs_bound')}"
     if stats["packs_optimal"]:
-        packs += "; no plan has fewer per rank"
+        packs += "; the count per rank is optimal"
     time = "modelled time over its lower bound"
     if stats["balance_optimal"]:
         time += "; no plan of this recipe is faster"

@@ -122,7 +122,7 @@ def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
 class ChatTransform:
     """From a row with messages in `field` to a sample; without a loss mask if it is only counted.
 
-    It is sent to other processes, so it is no function within a function.
+    It is sent to other processes, so it is a class: an inner function cannot be pickled.
     """
 
     field: str

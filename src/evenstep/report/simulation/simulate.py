@@ -8,6 +8,7 @@ import numpy as np
 
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
+from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError
 from evenstep.report.simulation.cluster import Cluster
 from evenstep.report.simulation.exchange import Exchange
@@ -79,6 +80,12 @@ class Simulation:
         }
 
 
+def refuse_second_work(recipe: Recipe) -> None:
+    """Raise if a recipe has work that is not simulated."""
+    if recipe.second_work is not None:
+        raise ConfigError("the time of second_work is not simulated. Leave second_work out.")
+
+
 def simulate(plan: Plan, cluster: Cluster) -> Simulation:
     """Simulate every step of a plan.
 
@@ -93,8 +100,7 @@ def simulate(plan: Plan, cluster: Cluster) -> Simulation:
     ([6.0], [2.0], [4.0])
     """
     recipe, topology = plan.recipe, plan.recipe.topology
-    if recipe.second_work is not None:
-        raise ConfigError("the time of second_work is not simulated. Leave second_work out.")
+    refuse_second_work(recipe)
     seconds, own, real = _micro_batches(plan, cluster)
     transfer = 2.0 * cluster.hidden * plan.slots / (topology.cp * topology.tp) / cluster.link
     sharded = recipe.sync_every == "micro_batch"
