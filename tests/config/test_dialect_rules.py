@@ -477,3 +477,11 @@ def test_faults_of_the_recipe_name_the_keys_behind_it(tmp_path: Path) -> None:
     text = "actor_rollout_ref: {actor: {use_dynamic_bsz: true, strategy: megatron}}"
     (fault,) = refused(tmp_path, "verl", text, "layout.pad_to=100000")
     assert "layout.max_tokens is actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in fault
+
+
+def test_sections_of_any_content_do_not_make_a_file_one_of_a_system(tmp_path: Path) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_text("kind: ConfigMap\ndata: {default: a, train: b}\n")
+    with pytest.raises(FaultsError) as caught:
+        load_file(path)
+    assert "it seems" not in str(caught.value)

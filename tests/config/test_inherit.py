@@ -284,6 +284,11 @@ def test_an_override_may_choose_a_file(tmp_path: Path) -> None:
         ("toplogy.dp=4", "toplogy is not a known key. Did you mean topology?"),
         ("trainer.nodes=4", "trainer.nodes is not a known key"),
         ("actor_rollout_ref.actor.model_engine=megatron", "is not a key of the file. Check its"),
+        (
+            "data.shuffel=true",
+            "data.shuffel is not a key of the file. Check its spelling, or write",
+        ),
+        ("~trainer.logger", "~trainer.logger removes a key, which is not supported"),
         ("layout.max_tokens={", "is not valid YAML"),
         ("layout.max_tokens", "must be of the form key=value"),
         ("actor_rollout_ref.actor.ppo_max_token_len=1", "ppo_max_token_len is not a known key"),

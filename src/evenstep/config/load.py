@@ -144,7 +144,7 @@ def _refuse_other_system(document: Document) -> None:
 def _likely(data: Mapping[str, Any]) -> str:
     """The dialect that knows most of the keys in a file; empty if none knows any."""
     counts = {
-        name: sum(has(data, key.split(".")) for key in dialect.keys)
+        name: sum(has(data, key.split(".")) for key in dialect.named_keys)
         for name, dialect in DIALECTS.items()
     }
     likely = max(counts, key=lambda name: counts[name])
@@ -204,6 +204,12 @@ def _overridden_tree(
 
     An override of a Hydra group chooses a file. `+` adds a key, so that it may be absent.
     """
+    for text in overrides:
+        if text.startswith("~"):
+            raise ConfigError(
+                f"{text} removes a key, which is not supported. Set the key to null, or remove it "
+                f"from the file."
+            )
     pairs = [_pair(text.lstrip("+")) for text in overrides]
     if dialect.interpolates:
         words = {".".join(keys): value for keys, value in pairs if isinstance(value, str)}
@@ -237,11 +243,12 @@ def _is_native(path: tuple[str, ...], dialect: Dialect, tree: Tree) -> bool:
         return False
     if path[0] in _RECIPE:
         return True
-    if path[0] not in PARTS:
-        sections = {*tree.data, *(key.partition(".")[0] for key in dialect.keys)}
+    sections = {*tree.data, *(key.partition(".")[0] for key in dialect.keys)}
+    if path[0] not in PARTS or path[0] not in sections:
         return path[0] not in sections
     fields = [field.name for field in dataclasses.fields(PARTS[path[0]])]
-    return len(path) == 1 or path[1] in fields or not has(tree.data, path)
+    named = dialect.interpolates or has(tree.data, path)  # absent keys are named as theirs
+    return len(path) == 1 or path[1] in fields or not named
 
 
 def _is_key(path: tuple[str, ...], dialect: Dialect, tree: Tree) -> bool:

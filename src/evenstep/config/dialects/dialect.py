@@ -70,3 +70,8 @@ class Dialect:
     patterns: tuple[str, ...] = ()
     others: frozenset[str] = frozenset()
     interpolates: bool = False
+
+    @property
+    def named_keys(self) -> list[str]:
+        """The keys by which a file of the system is known: sections of any content are common."""
+        return [name for name, key in self.keys.items() if key.kind != "any"]
