@@ -67,7 +67,11 @@ def weights_of(batch: Batch) -> Tensor:
 
 def gradients(model: Any) -> dict[str, Tensor]:
     """By parameter."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name.removeprefix("_orig_mod."): parameter.grad.clone()  # of a compiled model
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def one_at_a_time(model: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
