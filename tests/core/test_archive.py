@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenstep import Packed, Plan, Recipe
 from evenstep.cli import main
-from evenstep.core import archive
-from evenstep.core.layout import Packed
-from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe
 from evenstep.errors import FileError
 from tests.handmade import handmade
+from tests.internals import archive
 
 
 def sealed(body: bytes) -> bytes:
