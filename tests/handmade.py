@@ -6,9 +6,8 @@ import numpy as np
 
 from evenstep.core.layout import Padded
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import offsets_of
+from evenstep.core.ragged import Segments, offsets_of
 from evenstep.core.recipe import Recipe
-from evenstep.core.segments import Segments
 
 Rows = Sequence[Sequence[int]]  # the samples of each row
 Steps = Sequence[Sequence[Sequence[Rows]]]  # [step][rank][micro-batch]

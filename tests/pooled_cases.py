@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, World
-from evenstep.core.cursor import Cursor
-from evenstep.core.identity import item_and_part, sample_number
 from evenstep.core.layout import Layout
-from evenstep.core.step import Step
+from evenstep.core.ragged import item_and_part, sample_number
+from evenstep.core.step import Cursor, Step
 from evenstep.data.streams.cut import Cut
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from evenstep import World
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
+from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.step import Step
 from evenstep.data.sources.lengths import Lengths

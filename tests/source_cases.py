@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from evenstep.core.identity import item_and_part
+from evenstep.core.ragged import item_and_part
 from evenstep.core.step import Step
 from evenstep.data import (
     Draw,

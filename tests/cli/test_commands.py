@@ -19,8 +19,7 @@ from evenstep.cli.samples import Samples
 from evenstep.core.checks import CHECKS
 from evenstep.core.layout import Packed, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
+from evenstep.core.recipe import Recipe, Steps, Topology
 from tests.handmade import handmade
 
 LENGTHS = [5, 3, 8, 2, 7, 1, 4, 6]

@@ -9,7 +9,7 @@ import pytest
 
 from evenstep import Cost
 from evenstep.cli import main
-from evenstep.core.model.presets import PRESETS
+from evenstep.core.model_config import PRESETS
 from evenstep.core.plan import Plan
 
 BUDGET = ["--set", "layout.max_tokens=4096", "--set", "topology.dp=2"]

@@ -9,7 +9,7 @@ import pytest
 
 from evenstep import Cost, make_plan
 from evenstep.config import load_recipe, overridden, recipe_from
-from evenstep.core.model.presets import PRESETS
+from evenstep.core.model_config import PRESETS
 from evenstep.errors import ConfigError
 
 LAYOUT = {"max_tokens": 8192}

@@ -8,8 +8,7 @@ import pytest
 from evenstep.config import load_recipe, overridden, recipe_from
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed, Padded
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
+from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.errors import ConfigError, FileError
 
 

@@ -22,7 +22,7 @@ from evenstep import (
     violations,
 )
 from evenstep.core.checks import CHECKS, violations_by_check
-from evenstep.core.segments import Segments
+from evenstep.core.ragged import Segments
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
 from tests.handmade import handmade

@@ -9,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Recipe, Topology
-from evenstep.core.bounds import lock_step_bound, makespan_bound, pack_bound, pack_bounds
-from evenstep.core.crowding import packs_of_first
-from evenstep.core.floor import StepFloor
-from evenstep.core.lock_step import lock_steps
-from evenstep.core.makespan import makespans
+from evenstep.core.bounds import (
+    StepFloor,
+    lock_step_bound,
+    lock_steps,
+    makespan_bound,
+    makespans,
+    pack_bound,
+    pack_bounds,
+    packs_of_first,
+)
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import SyncEvery
 from tests.core.exhaustive import fewest_packs, least_lock_step, least_makespan, least_step

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Plan, PlannedStream, Recipe, Steps, Topology, World, make_plan
-from evenstep.core.joining import join_plans
 from evenstep.core.layout import Layout
+from evenstep.core.plan import join_plans
 from evenstep.data.sources.lengths import Lengths
 from evenstep.errors import InputError
 from evenstep.testing import assert_valid_plan

@@ -12,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost
-from evenstep.core.model.config import ModelConfig
-from evenstep.core.model.kinds import KINDS
-from evenstep.core.model.layers import mixing_of, sparse_layers
-from evenstep.core.model.presets import PRESETS
-from evenstep.core.model.text import text_work
+from evenstep.core.model_config import PRESETS, ModelConfig
+from evenstep.core.models import KINDS, mixing_of, sparse_layers, text_work
 from evenstep.errors import ConfigError, FileError
 
 LLAMA: dict[str, Any] = {

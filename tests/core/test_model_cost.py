@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from evenstep.core.cost import Cost, Part
-from evenstep.core.model.config import DEFAULTS, read_model_config
-from evenstep.core.model.kinds import KINDS
-from evenstep.core.model.text import text_work
-from evenstep.core.model.vision import vision_work
+from evenstep.core.model_config import DEFAULTS, read_model_config
+from evenstep.core.models import KINDS, text_work, vision_work
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

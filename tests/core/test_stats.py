@@ -16,7 +16,8 @@ from evenstep import (
     Topology,
     make_plan,
 )
-from evenstep.core.floor import Floor, Floors
+from evenstep.core.bounds import Floor
+from evenstep.core.measures import Floors
 
 
 def floor(lengths: list[int], recipe: Recipe, **about: Any) -> Floor:

@@ -22,9 +22,8 @@ from evenstep import (
     make_plan,
 )
 from evenstep.core.ragged import Ragged, frozen
-from evenstep.core.recipe import Balance
-from evenstep.core.validate import one_of, truth_value, whole_number
-from evenstep.core.world import World
+from evenstep.core.recipe import Balance, World
+from evenstep.core.text import one_of, truth_value, whole_number
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pool import Pool

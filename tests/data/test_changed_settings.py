@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology
-from evenstep.core.cursor import Cursor
-from evenstep.core.step import Step
-from evenstep.core.world import World
+from evenstep.core.recipe import World
+from evenstep.core.step import Cursor, Step
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.lengths import Lengths
 from evenstep.data.sources.mapped import Mapped

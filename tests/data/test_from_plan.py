@@ -10,8 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World, make_plan, violations
-from evenstep.core.plan import Plan
-from evenstep.core.step_plan import on_fewer_ranks, samples_by_step, step_plan
+from evenstep.core.plan import Plan, on_fewer_ranks, samples_by_step, step_plan
 from evenstep.data import InMemory, Lengths
 from evenstep.errors import ConfigError, CursorError, EvenstepError, InputError
 from evenstep.testing import Case, assert_elastic_resume, assert_exact_resume, cases

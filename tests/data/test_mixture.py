@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from evenstep import Packed, Padded, Recipe, Topology
+from evenstep.core.recipe import World
 from evenstep.core.step import Step
-from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool

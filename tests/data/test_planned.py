@@ -22,8 +22,8 @@ from evenstep import (
     make_plan,
 )
 from evenstep.core.layout import Layout
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.world import World
+from evenstep.core.plan import MicroBatch
+from evenstep.core.recipe import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.lengths import Lengths
 from evenstep.data.sources.mapped import Mapped, MeasuredMapped

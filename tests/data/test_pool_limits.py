@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology, make_plan
-from evenstep.core.rounding import rounded_up
+from evenstep.core.ragged import rounded_up
 from evenstep.data.sources.measure import loss_tokens_of
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.pool import Pool

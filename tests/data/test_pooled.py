@@ -15,8 +15,8 @@ from hypothesis.strategies import DrawFn
 
 from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
+from evenstep.core.recipe import World
 from evenstep.core.step import Step
-from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import Mapped
 from evenstep.data.sources.memory import InMemory

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep import Limits, Packed, Recipe, Steps, Topology
-from evenstep.core.cursor import Cursor
-from evenstep.core.identity import sample_number
-from evenstep.core.step import Step
-from evenstep.core.world import World
+from evenstep.core.ragged import sample_number
+from evenstep.core.recipe import World
+from evenstep.core.step import Cursor, Step
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import Mapped
 from evenstep.data.sources.memory import InMemory

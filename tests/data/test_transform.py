@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, PlannedStream, PooledStream, Recipe, Steps, Topology, World
-from evenstep.core.identity import item_and_part
+from evenstep.core.ragged import item_and_part
 from evenstep.data import (
     Draw,
     Iterated,

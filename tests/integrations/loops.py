@@ -22,7 +22,7 @@ from transformers import (
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
-from evenstep.core.world import World
+from evenstep.core.recipe import World
 from evenstep.data.sources.mapped import MeasuredMapped
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.integrations.accelerate import accelerate_loader

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import Packed, Recipe, Steps, Topology
+from evenstep.core.recipe import World
 from evenstep.core.step import Step
-from evenstep.core.world import World
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream

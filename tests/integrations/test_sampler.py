@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology
-from evenstep.core.world import World
+from evenstep.core.recipe import World
 from evenstep.data.sources.lengths import Lengths
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, CursorError, PlanError

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import MambaConfig, MambaForCausalLM, TrainingArguments
 
 from evenstep import Packed, Recipe, Steps, Topology
-from evenstep.core.world import World
+from evenstep.core.recipe import World
 from evenstep.data.sources.mapped import MeasuredMapped
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream

@@ -15,8 +15,8 @@ from evenstep import (
     violations,
 )
 from evenstep.core.layout import Layout
+from evenstep.core.ragged import Segments
 from evenstep.core.recipe import Overflow
-from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology, make_plan
-from evenstep.core.floor import Floor, Floors
+from evenstep.core.bounds import Floor
 from evenstep.core.layout import PACKER_NAMES, Cut
-from evenstep.core.modelled_time import step_times
+from evenstep.core.measures import Floors, step_times
 from evenstep.core.recipe import Balance, SyncEvery
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.testing import Case, cases

@@ -26,7 +26,7 @@ from evenstep import (
     make_plan,
 )
 from evenstep.cli import main
-from evenstep.core.modelled_time import step_times
+from evenstep.core.measures import step_times
 from evenstep.data import Lengths
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.planning import decide_step, simpler

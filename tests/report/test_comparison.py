@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.modelled_time import TimeParts, step_times, time_parts
+from evenstep.core.measures import TimeParts, step_times, time_parts
 from evenstep.report import Entry, comparison_picture, plan_picture
 from evenstep.report.comparison import HEADER, cells, closing, one_step_warning
 from evenstep.report.png import png_of

@@ -7,8 +7,7 @@ import pytest
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe, SyncEvery
-from evenstep.core.topology import Topology
+from evenstep.core.recipe import Recipe, SyncEvery, Topology
 from evenstep.report import (
     Entry,
     comparison_page,

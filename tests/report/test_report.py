@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.modelled_time import step_times
+from evenstep.core.measures import step_times
 from evenstep.report import Entry, Report, RunLog, advice, report_page
 from evenstep.report.charts import Bins, Thinned, histogram, lines
 from evenstep.report.fitting import fitted_error

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.recipe import SyncEvery
-from evenstep.core.second_work import SecondWork
-from evenstep.core.step_table import StepTable
+from evenstep.core.measures import StepTable
+from evenstep.core.recipe import SecondWork, SyncEvery
 from evenstep.errors import ConfigError
 from evenstep.report.simulation.cluster import Cluster
 from evenstep.report.simulation.exchange import Exchange

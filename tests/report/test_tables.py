@@ -5,8 +5,7 @@ import pytest
 from evenstep import make_plan
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
-from evenstep.core.recipe import Recipe
-from evenstep.core.topology import Topology
+from evenstep.core.recipe import Recipe, Topology
 from evenstep.report import Entry, comparison_page, plan_page, plan_picture, sections
 from evenstep.report.comparison import HEADER, cells
 from evenstep.report.numbers import factor, percent, seconds, times

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 
 from evenstep import Packed, Recipe, Topology, make_plan
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.segments import Segments
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator

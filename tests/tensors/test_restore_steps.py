@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep import Packed, PlannedStream, PooledStream, Recipe, Steps, Topology, World
-from evenstep.core.identity import item_and_part
 from evenstep.core.layout import Layout
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import item_and_part
 from evenstep.core.recipe import Overflow
 from evenstep.core.step import Step
 from evenstep.data.sources.memory import InMemory

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import Packed, Recipe, Steps, Topology
-from evenstep.core.world import World
+from evenstep.core.recipe import World
 from evenstep.data.sources.lengths import Lengths
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream

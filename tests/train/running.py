@@ -17,10 +17,9 @@ from torch import Tensor
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.core.layout import Layout
-from evenstep.core.recipe import Scope
-from evenstep.core.segments import Segments
+from evenstep.core.ragged import Segments
+from evenstep.core.recipe import Scope, World
 from evenstep.core.step import Step
-from evenstep.core.world import World
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from evenstep import MicroBatch, Packed, Padded, Recipe, Steps, Topology
 from evenstep.core.layout import Layout
-from evenstep.core.recipe import Overflow, Scope
-from evenstep.core.segments import Segments
+from evenstep.core.ragged import Segments
+from evenstep.core.recipe import Overflow, Scope, World
 from evenstep.core.step import Step
-from evenstep.core.world import World
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.feed import Feed
 from evenstep.data.streams.planned import PlannedStream

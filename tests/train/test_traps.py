@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import Packed, Recipe, Topology, make_plan
+from evenstep.core.recipe import World
 from evenstep.core.step import Step
-from evenstep.core.world import World
 from evenstep.data.sources.memory import InMemory
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, InputError
