@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from evenstep.core.step import Step
     from evenstep.core.topology import Topology
     from evenstep.core.world import World
-    from evenstep.data.streams.planned import PlannedStream
-    from evenstep.data.streams.pooled import PooledStream
+    from evenstep.data.planned import PlannedStream
+    from evenstep.data.pooled import PooledStream
     from evenstep.errors import EvenstepError
     from evenstep.planning.balance.partition import partition
     from evenstep.planning.packing.packers import pack
@@ -78,8 +78,8 @@ if not TYPE_CHECKING:
             "core.step": ["Step"],
             "core.topology": ["Topology"],
             "core.world": ["World"],
-            "data.streams.planned": ["PlannedStream"],
-            "data.streams.pooled": ["PooledStream"],
+            "data.planned": ["PlannedStream"],
+            "data.pooled": ["PooledStream"],
             "errors": ["EvenstepError"],
             "planning.balance.partition": ["partition"],
             "planning.packing.packers": ["pack"],

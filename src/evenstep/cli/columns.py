@@ -13,7 +13,7 @@ import numpy as np
 from evenstep.cli.input import Input
 from evenstep.core.glimpse import glimpse
 from evenstep.core.ragged import IntArray
-from evenstep.data.sources.token_lists import is_token_list
+from evenstep.data.files import is_token_list
 from evenstep.errors import FileError, InputError
 
 

@@ -25,8 +25,8 @@ from evenstep.core.recipe import Limits, Recipe, Steps
 from evenstep.core.second_work import SecondWork
 from evenstep.core.topology import Topology
 from evenstep.core.validate import MOST
-from evenstep.data.corpus.corpus import Corpus
-from evenstep.data.streams.pool import Pool
+from evenstep.data.corpus import Corpus
+from evenstep.data.pool import Pool
 from evenstep.errors import ConfigError
 
 DEFAULT_KIND = "packed"

@@ -14,7 +14,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.placement import Placement
 from evenstep.core.ragged import IntArray
 from evenstep.core.validate import truth_field, whole_number
-from evenstep.data.sources.source import LOSS_MASKS
+from evenstep.data.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.columns import Columns, Sample

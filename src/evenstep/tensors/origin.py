@@ -16,7 +16,7 @@ from evenstep.core.rounding import rounded_up
 from evenstep.core.segments import Segments
 from evenstep.core.step import Step
 from evenstep.core.topology import Topology
-from evenstep.data.streams.feed import FedMicroBatch
+from evenstep.data.feed import FedMicroBatch
 from evenstep.errors import InputError
 
 Key: TypeAlias = tuple[int, int, int]

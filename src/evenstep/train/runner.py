@@ -14,7 +14,7 @@ from evenstep.core.glimpse import glimpse
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.validate import one_of, whole_number
-from evenstep.data.streams.feed import FedMicroBatch, Feed
+from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
