@@ -24,9 +24,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.archive import replace_file
+from evenstep.core.plan_file import replace_file
 from evenstep.core.ragged import IntArray
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.text import one_of, whole_number
 from evenstep.data.files import (
     Jsonl,
     ParquetText,

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.core.validate import MOST
+from evenstep.core.text import MOST
 from evenstep.data.pool import Entry, Measure, Pool, entries_of
 from evenstep.data.reader import PoolBatcher
 from evenstep.data.source import Sample, length_of

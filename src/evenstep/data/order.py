@@ -20,9 +20,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.identity import item_and_part, sample_name
-from evenstep.core.ragged import IntArray, Ragged, by_first_appearance, offsets_of
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import (
+    IntArray,
+    Ragged,
+    by_first_appearance,
+    divided_up,
+    item_and_part,
+    offsets_of,
+    sample_name,
+)
 from evenstep.data.pool import Cut, Piece, pieces_of
 from evenstep.errors import CursorError, InputError
 from evenstep.planning.kernel import kernel

@@ -13,23 +13,27 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.modelled_time import time_of_works, works_of
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import FloatArray, IntArray, Ragged, frozen
-from evenstep.core.recipe import Recipe, Steps, check_recipe
-from evenstep.core.rounding import divided_up, rounded_up
-from evenstep.core.segments import Segments
-from evenstep.core.step import Step
-from evenstep.core.step_plan import (
+from evenstep.core.measures import time_of_works, works_of
+from evenstep.core.plan import (
+    MicroBatch,
+    Plan,
     on_fewer_ranks,
     recipe_on_fewer_ranks,
     samples_by_step,
     step_plan,
 )
-from evenstep.core.validate import seed_number, truth_value, whole_number
-from evenstep.core.world import World
+from evenstep.core.ragged import (
+    FloatArray,
+    IntArray,
+    Ragged,
+    Segments,
+    divided_up,
+    frozen,
+    rounded_up,
+)
+from evenstep.core.recipe import Recipe, Steps, World, check_recipe
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import seed_number, truth_value, whole_number
 from evenstep.data.dataset import MapStyle, as_measured, column_digest
 from evenstep.data.files import refuse_empty
 from evenstep.data.order import EpochOrder, EpochUnits

@@ -9,12 +9,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from evenstep.core.identity import sample_name
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import Segments, rounded_up, sample_name
 from evenstep.core.recipe import Overflow, Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.segments import Segments
-from evenstep.core.validate import whole_field, whole_number
+from evenstep.core.text import whole_field, whole_number
 from evenstep.data.source import Sample, loss_tokens_of
 from evenstep.errors import ConfigError, SampleError
 from evenstep.planning.overflow import refused, segments_of

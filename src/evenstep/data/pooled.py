@@ -11,14 +11,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.identity import MOST_ITEMS, item_and_part
-from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.core.rounding import divided_up
-from evenstep.core.step import Step
-from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
-from evenstep.core.world import World
+from evenstep.core.ragged import MOST_ITEMS, IntArray, divided_up, item_and_part
+from evenstep.core.recipe import Recipe, World, check_recipe
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import (
+    one_of,
+    seed_number,
+    truth_value,
+    whole_number,
+)
 from evenstep.data.dataset import MapStyle, as_source
 from evenstep.data.files import refuse_empty
 from evenstep.data.order import EpochOrder, ReaderState, redealt

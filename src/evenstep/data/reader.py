@@ -10,12 +10,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import (
+    MOST_ITEMS,
+    FloatArray,
+    IntArray,
+    item_and_part,
+    rounded_up,
+    sample_name,
+)
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.validate import MOST, truth_value
+from evenstep.core.text import MOST, truth_value
 from evenstep.data.order import EpochOrder, ReaderState, RemainingEpoch, Waiting, piece_of
 from evenstep.data.pool import (
     ColumnOf,

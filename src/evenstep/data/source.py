@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtim
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.identity import sample_name, sample_number
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, sample_name, sample_number
 from evenstep.errors import FileError, InputError, SampleError
 
 # sources.source ----------------------------------------------------------------------------

@@ -14,16 +14,11 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.identity import sample_name
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.step import Step
-from evenstep.core.validate import one_of, whole_number
-from evenstep.core.world import World
+from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.ragged import IntArray, offsets_of, rounded_up, sample_name
+from evenstep.core.recipe import Recipe, World
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import one_of, whole_number
 from evenstep.data.pool import micro_batch
 from evenstep.data.source import (
     Draw,

@@ -27,8 +27,7 @@ from typing import IO, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.core.rounding import rounded_up
+from evenstep.core.ragged import IntArray, offsets_of, rounded_up
 from evenstep.data.files import Paths, files_of
 from evenstep.data.source import LOSS_MASKS, Sample, SampleSource, check_items, read_samples
 from evenstep.errors import ConfigError, FileError, InputError

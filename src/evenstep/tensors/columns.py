@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import offsets_of
 from evenstep.data.source import LOSS_MASKS
 from evenstep.errors import InputError

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from evenstep.compat.veomni.lengths import Length, get_length_by_attention_mask_fn
-from evenstep.core.validate import truth_value, whole_number
+from evenstep.core.text import truth_value, whole_number
 from evenstep.data.source import Sample
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.batching.selection import Room, select
