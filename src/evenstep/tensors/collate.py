@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenstep.core.plan import MicroBatch, Placement
 from evenstep.core.ragged import IntArray
 from evenstep.core.text import truth_field, whole_number
-from evenstep.data.sources.source import LOSS_MASKS
+from evenstep.data.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.columns import Columns, Sample

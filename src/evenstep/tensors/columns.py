@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import offsets_of
-from evenstep.data.sources.source import LOSS_MASKS
+from evenstep.data.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.continuation import Continuation

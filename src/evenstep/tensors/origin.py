@@ -12,7 +12,7 @@ from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.ragged import IntArray, Segments, offsets_of, rounded_up, sample_name
 from evenstep.core.recipe import Topology
 from evenstep.core.step import Step
-from evenstep.data.streams.feed import FedMicroBatch
+from evenstep.data.feed import FedMicroBatch
 from evenstep.errors import InputError
 
 Key: TypeAlias = tuple[int, int, int]
