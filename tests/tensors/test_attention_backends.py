@@ -20,10 +20,9 @@ from tests.internals import (
     BACKENDS,
     Boundaries,
     Call,
-    boundaries,
     choose,
-    flex_backend,
-    varlen_backend,
+    segment_attention,
+    varlen,
 )
 from tests.tensors.batches import RECIPES, batch_of, distance
 
@@ -319,9 +318,9 @@ def test_the_block_mask_is_built_once_per_batch_and_goes_with_it(
         built.append(kwargs)
         return block_mask(*args, **kwargs)
 
-    monkeypatch.setattr(flex_backend, "block_mask", build)
+    monkeypatch.setattr(segment_attention, "block_mask", build)
     gc.collect()
-    before = len(boundaries._known)
+    before = len(segment_attention._known)
     batch = batch_of([5, 3], "packed")
     q, k, v = tensors_for(batch)
     for _ in range(3):
@@ -331,7 +330,7 @@ def test_the_block_mask_is_built_once_per_batch_and_goes_with_it(
     assert len(built) == 2
     del batch
     gc.collect()
-    assert len(boundaries._known) == before
+    assert len(segment_attention._known) == before
 
 
 # Choosing and refusing -----------------------------------------------------------------------
@@ -401,7 +400,7 @@ def test_the_operators_of_flash_attention_take_what_they_are_given() -> None:
 
 
 def test_windows_are_given_to_flash_attention_as_sides() -> None:
-    sides = varlen_backend._sides
+    sides = varlen._sides
     assert sides(True, 0) == {"window_size_left": -1, "window_size_right": 0}
     assert sides(True, 4) == {"window_size_left": 3, "window_size_right": 0}
     assert sides(False, 0) == {"window_size_left": -1, "window_size_right": -1}
@@ -414,5 +413,5 @@ def test_the_operator_has_the_right_shapes_and_gradients_when_it_is_traced() -> 
     sinks = torch.randn(4, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(
-        varlen_backend.varlen, (*leaves, cu_seqlens, 4, True, 2, 0.3, 0.0, sinks.requires_grad_())
+        varlen.varlen, (*leaves, cu_seqlens, 4, True, 2, 0.3, 0.0, sinks.requires_grad_())
     )

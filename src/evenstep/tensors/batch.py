@@ -1,15 +1,197 @@
-"""Batch: one micro-batch as tensors."""
+"""Batch: one micro-batch as tensors, and what travels with it.
+
+A *tile* is a run of consecutive slots of one row: a segment with its alignment padding, or the
+tail padding of the row. Tiles cover every slot exactly once.
+
+    a a a . | b b . . | . . . .      lengths 3 and 2, alignment 4, width 12: three tiles
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from evenstep.core import summary
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.slots import Slots
+
+Alignment: TypeAlias = Literal["token", "sequence", "ragged"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extra:
+    """Declares a key of samples that a `Collator` adds to `Batch.extras`.
+
+    token     one entry per token (advantages, old log-probs), laid out like the tokens
+    sequence  one entry per sample (rewards, class labels), one per segment of the batch
+    ragged    any number of entries (image patches), concatenated, with offsets
+
+    >>> from evenstep.tensors import Collator
+    >>> collate = Collator(extras={"reward": Extra(aligned="sequence")})
+    """
+
+    aligned: Alignment
+    dtype: torch.dtype = torch.float32
+    pad: float = 0.0
+    shape: tuple[int, ...] = ()
+    """Shape of one entry: () for a number, (8,) for a vector of eight."""
+
+    def __post_init__(self) -> None:
+        if self.aligned not in ("token", "sequence", "ragged"):
+            raise ConfigError(
+                f"unknown alignment {self.aligned!r}; expected one of: token, sequence, ragged."
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedTensor:
+    """Concatenated entries of all segments; segment i has `values[offsets[i]:offsets[i + 1]]`.
+
+    >>> ragged = RaggedTensor(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 3]))
+    >>> ragged.values[ragged.offsets[0] : ragged.offsets[1]].tolist()
+    [7, 8]
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RaggedTensor:
+        """Copy to a device."""
+        return RaggedTensor(
+            self.values.to(device, non_blocking=non_blocking),
+            self.offsets.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> RaggedTensor:
+        """Copy to page-locked memory."""
+        return RaggedTensor(self.values.pin_memory(), self.offsets.pin_memory())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continuation:
+    """Per tile, the next tokens of its sample and the values aligned to them."""
+
+    counts: Tensor  # (tiles) int64: number of tokens held, 0 where the sample ends here
+    values: Mapping[str, Tensor]  # (tiles, lookahead, ...) of tokens, targets and extras, by name
+
+    @property
+    def lookahead(self) -> int:
+        """The most tokens held per tile."""
+        return int(self.values["targets"].shape[1])
+
+    def next(self, name: str, tile: int) -> Tensor:
+        """(1, ...): the value of the token that follows a tile, 0 if its sample ends there."""
+        value = self.values[name][tile, :1]
+        return torch.where(self.counts[tile] > 0, value, torch.zeros_like(value))
+
+    def fill(self, ahead: Tensor, name: str, tiles: Tensor, index: Tensor) -> Tensor:
+        """`ahead` (n, ...) with each slot set to the value `index` tokens after its tile.
+
+        Slots with a negative index, or one past the end of the sample, keep their value.
+        """
+        at = index.clamp(0, self.lookahead - 1)
+        known = (index >= 0) & (index < self.counts[tiles])
+        return torch.where(
+            known.view(-1, *(1,) * (ahead.ndim - 1)), self.values[name][tiles, at], ahead
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Continuation:
+        """Copy to a device."""
+        moved = {
+            name: value.to(device, non_blocking=non_blocking) for name, value in self.values.items()
+        }
+        return Continuation(self.counts.to(device, non_blocking=non_blocking), moved)
+
+    def pin_memory(self) -> Continuation:
+        """Copy to page-locked memory."""
+        moved = {name: value.pin_memory() for name, value in self.values.items()}
+        return Continuation(self.counts.pin_memory(), moved)
+
+
+# label: token-aligned, shifted to the slot that predicts the token, as labels are
+Aligned: TypeAlias = Alignment | Literal["label"]
+
+PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
+PER_TILE = (
+    "cu_seqlens",
+    "seqlens",
+    "sample_ids",
+    "starts",
+    "loss_tokens",
+    "max_seqlen",
+    "continuation",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Slots:
+    """Base of `Batch` and `BatchShard`: tensors per slot and tensors per tile.
+
+    A shard holds some slots of each row but describes the tiles of the whole batch: positions,
+    tile numbers and lengths refer to the whole batch in both classes. Methods that need the next
+    slot are in `Batch`.
+    """
+
+    tokens: Tensor  # (rows, width) int64
+    targets: Tensor  # (rows, width) int64: prediction targets, not shifted
+    labels: Tensor  # (rows, width) int64
+    position_ids: Tensor  # (rows, width) int64, starting at 0 in each tile
+    segment_ids: Tensor  # (rows, width) int64: the tile of each slot
+    loss_weights: Tensor  # (rows, width) float32
+    cu_seqlens: Tensor  # (tiles + 1) int32
+    seqlens: Tensor  # (tiles) int64
+    sample_ids: Tensor  # (tiles) int64
+    starts: Tensor  # (tiles) int64
+    loss_tokens: Tensor  # (tiles) int64: loss tokens of the tile's whole sample, 0 for a tail
+    max_seqlen: int
+    continuation: Continuation | None = None
+    extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
+    aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, empty ones included. A shard has as many as its batch."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Slots per row; in a shard, those that it holds."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.tokens.device
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the whole batch holds no real token."""
+        return bool((self.sample_ids < 0).all())
+
+    @property
+    def token_mask(self) -> Tensor:
+        """(rows, width) bool: True for real tokens, False for padding."""
+        flat = self.segment_ids.reshape(-1)
+        return (self.position_ids.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Copy to a device; `non_blocking` needs pinned memory."""
+        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory; `DataLoader(pin_memory=True)` calls this."""
+        return self._map(lambda value: value.pin_memory())
+
+    def _map(self, change: Callable[[Any], Any]) -> Self:
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        kinds = (Tensor, Continuation)
+        moved = {name: change(value) for name, value in values if isinstance(value, kinds)}
+        extras = {name: change(value) for name, value in self.extras.items()}
+        return replace(self, **moved, extras=extras)
+
 
 IGNORE_INDEX = -100
 
@@ -140,3 +322,179 @@ class Batch(Slots):
         later segment, so the model has fewer labels than `loss_tokens`. `labels` has them all.
         """
         return self.labels_at(0).masked_fill(self.position_ids == 0, IGNORE_INDEX)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """One segment, or all slots of a batch or shard, with the same interface.
+
+    A view of one segment holds its real tokens only. A view of all slots includes padding, where
+    labels are -100 and weights 0. `segment_ids` starts at 0 in both: sum per sequence with
+    `sum_by_segment`, and expand values per sequence to slots with `values[segment_ids]`.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> [view.tokens.tolist() for view in View.of_segments(batch)]
+    [[1, 2], [3]]
+    """
+
+    source: Slots
+    slots: slice
+    tile: int | None  # None for all slots
+
+    @classmethod
+    def of_all(cls, source: Slots) -> View:
+        """A view of all slots, row by row."""
+        return cls(source, slice(0, source.rows * source.width), None)
+
+    @classmethod
+    def of_segments(cls, batch: Batch) -> list[View]:
+        """One view per segment, in the order of the batch."""
+        # One transfer from the device for all segments.
+        begin, length = batch.cu_seqlens[:-1].tolist(), batch.seqlens.tolist()
+        real = (batch.sample_ids >= 0).nonzero().flatten().tolist()
+        return [cls(batch, slice(begin[p], begin[p] + length[p]), p) for p in real]
+
+    @property
+    def tokens(self) -> Tensor:
+        """(n) int64."""
+        return self.flat(self.source.tokens)
+
+    @property
+    def labels(self) -> Tensor:
+        """(n) int64, shifted: the next token, -100 where it is not in the loss."""
+        return self.flat(self.source.labels)
+
+    @property
+    def loss_weights(self) -> Tensor:
+        """(n) float32."""
+        return self.flat(self.source.loss_weights)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(n) int64."""
+        return self.flat(self.source.position_ids)
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """(n) int64: the segment of each slot, starting at 0."""
+        ids = self.flat(self.source.segment_ids)
+        return ids if self.tile is None else torch.zeros_like(ids)
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """(n) int64: the sample of each slot, -1 for padding."""
+        ids = self.flat(self.source.segment_ids)
+        real = self.flat(self.source.token_mask)
+        return torch.where(real, self.source.sample_ids[ids], -1)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """The slots of this view of a (rows, width, ...) tensor, as (n, ...)."""
+        return values.flatten(0, 1)[self.slots]
+
+    def extra(self, name: str) -> Tensor:
+        """(n, ...): an extra per slot; a sequence-aligned one is repeated along its sequence."""
+        aligned, value = self._declared(name)
+        if aligned == "ragged":
+            raise ConfigError(
+                f"the extra {name!r} is ragged and has no entry per slot. Read it with "
+                f"view.ragged({name!r}), or declare it token- or sequence-aligned."
+            )
+        if aligned in ("token", "label"):
+            return self.flat(value)
+        if len(value) == 0:
+            return value.new_zeros((self.tokens.numel(), *value.shape[1:]))
+        # tiles [a, tail, b] -> segments [0, 0, 1]; the entry of a tail has no weight
+        segment = (self.source.sample_ids >= 0).cumsum(0).sub_(1).clamp_(min=0)
+        return value[segment[self.flat(self.source.segment_ids)]]
+
+    def ahead(self, name: str) -> Tensor:
+        """(n, ...): an extra aligned to labels: slot i holds the value of token i + 1.
+
+        Old log-probs and advantages are given per token, while the log-prob of a label is computed
+        one slot before its token. Sequence-aligned extras are returned as by `extra`.
+        """
+        if self._declared(name)[0] != "token":
+            return self.extra(name)
+        if not isinstance(self.source, Batch):
+            raise InputError(
+                f"the extra {name!r} must be shifted by one token, but in a batch shard the next "
+                f"token may be on another rank. Shard batch.at_labels({name!r}) instead of batch."
+            )
+        if self.tile is None:
+            return self.flat(self.source.ahead(name))
+        mine = self.flat(self.source.column(name))
+        continuation = self.source.continuation
+        last = (
+            torch.zeros_like(mine[:1])
+            if continuation is None
+            else continuation.next(name, self.tile)
+        )
+        return torch.cat((mine[1:], last))
+
+    def by_segment(self, name: str) -> Tensor:
+        """A sequence-aligned extra, one entry per segment; in a view of all slots, per tile.
+
+        Tiles of padding have 0. Entries are in the order of `sum_by_segment`.
+        """
+        aligned, value = self._declared(name)
+        if aligned != "sequence":
+            raise ConfigError(
+                f"the extra {name!r} is {aligned}-aligned, but one value per sequence is needed. "
+                f"Declare it with Extra(aligned='sequence')."
+            )
+        real = self.source.sample_ids >= 0
+        # tiles [a, tail, b] -> entries [0, -, 1]
+        by_tile = value.new_zeros((len(real), *value.shape[1:]))
+        by_tile[real] = value
+        return by_tile if self.tile is None else by_tile[self.tile : self.tile + 1]
+
+    def check_whole_samples(self) -> None:
+        """Raise if the batch holds a part of a split sample."""
+        split = (self.source.starts > 0) & (self.source.sample_ids >= 0)
+        if self.source.continuation is not None:
+            split = split | (self.source.continuation.counts > 0)
+        if bool(split.any()):
+            raise InputError(
+                f"sample {int(self.source.sample_ids[split][0])} was split, but this loss is of "
+                f"whole sequences. Set overflow to 'truncate' or 'drop', or raise max_tokens."
+            )
+
+    def ragged(self, name: str) -> RaggedTensor:
+        """A ragged extra of the segments in this view."""
+        aligned, value = self._declared(name)
+        if aligned != "ragged":
+            raise ConfigError(
+                f"the extra {name!r} is {aligned}-aligned, not ragged. Read it with "
+                f"view.extra({name!r})."
+            )
+        if self.tile is None:
+            return RaggedTensor(value.values, value.offsets)
+        if self.source.sample_ids[self.tile] < 0:  # padding has no entries
+            return RaggedTensor(value.values[:0], value.offsets.new_zeros(2))
+        segment = int((self.source.sample_ids[: self.tile] >= 0).sum())
+        begin, end = value.offsets[segment : segment + 2].tolist()
+        offsets = value.offsets.new_tensor([0, end - begin])
+        return RaggedTensor(value.values[begin:end], offsets)
+
+    def sum_by_segment(self, values: Tensor) -> Tensor:
+        """(n, ...) values -> sums per segment; in a view of all slots, per tile."""
+        if not isinstance(self.source, Batch):
+            raise InputError(
+                "sum_by_segment needs whole sequences, but this view is of a batch shard. Join the "
+                "outputs of all ranks first, or use a function of single tokens."
+            )
+        count = 1 if self.tile is not None else len(self.source.seqlens)
+        sums = values.new_zeros((count, *values.shape[1:]))
+        return sums.index_add(0, self.segment_ids, values)
+
+    def _declared(self, name: str) -> tuple[str, Any]:
+        if name not in self.source.extras or name not in self.source.aligned:
+            raise InputError(
+                f"the batch has no extra {name!r}; it has "
+                f"{', '.join(sorted(self.source.aligned)) or 'none'}. Declare it in "
+                f"Collator(extras=...)."
+            )
+        return self.source.aligned[name], self.source.extras[name]

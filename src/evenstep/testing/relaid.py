@@ -12,9 +12,8 @@ from torch import Tensor
 from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.ragged import offsets_of
 from evenstep.core.segments import Segments
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import Batch, Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra, RaggedTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.metrics import Metric
-from evenstep.tensors.per_sequence import Sums
+from evenstep.tensors.losses import Metric, Sums
+from evenstep.tensors.parallel import BatchShard
 from evenstep.train.normalization import ByLoss, weighted
 
 if TYPE_CHECKING:

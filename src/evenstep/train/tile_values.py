@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.batch_shard import BatchShard
+from evenstep.tensors.parallel import BatchShard
 
 
 def whole_batch(batch: Any) -> Batch:

@@ -21,8 +21,8 @@ from evenstep.data.sources.source import LOSS_MASKS, check_masks_read
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.inputs import checked_groups
+from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra, RaggedTensor
 from evenstep.train.rollouts.arrays import array_of, tensor_of
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 from evenstep.train.rollouts.row_results import (

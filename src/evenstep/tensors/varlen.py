@@ -14,21 +14,11 @@ exp(sink - lse') and the value 0: d_sink = -sum(exp(sink - lse') * rowsum(d_out 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-from evenstep.tensors.attention_call import Backend, Call
-
-# Its import takes a second: it imports the compiler.
-_IN_TORCH = find_spec("torch.nn.attention.varlen") is not None  # not in torch < 2.10
-
-LARGEST = 256
-"""Largest head dimension of the kernels."""
 
 
 @torch.library.custom_op("evenstep::varlen", mutates_args=())  # type: ignore[untyped-decorator]
@@ -216,51 +206,3 @@ def _tiles_backward(
         ):
             into[tile] = found.unflatten(0, heads).sum(1).transpose(0, 1).to(into.dtype)
     return dq, dk, dv
-
-
-# Backend -------------------------------------------------------------------------------------
-
-
-def _refuses(call: Call) -> str | None:
-    if call.dropout:
-        return "does not support dropout"
-    if not call.q.is_cuda:
-        compiled = torch.compiler.is_compiling()
-        return None if compiled else f"supports CUDA only, not {call.q.device.type}"
-    if not _IN_TORCH:
-        return f"is not part of torch {torch.__version__}"
-    if call.q.dtype not in (torch.bfloat16, torch.float16):
-        return f"supports bfloat16 and float16 only, not {call.q.dtype}"
-    if max(call.q.shape[3], call.v.shape[3]) > LARGEST:
-        return f"requires head dimensions of at most {LARGEST}"
-    if call.softcap is not None:
-        return "does not support a soft cap"
-    if call.bounds.tiles > max(call.bounds.rows * call.bounds.width // 2, 4096):
-        return "is slow for tiles of one slot"  # a compiled model may not know how many there are
-    return None
-
-
-def _widened(x: Tensor, size: int) -> Tensor:
-    if x.shape[2] == size:  # pad would copy
-        return x if x.stride(2) == 1 else x.contiguous()
-    return functional.pad(x, (0, size - x.shape[2]))
-
-
-def _varlen(call: Call) -> Tensor:
-    bounds = call.bounds
-    # (rows, heads, width, dim) -> (slots, heads, dim)
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (call.q, call.k, call.v))
-    dim = v.shape[2]
-    if q.is_cuda:
-        # The kernels take one dimension, a multiple of 8. Zeros change neither scores nor outputs.
-        size = -(-max(q.shape[2], dim) // 8) * 8
-        q, k, v = (_widened(x, size) for x in (q, k, v))
-    out, _ = varlen(
-        q, k, v, bounds.cu_seqlens, bounds.max_seqlen, call.causal, call.window or 0,
-        call.scaling, call.softcap or 0.0, call.sinks,
-    )  # fmt: skip
-    out = out if out.shape[2] == dim else out[..., :dim]
-    return out.unflatten(0, (bounds.rows, bounds.width)).transpose(1, 2)
-
-
-VARLEN = Backend(_varlen, _refuses)
