@@ -23,7 +23,8 @@ from benchmarks.models import (
 )
 from benchmarks.tables import Section, Table, Target
 from evenstep import Packed, Padded, Recipe
-from evenstep.tensors.segment_attention import BACKENDS, Boundaries, Call, choose
+from evenstep.tensors.batch import Boundaries
+from evenstep.tensors.segment_attention import BACKENDS, Call, choose
 from evenstep.train.runner import Runner
 
 # Kernels --------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from torch import Tensor
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.hf_model import Traits, core_of, refuse_router_loss, traits_of
 from evenstep.integrations.rope import rope_planes
-from evenstep.tensors.batch import Batch, RaggedTensor
-from evenstep.tensors.parallel import BatchShard
+from evenstep.tensors.batch import Batch, BatchShard, RaggedTensor
 from evenstep.tensors.segment_attention import one_segment_per_row
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
-    from evenstep.tensors.batch import Batch, Extra, RaggedTensor, View
+    from evenstep.tensors.batch import Batch, BatchShard, Extra, RaggedTensor, View
     from evenstep.tensors.collate import Collator
     from evenstep.tensors.head import Head, label_log_probs
     from evenstep.tensors.losses import (
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         value_loss,
     )
     from evenstep.tensors.parallel import (
-        BatchShard,
         join_context,
         join_sequence,
         shard_context,
@@ -77,7 +76,7 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
-            "batch": ["Batch", "Extra", "RaggedTensor", "View"],
+            "batch": ["Batch", "BatchShard", "Extra", "RaggedTensor", "View"],
             "collate": ["Collator"],
             "head": ["Head", "label_log_probs"],
             "losses": [
@@ -91,13 +90,7 @@ if not TYPE_CHECKING:
                 "policy_gradient",
                 "value_loss",
             ],
-            "parallel": [
-                "BatchShard",
-                "join_context",
-                "join_sequence",
-                "shard_context",
-                "shard_sequence",
-            ],
+            "parallel": ["join_context", "join_sequence", "shard_context", "shard_sequence"],
             "preference": ["dpo", "reward_model"],
             "restore": ["restore_ragged", "restore_sequences", "restore_tokens"],
             "segment_attention": ["attention", "block_mask", "sdpa_mask"],

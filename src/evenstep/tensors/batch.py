@@ -1,13 +1,20 @@
-"""Batch: one micro-batch as tensors, and what travels with it.
+"""Batch: one micro-batch as tensors, and where its segments lie.
 
 A *tile* is a run of consecutive slots of one row: a segment with its alignment padding, or the
 tail padding of the row. Tiles cover every slot exactly once.
 
     a a a . | b b . . | . . . .      lengths 3 and 2, alignment 4, width 12: three tiles
+    0         4         8       12   cu_seqlens
+    0 1 2 3   0 1 2 3   0 1 2 3      places
+
+Two numbers of a slot are equal today and mean different things: its *place* in the tile, which says
+what padding is and which token follows, and `position_ids`, which the model sees. So are the
+boundaries of queries and of keys, see `Boundaries`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeAlias
@@ -18,7 +25,54 @@ from torch import Tensor
 from evenstep.core import summary
 from evenstep.errors import ConfigError, InputError
 
+IGNORE_INDEX = -100
+
 Alignment: TypeAlias = Literal["token", "sequence", "ragged"]
+# label: token-aligned, shifted to the slot that predicts the token, as labels are
+Aligned: TypeAlias = Alignment | Literal["label"]
+Sharding: TypeAlias = Literal["context", "sequence"]
+"""How a batch was sharded: by `shard_context` (zigzag) or `shard_sequence` (contiguous runs)."""
+
+PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
+PER_TILE = (
+    "cu_seqlens",
+    "seqlens",
+    "sample_ids",
+    "starts",
+    "loss_tokens",
+    "max_seqlen",
+    "continuation",
+)
+
+
+class _Movable:
+    """Base of dataclasses of tensors that are copied together."""
+
+    __slots__ = ()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Copy to a device; `non_blocking` needs pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory; `DataLoader(pin_memory=True)` calls this."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value)
+            if isinstance(value, _Movable):
+                return value._map(change)
+            if isinstance(value, Mapping):
+                return {name: changed(each) for name, each in value.items()}
+            return value
+
+        values = {f.name: changed(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **values)  # type: ignore[type-var]
+
+
+# Values that travel with the tokens ------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +101,7 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RaggedTensor:
+class RaggedTensor(_Movable):
     """Concatenated entries of all segments; segment i has `values[offsets[i]:offsets[i + 1]]`.
 
     >>> ragged = RaggedTensor(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 3]))
@@ -58,21 +112,16 @@ class RaggedTensor:
     values: Tensor
     offsets: Tensor
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> RaggedTensor:
-        """Copy to a device."""
-        return RaggedTensor(
-            self.values.to(device, non_blocking=non_blocking),
-            self.offsets.to(device, non_blocking=non_blocking),
-        )
-
-    def pin_memory(self) -> RaggedTensor:
-        """Copy to page-locked memory."""
-        return RaggedTensor(self.values.pin_memory(), self.offsets.pin_memory())
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Continuation:
-    """Per tile, the next tokens of its sample and the values aligned to them."""
+class Continuation(_Movable):
+    """Per tile, the tokens that follow it where overflow='split' split its sample, with extras.
+
+    sample a b c d e split at 3 -> segments [a b c] [d e]; d continues the first one
+
+    The last slot of [a b c] predicts d. So the loss tokens of a sample, and every denominator, do
+    not depend on where it was split.
+    """
 
     counts: Tensor  # (tiles) int64: number of tokens held, 0 where the sample ends here
     values: Mapping[str, Tensor]  # (tiles, lookahead, ...) of tokens, targets and extras, by name
@@ -81,11 +130,6 @@ class Continuation:
     def lookahead(self) -> int:
         """The most tokens held per tile."""
         return int(self.values["targets"].shape[1])
-
-    def next(self, name: str, tile: int) -> Tensor:
-        """(1, ...): the value of the token that follows a tile, 0 if its sample ends there."""
-        value = self.values[name][tile, :1]
-        return torch.where(self.counts[tile] > 0, value, torch.zeros_like(value))
 
     def fill(self, ahead: Tensor, name: str, tiles: Tensor, index: Tensor) -> Tensor:
         """`ahead` (n, ...) with each slot set to the value `index` tokens after its tile.
@@ -98,36 +142,12 @@ class Continuation:
             known.view(-1, *(1,) * (ahead.ndim - 1)), self.values[name][tiles, at], ahead
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Continuation:
-        """Copy to a device."""
-        moved = {
-            name: value.to(device, non_blocking=non_blocking) for name, value in self.values.items()
-        }
-        return Continuation(self.counts.to(device, non_blocking=non_blocking), moved)
 
-    def pin_memory(self) -> Continuation:
-        """Copy to page-locked memory."""
-        moved = {name: value.pin_memory() for name, value in self.values.items()}
-        return Continuation(self.counts.pin_memory(), moved)
-
-
-# label: token-aligned, shifted to the slot that predicts the token, as labels are
-Aligned: TypeAlias = Alignment | Literal["label"]
-
-PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-PER_TILE = (
-    "cu_seqlens",
-    "seqlens",
-    "sample_ids",
-    "starts",
-    "loss_tokens",
-    "max_seqlen",
-    "continuation",
-)
+# Batches ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Slots:
+class Slots(_Movable):
     """Base of `Batch` and `BatchShard`: tensors per slot and tensors per tile.
 
     A shard holds some slots of each row but describes the tiles of the whole batch: positions,
@@ -138,7 +158,7 @@ class Slots:
     tokens: Tensor  # (rows, width) int64
     targets: Tensor  # (rows, width) int64: prediction targets, not shifted
     labels: Tensor  # (rows, width) int64
-    position_ids: Tensor  # (rows, width) int64, starting at 0 in each tile
+    position_ids: Tensor  # (rows, width) int64: the positions that the model sees
     segment_ids: Tensor  # (rows, width) int64: the tile of each slot
     loss_weights: Tensor  # (rows, width) float32
     cu_seqlens: Tensor  # (tiles + 1) int32
@@ -172,28 +192,29 @@ class Slots:
         return bool((self.sample_ids < 0).all())
 
     @property
+    def slot_ids(self) -> Tensor:
+        """(rows, width) int64: the number of each slot in the whole batch, row by row."""
+        slots = torch.arange(self.rows * self.width, device=self.device)
+        return slots.view(self.rows, self.width)
+
+    @property
+    def tokens_left(self) -> Tensor:
+        """(rows, width) int64: tokens from each slot to the end of its segment; padding: 0 or less.
+
+        a a a . | b b      3 2 1 0 | 2 1
+        """
+        ends = self.cu_seqlens[:-1] + self.seqlens  # the slot after the last token of each tile
+        return ends[self.segment_ids] - self.slot_ids
+
+    @property
+    def places(self) -> Tensor:
+        """(rows, width) int64: the place of each slot in its tile, from 0."""
+        return self.slot_ids - self.cu_seqlens[self.segment_ids]
+
+    @property
     def token_mask(self) -> Tensor:
         """(rows, width) bool: True for real tokens, False for padding."""
-        flat = self.segment_ids.reshape(-1)
-        return (self.position_ids.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Copy to a device; `non_blocking` needs pinned memory."""
-        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Self:
-        """Copy to page-locked memory; `DataLoader(pin_memory=True)` calls this."""
-        return self._map(lambda value: value.pin_memory())
-
-    def _map(self, change: Callable[[Any], Any]) -> Self:
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        kinds = (Tensor, Continuation)
-        moved = {name: change(value) for name, value in values if isinstance(value, kinds)}
-        extras = {name: change(value) for name, value in self.extras.items()}
-        return replace(self, **moved, extras=extras)
-
-
-IGNORE_INDEX = -100
+        return self.tokens_left > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -221,9 +242,9 @@ class Batch(Slots):
     def __repr__(self) -> str:
         """Sizes, fill and device in one line; for meta tensors, the shape only."""
 
-        def held() -> str:
-            real = self.seqlens[self.sample_ids >= 0]
-            segments, tokens = len(real), int(real.sum())
+        def contents() -> str:
+            lengths = self.seqlens[self.sample_ids >= 0]
+            segments, tokens = len(lengths), int(lengths.sum())
             if not segments:
                 return "empty"
             parts = (summary.counted(segments, "segment"), summary.counted(tokens, "token"))
@@ -235,7 +256,7 @@ class Batch(Slots):
                     f"{summary.counted(self.rows, 'row')} of {summary.counted(self.width, 'slot')}"
                 )
             ),
-            summary.attempt(held),
+            summary.attempt(contents),
             summary.attempt(lambda: str(self.device)),
             f"extras {', '.join(self.extras)}" if self.extras else "",
         )
@@ -261,32 +282,31 @@ class Batch(Slots):
         (rows, width, ...) tensor. By name, values continue in the next segment of a split sample.
         A tensor has no such continuation and ends with each segment.
         """
-        given = self.column(values, distance) if isinstance(values, str) else values
-        flat = given.reshape(-1, *given.shape[2:])
+        column = self.column(values, distance) if isinstance(values, str) else values
+        flat = column.reshape(-1, *column.shape[2:])
         ahead = torch.full_like(flat, fill)
         end = len(flat) - distance
         if end > 0:
             ahead[:end] = flat[distance:]
-        tiles, positions = self.segment_ids.reshape(-1), self.position_ids.reshape(-1)
-        left = self.seqlens[tiles] - positions  # tokens from here to the end of the segment
+        left = self.tokens_left.view(-1)
         none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
         ahead = ahead.masked_fill_(none, fill)
         if self.continuation is not None and isinstance(values, str):
             index = torch.where(left > 0, distance - left, -1)  # padding has no continuation
-            ahead = self.continuation.fill(ahead, values, tiles, index)
-        return ahead.view_as(given)
+            ahead = self.continuation.fill(ahead, values, self.segment_ids.reshape(-1), index)
+        return ahead.view_as(column)
 
     def column(self, name: str, distance: int = 1) -> Tensor:
         """The tokens, targets or token-aligned extra of that name, (rows, width, ...).
 
         Raises if values `distance` tokens ahead need more of a split sample than the batch holds.
         """
-        named = {"tokens": self.tokens, "targets": self.targets}
-        named |= {key: self.extras[key] for key, way in self.aligned.items() if way == "token"}
-        if name not in named:
+        columns = {"tokens": self.tokens, "targets": self.targets}
+        columns |= {key: self.extras[key] for key, way in self.aligned.items() if way == "token"}
+        if name not in columns:
             raise ConfigError(
                 f"the extra {name!r} is aligned to {self.aligned.get(name)!r} and cannot be "
-                f"shifted; expected one of the token-aligned columns {sorted(named)}."
+                f"shifted; expected one of the token-aligned columns {sorted(columns)}."
             )
         if self.continuation is not None and name not in self.continuation.values:
             raise InputError(
@@ -300,7 +320,7 @@ class Batch(Slots):
                 f"than the {self.continuation.lookahead} tokens collated after the split. Set "
                 f"Collator(lookahead={distance})."
             )
-        return named[name]
+        return columns[name]
 
     def at_labels(self, *names: str) -> Batch:
         """The batch with these token-aligned extras shifted to the slots that predict their tokens.
@@ -321,7 +341,158 @@ class Batch(Slots):
         the first token of the next. For a split sample this also drops the first label of every
         later segment, so the model has fewer labels than `loss_tokens`. `labels` has them all.
         """
-        return self.labels_at(0).masked_fill(self.position_ids == 0, IGNORE_INDEX)
+        return self.labels_at(0).masked_fill(self.places == 0, IGNORE_INDEX)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BatchShard(Slots):
+    """One rank's slots of a batch, rows × width / size, with the tiles of the whole batch.
+
+    Labels are shifted before sharding, so they are correct at shard boundaries. Positions count
+    from the start of the whole tile. `cu_seqlens` (with alignment) and `real_cu_seqlens` (without)
+    describe the whole batch, as attention over gathered keys needs them; `local_cu_seqlens` and
+    `local_seqlens` describe this shard. A shard is not a `Batch`: the token after a slot may be on
+    another rank.
+
+        shard = shard_context(batch, rank, size)
+        logits = model(shard)  # (rows, width / size, vocabulary)
+    """
+
+    slot_ids: Tensor = field()  # (rows, width / size) int64: slot numbers in the whole batch
+    rank: int
+    size: int
+    sharding: Sharding
+    """Which slots the ranks hold. Pass it to `restore_tokens` with the results of all ranks."""
+
+    @property
+    def real_cu_seqlens(self) -> Tensor:
+        """(tiles + 1) int32: boundaries of the real tokens of the whole batch, without padding."""
+        return _offsets(self.seqlens, torch.int32)
+
+    @property
+    def local_cu_seqlens(self) -> Tensor:
+        """(tiles + 1) int32: where each tile begins in this shard; it may have no slots here."""
+        # Slots are in order: tiles [0 0 1 1 2] begin at [0, 2, 4] and end at 5.
+        tiles = torch.arange(len(self.seqlens) + 1, device=self.device)
+        return torch.searchsorted(self.segment_ids.reshape(-1), tiles).to(torch.int32)
+
+    @property
+    def local_seqlens(self) -> Tensor:
+        """(tiles) int64: real tokens of each tile in this shard; they precede its padding."""
+        real = _offsets(self.token_mask.reshape(-1), torch.int64)
+        return real[self.local_cu_seqlens.long()].diff()
+
+    def take(self, values: Tensor) -> Tensor:
+        """This rank's slots of a (rows, width, ...) tensor of the whole batch.
+
+        Example: `shard.take(batch.labels_at(2))` gives the labels two tokens ahead.
+        """
+        return take_slots(values, self.slot_ids)
+
+
+def take_slots(values: Any, slot_ids: Tensor) -> Tensor:
+    """These slots, (rows, n), of a (rows, width, ...) tensor -> (rows, n, ...)."""
+    taken = values.flatten(0, 1).index_select(0, slot_ids.reshape(-1))
+    return taken.view(*slot_ids.shape, *values.shape[2:])
+
+
+def _offsets(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """counts [3, 0, 2] -> [0, 3, 3, 5]"""
+    offsets = torch.zeros(len(counts) + 1, dtype=dtype, device=counts.device)
+    offsets[1:] = counts.cumsum(0)
+    return offsets
+
+
+# Where segments lie, for attention -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Boundaries:
+    """Rows × width slots, numbered row by row and divided into tiles that never cross rows.
+
+    The queries of tile i attend to the keys of tile i of `keys`, aligned at their ends. These are
+    the same boundaries, unless `seen` says that segments see others in front of themselves:
+
+        queries  a b | c d      tiles of 2 and 2: the second segment also sees the first
+        seen     a b | a b c d  tiles of 2 and 4
+
+    What attention kernels derive from the boundaries is computed once and kept here, because all
+    layers of a model use the same.
+
+    >>> bounds = Boundaries(1, 5, torch.tensor([0, 3, 5], dtype=torch.int32), 3)
+    >>> bounds.segment_ids.tolist(), bounds.lengths
+    ([[0, 0, 0, 1, 1]], [3, 2])
+    """
+
+    rows: int
+    width: int
+    cu_seqlens: Tensor  # (tiles + 1) int32, from 0 to rows × width
+    max_seqlen: int  # the longest tile, or more
+    real: Tensor | None = None  # (tiles) bool: False for padding. None if there is no padding
+    seen: Boundaries | None = None  # of the keys; None if each segment sees itself alone
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: Batch) -> Boundaries:
+        """The boundaries of a batch; the same object for the same batch."""
+        compiling = torch.compiler.is_compiling()
+        bounds = None if compiling else _boundaries.get(batch)
+        if bounds is None:
+            real, kept = batch.sample_ids >= 0, {"segment_ids": batch.segment_ids}
+            bounds = cls(
+                batch.rows, batch.width, batch.cu_seqlens, batch.max_seqlen, real, kept=kept
+            )
+            if not compiling:
+                _boundaries[batch] = bounds
+        return bounds
+
+    @property
+    def keys(self) -> Boundaries:
+        """The boundaries of the keys: tile i of the queries sees tile i of these."""
+        return self if self.seen is None else self.seen
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.cu_seqlens.device
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles, empty ones included."""
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """(rows, width) int64: the tile of each slot."""
+        if "segment_ids" not in self.kept:
+            slots = torch.arange(self.rows * self.width, device=self.device, dtype=torch.int32)
+            tiles = torch.bucketize(slots, self.cu_seqlens[1:], right=True)
+            self.kept["segment_ids"] = tiles.view(self.rows, self.width)
+        ids: Tensor = self.kept["segment_ids"]
+        return ids
+
+    @property
+    def lengths(self) -> list[int]:
+        """Slots per tile, on the host. Waits for the device."""
+        if "lengths" not in self.kept:
+            self.kept["lengths"] = self.cu_seqlens.diff().tolist()
+        lengths: list[int] = self.kept["lengths"]
+        return lengths
+
+    @property
+    def one_per_row(self) -> bool:
+        """Whether every segment begins a row, so that only padding follows it there."""
+        if "one_per_row" not in self.kept:
+            begins = self.cu_seqlens[:-1]
+            begins = begins if self.real is None else begins[self.real]
+            self.kept["one_per_row"] = bool((begins % self.width == 0).all())
+        return bool(self.kept["one_per_row"])
+
+
+_boundaries: weakref.WeakKeyDictionary[Batch, Boundaries] = weakref.WeakKeyDictionary()
+
+
+# What losses read ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -340,12 +511,12 @@ class View:
     [[1, 2], [3]]
     """
 
-    source: Slots
+    source: Batch | BatchShard
     slots: slice
     tile: int | None  # None for all slots
 
     @classmethod
-    def of_all(cls, source: Slots) -> View:
+    def of_all(cls, source: Batch | BatchShard) -> View:
         """A view of all slots, row by row."""
         return cls(source, slice(0, source.rows * source.width), None)
 
@@ -418,21 +589,19 @@ class View:
         """
         if self._declared(name)[0] != "token":
             return self.extra(name)
-        if not isinstance(self.source, Batch):
+        if isinstance(self.source, BatchShard):
             raise InputError(
                 f"the extra {name!r} must be shifted by one token, but in a batch shard the next "
                 f"token may be on another rank. Shard batch.at_labels({name!r}) instead of batch."
             )
         if self.tile is None:
             return self.flat(self.source.ahead(name))
-        mine = self.flat(self.source.column(name))
-        continuation = self.source.continuation
-        last = (
-            torch.zeros_like(mine[:1])
-            if continuation is None
-            else continuation.next(name, self.tile)
-        )
-        return torch.cat((mine[1:], last))
+        column = self.flat(self.source.column(name))
+        after, following = self.source.continuation, torch.zeros_like(column[:1])
+        if after is not None:
+            value = after.values[name][self.tile, :1]
+            following = torch.where(after.counts[self.tile] > 0, value, following)
+        return torch.cat((column[1:], following))
 
     def by_segment(self, name: str) -> Tensor:
         """A sequence-aligned extra, one entry per segment; in a view of all slots, per tile.
@@ -481,7 +650,7 @@ class View:
 
     def sum_by_segment(self, values: Tensor) -> Tensor:
         """(n, ...) values -> sums per segment; in a view of all slots, per tile."""
-        if not isinstance(self.source, Batch):
+        if isinstance(self.source, BatchShard):
             raise InputError(
                 "sum_by_segment needs whole sequences, but this view is of a batch shard. Join the "
                 "outputs of all ranks first, or use a function of single tokens."

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from evenstep.core.validate import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch, View
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
 from evenstep.tensors.head import Head, Scores, Wanted, at_least, positive, score, share
-from evenstep.tensors.parallel import BatchShard
 
 Reduction: TypeAlias = Literal["sum", "mean", "min", "max"]
 

@@ -14,83 +14,58 @@ same, so that causal work is even.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from evenstep.core.rounding import rounded_up
 from evenstep.errors import InputError
-from evenstep.tensors.batch import PER_SLOT, PER_TILE, Batch, Slots
-
-Sharding: TypeAlias = Literal["context", "sequence"]
-"""How a batch was sharded: by `shard_context` (zigzag) or `shard_sequence` (contiguous runs)."""
+from evenstep.tensors.batch import PER_SLOT, PER_TILE, Batch, BatchShard, Sharding, take_slots
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class BatchShard(Slots):
-    """One rank's slots of a batch, rows × width / size, with the tiles of the whole batch.
+def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
+    """The shard of `batch` on rank `rank` of `size` context-parallel ranks.
 
-    Labels are shifted before sharding, so they are correct at shard boundaries. Positions count
-    from the start of the whole tile. `cu_seqlens` (with alignment) and `real_cu_seqlens` (without)
-    describe the whole batch, as attention over gathered keys needs them; `local_cu_seqlens` and
-    `local_seqlens` describe this shard. A shard is not a `Batch`: the token after a slot may be on
-    another rank.
+    Plan with `Topology(cp=size)`, which aligns segments and widths as required. Shift extras that
+    a loss compares with predictions (old log-probs, advantages) with `batch.at_labels(...)` first.
+    `join_shards` is the inverse.
 
-        shard = shard_context(batch, rank, size)
-        logits = model(shard)  # (rows, width / size, vocabulary)
+    >>> from evenstep import Packed, Recipe, Topology, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2))
+    >>> batch = Collator()(make_plan([6], recipe)[0, 0][0], [{"input_ids": range(10, 16)}])
+    >>> [shard_context(batch, rank, 2).tokens.tolist() for rank in range(2)]
+    [[[10, 11, 0, 0]], [[12, 13, 14, 15]]]
     """
-
-    slot_ids: Tensor  # (rows, width / size) int64: slot numbers in the whole batch
-    rank: int
-    size: int
-    sharding: Sharding
-    """Which slots the ranks hold. Pass it to `restore_tokens` with the results of all ranks."""
-
-    @property
-    def real_cu_seqlens(self) -> Tensor:
-        """(tiles + 1) int32: boundaries of the real tokens of the whole batch, without padding."""
-        return _offsets(self.seqlens)
-
-    @property
-    def local_cu_seqlens(self) -> Tensor:
-        """(tiles + 1) int32: where each tile begins in this shard; it may have no slots here."""
-        # Slots are in order: tiles [0 0 1 1 2] begin at [0, 2, 4] and end at 5.
-        tiles = torch.arange(len(self.seqlens) + 1, device=self.device)
-        return torch.searchsorted(self.segment_ids.reshape(-1), tiles).to(torch.int32)
-
-    @property
-    def local_seqlens(self) -> Tensor:
-        """(tiles) int64: real tokens of each tile in this shard; they precede its padding."""
-        real = _offsets(self.token_mask.reshape(-1), torch.int64)
-        return real[self.local_cu_seqlens.long()].diff()
-
-    def take(self, values: Tensor) -> Tensor:
-        """This rank's slots of a (rows, width, ...) tensor of the whole batch.
-
-        Example: `shard.take(batch.labels_at(2))` gives the labels two tokens ahead.
-        """
-        return _take(values, self.slot_ids)
+    _check_rank(rank, size)
+    _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
+    slot_ids = _zigzag(batch.cu_seqlens, rank, size)
+    return _shard(batch, slot_ids.view(batch.rows, -1), rank, size, "context")
 
 
-def take_slots(
-    batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding
-) -> BatchShard:
-    """The shard of `batch` with these slots, (rows, width / size), in order."""
-    return BatchShard(
-        **{name: _take(getattr(batch, name), slot_ids) for name in PER_SLOT},
-        **{name: getattr(batch, name) for name in PER_TILE},
-        slot_ids=slot_ids,
-        rank=rank,
-        size=size,
-        sharding=sharding,
-        extras={
-            name: _take(extra, slot_ids) if _is_per_slot(batch, name) else extra
-            for name, extra in batch.extras.items()
-        },
-        aligned=batch.aligned,
-    )
+def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
+    """The shard of `batch` on rank `rank` of `size` sequence-parallel ranks.
+
+    Labels are shifted before sharding: the last slot of a rank predicts the first token of the
+    next rank. Boundaries are those of the whole batch. `join_shards` is the inverse.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> plan = make_plan([4], Recipe(layout=Packed(max_tokens=8)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [5, 6, 7, 8]}])
+    >>> shard_sequence(batch, 0, 2).labels.tolist(), shard_sequence(batch, 1, 2).labels.tolist()
+    ([[6, 7]], [[8, -100]])
+    """
+    _check_rank(rank, size)
+    if batch.width % size:
+        raise InputError(
+            f"the width {batch.width} is not a multiple of {size}, the number of "
+            f"sequence-parallel ranks; the next one is {rounded_up(batch.width, size)}. Set "
+            f"round_to={size}, or plan with Topology(tp={size}, sequence_parallel=True)."
+        )
+    run = batch.width // size
+    slot_ids = batch.slot_ids[:, rank * run : (rank + 1) * run]
+    return _shard(batch, slot_ids, rank, size, "sequence")
 
 
 def join_shards(shards: Sequence[BatchShard]) -> Batch:
@@ -110,132 +85,16 @@ def join_shards(shards: Sequence[BatchShard]) -> Batch:
         )
     whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
     return Batch(
-        **{name: join_slots([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
+        **{name: _join_slots([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
         **{name: getattr(whole, name) for name in PER_TILE},
         extras={
-            name: join_slots([s.extras[name] for s in shards], slot_ids)
+            name: _join_slots([s.extras[name] for s in shards], slot_ids)
             if _is_per_slot(whole, name)
             else extra
             for name, extra in whole.extras.items()
         },
         aligned=whole.aligned,
     )
-
-
-def join_slots(shards: Sequence[Tensor], slot_ids: Sequence[Tensor]) -> Tensor:
-    """(rows, width / size, ...) tensors of all ranks and their slots -> (rows, width, ...)."""
-    slots = torch.cat([ids.reshape(-1) for ids in slot_ids])  # index in the shards -> slot
-    index = torch.empty_like(slots)
-    index[slots] = torch.arange(len(slots), device=slots.device)  # slot -> index in the shards
-    flat = torch.cat([shard.flatten(0, 1) for shard in shards])
-    return flat.index_select(0, index).view(shards[0].shape[0], -1, *shards[0].shape[2:])
-
-
-def check_rank(rank: int, size: int) -> None:
-    """Raise if `rank` is not in a group of `size`."""
-    if not 0 <= rank < size:
-        raise InputError(f"rank must be in [0, {size}), got {rank}.")
-
-
-def _take(values: Any, slot_ids: Tensor) -> Tensor:
-    taken = values.flatten(0, 1).index_select(0, slot_ids.reshape(-1))
-    return taken.view(*slot_ids.shape, *values.shape[2:])
-
-
-def _is_per_slot(whole: Batch | BatchShard, name: str) -> bool:
-    if name not in whole.aligned:
-        raise InputError(
-            f"the alignment of the extra {name!r} is unknown. Declare it in "
-            f"Collator(extras=...), or add it to `aligned`."
-        )
-    return whole.aligned[name] in ("token", "label")
-
-
-def _offsets(counts: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-    """counts [3, 0, 2] -> [0, 3, 3, 5]"""
-    offsets = torch.zeros(len(counts) + 1, dtype=dtype, device=counts.device)
-    offsets[1:] = counts.cumsum(0)
-    return offsets
-
-
-def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
-    """The shard of `batch` on rank `rank` of `size` sequence-parallel ranks.
-
-    Labels are shifted before sharding: the last slot of a rank predicts the first token of the
-    next rank. Boundaries are those of the whole batch. `join_shards` is the inverse.
-
-    >>> from evenstep import Packed, Recipe, make_plan
-    >>> from evenstep.tensors.collate import Collator
-    >>> plan = make_plan([4], Recipe(layout=Packed(max_tokens=8)))
-    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [5, 6, 7, 8]}])
-    >>> shard_sequence(batch, 0, 2).labels.tolist(), shard_sequence(batch, 1, 2).labels.tolist()
-    ([[6, 7]], [[8, -100]])
-    """
-    check_rank(rank, size)
-    if batch.width % size:
-        raise InputError(
-            f"the width {batch.width} is not a multiple of {size}, the number of "
-            f"sequence-parallel ranks; the next one is {rounded_up(batch.width, size)}. Set "
-            f"round_to={size}, or plan with Topology(tp={size}, sequence_parallel=True)."
-        )
-    run = batch.width // size
-    slots = torch.arange(batch.rows * batch.width, device=batch.device)
-    mine = slots.view(batch.rows, batch.width)[:, rank * run : (rank + 1) * run]
-    return take_slots(batch, mine, rank, size, "sequence")
-
-
-def shard_rows(
-    values: Tensor, rank: int, size: int, *, multiple: int = 1, pad: float = 0
-) -> Tensor:
-    """One rank's run of entries along the first dimension, for example image patches.
-
-    The entries are first padded to a multiple of `size * multiple`.
-
-    >>> shard_rows(torch.tensor([1, 2, 3]), 1, 2).tolist()
-    [3, 0]
-    """
-    check_rank(rank, size)
-    run = rounded_up(len(values), size * multiple) // size
-    missing = run * size - len(values)
-    padding = values.new_full((missing, *values.shape[1:]), pad)
-    return torch.cat((values, padding))[rank * run : (rank + 1) * run]
-
-
-def join_sequence(shards: Sequence[Tensor]) -> Tensor:
-    """Per-slot results of all sequence-parallel ranks -> results of the whole batch.
-
-    One (rows, width / size, ...) tensor per rank, in rank order -> (rows, width, ...).
-
-    >>> join_sequence([torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]).tolist()
-    [[0, 1, 2, 3]]
-    """
-    shapes = {tuple(shard.shape) for shard in shards}
-    if len(shapes) != 1:
-        raise InputError(
-            f"expected tensors of one shape, got {sorted(shapes)}. Pass one "
-            f"(rows, width / size, ...) tensor per rank."
-        )
-    return torch.cat(list(shards), dim=1)
-
-
-def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
-    """The shard of `batch` on rank `rank` of `size` context-parallel ranks.
-
-    Plan with `Topology(cp=size)`, which aligns segments and widths as required. Shift extras that
-    a loss compares with predictions (old log-probs, advantages) with `batch.at_labels(...)` first.
-    `join_shards` is the inverse.
-
-    >>> from evenstep import Packed, Recipe, Topology, make_plan
-    >>> from evenstep.tensors.collate import Collator
-    >>> recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2))
-    >>> batch = Collator()(make_plan([6], recipe)[0, 0][0], [{"input_ids": range(10, 16)}])
-    >>> [shard_context(batch, rank, 2).tokens.tolist() for rank in range(2)]
-    [[[10, 11, 0, 0]], [[12, 13, 14, 15]]]
-    """
-    check_rank(rank, size)
-    _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
-    slot_ids = _slots(batch.cu_seqlens, rank, size)
-    return take_slots(batch, slot_ids.view(batch.rows, -1), rank, size, "context")
 
 
 def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
@@ -257,10 +116,64 @@ def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
         )
     _check_tiles(cu_seqlens, size)
     boundaries = cu_seqlens.to(shards[0].device)
-    return join_slots(shards, [_slots(boundaries, rank, size) for rank in range(size)])
+    return _join_slots(shards, [_zigzag(boundaries, rank, size) for rank in range(size)])
 
 
-def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
+def join_sequence(shards: Sequence[Tensor]) -> Tensor:
+    """Per-slot results of all sequence-parallel ranks -> results of the whole batch.
+
+    One (rows, width / size, ...) tensor per rank, in rank order -> (rows, width, ...).
+
+    >>> join_sequence([torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]).tolist()
+    [[0, 1, 2, 3]]
+    """
+    shapes = {tuple(shard.shape) for shard in shards}
+    if len(shapes) != 1:
+        raise InputError(
+            f"expected tensors of one shape, got {sorted(shapes)}. Pass one "
+            f"(rows, width / size, ...) tensor per rank."
+        )
+    return torch.cat(list(shards), dim=1)
+
+
+def shard_rows(
+    values: Tensor, rank: int, size: int, *, multiple: int = 1, pad: float = 0
+) -> Tensor:
+    """One rank's run of entries along the first dimension, for example image patches.
+
+    The entries are first padded to a multiple of `size * multiple`.
+
+    >>> shard_rows(torch.tensor([1, 2, 3]), 1, 2).tolist()
+    [3, 0]
+    """
+    _check_rank(rank, size)
+    run = rounded_up(len(values), size * multiple) // size
+    missing = run * size - len(values)
+    padding = values.new_full((missing, *values.shape[1:]), pad)
+    return torch.cat((values, padding))[rank * run : (rank + 1) * run]
+
+
+# Slots of one rank -----------------------------------------------------------------------------
+
+
+def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
+    """The shard of `batch` with these slots, (rows, width / size), in order."""
+    return BatchShard(
+        **{name: take_slots(getattr(batch, name), slot_ids) for name in PER_SLOT},
+        **{name: getattr(batch, name) for name in PER_TILE},
+        slot_ids=slot_ids,
+        rank=rank,
+        size=size,
+        sharding=sharding,
+        extras={
+            name: take_slots(extra, slot_ids) if _is_per_slot(batch, name) else extra
+            for name, extra in batch.extras.items()
+        },
+        aligned=batch.aligned,
+    )
+
+
+def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     """(slots / size) int64: the slots of rank `rank`, in ascending order.
 
     cu_seqlens [0, 8, 12], rank 0 of 2 -> [0, 1, 6, 7, 8, 11]
@@ -278,61 +191,25 @@ def _slots(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     return here + shift.repeat_interleave(length, output_size=total // size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ContextWork:
-    """(query, key) pairs of each context-parallel rank under a causal mask, padding included.
-
-    `zigzag` is the sharding of `shard_context`; `contiguous` gives each rank one run of slots per
-    tile. Imbalance is the largest over the mean.
-    """
-
-    zigzag: Tensor  # (size) int64
-    contiguous: Tensor  # (size) int64
-
-    @property
-    def zigzag_imbalance(self) -> float:
-        """Imbalance of the zigzag sharding."""
-        return _imbalance(self.zigzag)
-
-    @property
-    def contiguous_imbalance(self) -> float:
-        """Imbalance of the contiguous sharding."""
-        return _imbalance(self.contiguous)
+def _join_slots(shards: Sequence[Tensor], slot_ids: Sequence[Tensor]) -> Tensor:
+    """(rows, width / size, ...) tensors of all ranks and their slots -> (rows, width, ...)."""
+    slots = torch.cat([ids.reshape(-1) for ids in slot_ids])  # index in the shards -> slot
+    index = torch.empty_like(slots)
+    index[slots] = torch.arange(len(slots), device=slots.device)  # slot -> index in the shards
+    flat = torch.cat([shard.flatten(0, 1) for shard in shards])
+    return flat.index_select(0, index).view(shards[0].shape[0], -1, *shards[0].shape[2:])
 
 
-def context_work(batch: Batch, size: int) -> ContextWork:
-    """The causal attention work of each of `size` context-parallel ranks on `batch`.
-
-    One tile of 8 on 2 ranks: zigzag [18, 18], contiguous [10, 26].
-    """
-    _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
-    slots, ranks = batch.cu_seqlens.diff().long()[:, None], torch.arange(size, device=batch.device)
-    run = slots // size
-    contiguous = _pairs(run * ranks, run).sum(0)
-    if size == 1:
-        return ContextWork(contiguous, contiguous)
-    chunk = slots // (2 * size)
-    late = 2 * size - 1 - ranks
-    zigzag = (_pairs(chunk * ranks, chunk) + _pairs(chunk * late, chunk)).sum(0)
-    return ContextWork(zigzag, contiguous)
-
-
-def _pairs(first: Tensor, count: Tensor) -> Tensor:
-    """Keys that `count` queries from position `first` attend to: 2 from 3 -> 4 + 5 = 9."""
-    return count * first + count * (count + 1) // 2
-
-
-def _imbalance(work: Tensor) -> float:
-    return float(work.max() / work.double().mean())
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise InputError(f"rank must be in [0, {size}), got {rank}.")
 
 
 def _check_tiles(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None = None) -> None:
-    if size > 1 and bool((cu_seqlens.diff() % (2 * size)).any()):
-        _refuse_tile(cu_seqlens, size, sample_ids)
-
-
-def _refuse_tile(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None) -> NoReturn:
+    """Raise if a tile does not divide into two chunks per context-parallel rank."""
     slots = cu_seqlens.diff()
+    if size == 1 or not bool((slots % (2 * size)).any()):
+        return
     at = int((slots % (2 * size)).ne(0).nonzero()[0])
     sample = -1 if sample_ids is None else int(sample_ids[at])
     whose = f"of sample {sample}" if sample >= 0 else f"number {at}"
@@ -340,3 +217,12 @@ def _refuse_tile(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None) -> No
         f"the tile {whose} has {int(slots[at])} slots, but {size} context-parallel ranks require "
         f"a multiple of {2 * size}. Plan with Topology(cp={size})."
     )
+
+
+def _is_per_slot(whole: Batch | BatchShard, name: str) -> bool:
+    if name not in whole.aligned:
+        raise InputError(
+            f"the alignment of the extra {name!r} is unknown. Declare it in "
+            f"Collator(extras=...), or add it to `aligned`."
+        )
+    return whole.aligned[name] in ("token", "label")

@@ -12,10 +12,9 @@ from torch.nn.functional import logsigmoid
 
 from evenstep.core.validate import one_of
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, View
+from evenstep.tensors.batch import IGNORE_INDEX, BatchShard, View
 from evenstep.tensors.head import Head, at_least, label_log_probs, positive, share
 from evenstep.tensors.losses import Metric, Outcome, PerSequence, scalars
-from evenstep.tensors.parallel import BatchShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,9 +33,9 @@ from evenstep.core.topology import Topology
 from evenstep.core.validate import one_of
 from evenstep.data.streams.feed import FedMicroBatch
 from evenstep.errors import InputError
-from evenstep.tensors.batch import RaggedTensor
+from evenstep.tensors.batch import RaggedTensor, Sharding
 from evenstep.tensors.losses import Reduction
-from evenstep.tensors.parallel import Sharding, join_context, join_sequence
+from evenstep.tensors.parallel import join_context, join_sequence
 
 Key: TypeAlias = tuple[int, int, int]
 """(step, rank, position): `plan[step, rank][position]`."""

@@ -16,117 +16,36 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import flex_attention as module
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from evenstep.core.rounding import divided_up
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.varlen import varlen
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Boundaries:
-    """Rows × width slots, numbered row by row and divided into tiles that never cross rows.
-
-    What attention kernels derive from the boundaries is computed once and kept here, because all
-    layers of a model use the same.
-
-    >>> bounds = Boundaries(1, 5, torch.tensor([0, 3, 5], dtype=torch.int32), 3)
-    >>> bounds.segment_ids.tolist(), bounds.lengths
-    ([[0, 0, 0, 1, 1]], [3, 2])
-    """
-
-    rows: int
-    width: int
-    cu_seqlens: Tensor  # (tiles + 1) int32, from 0 to rows × width
-    max_seqlen: int  # the longest tile, or more
-    real: Tensor | None = None  # (tiles) bool: False for padding. None if there is no padding
-    kept: dict[Any, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, batch: Batch) -> Boundaries:
-        """The boundaries of a batch; the same object for the same batch."""
-        if torch.compiler.is_compiling():
-            return _of(batch)
-        found = _known.get(batch)
-        if found is None:
-            found = _known[batch] = _of(batch)
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self.cu_seqlens.device
-
-    @property
-    def tiles(self) -> int:
-        """Number of tiles, empty ones included."""
-        return int(self.cu_seqlens.shape[0]) - 1
-
-    @property
-    def segment_ids(self) -> Tensor:
-        """(rows, width) int64: the tile of each slot."""
-        if "segment_ids" not in self.kept:
-            slots = torch.arange(self.rows * self.width, device=self.device, dtype=torch.int32)
-            tiles = torch.bucketize(slots, self.cu_seqlens[1:], right=True)
-            self.kept["segment_ids"] = tiles.view(self.rows, self.width)
-        ids: Tensor = self.kept["segment_ids"]
-        return ids
-
-    @property
-    def lengths(self) -> list[int]:
-        """Slots per tile, on the host. Waits for the device."""
-        if "lengths" not in self.kept:
-            self.kept["lengths"] = self.cu_seqlens.diff().tolist()
-        lengths: list[int] = self.kept["lengths"]
-        return lengths
-
-    @property
-    def one_per_row(self) -> bool:
-        """Whether every segment begins a row, so that only padding follows it there."""
-        if "one_per_row" not in self.kept:
-            begins = self.cu_seqlens[:-1]
-            begins = begins if self.real is None else begins[self.real]
-            self.kept["one_per_row"] = bool((begins % self.width == 0).all())
-        return bool(self.kept["one_per_row"])
-
-
-_known: weakref.WeakKeyDictionary[Batch, Boundaries] = weakref.WeakKeyDictionary()
-
-
-def _of(batch: Batch) -> Boundaries:
-    kept = {"segment_ids": batch.segment_ids}
-    real = batch.sample_ids >= 0
-    return Boundaries(batch.rows, batch.width, batch.cu_seqlens, batch.max_seqlen, real, kept)
-
 
 BLOCK = 128
 """Slots per side of a FlexAttention block."""
+LEAST = 64
+"""Fewest queries of a block where a window limits the keys."""
+LARGEST = 256
+"""Largest head dimension of the kernels of flash attention."""
+TINY = 2048
+"""Entries of a dense mask that cost about as much as one more call, measured on a CPU core."""
 
+# Importing it takes a second: it imports the compiler.
+_IN_TORCH = find_spec("torch.nn.attention.varlen") is not None  # not in torch < 2.10
+_SEES_OTHERS = "supports no segment that sees another one"
 
-class Tiles(Protocol):
-    """Slots divided into tiles: a `Batch` or `Boundaries`."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def cu_seqlens(self) -> Tensor: ...
-    @property
-    def segment_ids(self) -> Tensor: ...
+# Masks -----------------------------------------------------------------------------------------
 
 
 def check_window(window: int | None) -> None:
@@ -135,7 +54,9 @@ def check_window(window: int | None) -> None:
         raise ConfigError(f"window must be at least 1, or None for no window; got {window}.")
 
 
-def visible(batch: Tiles, causal: bool = True, window: int | None = None) -> tuple[Tensor, Tensor]:
+def visible(
+    bounds: Boundaries, causal: bool = True, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The first and last slot of its row that each slot attends to, (rows, width) each.
 
     A window reaches window - 1 slots back and, without `causal`, as far ahead.
@@ -144,17 +65,19 @@ def visible(batch: Tiles, causal: bool = True, window: int | None = None) -> tup
     cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
     """
     check_window(window)
-    row = torch.arange(batch.rows, device=batch.device)[:, None] * batch.width
-    slot = torch.arange(batch.width, device=batch.device).expand(batch.rows, -1)
-    first = batch.cu_seqlens[batch.segment_ids] - row
-    last = slot if causal else batch.cu_seqlens[batch.segment_ids + 1] - row - 1
+    row = torch.arange(bounds.rows, device=bounds.device)[:, None] * bounds.width
+    slot = torch.arange(bounds.width, device=bounds.device).expand(bounds.rows, -1)
+    first = bounds.cu_seqlens[bounds.segment_ids] - row
+    last = slot if causal else bounds.cu_seqlens[bounds.segment_ids + 1] - row - 1
     if window is not None:
         first = torch.maximum(first, slot - (window - 1))
         last = torch.minimum(last, slot + (window - 1))
     return first, last
 
 
-def sdpa_mask(batch: Tiles, *, causal: bool = True, window: int | None = None) -> Tensor:
+def sdpa_mask(
+    batch: Batch | Boundaries, *, causal: bool = True, window: int | None = None
+) -> Tensor:
     """The mask for `scaled_dot_product_attention`: (rows, 1, width, width) bool, True = attend.
 
     >>> from evenstep import Packed, Recipe, make_plan
@@ -164,12 +87,15 @@ def sdpa_mask(batch: Tiles, *, causal: bool = True, window: int | None = None) -
     >>> sdpa_mask(batch)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
-    first, last = visible(batch, causal, window)
-    slot = torch.arange(batch.width, device=batch.device)
+    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
+    first, last = visible(bounds, causal, window)
+    slot = torch.arange(bounds.width, device=bounds.device)
     return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
 
 
-def block_mask(batch: Tiles, *, causal: bool = True, window: int | None = None) -> BlockMask:
+def block_mask(
+    batch: Batch | Boundaries, *, causal: bool = True, window: int | None = None
+) -> BlockMask:
     """The mask for `flex_attention`, built without a width × width tensor.
 
     The keys of a query block are one contiguous range, from the first key of its first query to
@@ -178,19 +104,20 @@ def block_mask(batch: Tiles, *, causal: bool = True, window: int | None = None) 
 
         flex_attention(q, k, v, block_mask=block_mask(batch))
     """
-    first, last = visible(batch, causal, window)
-    count = divided_up(batch.width, BLOCK)
-    begin = torch.arange(count, device=batch.device) * BLOCK
-    end = torch.clamp(begin + BLOCK, max=batch.width) - 1
+    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
+    first, last = visible(bounds, causal, window)
+    count = divided_up(bounds.width, BLOCK)
+    begin = torch.arange(count, device=bounds.device) * BLOCK
+    end = torch.clamp(begin + BLOCK, max=bounds.width) - 1
     overlaps = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)
     whole = (first[:, end, None] <= begin) & (last[:, begin, None] >= begin + BLOCK - 1)
-    whole &= (begin + BLOCK <= batch.width)[:, None]
+    whole &= (begin + BLOCK <= bounds.width)[:, None]
     return BlockMask.from_kv_blocks(
         *_listed(overlaps & ~whole),
         *_listed(whole),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(batch.segment_ids, causal, window),
-        seq_lengths=(batch.width, batch.width),
+        mask_mod=_mask_mod(bounds.segment_ids, causal, window),
+        seq_lengths=(bounds.width, bounds.width),
     )
 
 
@@ -225,13 +152,17 @@ def _mask_mod(tiles: Tensor, causal: bool, window: int | None):  # type: ignore[
 
 def one_segment_per_row(batch: Batch) -> bool:
     """Whether every segment begins a row (padded layout, or a single sequence)."""
-    begins = batch.cu_seqlens[:-1][batch.sample_ids >= 0]
-    return bool((begins % batch.width == 0).all())
+    return Boundaries.of(batch).one_per_row
+
+
+# Calls and backends ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """q, k and v, where segments begin and end, and what the softmax does.
+
+    k and v have the rows and width of `bounds.keys`, which are those of q today.
 
     softcap  scores become softcap * tanh(scores / softcap), before masking
     sinks    (heads) one logit per query head that joins the denominator of the softmax
@@ -251,9 +182,9 @@ class Call:
 
     def __post_init__(self) -> None:
         check_window(self.window)
-        q, k, v, bounds = self.q, self.k, self.v, self.bounds
-        shape = (bounds.rows, bounds.width)
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
+        q, k, v, keys = self.q, self.k, self.v, self.bounds.keys
+        for name, tensor, bounds in (("q", q, self.bounds), ("k", k, keys), ("v", v, keys)):
+            shape = (bounds.rows, bounds.width)
             if tensor.ndim != 4 or (tensor.shape[0], tensor.shape[2]) != shape:
                 raise InputError(
                     f"{name} has shape {tuple(tensor.shape)}, but the batch has {shape[0]} rows "
@@ -290,17 +221,8 @@ class Call:
     @property
     def needs_grad(self) -> bool:
         """Whether a backward pass may follow."""
-        given = (self.q, self.k, self.v, self.sinks)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-
-    def keys(self, repeat: bool) -> tuple[Tensor, Tensor]:
-        """k and v; with `repeat`, each head is repeated for the query heads that share it."""
-        if not repeat or self.shared == 1:
-            return self.k, self.v
-        return (
-            self.k.repeat_interleave(self.shared, dim=1),
-            self.v.repeat_interleave(self.shared, dim=1),
-        )
+        inputs = (self.q, self.k, self.v, self.sinks)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
 def _never(call: Call) -> None:
@@ -313,10 +235,6 @@ class Backend:
 
     run: Callable[[Call], Tensor]
     refuses: Callable[[Call], str | None] = _never
-
-
-LEAST = 64
-"""Fewest queries of a block where a window limits the keys."""
 
 
 def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -359,10 +277,9 @@ def explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     return (weights @ value).flatten(1, 2).to(v.dtype)
 
 
-# Whole rows ----------------------------------------------------------------------------------
-
-
 def _causal_refuses(call: Call) -> str | None:
+    if call.bounds.seen is not None:
+        return _SEES_OTHERS
     if not call.causal or (call.window is not None and call.window < call.bounds.width):
         return "supports neither windows nor bidirectional attention"
     if not call.bounds.one_per_row:
@@ -374,40 +291,45 @@ def _causal(call: Call) -> Tensor:
     return scaled(call, call.q, call.k, call.v, None)
 
 
-# One segment at a time -----------------------------------------------------------------------
-
-
 def _segments(call: Call) -> Tensor:
-    lengths, bounds = call.bounds.lengths, call.bounds
+    bounds, keys = call.bounds, call.bounds.keys
     # (rows, heads, width, dim) -> (1, heads, slots, dim), split into tiles. The backward of split
     # is cheap; each slice would allocate a gradient of all slots.
-    flat = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (call.q, call.k, call.v))
-    tiles = zip(lengths, *(tensor.split(lengths, dim=2) for tensor in flat), strict=True)
-    out = torch.cat([_segment(call, q, k, v) for n, q, k, v in tiles if n], dim=2)
+    flat = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (call.q, call.k, call.v))
+    lengths = (bounds.lengths, keys.lengths, keys.lengths)
+    tiles = [tensor.split(sizes, dim=2) for tensor, sizes in zip(flat, lengths, strict=True)]
+    parts = [_segment(call, q, k, v) for q, k, v in zip(*tiles, strict=True) if q.shape[2]]
+    out = torch.cat(parts, dim=2)
     return out[0].unflatten(1, (bounds.rows, bounds.width)).transpose(0, 1)
 
 
 def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention within one tile. A window limits the keys of each block of queries."""
-    length, window = q.shape[2], call.window
-    if window is None or window >= length:
+    """Attention within one tile. A window limits the keys of each block of queries.
+
+    The last query and the last key belong to the same token: 2 queries see 4 keys as the tokens
+    2 and 3 of 4 would.
+    """
+    length, keys, window = q.shape[2], k.shape[2], call.window
+    before = keys - length  # keys in front of the first query
+    if not before and (window is None or window >= length):
         return scaled(call, q, k, v, None)
-    size = max(window, LEAST)
+    reach, size = (keys, length) if window is None else (window, max(window, LEAST))
     out = []
     for begin in range(0, length, size):
         end = min(begin + size, length)
-        first, last = max(begin - window + 1, 0), end
+        first, last = max(before + begin - reach + 1, 0), before + end
         if not call.causal:
-            last = min(end + window - 1, length)
-        away = torch.arange(begin, end, device=q.device)[:, None]
+            last = min(last + reach - 1, keys)
+        away = torch.arange(before + begin, before + end, device=q.device)[:, None]
         away = away - torch.arange(first, last, device=q.device)
-        mask = (away < window) & (away >= 0 if call.causal else away > -window)
-        keys, values = k[:, :, first:last], v[:, :, first:last]
-        out.append(scaled(call, q[:, :, begin:end], keys, values, mask))
+        mask = (away < reach) & (away >= 0 if call.causal else away > -reach)
+        seen = k[:, :, first:last], v[:, :, first:last]
+        out.append(scaled(call, q[:, :, begin:end], *seen, mask))
     return torch.cat(out, dim=2)
 
 
-# A dense mask --------------------------------------------------------------------------------
+def _mask_refuses(call: Call) -> str | None:
+    return None if call.bounds.seen is None else _SEES_OTHERS
 
 
 def _mask(call: Call) -> Tensor:
@@ -415,9 +337,7 @@ def _mask(call: Call) -> Tensor:
     return scaled(call, call.q, call.k, call.v, mask)
 
 
-CAUSAL = Backend(_causal, _causal_refuses)
-SEGMENTS = Backend(_segments)
-MASK = Backend(_mask)
+# FlexAttention ---------------------------------------------------------------------------------
 
 
 def _block_mask(call: Call) -> BlockMask:
@@ -460,13 +380,15 @@ def _flex_refuses(call: Call) -> str | None:
         return "requires head dimensions of at least 16"
     if call.q.is_cuda and call.q.dtype == torch.float64:
         return "supports single and half precision only"
-    return None
+    return None if call.bounds.seen is None else _SEES_OTHERS
 
 
 def _flex(call: Call) -> Tensor:
     # The kernels require a power of two of query heads per key head.
     repeat = bool(call.shared & (call.shared - 1))
-    k, v = call.keys(repeat)
+    k, v = call.k, call.v
+    if repeat:
+        k, v = (tensor.repeat_interleave(call.shared, dim=1) for tensor in (k, v))
     options: dict[str, Any] = {
         "block_mask": _block_mask(call),
         "scale": call.scale,
@@ -490,23 +412,14 @@ def _flex(call: Call) -> Tensor:
 def _with_lse(
     kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    if hasattr(module, "AuxRequest"):
-        out, aux = kernel(q, k, v, return_aux=module.AuxRequest(lse=True), **options)
+    if hasattr(flex, "AuxRequest"):
+        out, aux = kernel(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
         return out, aux.lse
     out, lse = kernel(q, k, v, return_lse=True, **options)  # torch < 2.9
     return out, lse
 
 
-FLEX = Backend(_flex, _flex_refuses)
-
-
 # Variable-length flash attention --------------------------------------------------------------
-
-# Its import takes a second: it imports the compiler.
-_IN_TORCH = find_spec("torch.nn.attention.varlen") is not None  # not in torch < 2.10
-
-LARGEST = 256
-"""Largest head dimension of the kernels."""
 
 
 def _varlen_refuses(call: Call) -> str | None:
@@ -543,26 +456,21 @@ def _varlen(call: Call) -> Tensor:
         # The kernels take one dimension, a multiple of 8. Zeros change neither scores nor outputs.
         size = -(-max(q.shape[2], dim) // 8) * 8
         q, k, v = (_widened(x, size) for x in (q, k, v))
+    keys = bounds.keys
     out, _ = varlen(
-        q, k, v, bounds.cu_seqlens, bounds.max_seqlen, call.causal, call.window or 0,
-        call.scaling, call.softcap or 0.0, call.sinks,
+        q, k, v, bounds.cu_seqlens, keys.cu_seqlens, bounds.max_seqlen, keys.max_seqlen,
+        call.causal, call.window or 0, call.scaling, call.softcap or 0.0, call.sinks,
     )  # fmt: skip
     out = out if out.shape[2] == dim else out[..., :dim]
     return out.unflatten(0, (bounds.rows, bounds.width)).transpose(1, 2)
 
 
-VARLEN = Backend(_varlen, _varlen_refuses)
-
-
-TINY = 2048
-"""Entries of a dense mask that cost about as much as one more call, measured on a CPU core."""
-
 BACKENDS: dict[str, Backend] = {
-    "varlen": VARLEN,
-    "flex": FLEX,
-    "causal": CAUSAL,
-    "segments": SEGMENTS,
-    "mask": MASK,
+    "varlen": Backend(_varlen, _varlen_refuses),
+    "flex": Backend(_flex, _flex_refuses),
+    "causal": Backend(_causal, _causal_refuses),
+    "segments": Backend(_segments),
+    "mask": Backend(_mask, _mask_refuses),
 }
 
 
@@ -628,7 +536,8 @@ def choose(call: Call) -> str:
         for name in ("varlen", "flex"):
             if BACKENDS[name].refuses(call) is None:
                 return name
-    if CAUSAL.refuses(call) is None:
+    if BACKENDS["causal"].refuses(call) is None:
         return "causal"
     bounds = call.bounds
-    return "mask" if bounds.rows * bounds.width**2 < TINY * bounds.tiles else "segments"
+    tiny = bounds.rows * bounds.width**2 < TINY * bounds.tiles
+    return "mask" if tiny and bounds.seen is None else "segments"

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from evenstep.tensors.parallel import BatchShard, join_context, join_sequence
+from evenstep.tensors.batch import BatchShard
+from evenstep.tensors.parallel import join_context, join_sequence
 
 
 def context_attention(

@@ -16,10 +16,9 @@ from evenstep.core.step import Step
 from evenstep.core.validate import one_of, whole_number
 from evenstep.data.streams.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Sums
-from evenstep.tensors.parallel import BatchShard
 from evenstep.train.attempt import Attempt
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.forwards import Forward, forward_of
