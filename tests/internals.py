@@ -25,43 +25,54 @@ if TYPE_CHECKING:
     from evenstep.config.inherit import read_tree
     from evenstep.config.interpolate import Interpolated, UnresolvedError
     from evenstep.config.native import PARTS, SECTIONS, leaves, unflattened
-    from evenstep.core import archive
-    from evenstep.core import step_table as step_table_module
+    from evenstep.core import measures as measures_module
+    from evenstep.core import plan_file
     from evenstep.core.bounds import (
+        Floor,
+        StepFloor,
         bins_bound,
         lock_step_bound,
+        lock_steps,
         makespan_bound,
+        makespans,
         pack_bound,
         pack_bounds,
+        packs_of_first,
     )
     from evenstep.core.checks import CHECKS, violations_by_check
-    from evenstep.core.cost import Part
-    from evenstep.core.crowding import packs_of_first
-    from evenstep.core.floor import Floor, Floors, StepFloor
-    from evenstep.core.gpu import GPUS, Gpu
-    from evenstep.core.identity import item_and_part, sample_number
-    from evenstep.core.joining import join_plans
-    from evenstep.core.layout import Layout
-    from evenstep.core.layout.packed import PACKER_NAMES
-    from evenstep.core.layout.padded import Cut as CutName
-    from evenstep.core.lock_step import lock_steps
-    from evenstep.core.makespan import makespans
-    from evenstep.core.model.config import DEFAULTS, ModelConfig, read_model_config
-    from evenstep.core.model.kinds import KINDS
-    from evenstep.core.model.layers import mixing_of, sparse_layers
-    from evenstep.core.model.named import named_config
-    from evenstep.core.model.presets import PRESETS
-    from evenstep.core.model.sizes import ModelSize
-    from evenstep.core.model.text import text_work
-    from evenstep.core.model.vision import vision_work
-    from evenstep.core.modelled_time import TimeParts, step_times, time_parts
-    from evenstep.core.ragged import FloatArray, IntArray, frozen, offsets_of, sum_by
+    from evenstep.core.cost import GPUS, Gpu, Part
+    from evenstep.core.layout import PACKER_NAMES, Layout
+    from evenstep.core.layout import Cut as CutName
+    from evenstep.core.measures import Floors, StepTable, TimeParts, step_times, time_parts
+    from evenstep.core.model_config import (
+        DEFAULTS,
+        PRESETS,
+        ModelConfig,
+        named_config,
+        read_model_config,
+    )
+    from evenstep.core.models import (
+        KINDS,
+        ModelSize,
+        mixing_of,
+        sparse_layers,
+        text_work,
+        vision_work,
+    )
+    from evenstep.core.plan import join_plans, on_fewer_ranks, samples_by_step, step_plan
+    from evenstep.core.ragged import (
+        FloatArray,
+        IntArray,
+        Segments,
+        frozen,
+        item_and_part,
+        offsets_of,
+        rounded_up,
+        sample_number,
+        sum_by,
+    )
     from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery
-    from evenstep.core.rounding import rounded_up
-    from evenstep.core.segments import Segments
-    from evenstep.core.step_plan import on_fewer_ranks, samples_by_step, step_plan
-    from evenstep.core.step_table import StepTable
-    from evenstep.core.validate import one_of, truth_value, whole_number
+    from evenstep.core.text import one_of, truth_value, whole_number
     from evenstep.data.corpus.counting import default_workers, task_size
     from evenstep.data.sources import lines, measure
     from evenstep.data.sources.as_source import as_measured

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from evenstep.core.layout import Layout, Packed, Padded
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import divided_up
+from evenstep.core.recipe import Recipe, Steps, Topology, World
 from evenstep.core.step import Step
-from evenstep.core.topology import Topology
-from evenstep.core.validate import seed_number, truth_value
-from evenstep.core.world import World
+from evenstep.core.text import seed_number, truth_value
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import Mapped
 from evenstep.data.sources.source import MeasuredSource, Source, has_random_access

@@ -20,9 +20,9 @@ from evenstep.config.faults import FaultsError, not_a_mapping, unknown_key
 from evenstep.config.settings import Settings, StreamSettings, TrainerSettings
 from evenstep.config.training import ModelSettings, OptimizerSettings
 from evenstep.config.tree import merged, nested
-from evenstep.core.glimpse import cut
 from evenstep.core.layout import LAYOUTS
 from evenstep.core.recipe import Recipe
+from evenstep.core.text import shorten
 from evenstep.data.corpus.corpus import Corpus
 from evenstep.data.streams.pool import Pool
 from evenstep.errors import ConfigError
@@ -55,7 +55,7 @@ def decode_settings(data: Mapping[str, Any]) -> tuple[Settings | None, list[str]
     """The settings, or None and all faults."""
     known = [*(field.name for field in dataclasses.fields(Recipe)), *SECTIONS]
     faults = [
-        unknown_key(cut(str(key)), "A configuration", known) for key in data if key not in known
+        unknown_key(shorten(str(key)), "A configuration", known) for key in data if key not in known
     ]
     own = {key: value for key, value in data.items() if key in known and key not in SECTIONS}
     recipe, found = decode_recipe(own)

@@ -7,7 +7,12 @@ from typing import Any, Literal, TypeAlias
 
 from evenstep.config.training import ModelSettings, OptimizerSettings
 from evenstep.core.recipe import Recipe
-from evenstep.core.validate import one_of, seed_number, truth_field, whole_field
+from evenstep.core.text import (
+    one_of,
+    seed_number,
+    truth_field,
+    whole_field,
+)
 from evenstep.data.corpus.corpus import Corpus
 from evenstep.data.streams.pool import Pool
 

@@ -10,7 +10,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.data.sources.measure import check_some_loss
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.step_work import Progress

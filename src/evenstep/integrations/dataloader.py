@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.step import Step
-from evenstep.core.validate import truth_value, whole_number
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import truth_value, whole_number
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.step_work import Progress

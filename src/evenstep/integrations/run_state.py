@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from evenstep.core.cursor import Cursor
+from evenstep.core.step import Cursor
 from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
 from evenstep.errors import CursorError
 

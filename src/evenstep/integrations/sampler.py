@@ -6,10 +6,9 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.step import Step
-from evenstep.core.validate import truth_value, whole_number
+from evenstep.core.plan import MicroBatch
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import truth_value, whole_number
 from evenstep.data.streams.planned import PlannedStream
 from evenstep.data.streams.position import StreamPosition
 from evenstep.data.streams.step_work import Progress

@@ -18,9 +18,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from evenstep.core.layout import Packed
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.world import World
+from evenstep.core.plan import MicroBatch
+from evenstep.core.recipe import Recipe, Steps, World
 from evenstep.data.sources.as_source import as_measured, as_source, is_source
 from evenstep.data.sources.iterated import Iterated
 from evenstep.data.sources.mapped import MeasuredMapped

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.core import summary
+from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import ConfigError, InputError
 
 IGNORE_INDEX = -100
@@ -247,20 +247,16 @@ class Batch(Slots):
             segments, tokens = len(lengths), int(lengths.sum())
             if not segments:
                 return "empty"
-            parts = (summary.counted(segments, "segment"), summary.counted(tokens, "token"))
-            return ", ".join((*parts, summary.fill(tokens, self.rows * self.width)))
+            parts = (counted(segments, "segment"), counted(tokens, "token"))
+            return ", ".join((*parts, fill(tokens, self.rows * self.width)))
 
         parts = (
-            summary.attempt(
-                lambda: (
-                    f"{summary.counted(self.rows, 'row')} of {summary.counted(self.width, 'slot')}"
-                )
-            ),
-            summary.attempt(contents),
-            summary.attempt(lambda: str(self.device)),
+            attempt(lambda: f"{counted(self.rows, 'row')} of {counted(self.width, 'slot')}"),
+            attempt(contents),
+            attempt(lambda: str(self.device)),
             f"extras {', '.join(self.extras)}" if self.extras else "",
         )
-        return summary.line("Batch", parts)
+        return line("Batch", parts)
 
     def labels_at(self, distance: int = 1) -> Tensor:
         """Labels `distance` tokens ahead, for multi-token prediction.

@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.placement import Placement
+from evenstep.core.plan import MicroBatch, Placement
 from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.core.validate import truth_field, whole_number
+from evenstep.core.text import truth_field, whole_number
 from evenstep.data.sources.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.planning.kernel import kernel

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
 from evenstep.tensors.head import Head, Scores, Wanted, at_least, positive, score, share

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenstep.core.rounding import rounded_up
+from evenstep.core.ragged import rounded_up
 from evenstep.errors import InputError
 from evenstep.tensors.batch import PER_SLOT, PER_TILE, Batch, BatchShard, Sharding, take_slots
 

@@ -21,16 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.identity import sample_name
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.placement import place
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, offsets_of, ranges_of
-from evenstep.core.rounding import rounded_up
-from evenstep.core.segments import Segments
+from evenstep.core.plan import MicroBatch, Plan, place
+from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, rounded_up, sample_name
+from evenstep.core.recipe import Topology
 from evenstep.core.step import Step
-from evenstep.core.topology import Topology
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.data.streams.feed import FedMicroBatch
 from evenstep.errors import InputError
 from evenstep.tensors.batch import RaggedTensor, Sharding

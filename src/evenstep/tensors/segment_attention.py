@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import divided_up
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.varlen import varlen

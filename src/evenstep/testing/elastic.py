@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.glimpse import listed
-from evenstep.core.identity import sample_name
-from evenstep.core.step import Step
-from evenstep.core.world import World
+from evenstep.core.ragged import sample_name
+from evenstep.core.recipe import World
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import listed
 from evenstep.data.streams.pooled_cursor import merge_cursors
 from evenstep.errors import InputError
 from evenstep.testing.content import content_of

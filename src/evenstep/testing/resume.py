@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
-from evenstep.core.cursor import Cursor
+from evenstep.core.step import Cursor
 from evenstep.errors import EvenstepError, InputError
 from evenstep.testing.content import content_of, glimpse
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
+from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
 from evenstep.data.sources.source import length_of

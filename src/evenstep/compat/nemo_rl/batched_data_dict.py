@@ -27,7 +27,7 @@ from evenstep.compat.nemo_rl.sharding import (
     packed_rows,
 )
 from evenstep.core.ragged import IntArray
-from evenstep.core.validate import whole_number
+from evenstep.core.text import whole_number
 from evenstep.errors import InputError
 from evenstep.planning.batching.rank_rows import RankRows, share_rows
 

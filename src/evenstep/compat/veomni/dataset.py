@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from evenstep.compat.veomni.lengths import Length, get_length_by_attention_mask_fn
-from evenstep.core.validate import truth_value, whole_number
+from evenstep.core.text import truth_value, whole_number
 from evenstep.data.streams.token_buffer import Buffered, TokenBuffer
 from evenstep.errors import ConfigError, InputError
 

@@ -21,7 +21,7 @@ from evenstep.compat.veomni.lengths import (
     get_length_fn_by_count_mode,
     get_parallel_state,
 )
-from evenstep.core.validate import one_of, truth_value, whole_number
+from evenstep.core.text import one_of, truth_value, whole_number
 from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.token_buffer import Buffered, TokenBuffer
 from evenstep.errors import ConfigError, InputError

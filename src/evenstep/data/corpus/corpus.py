@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.archive import replace_file
+from evenstep.core.plan_file import replace_file
 from evenstep.core.ragged import IntArray
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.text import one_of, whole_number
 from evenstep.data.corpus.chat import ChatEncoder, ChatTransform
 from evenstep.data.corpus.counting import (
     Engine,

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.data.sources.files import Paths, files_digest, files_of
 from evenstep.data.sources.source import check_items
 from evenstep.data.sources.token_file import damaged

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtim
 
 import numpy as np
 
-from evenstep.core.identity import sample_name, sample_number
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, sample_name, sample_number
 from evenstep.errors import FileError, InputError, SampleError
 
 Sample: TypeAlias = Any

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.glimpse import glimpse
+from evenstep.core.text import short_repr
 from evenstep.data.sources.source import LOSS_MASKS, Draw, Sample
 from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import ConfigError, InputError
@@ -155,7 +155,7 @@ class RowDecoder:
         odd = [token for token in value if type(token) is not int]
         if odd:
             raise InputError(
-                f"{where}: field {field!r} has {glimpse(odd[0])} in its list, expected token "
+                f"{where}: field {field!r} has {short_repr(odd[0])} in its list, expected token "
                 f"ids. Correct the row, or pass a transform."
             )
         if self.tokenize is not _utf8:

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.core.rounding import rounded_up
+from evenstep.core.ragged import IntArray, offsets_of, rounded_up
 from evenstep.data.sources.files import Paths, files_of
 from evenstep.data.sources.source import check_items
 from evenstep.errors import FileError

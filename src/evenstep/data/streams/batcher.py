@@ -9,12 +9,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import IntArray
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import IntArray, Segments, rounded_up
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.segments import Segments
-from evenstep.core.validate import MOST
+from evenstep.core.text import MOST
 from evenstep.data.streams.cut import Cut
 from evenstep.data.streams.further_limits import further_limits
 from evenstep.data.streams.leader import leader_first

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from evenstep.core.cursor import Cursor
 from evenstep.core.recipe import Recipe
+from evenstep.core.step import Cursor
 from evenstep.data.streams.pool import Pool
 from evenstep.errors import ConfigError, CursorError
 

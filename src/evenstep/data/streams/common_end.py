@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.identity import item_and_part
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, item_and_part
 from evenstep.core.recipe import Recipe
 from evenstep.data.sources.source import Sample
 from evenstep.data.streams.batcher import PoolBatcher

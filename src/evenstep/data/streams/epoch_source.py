@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from evenstep.core.identity import item_and_part
-from evenstep.core.ragged import IntArray
-from evenstep.core.validate import truth_value
+from evenstep.core.ragged import IntArray, item_and_part
+from evenstep.core.text import truth_value
 from evenstep.data.sources.source import (
     Draw,
     MeasuredSource,

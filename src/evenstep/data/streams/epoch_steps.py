@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, divided_up, rounded_up
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.data.sources.lengths import column_digest
 from evenstep.data.sources.source import MeasuredSource
 from evenstep.data.streams.digests import values_digest

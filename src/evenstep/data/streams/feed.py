@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.core.validate import MOST
+from evenstep.core.text import MOST
 from evenstep.data.sources.source import Sample, length_of
 from evenstep.data.streams.batcher import PoolBatcher
 from evenstep.data.streams.pool import Entry, Measure, Pool, entries_of

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.ragged import FloatArray, IntArray, rounded_up
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
 from evenstep.planning.batching.selection import Room
 
 

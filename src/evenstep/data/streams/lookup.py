@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from evenstep.core.identity import sample_name
-from evenstep.core.validate import one_of
+from evenstep.core.ragged import sample_name
+from evenstep.core.text import one_of
 from evenstep.data.sources.source import (
     Draw,
     Sample,

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import IntArray
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import IntArray, divided_up
 from evenstep.errors import InputError
 from evenstep.planning.kernel import kernel
 

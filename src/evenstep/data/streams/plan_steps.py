@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import divided_up, rounded_up
-from evenstep.core.step_plan import (
+from evenstep.core.plan import (
+    MicroBatch,
+    Plan,
     on_fewer_ranks,
     recipe_on_fewer_ranks,
     samples_by_step,
     step_plan,
 )
+from evenstep.core.ragged import IntArray, Ragged, divided_up, rounded_up
+from evenstep.core.recipe import Recipe
 from evenstep.data.sources.source import MeasuredSource
 from evenstep.data.streams.estimate import Estimate
 from evenstep.data.streams.position import StreamPosition

@@ -9,12 +9,10 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from evenstep.core.cursor import Cursor
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.core.step import Step
-from evenstep.core.validate import seed_number, truth_value, whole_number
-from evenstep.core.world import World
+from evenstep.core.recipe import Recipe, World, check_recipe
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import seed_number, truth_value, whole_number
 from evenstep.data.sources.as_source import as_measured
 from evenstep.data.sources.files import refuse_empty
 from evenstep.data.sources.mapped import MapStyle

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from evenstep.core.validate import whole_field
+from evenstep.core.text import whole_field
 from evenstep.data.sources.source import Sample
 from evenstep.data.streams.cut import Piece
 from evenstep.data.streams.sample_columns import SampleColumns

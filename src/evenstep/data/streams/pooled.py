@@ -8,12 +8,15 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.core.rounding import divided_up
-from evenstep.core.step import Step
-from evenstep.core.validate import one_of, seed_number, truth_value, whole_number
-from evenstep.core.world import World
+from evenstep.core.ragged import divided_up
+from evenstep.core.recipe import Recipe, World, check_recipe
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import (
+    one_of,
+    seed_number,
+    truth_value,
+    whole_number,
+)
 from evenstep.data.sources.as_source import as_source
 from evenstep.data.sources.files import refuse_empty
 from evenstep.data.sources.mapped import MapStyle

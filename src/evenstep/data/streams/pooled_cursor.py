@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenstep.core.cursor import Cursor
+from evenstep.core.step import Cursor
 from evenstep.data.streams.reader_state import ReaderState
 from evenstep.errors import CursorError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.identity import MOST_ITEMS, item_and_part, sample_name
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import MOST_ITEMS, item_and_part, sample_name
 from evenstep.data.sources.source import Sample, cause_of, unreadable
 from evenstep.data.streams.batcher import PoolBatcher, micro_batch
 from evenstep.data.streams.cut import Cut, Piece, pieces_of

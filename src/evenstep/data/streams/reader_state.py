@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from evenstep.core.identity import item_and_part, sample_name
+from evenstep.core.ragged import item_and_part, sample_name
 from evenstep.data.streams.cut import Cut, Piece, pieces_of
 from evenstep.data.streams.deal import Deal
 from evenstep.data.streams.remaining import RemainingEpoch

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import IntArray, divided_up
 from evenstep.data.streams.deal import Deal
 from evenstep.data.streams.unread import Unread
 from evenstep.errors import CursorError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from evenstep.core.identity import sample_name
+from evenstep.core.ragged import sample_name
 from evenstep.core.recipe import Recipe
-from evenstep.core.validate import whole_number
+from evenstep.core.text import whole_number
 from evenstep.data.sources.measure import loss_tokens_of
 from evenstep.data.sources.source import Sample
 from evenstep.data.streams.cut import Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenstep.core.identity import MOST_ITEMS
+from evenstep.core.ragged import MOST_ITEMS
 from evenstep.core.step import Step
 
 _ENOUGH = 8  # micro-batches before the count is used

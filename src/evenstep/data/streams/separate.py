@@ -8,12 +8,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import offsets_of
-from evenstep.core.rounding import rounded_up
+from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.ragged import offsets_of, rounded_up
 from evenstep.core.step import Step
-from evenstep.core.validate import whole_number
+from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, PlanError
 
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.modelled_time import time_of_works, works_of
-from evenstep.core.plan import Plan
+from evenstep.core.measures import time_of_works, works_of
+from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.ragged import FloatArray, IntArray, frozen
-from evenstep.core.step import Step
+from evenstep.core.step import Cursor, Step
 from evenstep.data.streams.lookup import SampleLookup
 from evenstep.data.streams.position import StreamPosition
 from evenstep.data.streams.step_work import StepWork

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray
+from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.ragged import IntArray, Segments
 from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.planning.planner import plan_step
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
+from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.data.streams.estimate import Estimate

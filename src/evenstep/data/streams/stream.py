@@ -8,11 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.recipe import Recipe
-from evenstep.core.step import Step
-from evenstep.core.world import World
+from evenstep.core.plan import MicroBatch
+from evenstep.core.recipe import Recipe, World
+from evenstep.core.step import Cursor, Step
 from evenstep.data.streams.batcher import micro_batch
 from evenstep.data.streams.estimate import Estimate
 from evenstep.errors import ConfigError

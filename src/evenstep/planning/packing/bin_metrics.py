@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import IntArray, Ragged, divided_up
 
 
 def bin_metrics(lengths: IntArray, bins: Ragged, capacity: int) -> dict[str, float]:

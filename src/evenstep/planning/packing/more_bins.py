@@ -3,7 +3,7 @@
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, offsets_of
-from evenstep.core.validate import MOST_RANKS
+from evenstep.core.text import MOST_RANKS
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.heap import rise, sink
 from evenstep.planning.kernel import kernel

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.layout import Packer
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.core.rounding import rounded_up
-from evenstep.core.validate import MOST, seed_number, whole_number
+from evenstep.core.ragged import IntArray, Ragged, rounded_up
+from evenstep.core.text import MOST, seed_number, whole_number
 from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.packing.best_fit import best_fit_decreasing
 from evenstep.planning.packing.first_fit import (

@@ -15,11 +15,11 @@ from evenstep import Packed, Plan, Recipe
 from evenstep.cli import main
 from evenstep.errors import FileError
 from tests.handmade import handmade
-from tests.internals import archive
+from tests.internals import plan_file
 
 
 def sealed(body: bytes) -> bytes:
-    return archive.MAGIC + hashlib.sha256(body).digest() + body
+    return plan_file.MAGIC + hashlib.sha256(body).digest() + body
 
 
 def payload(text: bytes, rest: bytes = b"") -> bytes:
@@ -28,7 +28,7 @@ def payload(text: bytes, rest: bytes = b"") -> bytes:
 
 def good() -> tuple[dict[str, Any], dict[str, Any]]:
     plan = handmade([3, 4], [[[[[0, 1]]]]], Recipe(layout=Packed(max_tokens=8)))
-    return archive.decode(archive.unpack(plan.to_bytes(), "good"))
+    return plan_file.decode(plan_file.unpack(plan.to_bytes(), "good"))
 
 
 def header_of(**changes: Any) -> bytes:
@@ -97,21 +97,21 @@ def test_a_file_is_not_expanded_beyond_what_it_declares(tmp_path: Path) -> None:
 
 def test_a_plan_of_little_but_zeros_survives_its_file(tmp_path: Path) -> None:
     arrays = {"zeros": np.zeros(10**6, np.int64)}
-    archive.write(tmp_path / "a", archive.encode({}, arrays))
-    assert archive.decode(archive.read(tmp_path / "a"))[1]["zeros"].tolist() == [0] * 10**6
+    plan_file.write(tmp_path / "a", plan_file.encode({}, arrays))
+    assert plan_file.decode(plan_file.read(tmp_path / "a"))[1]["zeros"].tolist() == [0] * 10**6
 
 
 @pytest.mark.skipif(os.name == "nt", reason="named pipes are elsewhere there")
 def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FileError, match="not a regular file"):
-        archive.replace_file(tmp_path / "pipe", b"x")
+        plan_file.replace_file(tmp_path / "pipe", b"x")
     assert (tmp_path / "pipe").is_fifo()
 
 
 def test_files_are_put_in_place_together_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(b"old")
     with pytest.raises(FileError, match=r"b cannot be written .*; nothing was saved"):
-        archive.replace_files({tmp_path / "old": b"new", tmp_path / "absent" / "b": b"new"})
+        plan_file.replace_files({tmp_path / "old": b"new", tmp_path / "absent" / "b": b"new"})
     assert (tmp_path / "old").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
