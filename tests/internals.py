@@ -194,19 +194,15 @@ if TYPE_CHECKING:
     from evenstep.report.time_bars import shared_end, time_bars
     from evenstep.report.timeline import timelines
     from evenstep.screen import print_grid, progress
-    from evenstep.tensors import boundaries, flex_backend, varlen_backend
-    from evenstep.tensors.attention_backends import BACKENDS, choose
-    from evenstep.tensors.attention_call import Call
-    from evenstep.tensors.batch import IGNORE_INDEX
-    from evenstep.tensors.batch_shard import Sharding, join_shards
-    from evenstep.tensors.boundaries import Boundaries
-    from evenstep.tensors.columns import Columns
-    from evenstep.tensors.context_parallel import context_work
-    from evenstep.tensors.losses.head import Wanted
-    from evenstep.tensors.losses.scores import score
-    from evenstep.tensors.metrics import merge
-    from evenstep.tensors.origin import Key as OriginKey
-    from evenstep.tensors.per_sequence import Outcome
+    from evenstep.tensors import batch as batch_module
+    from evenstep.tensors import segment_attention, varlen
+    from evenstep.tensors.batch import IGNORE_INDEX, Boundaries, Sharding
+    from evenstep.tensors.collate import Columns
+    from evenstep.tensors.head import Wanted, score
+    from evenstep.tensors.losses import Outcome, merge
+    from evenstep.tensors.parallel import join_shards
+    from evenstep.tensors.restore import Key as OriginKey
+    from evenstep.tensors.segment_attention import BACKENDS, Call, choose
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first

@@ -24,8 +24,7 @@ from evenstep.errors import ConfigError
 from evenstep.integrations.hf_boundaries import Hints
 from evenstep.integrations.hf_mask import mask_function, padding_of, rule_of, window_of
 from evenstep.integrations.hf_probe import Seen, probed, switch
-from evenstep.tensors.attention_backends import attend
-from evenstep.tensors.attention_call import Call
+from evenstep.tensors.segment_attention import Call, attend
 
 NAME = "evenstep"
 

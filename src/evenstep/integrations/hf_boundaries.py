@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError
-from evenstep.tensors.boundaries import Boundaries
+from evenstep.tensors.batch import Boundaries
 
 PLANES = (3, 4)
 """Leading sizes of the position ids of multimodal RoPE: temporal, height, width; text before."""

@@ -19,9 +19,9 @@ from evenstep.integrations.packing_code import text_config
 from evenstep.integrations.padded_rows import PaddedRows
 from evenstep.integrations.supports import LONG, Support, judged_once
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses.head import Head
-from evenstep.tensors.masks import one_segment_per_row
-from evenstep.tensors.outputs import select_output
+from evenstep.tensors.head import Head
+from evenstep.tensors.losses import select_output
+from evenstep.tensors.segment_attention import one_segment_per_row
 from evenstep.train.forwards import register_forward, unwrapped
 
 Outputs: TypeAlias = Literal["logits", "hidden", "router_logits"]

@@ -11,10 +11,8 @@ from torch import Tensor
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.hf_model import Traits, core_of, refuse_router_loss, traits_of
 from evenstep.integrations.rope import rope_planes
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.extras import RaggedTensor
-from evenstep.tensors.masks import one_segment_per_row
+from evenstep.tensors.batch import Batch, BatchShard, RaggedTensor
+from evenstep.tensors.segment_attention import one_segment_per_row
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 # Arguments that this module sets itself, or that change what a model returns.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evenstep.errors import ConfigError
-from evenstep.tensors.boundaries import Boundaries
+from evenstep.tensors.batch import Boundaries
 
 LENGTHS = (3, 2)
 """The segments of the packed row that a probe runs."""

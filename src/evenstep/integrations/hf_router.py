@@ -28,7 +28,7 @@ from evenstep.integrations.packing_code import text_config
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses.load_balancing import load_balancing
+from evenstep.tensors.losses import load_balancing
 from evenstep.train.all_tokens import AllTokens
 from evenstep.train.collectives import Alone, Distributed
 from evenstep.train.experts import expert_frequencies

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.slots import PER_SLOT
+from evenstep.tensors.batch import PER_SLOT, Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.extras import RaggedTensor
+from evenstep.tensors.batch import Batch, RaggedTensor
 
 
 @dataclass(frozen=True, slots=True)

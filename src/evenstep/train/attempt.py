@@ -16,9 +16,8 @@ from evenstep.core.step import Step
 from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
+from evenstep.tensors.losses import Metric
 from evenstep.train.backward import Backward
 from evenstep.train.bundle import Bundle
 from evenstep.train.framework import Framework, device_of

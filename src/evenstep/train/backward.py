@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.losses import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
 from evenstep.train.framework import Framework, sum_gradients
