@@ -49,7 +49,7 @@ Autocast = Literal["none", "inside", "around"]
 Wrapper = Literal["plain", "ddp", "fsdp"]
 
 ROUNDING = 0.05
-"""The largest error of a parameter under autocast. bfloat16 has 8 bits, and layouts round otherwise:
+"""The largest error of a parameter under autocast. bfloat16 has 8 bits; layouts round otherwise:
 1.5 % at most in 1,171 gradients. Where casts of weights outlive a step, errors are 50 %; where they
 outlive a micro-batch of fully_shard, up to 45 %."""
 
