@@ -12,9 +12,8 @@ from torch.utils.data import Dataset
 from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.planned import PlannedStream, StreamPosition
+from evenstep.data.planned import PlannedStream, Progress, StreamPosition
 from evenstep.data.pool import micro_batch
-from evenstep.data.streams.step_work import Progress
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.dataloader import refuse_dispatching
 

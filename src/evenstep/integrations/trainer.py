@@ -30,7 +30,7 @@ from evenstep.data.dataset import (
     is_source,
     measured_lengths,
 )
-from evenstep.data.planned import PlannedStream
+from evenstep.data.planned import PlannedStream, Progress
 from evenstep.data.pooled import PooledStream
 from evenstep.data.source import (
     MeasuredSource,
@@ -38,7 +38,6 @@ from evenstep.data.source import (
     check_some_loss,
     has_random_access,
 )
-from evenstep.data.streams.step_work import Progress
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.accelerate import (
     check_accelerator,

@@ -135,8 +135,6 @@ class Runner:
     keep: Keep | None = None
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
-    _labelled: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Holds True once a step had loss tokens."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "parameters") or isinstance(self.model, type):
