@@ -14,7 +14,7 @@ from evenstep.core.micro_batch import MicroBatch
 from evenstep.core.placement import Placement
 from evenstep.core.ragged import IntArray
 from evenstep.core.validate import truth_field, whole_number
-from evenstep.data.sources.source import LOSS_MASKS
+from evenstep.data.sources.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.columns import Columns, Sample
@@ -66,6 +66,7 @@ class Collator:
     def __post_init__(self) -> None:
         whole_number("lookahead", self.lookahead)
         truth_field(self, "pin_memory")
+        check_masks_spelt(self.extras)
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
         """The batch of `micro`; `samples[i]` is the whole sample i of the plan."""
