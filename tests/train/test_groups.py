@@ -155,16 +155,14 @@ def test_groups_that_stay_in_a_step_are_those_of_the_extra(
     groups = [group + at // 4 * 2 for at, group in enumerate(groups)]
     samples = [{"input_ids": np.arange(5), "group": group} for group in groups]
     collate = Collator(extras={"group": Extra(aligned="sequence", dtype=torch.int64)})
-    options = {"loss_tokens": [4] * len(samples)} if known else {}
+    counts = [4] * len(samples) if known else None
 
     def rank(ranks: Collective, planned: list[int]) -> str:
         topology, layout = Topology(dp=ranks.size), Packed(max_tokens=20)
         recipe = Recipe(layout=layout, topology=topology, groups="step", balance="none")
         world = World(ranks.rank, ranks.size)
-        stream = PlannedStream(
-            InMemory(samples), recipe, world=world, groups=planned, shuffle=False, **options
-        )
-        (step,) = stream
+        options: dict[str, Any] = {"groups": planned, "loss_tokens": counts, "shuffle": False}
+        (step,) = PlannedStream(InMemory(samples), recipe, world=world, **options)
         runner = Runner(
             model=model_of(),
             loss=cross_entropy(),
@@ -181,9 +179,8 @@ def test_groups_that_stay_in_a_step_are_those_of_the_extra(
     others = [group // 2 * 2 + (at // 2) % 2 for at, group in enumerate(groups)]
     for said in run_ranks(size, lambda ranks: rank(ranks, others)):
         assert "not the same division into groups" in said
-    assert (
-        run_ranks(size, lambda ranks: rank(ranks, [7 - group for group in groups])) == [""] * size
-    )
+    same = [7 - group for group in groups]
+    assert run_ranks(size, lambda ranks: rank(ranks, same)) == [""] * size
 
 
 def in_process(rank: int, size: int, planned: bool) -> tuple[float, float] | str:

@@ -326,8 +326,8 @@ class RolloutBatch:
 
     @property
     def row_digests(self) -> IntArray:
-        """64 bits of each row's tokens. Computed once and taken along by copies of the rows; again if
-        torch has changed the tokens in place."""
+        """64 bits of each row's tokens. Computed once and taken along by copies of the rows, and
+        computed again if torch has changed the tokens in place."""
         digests = self._current_digests()
         if digests is None:
             ids = np.ascontiguousarray(self.tensors["input_ids"].numpy(), np.int64)
