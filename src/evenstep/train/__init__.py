@@ -1,15 +1,18 @@
 """Batch -> **loss, gradient**. Everything here needs torch.
 
-runner            one step: micro-batches one at a time, then one exact gradient
-normalization     what the loss of a step is divided by; all_tokens is one of them
-collectives       how ranks exchange sums
-forwards          how models of a library are called with a batch
-result            what a step returns
-scoring           log-probs by forward passes alone
-rollouts          padded rollouts of a policy, as steps and with results in their shape
-experts           how often each expert is chosen in a step
-watch             stops all ranks when one of them fails
-context_exchange  attention between context-parallel ranks
+runner         Runner and StepRun: prepare, forward, loss, backward, finish
+step_loss      from the sums of micro-batches to the exact loss and gradient of a step
+normalization  what the loss of a step is divided by
+gradients      the gradients of a step apart from earlier ones, their sum over ranks, their norm
+framework      how a model is called, and how DDP and fully_shard exchange gradients
+collectives    what ranks exchange: sums, bundles, shards of a context
+checks         checks of batches and ranks that prevent wrong gradients
+failures       out of memory, numbers that are not finite, recovery of a model
+result         what a step returns
+prefetch       the next micro-batches, prepared in a thread
+scoring        log-probs by forward passes alone
+rollouts       padded rollouts of a policy, as steps and with results in their shape
+watch          stops all ranks when one of them fails
 """
 
 from typing import TYPE_CHECKING

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import Metric
 from evenstep.train.collectives import Bundle, Collective, Distributed
-from evenstep.train.framework import unwrapped
 from evenstep.train.normalization import Custom, GroupMean, SequenceMean, group_ids
 from evenstep.train.step_loss import StepLoss
 
@@ -23,8 +21,8 @@ _KEEP_GROUPS = (
     "Plan with groups= and Recipe(groups='micro_batch'), or add the sequence-aligned extra "
     "'group_tokens' to samples."
 )
-LEAST, MOST = "evenstep/least", "evenstep/most"
-SCALE_LEAST, SCALE_MOST = "evenstep/scale_least", "evenstep/scale_most"
+# What must be the same on all ranks, by the name of its metrics.
+COUNT, CONSTANT, SCALE = "evenstep/count", "evenstep/constant", "evenstep/scale"
 
 
 # Losses ----------------------------------------------------------------------------------------
@@ -47,22 +45,22 @@ def check_pair_losses(losses: Mapping[str, Any]) -> None:
 def check_none_skipped(samples: Mapping[int, Any], step_loss: StepLoss) -> None:
     """Raise if a sample was skipped although the denominator is known and includes it."""
     skipped = [number for number, sample in samples.items() if sample is None]
-    counted = [n for n in step_loss.denominators.values() if n.known({}) is None]
+    counted = [name for name in step_loss.denominators if name not in step_loss.constants]
     if skipped and counted and step_loss.mode == "known":
         raise InputError(
-            f"sample {skipped[0]} was skipped, but the denominator {counted[0].name!r} was "
+            f"sample {skipped[0]} was skipped, but the denominator {counted[0]!r} was "
             f"computed before the step and includes it. Set mode='deferred' if samples may "
             f"be skipped."
         )
 
 
-def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split: bool) -> set[int]:
+def check_groups_whole(batch: Batch, seen: set[int], split: bool) -> set[int]:
     """Raise if GroupMean counts groups per batch and a group is in two micro-batches.
 
     `seen` holds the groups of this rank's earlier micro-batches; those of `batch` are added, and
     returned. `split`: whether the micro-batch may be divided without regard to groups.
     """
-    if "group_tokens" in batch.aligned or not counts_groups(step_loss):
+    if "group_tokens" in batch.aligned:
         return set()
     if split and not batch.is_empty:
         raise ConfigError(
@@ -103,11 +101,6 @@ def check_groups_planned(batch: Batch, group_of: Mapping[int, int]) -> None:
             )
 
 
-def counts_groups(step_loss: StepLoss) -> bool:
-    """Whether a denominator is the number of groups."""
-    return any(isinstance(n, GroupMean) for n in step_loss.denominators.values())
-
-
 def check_groups_on_ranks(groups: set[int], most: int, ranks: Collective) -> None:
     """Raise on all ranks if one of this rank's groups is on another rank too.
 
@@ -144,8 +137,6 @@ def _floats(groups: set[int]) -> bool:
 
 def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
     """Raise if a sample's loss tokens differ from those that the known denominators include."""
-    if not loss_tokens:
-        return
     for number, counted in zip(batch.sample_ids.tolist(), batch.loss_tokens.tolist(), strict=True):
         expected = loss_tokens.get(number, counted)
         if expected != counted:
@@ -156,70 +147,14 @@ def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
             )
 
 
-class TokenIds:
-    """The token ids of batches, compared with the vocabulary of a model once a forward fails.
-
-    Not before: some models replace ids outside of their embedding, such as those of images. On a
-    GPU, torch only says that an assertion failed, some operations later, and nothing can be read
-    from it any more, so ids are noted on the host.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.size = vocabulary_size(model)
-        self.outside: tuple[int, str, int] | None = None
-        """(sample, "token id" or "label", the number) of the first one outside."""
-
-    def note(self, batch: Batch) -> None:
-        """Look at the ids of a batch."""
-        if self.size is None or self.outside is not None or not batch.tokens.numel():
-            return
-        labels = batch.labels.masked_fill(batch.labels == IGNORE_INDEX, 0)
-        for what, ids in (("token id", batch.tokens), ("label", labels)):
-            outside = ((ids < 0) | (ids >= self.size)).flatten().nonzero()
-            if len(outside):
-                tile = batch.segment_ids.flatten()[outside[0]]
-                number = int(ids.flatten()[outside[0]])
-                self.outside = int(batch.sample_ids[tile]), what, number
-                return
-
-    def explain(self, error: Exception) -> InputError | None:
-        """What to raise instead of an error of a forward, if ids outside may be its cause."""
-        said = str(error)
-        raised = isinstance(error, IndexError) or "device-side assert" in said
-        raised = raised or "out of bounds" in said
-        if self.outside is None or self.size is None or not raised:
-            return None
-        sample, what, number = self.outside
-        return InputError(
-            f"sample {sample} has the {what} {number}, but the model's vocabulary has {self.size} "
-            f"tokens (0 to {self.size - 1}). Use the tokenizer of the model, or "
-            f"resize its embeddings."
-        )
-
-
-def vocabulary_size(model: Any) -> int | None:
-    """The rows of the model's token embedding; None if it is unknown which one it is."""
-    inner, embedding = unwrapped(model), None
-    if hasattr(inner, "get_input_embeddings"):
-        with suppress(NotImplementedError):
-            embedding = inner.get_input_embeddings()
-    elif isinstance(inner, nn.Module):
-        embeddings = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
-        embedding = embeddings[0] if len(embeddings) == 1 else None
-    size = getattr(embedding, "num_embeddings", None)
-    return None if size is None else int(size)
-
-
-def check_trainable(objective: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Raise if a loss has no gradient."""
-    if objective.requires_grad:
-        return
+def not_trainable(parameters: Sequence[Tensor]) -> ConfigError:
+    """Why a loss has no gradient."""
     if not any(parameter.requires_grad for parameter in parameters):
-        raise ConfigError(
+        return ConfigError(
             "all parameters of the model are frozen, so the loss has no gradient. Call "
             "requires_grad_() on those to train, or use compute_log_probs for values alone."
         )
-    raise ConfigError(
+    return ConfigError(
         "the loss does not depend on any parameter that requires a gradient. Do not detach the "
         "outputs of the model, and unfreeze a parameter that every micro-batch uses."
     )
@@ -228,23 +163,19 @@ def check_trainable(objective: Tensor, parameters: Sequence[Tensor]) -> None:
 # Ranks ------------------------------------------------------------------------------------------
 
 
-def extremes(value: float) -> dict[str, Metric]:
+def extremes(name: str, value: float | Tensor) -> dict[str, Metric]:
     """Metrics to check that all ranks have the same value.
 
     If ranks contribute 8, 8 and 4, `extremes_of` returns (4, 8) on all of them.
     """
-    mine = torch.tensor(value, dtype=torch.float64)
-    return {LEAST: Metric.min(mine), MOST: Metric.max(mine)}
+    mine = torch.as_tensor(value, dtype=torch.float64)
+    return {f"{name}_least": Metric.min(mine), f"{name}_most": Metric.max(mine)}
 
 
-def extremes_of(reduced: Bundle) -> tuple[float, float]:
+def extremes_of(reduced: Bundle, name: str) -> tuple[float, float]:
     """(minimum, maximum) of the values that ranks contributed."""
-    return float(reduced.metrics[LEAST].value), float(reduced.metrics[MOST].value)
-
-
-def extremes_of_scale(scale: Tensor) -> dict[str, Metric]:
-    """Metrics to check that all ranks have the same scale of their GradScaler."""
-    return {SCALE_LEAST: Metric.min(scale), SCALE_MOST: Metric.max(scale)}
+    least, most = reduced.metrics[f"{name}_least"], reduced.metrics[f"{name}_most"]
+    return float(least.value), float(most.value)
 
 
 def check_loss_function(name: str, function: Any) -> None:
@@ -336,20 +267,19 @@ def check_counts(counts: Sequence[float]) -> None:
 
 
 def check_constants(reduced: Bundle) -> None:
-    """Raise if ranks scaled their gradients by different constants."""
-    if SCALE_LEAST in reduced.metrics:
-        scales = [float(reduced.metrics[name].value) for name in (SCALE_LEAST, SCALE_MOST)]
-        if scales[0] != scales[1]:
+    """Raise if ranks scaled their losses or gradients by different constants."""
+    if f"{SCALE}_least" in reduced.metrics:
+        least, most = extremes_of(reduced, SCALE)
+        if least != most:
             raise InputError(
-                f"the GradScalers of ranks have different scales, from {scales[0]:g} to "
-                f"{scales[1]:g}. Create them alike and call scaler.update() on every rank."
+                f"the GradScalers of ranks have different scales, from {least:g} to {most:g}. "
+                f"Create them alike and call scaler.update() on every rank."
             )
-    if LEAST not in reduced.metrics:
-        return
-    least, most = extremes_of(reduced)
-    if least != most:
-        raise InputError(
-            f"ranks scaled their losses by different constants, from {least:g} to {most:g}, "
-            f"because their steps have different budgets. Give every rank a step of the same "
-            f"stream (`until_all_end` for ranks whose stream ended)."
-        )
+    if f"{CONSTANT}_least" in reduced.metrics:
+        least, most = extremes_of(reduced, CONSTANT)
+        if least != most:
+            raise InputError(
+                f"ranks scaled their losses by different constants, from {least:g} to {most:g}, "
+                f"because their steps have different budgets. Give every rank a step of the same "
+                f"stream (`until_all_end` for ranks whose stream ended)."
+            )

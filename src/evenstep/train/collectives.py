@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,6 +114,14 @@ _LEAST = 64
 class Bundle:
     """Named sums and metrics of a micro-batch, of a rank's step, or of all ranks.
 
+    All that ranks sum at the end of a step is in one tensor:
+
+    | header of each rank: digest, sums, metrics | sums | metrics | zeros up to a power of two |
+
+    A sum takes one entry and a mean two. A min or max takes one entry per rank: each rank writes
+    its own, so the sum gathers them. The headers show whether all ranks packed the same names; if
+    not, `reduce` raises.
+
     >>> from evenstep.train.collectives import Alone
     >>> first = Bundle({"loss": torch.tensor(6.0), "tokens": torch.tensor(3.0)})
     >>> second = Bundle({"loss": torch.tensor(4.0), "tokens": torch.tensor(1.0)})
@@ -126,64 +134,71 @@ class Bundle:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @classmethod
-    def merge(cls, bundles: Iterable[Bundle]) -> Bundle:
+    def merge(cls, bundles: Sequence[Bundle]) -> Bundle:
         """Merge the bundles of several micro-batches. Names may be missing in some."""
-        bundles = list(bundles)
-        found: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Tensor]] = {}
         for bundle in bundles:
             for name, value in bundle.sums.items():
-                found.setdefault(name, []).append(value.detach().double())
-        sums = {name: torch.stack(values).sum(0) for name, values in found.items()}
+                by_name.setdefault(name, []).append(value.detach())
+        sums = {
+            name: torch.stack([value.double() for value in values]).sum(0)
+            for name, values in by_name.items()
+        }
         return cls(sums, merge(bundle.metrics for bundle in bundles))
 
     def reduce(self, collective: Collective) -> Bundle:
         """The bundle over all ranks, on the host, by one all-reduce."""
-        packed = self.pack(collective.rank, collective.size)
-        return self.unpack(collective.all_reduce_sum(packed), collective.rank, collective.size)
+        rank, size = collective.rank, collective.size
+        values = collective.all_reduce_sum(self.pack(rank, size)).detach().cpu()
+        if size > 1:
+            self._check(values, rank, size)
+        at = _HEADER * size
+        sums = {name: values[at + number] for number, name in enumerate(sorted(self.sums))}
+        at += len(sums)
+        metrics = {}
+        for name, metric in sorted(self.metrics.items()):
+            if metric.reduction in ("min", "max"):
+                of_ranks = values[at : at + size]
+                extreme = of_ranks.amin() if metric.reduction == "min" else of_ranks.amax()
+                metrics[name] = Metric(metric.reduction, extreme)
+                at += size
+            elif metric.count is None:
+                metrics[name] = Metric(metric.reduction, values[at])
+                at += 1
+            else:
+                metrics[name] = Metric(metric.reduction, values[at], values[at + 1])
+                at += 2
+        return Bundle(sums, metrics)
 
     def pack(self, rank: int, size: int) -> Tensor:
         """The float64 tensor that rank `rank` of `size` contributes to the sum."""
         values: list[Tensor] = []
         indices: list[int] = []
         at = _HEADER * size
-        for name in sorted(self.sums):
-            values.append(_scalar(name, self.sums[name]))
+        for name, value in sorted(self.sums.items()):
+            values.append(_scalar(name, value))
             indices.append(at)
             at += 1
-        for name in sorted(self.metrics):
-            metric = self.metrics[name]
+        for name, metric in sorted(self.metrics.items()):
             values.append(_scalar(name, metric.total))
-            indices.append(at + rank if metric.reduction in ("min", "max") else at)
+            if metric.reduction in ("min", "max"):
+                indices.append(at + rank)
+                at += size
+                continue
+            indices.append(at)
+            at += 1
             if metric.count is not None:
                 values.append(_scalar(name, metric.count))
-                indices.append(at + 1)
-            at += _entries(metric, size)
-        packed = torch.zeros(_padded(at), dtype=torch.float64)
+                indices.append(at)
+                at += 1
+        length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
+        packed = torch.zeros(length, dtype=torch.float64)
         packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
         if not values:
             return packed
         device = next((v.device for v in values if v.device.type != "cpu"), packed.device)
         stacked = torch.stack([value.to(device) for value in values])
         return packed.to(device).index_copy_(0, torch.tensor(indices, device=device), stacked)
-
-    def unpack(self, reduced: Tensor, rank: int, size: int) -> Bundle:
-        """The bundle in the sum of all ranks' packed tensors."""
-        values = reduced.detach().cpu()
-        self._check(values, rank, size)
-        at = _HEADER * size
-        sums = {name: values[at + number] for number, name in enumerate(sorted(self.sums))}
-        at += len(sums)
-        metrics = {}
-        for name in sorted(self.metrics):
-            metric = self.metrics[name]
-            found = values[at : at + _entries(metric, size)]
-            if metric.reduction in ("min", "max"):
-                metrics[name] = Metric(metric.reduction, getattr(found, f"a{metric.reduction}")())
-            else:
-                count = None if metric.count is None else found[1]
-                metrics[name] = Metric(metric.reduction, found[0], count)
-            at += len(found)
-        return Bundle(sums, metrics)
 
     def _header(self) -> list[int]:
         """A 48-bit digest of all names, exact in float64, and the numbers of sums and metrics."""
@@ -211,15 +226,6 @@ class Bundle:
         )
 
 
-def _entries(metric: Metric, size: int) -> int:
-    return size if metric.reduction in ("min", "max") else 1 + (metric.count is not None)
-
-
-def _padded(length: int) -> int:
-    """The next power of two: 64, 128, ..."""
-    return max(_LEAST, 1 << (length - 1).bit_length())
-
-
 def _scalar(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
         raise InputError(
@@ -242,8 +248,7 @@ def context_attention(
         out = context_attention(q, k, v, shard, group)
     """
     # (rows, heads, width / size, dim) -> (rows, width / size, 2, heads, dim), and the whole width
-    own = torch.stack((k, v)).permute(1, 3, 0, 2, 4)
-    parts = gather(own, group)
+    parts = gather(torch.stack((k, v)).permute(1, 3, 0, 2, 4), group)
     context = shard.sharding == "context"
     every = join_context(parts, shard.cu_seqlens) if context else join_sequence(parts)
     k, v = every.permute(2, 0, 3, 1, 4)

@@ -1,22 +1,21 @@
-"""What wraps a model: DDP, `fully_shard`, their gradients, and a model after a failed step."""
+"""How a model is called with a batch, and how its framework exchanges gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.errors import ConfigError
 from evenstep.train.collectives import Collective, Distributed
-from evenstep.train.gradients import local_tensor
 
 Forward: TypeAlias = Callable[[Any, Any], Any]
 """(model, batch) -> outputs, as the loss function takes them."""
@@ -77,9 +76,6 @@ def _libraries(model: Any) -> Iterator[str]:
     """The packages of the model's class and its bases: a user's subclass counts as its base."""
     for kind in type(model).__mro__:
         yield kind.__module__.partition(".")[0]
-
-
-_BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,171 +255,3 @@ def _noticing(ddp: Any, notice: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         del ddp.__dict__["_pre_forward"]
-
-
-def sum_gradients(
-    parameters: list[Tensor], collective: Collective, counts: Sequence[float] = ()
-) -> Tensor:
-    """Sum gradients over ranks in place, in buckets. Missing gradients count as zeros.
-
-    A parameter without a gradient on every rank stays without one, as on a single rank: with
-    zeros, an optimizer would apply weight decay. Ranks learn this from one entry per parameter in
-    the first bucket.
-
-    A sparse gradient (`nn.Embedding(sparse=True)`) is reduced as a dense one and made sparse again:
-    row 1 on one rank and row 3 on another -> rows 1 and 3 on both. On a rank without a gradient
-    the result is dense.
-
-    Of a tensor-parallel parameter, each rank sums its shard with those of the same part on other
-    data-parallel ranks.
-
-    Small `counts` travel in the first bucket too. Their sums are returned, on the device.
-    """
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if collective.size == 1 or not parameters:
-        return torch.tensor(counts)
-    first = parameters[0]
-    flags = [float(parameter.grad is not None) for parameter in parameters]
-    used = torch.tensor([*flags, *counts], dtype=first.dtype, device=first.device)
-    missing = any(parameter.grad is None for parameter in parameters)
-    sparse: list[tuple[Tensor, int]] = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.grad.is_sparse:
-            sparse.append((parameter, parameter.grad.sparse_dim()))
-            parameter.grad = parameter.grad.to_dense()
-        placements = getattr(parameter, "placements", None)
-        if placements is not None and parameter.grad.placements != placements:
-            parameter.grad = parameter.grad.redistribute(placements=placements)
-    for bucket in _buckets([used, *(local_tensor(parameter.grad) for parameter in parameters)]):
-        _sum_bucket(bucket, collective)
-    for parameter, dimensions in sparse:
-        parameter.grad = parameter.grad.to_sparse(dimensions)
-    if missing:  # others need not wait for the device
-        for parameter, count in zip(parameters, used.tolist(), strict=False):
-            if not count:
-                parameter.grad = None
-    return used[len(parameters) :]
-
-
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive gradients of one dtype, about `_BUCKET` bytes each."""
-    bucket: list[Tensor] = []
-    held = 0
-    for gradient in gradients:
-        if bucket and (held > _BUCKET or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(gradient)
-        held += gradient.numel() * gradient.element_size()
-    yield bucket
-
-
-def _sum_bucket(gradients: list[Tensor], collective: Collective) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    flat = collective.all_reduce_sum(flat).to(gradients[0].device)
-    sizes = [gradient.numel() for gradient in gradients]
-    summed = [s.view_as(g) for s, g in zip(flat.split(sizes), gradients, strict=True)]
-    torch._foreach_copy_(gradients, summed)
-
-
-def recover(framework: Framework) -> None:
-    """Make the model ready for the next step, as if the failed one had not run.
-
-    Collectives that a rank started alone are not undone: if only some ranks failed, the group of
-    processes has to be started again (see `Watch`).
-    """
-    if framework.kind == "ddp":
-        # On every rank that failed, wherever it failed: DDP exchanges the order of its buckets in
-        # the second step after a reset, on all ranks or none.
-        reset = getattr(framework.model.reducer, "_reset_state", None)
-        if reset is not None:
-            reset()
-    if framework.kind == "fsdp":
-        _recover_sharded(framework.model)
-
-
-def held_gradients(framework: Framework) -> list[Tensor]:
-    """Gradients of this step that fully_shard has not exchanged yet."""
-    if framework.kind != "fsdp":
-        return []
-    held = [
-        gradient
-        for group in fsdp_groups(framework.model)
-        for parameter in group.fsdp_params
-        for gradient in (
-            getattr(parameter, "unsharded_accumulated_grad", None),
-            getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
-        )
-    ]
-    return [gradient for gradient in held if gradient is not None]
-
-
-def _recover_sharded(model: Any) -> None:
-    root = model._get_fsdp_state()
-    if root._is_root is not None:  # it ran a forward
-        reset = getattr(model, "reset_iter_state", None)  # torch >= 2.13
-        if reset is None:
-            reset_state(root)
-        else:
-            reset()
-    for group in fsdp_groups(model):
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.grad = None
-            event = getattr(parameter, "grad_offload_event", None)
-            if event is not None:
-                event.synchronize()
-                parameter.grad_offload_event = None
-
-
-# Before torch 2.13 -------------------------------------------------------------------------------
-
-
-def reset_state(root: Any) -> None:
-    """What `FSDPModule.reset_iter_state` does since torch 2.13: end all that is in flight."""
-    context, shared = root._comm_ctx, root._state_ctx
-    stream = root._device_handle.current_stream()
-    for name in ("all_gather_state", "reduce_scatter_state"):
-        state = getattr(context, name, None)
-        if state is not None:
-            _wait(stream, getattr(state, "event", None))
-            setattr(context, name, None)
-    for state in getattr(context, "reduce_scatter_states", ()):
-        _wait(stream, state.event)
-    for name in ("reduce_scatter_states", "post_forward_order"):
-        getattr(context, name, []).clear()
-    for state in shared.all_states:
-        getattr(state, "_modules_to_run_forward", set()).clear()
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        for group in groups_of(state):
-            _reset_group(group, idle, stream)
-    shared.iter_forward_root = None
-    shared.post_backward_final_callback_queued = False
-
-
-def _reset_group(group: Any, idle: Any, stream: Any) -> None:
-    gathered = group._all_gather_result
-    if gathered is not None:
-        _wait(stream, gathered.all_gather_event)
-        if hasattr(gathered.all_gather_work, "wait"):
-            gathered.all_gather_work.wait()
-        group._all_gather_result = None
-    for name in ("_post_reduce_event", "_reshard_after_forward_event"):
-        _wait(stream, getattr(group, name, None))
-        setattr(group, name, None)
-    _wait(stream, getattr(getattr(group, "_all_reduce_state", None), "event", None))
-    group._all_reduce_state = None
-    group._partial_reduce_output = None
-    group._post_forward_indices.clear()
-    group._training_state = idle
-    group._to_sharded()
-
-
-def _wait(stream: Any, event: Any) -> None:
-    if event is not None:
-        stream.wait_event(event)

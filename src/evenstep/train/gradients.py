@@ -1,21 +1,19 @@
-"""Gradients apart from `.grad`, their norm, and where they are not finite."""
+"""Gradients of a step apart from earlier ones, their sum over ranks, and their norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.ragged import IntArray
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses import Sums
 from evenstep.train.collectives import Collective
+
+_BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def local_tensor(gradient: Any) -> Tensor:
@@ -35,42 +33,36 @@ def rescale(parameters: Iterable[Tensor], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-class Aside:
-    """Gradients from before a step; `drop` discards those of the step."""
-
-    def __init__(self) -> None:
-        self.dropped = False
-
-    def drop(self) -> None:
-        """Discard the gradients of the step when its context ends."""
-        self.dropped = True
-
-
 @contextmanager
-def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Aside]:
+def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Callable[[], None]]:
     """Context for a step: earlier gradients are removed inside and added back at the end.
 
     So rescaling and summing over ranks apply to the gradients of the step only. On an error, and
-    after `drop`, the earlier gradients are restored. Set `copied` if the framework writes into
-    their tensors.
+    after a call of what is yielded, the gradients of the step are discarded and the earlier ones
+    restored. Set `copied` if the framework writes into their tensors.
     """
-    parameters, aside = list(parameters), Aside()
+    parameters, discarded = list(parameters), False
     earlier = [
         gradient.clone() if copied and gradient is not None else gradient
         for gradient in (parameter.grad for parameter in parameters)
     ]
     for parameter in parameters:
         parameter.grad = None
+
+    def discard() -> None:
+        nonlocal discarded
+        discarded = True
+
     try:
-        yield aside
+        yield discard
     except BaseException:
-        aside.drop()
+        discarded = True
         raise
     finally:
-        if aside.dropped:
+        if discarded:
             for parameter, before in zip(parameters, earlier, strict=True):
                 parameter.grad = before
-    if aside.dropped:
+    if discarded:
         return
     for parameter, before in zip(parameters, earlier, strict=True):
         if before is None:
@@ -118,18 +110,19 @@ class SeparateGradients:
 
     def combine(self, factors: Mapping[str, float]) -> None:
         """Add the sum of factor times gradient to each `.grad`, and clear the accumulators."""
-        for name, held in self._sums.items():
-            both = [(p, g) for p, g in zip(self.parameters, held, strict=True) if g is not None]
-            for parameter, gradient in both:
+        for name, gradients in self._sums.items():
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                if gradient is None:
+                    continue
                 scaled = gradient * factors[name] if factors[name] else torch.zeros_like(gradient)
-                known = parameter.grad
-                parameter.grad = scaled if known is None else known + scaled
+                sum_so_far = parameter.grad
+                parameter.grad = scaled if sum_so_far is None else sum_so_far + scaled
         self._sums.clear()
 
     @property
     def tensors(self) -> list[Tensor]:
         """All accumulators."""
-        return [each for held in self._sums.values() for each in held if each is not None]
+        return [g for gradients in self._sums.values() for g in gradients if g is not None]
 
     def _take(self) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in self.parameters]
@@ -141,7 +134,7 @@ class SeparateGradients:
             parameter.grad = gradient
 
 
-_HALF = (torch.float16, torch.bfloat16)
+# The norm ----------------------------------------------------------------------------------------
 
 
 def square_of(gradients: Iterable[Tensor]) -> Tensor:
@@ -150,27 +143,29 @@ def square_of(gradients: Iterable[Tensor]) -> Tensor:
     >>> float(square_of([torch.tensor([3.0]), torch.tensor([[4.0]])]))
     25.0
     """
-    norms: list[Tensor] = []
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
         values = gradient.detach()
         values = values.coalesce().values() if values.is_sparse else values
         by_kind.setdefault((values.dtype, values.device), []).append(values)
-    for (dtype, _), values in by_kind.items():
+    if not by_kind:
+        return torch.zeros((), dtype=torch.float64)
+    norms: list[Tensor] = []
+    for (dtype, _), tensors in by_kind.items():
         # A norm in 16 bits has three digits.
         wide = torch.float32 if dtype in _HALF else None
-        norms += [each.double() for each in torch._foreach_norm(values, 2, wide)]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64)
+        norms.append(torch.stack(torch._foreach_norm(tensors, 2, wide)).double())
     device = norms[0].device
-    return torch.stack([norm.to(device) for norm in norms]).square().sum()
+    return torch.cat([each.to(device) for each in norms]).square().sum()
 
 
 def square_share(parameters: Iterable[Tensor], ranks: int, fsdp: bool = False) -> Tensor:
     """This rank's share of the squared norm: the sum over `ranks` ranks is that of the gradient.
 
-    Plain gradients are equal on all ranks. A shard of `fully_shard` counts once, however often it
-    is replicated. Shards over other ranks (tensor parallelism) are summed over these here.
+    It is computed on the device and summed over ranks with the other numbers of a step, so the
+    norm needs no exchange of its own. Plain gradients are equal on all ranks. A shard of
+    `fully_shard` counts once, however often it is replicated. Shards over other ranks (tensor
+    parallelism) are summed over these here.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> x.grad = torch.tensor([3.0, 4.0])
@@ -188,137 +183,79 @@ def square_share(parameters: Iterable[Tensor], ranks: int, fsdp: bool = False) -
         else:
             ways = tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
             sharded.setdefault((mesh, ways), []).append(gradient.to_local())
-    found = [square_of(plain) / ranks]
-    found += [
-        _of_shards(mesh, ways, held, ranks, fsdp and mesh.size() == ranks)
-        for (mesh, ways), held in sharded.items()
-    ]
-    device = next((each.device for each in found if each.device.type != "cpu"), found[0].device)
-    return torch.stack([each.to(device) for each in found]).sum()
+    share = square_of(plain) / ranks
+    for (mesh, ways), shards in sharded.items():
+        square = square_of(shards)
+        if fsdp and mesh.size() == ranks:
+            square /= math.prod(mesh.size(i) for i in range(mesh.ndim) if i not in ways)
+        else:
+            for way in ways:
+                torch.distributed.all_reduce(square, group=mesh.get_group(way))
+            square /= ranks
+        share = share.to(square.device) + square
+    return share
 
 
-def _of_shards(
-    mesh: Any, ways: Sequence[int], held: list[Tensor], ranks: int, same_ranks: bool
+# The sum over ranks ------------------------------------------------------------------------------
+
+
+def sum_gradients(
+    parameters: list[Tensor], collective: Collective, counts: Sequence[float] = ()
 ) -> Tensor:
-    square = square_of(held)
-    if same_ranks:
-        return square / math.prod(mesh.size(i) for i in range(mesh.ndim) if i not in ways)
-    for way in ways:
-        torch.distributed.all_reduce(square, group=mesh.get_group(way))
-    return square / ranks
+    """Sum gradients over ranks in place, in buckets. Missing gradients count as zeros.
+
+    A parameter without a gradient on every rank stays without one, as on a single rank: with
+    zeros, an optimizer would apply weight decay. Ranks learn this from one entry per parameter in
+    the first bucket.
+
+    A sparse gradient (`nn.Embedding(sparse=True)`) is reduced as a dense one and made sparse again:
+    row 1 on one rank and row 3 on another -> rows 1 and 3 on both. On a rank without a gradient
+    the result is dense.
+
+    Of a tensor-parallel parameter, each rank sums its shard with those of the same part on other
+    data-parallel ranks.
+
+    Small `counts` travel in the first bucket too. Their sums are returned, on the device.
+    """
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if collective.size == 1 or not parameters:
+        return torch.tensor(counts)
+    first = parameters[0]
+    flags = [float(parameter.grad is not None) for parameter in parameters]
+    used = torch.tensor([*flags, *counts], dtype=first.dtype, device=first.device)
+    sparse: list[tuple[Tensor, int]] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            sparse.append((parameter, parameter.grad.sparse_dim()))
+            parameter.grad = parameter.grad.to_dense()
+        placements = getattr(parameter, "placements", None)
+        if placements is not None and parameter.grad.placements != placements:
+            parameter.grad = parameter.grad.redistribute(placements=placements)
+    for bucket in _buckets([used, *(local_tensor(parameter.grad) for parameter in parameters)]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = collective.all_reduce_sum(flat).to(bucket[0].device)
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        summed = [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
+        torch._foreach_copy_(bucket, summed)
+    for parameter, dimensions in sparse:
+        parameter.grad = parameter.grad.to_sparse(dimensions)
+    if not all(flags):  # others need not wait for the device
+        for parameter, count in zip(parameters, used.tolist(), strict=False):
+            if not count:
+                parameter.grad = None
+    return used[len(parameters) :]
 
 
-_PLACES = ("the loss", "the gradient of the model's outputs", "the gradient of the parameters")
-_SHOWN = 6  # samples named per rank
-_NOWHERE = 2.0**40
-
-
-@dataclass(slots=True)
-class _Traces:
-    """The numbers of one micro-batch."""
-
-    sample_ids: IntArray  # of its segments
-    exchanged: bool
-    losses: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    outputs: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    square: Tensor | None = None
-
-
-class Suspects:
-    """Collects the numbers of a rank's micro-batches and finds the first that is not finite."""
-
-    def __init__(self) -> None:
-        self._traces: list[_Traces] = []
-
-    def begin(self, sample_ids: IntArray, exchanged: bool) -> None:
-        """A micro-batch begins; `exchanged` if gradients of all ranks are mixed in its backward."""
-        self._traces.append(_Traces(sample_ids, exchanged))
-
-    def watch(self, outputs: Any, batch: Any) -> None:
-        """Record the gradient of the outputs in the backward."""
-        outputs = getattr(outputs, "logits", outputs)
-        if not isinstance(outputs, Tensor) or not outputs.requires_grad:
-            return
-        traces = self._traces[-1]
-
-        def note(gradient: Tensor) -> None:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            if isinstance(batch, Batch) and gradient.shape[:2] == batch.tokens.shape:
-                by_slot = gradient.flatten(2).sum(-1, dtype=wide).flatten()
-                tiles = by_slot.new_zeros(len(batch.sample_ids))
-                by_tile = tiles.index_add_(0, batch.segment_ids.flatten(), by_slot)
-                traces.outputs.append((by_tile, batch.sample_ids >= 0))
-            else:
-                traces.outputs.append((gradient.sum(dtype=wide), None))
-
-        outputs.register_hook(note)
-
-    def losses(self, found: Iterable[Sums | Tensor]) -> None:
-        """Record the losses of the segments, or of the micro-batch."""
-        for each in found:
-            sums = self._traces[-1].losses
-            if isinstance(each, Sums) and each.by_tile is not None:
-                sums.append((each.by_tile.detach(), each.real))
-            sums.append(((each.loss if isinstance(each, Sums) else each).detach(), None))
-
-    def gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Record the norm of the gradients so far, exchanged or not."""
-        self._traces[-1].square = square_of(map(local_tensor, gradients))
-
-    def source(self, collective: Collective, count: int | None) -> str:
-        """Where the first non-finite number of all ranks appeared, for an error message.
-
-        A collective call.
-        """
-        mine = self._first()
-        rows = torch.zeros(collective.size, 4 + _SHOWN, dtype=torch.float64)
-        rows[collective.rank] = torch.tensor(mine, dtype=torch.float64)
-        table = collective.all_reduce_sum(rows).cpu().tolist()
-        # A gradient that was exchanged is not finite on all ranks, so it does not tell the rank.
-        order = [(row[2], row[0], row[1], rank) for rank, row in enumerate(table)]
-        unsure, position, place, rank = min(order)
-        if position == _NOWHERE:
-            return "no micro-batch shows where it came from"
-        of = "" if count is None else f" of {count}"
-        where = f"{_PLACES[int(place)]} of micro-batch {int(position)}{of}"
-        if unsure:
-            return f"{where} on one of the ranks"
-        return f"{where} on rank {rank} ({_named(table[rank])})"
-
-    def _first(self) -> list[float]:
-        """[position, place, 1 if the rank is unsure, number of samples, their ids]."""
-        for position, traces in enumerate(self._traces):
-            for place, held in enumerate((traces.losses, traces.outputs)):
-                bad = [_bad(values, real, traces.sample_ids) for values, real in held]
-                if any(each is not None for each in bad):
-                    known = [each for each in bad if each is not None and len(each)]
-                    ids = known[0] if known else traces.sample_ids
-                    return _row(position, place, False, ids)
-            if traces.square is not None and not bool(traces.square.isfinite()):
-                return _row(position, 2, traces.exchanged, traces.sample_ids)
-        return _row(_NOWHERE, 0, True, ())
-
-
-def _bad(values: Tensor, real: Tensor | None, ids: IntArray) -> IntArray | None:
-    """Samples whose value is not finite; empty if only their sum tells, None if all are finite."""
-    odd = ~values.isfinite()
-    if not bool(odd.any()):
-        return None
-    if values.ndim == 0:
-        return ids[:0]
-    odd = odd if real is None else odd[real]
-    return np.unique(ids[odd.cpu().numpy()])
-
-
-def _row(position: float, place: int, unsure: bool, ids: Sequence[int] | IntArray) -> list[float]:
-    shown = [float(number) for number in ids[:_SHOWN]]
-    return [position, place, unsure, len(ids), *shown, *[-1.0] * (_SHOWN - len(shown))]
-
-
-def _named(row: Sequence[float]) -> str:
-    """sample 4, or samples 4, 7 and 5 more"""
-    number, ids = int(row[3]), [str(int(each)) for each in row[4:] if each >= 0]
-    if not ids:
-        return "no sample"
-    more = f" and {number - len(ids)} more" if number > len(ids) else ""
-    return f"sample{'s' if number > 1 else ''} {', '.join(ids)}{more}"
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive gradients of one dtype, about `_BUCKET` bytes each."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (size > _BUCKET or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+    yield bucket

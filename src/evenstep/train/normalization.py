@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,74 +12,8 @@ from torch import Tensor
 from evenstep.core.text import whole_field
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
-from evenstep.tensors.losses import Metric, Sums, count_experts
+from evenstep.tensors.losses import Sums, count_experts
 from evenstep.train.collectives import Alone, Collective
-
-if TYPE_CHECKING:
-    from evenstep.train.runner import Loss
-
-
-def whole_batch(batch: Any) -> Batch:
-    """The batch itself; raises for a batch shard."""
-    if isinstance(batch, BatchShard):
-        raise InputError(
-            "a normalization needs a whole batch, got a batch shard. Weight the batch before "
-            "sharding it: shard weighted(batch, normalization)."
-        )
-    assert isinstance(batch, Batch)
-    return batch
-
-
-def first_tiles(batch: Batch) -> Tensor:
-    """(tiles) bool: whether a sample begins here. Each sample begins once per step."""
-    return (whole_batch(batch).starts == 0) & (batch.sample_ids >= 0)
-
-
-def spread(batch: Batch, per_tile: Tensor) -> Tensor:
-    """(rows, width) float64: the weight of each slot times that of its tile."""
-    own = whole_batch(batch).loss_weights
-    return torch.where(own != 0, own * per_tile[batch.segment_ids], 0.0)
-
-
-def extra_by_tile(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
-    """(tiles): a sequence-aligned extra, 0 for tails; `dtype=None` keeps its dtype."""
-    value: Any = batch.extras.get(name)
-    if whole_batch(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
-        raise InputError(
-            f"the normalization needs an extra {name!r} with one number per sequence. Declare it: "
-            f"Collator(extras={{{name!r}: Extra(aligned='sequence')}})."
-        )
-    real = batch.sample_ids >= 0
-    value = value if dtype is None else value.to(dtype)
-    return value.new_zeros(len(real)).masked_scatter_(real, value)
-
-
-def group_ids(batch: Batch) -> Tensor:
-    """(tiles): the group of each tile. Raises if the dtype may have rounded group ids."""
-    groups = extra_by_tile(batch, "group", dtype=None)
-    if groups.is_floating_point():
-        exact = 2 / torch.finfo(groups.dtype).eps
-        if bool((groups.abs() >= exact).any()):
-            raise InputError(
-                f"the extra 'group' holds ids of {exact:.0f} or more in {groups.dtype}, which "
-                f"cannot represent them exactly. Declare it with dtype=torch.int64."
-            )
-    return groups
-
-
-def check_samples_whole(batch: Batch) -> None:
-    """Raise if other segments of a split sample are in another micro-batch."""
-    counts = (batch.labels != IGNORE_INDEX).reshape(-1).long()
-    here = torch.zeros_like(batch.loss_tokens).index_add_(0, batch.segment_ids.reshape(-1), counts)
-    number = torch.unique(batch.sample_ids, return_inverse=True)[1]
-    short = torch.zeros_like(here).index_add_(0, number, here)[number] != batch.loss_tokens
-    if bool((short & (batch.sample_ids >= 0)).any()):
-        sample = int(batch.sample_ids[short & (batch.sample_ids >= 0)][0])
-        raise InputError(
-            f"sample {sample} was split and one of its segments is in another micro-batch, so its "
-            f"group cannot be counted here. Add the sequence-aligned extra 'group_tokens'."
-        )
-
 
 _PLAN_TOTALS = (
     "samples", "tokens", "empty", "loss_tokens", "sequences", "groups",
@@ -128,11 +62,30 @@ def weighted(batch: Batch, normalization: Normalization) -> Batch:
     >>> SequenceMean().amount(batch).item(), TokenMean().amount(batch).item()
     (2.0, 3.0)
     """
-    return replace(batch, loss_weights=normalization.weights(batch))
+    weights = normalization.weights(batch)
+    return batch if weights is batch.loss_weights else replace(batch, loss_weights=weights)
+
+
+class _OfLossTokens:
+    """What most normalizations share: the sum over loss tokens, divided by the total of a name."""
+
+    __slots__ = ()
+
+    def weights(self, batch: Batch) -> Tensor:
+        """1 for each loss token."""
+        return whole_batch(batch).loss_weights
+
+    def amount(self, batch: Batch) -> Tensor:
+        """The sum of the weights."""
+        return self.weights(batch).sum(dtype=torch.float64)
+
+    def known(self: Normalization, totals: Mapping[str, float]) -> float | None:
+        """The total of this name, if the plan gives it."""
+        return totals.get(self.name)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenMean:
+class TokenMean(_OfLossTokens):
     """The mean over all loss tokens of the step.
 
     >>> TokenMean().known({"loss_tokens": 12})
@@ -141,21 +94,9 @@ class TokenMean:
 
     name: ClassVar[str] = "loss_tokens"
 
-    def weights(self, batch: Batch) -> Tensor:
-        """1 for each loss token."""
-        return whole_batch(batch).loss_weights
-
-    def amount(self, batch: Batch) -> Tensor:
-        """The number of loss tokens."""
-        return _total(whole_batch(batch).loss_weights)
-
-    def known(self, totals: Mapping[str, float]) -> float | None:
-        """The plan's `loss_tokens`."""
-        return totals.get(self.name)
-
 
 @dataclass(frozen=True, slots=True)
-class SequenceMean:
+class SequenceMean(_OfLossTokens):
     """The mean over sequences of the mean over the loss tokens of each.
 
     A sequence is a sample. All segments of a split sample are divided by the loss tokens of the
@@ -176,13 +117,9 @@ class SequenceMean:
         """The number of samples that begin in this batch and have loss tokens."""
         return (first_tiles(batch) & (batch.loss_tokens > 0)).sum().double()
 
-    def known(self, totals: Mapping[str, float]) -> float | None:
-        """The plan's `sequences`."""
-        return totals.get(self.name)
-
 
 @dataclass(frozen=True, slots=True)
-class GroupMean:
+class GroupMean(_OfLossTokens):
     """The mean over groups of samples of the mean over the loss tokens of each group.
 
     The sequence-aligned extra `group_tokens` gives the loss tokens of a sample's group: the sum of
@@ -205,10 +142,6 @@ class GroupMean:
         share = batch.loss_tokens / self._tokens(batch)
         return torch.where(first_tiles(batch), share, 0.0).sum()
 
-    def known(self, totals: Mapping[str, float]) -> float | None:
-        """The plan's `groups`."""
-        return totals.get(self.name)
-
     def _tokens(self, batch: Batch) -> Tensor:
         """(tiles) float64: loss tokens of the group, at least 1."""
         if "group_tokens" in whole_batch(batch).aligned:
@@ -221,7 +154,7 @@ class GroupMean:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(_OfLossTokens):
     """The sum over loss tokens, divided by a constant.
 
     >>> Constant(8192.0).known({})
@@ -237,13 +170,9 @@ class Constant:
     def name(self) -> str:
         return f"constant({self.value})"
 
-    def weights(self, batch: Batch) -> Tensor:
-        """1 for each loss token."""
-        return whole_batch(batch).loss_weights
-
     def amount(self, batch: Batch) -> Tensor:
         """0: the denominator does not depend on batches."""
-        return _total(whole_batch(batch).loss_weights[:0])
+        return whole_batch(batch).loss_weights[:0].sum(dtype=torch.float64)
 
     def known(self, totals: Mapping[str, float]) -> float | None:
         """Always `value`."""
@@ -251,7 +180,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLength:
+class FixedLength(_OfLossTokens):
     """The sum over loss tokens, divided by `length` times the number of samples (Dr. GRPO).
 
     Long samples weigh more than short ones, and samples without loss tokens are counted.
@@ -269,10 +198,6 @@ class FixedLength:
     def name(self) -> str:
         return f"fixed_length({self.length})"
 
-    def weights(self, batch: Batch) -> Tensor:
-        """1 for each loss token."""
-        return whole_batch(batch).loss_weights
-
     def amount(self, batch: Batch) -> Tensor:
         """`length` times the number of samples that begin in this batch."""
         return first_tiles(batch).sum().double() * self.length
@@ -284,7 +209,7 @@ class FixedLength:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleWeights:
+class SampleWeights(_OfLossTokens):
     """The mean over loss tokens, weighted by sample.
 
     `extra` names a sequence-aligned extra with the weight of each sample, 0 or more.
@@ -303,17 +228,9 @@ class SampleWeights:
         """The weight of the token's sample."""
         return spread(batch, extra_by_tile(batch, self.extra))
 
-    def amount(self, batch: Batch) -> Tensor:
-        """The sum of the weights."""
-        return _total(self.weights(batch))
-
-    def known(self, totals: Mapping[str, float]) -> float | None:
-        """The total of this name, if given."""
-        return totals.get(self.name)
-
 
 @dataclass(frozen=True, slots=True)
-class Custom:
+class Custom(_OfLossTokens):
     """Weights from a function of the batch; the denominator is their sum or `of_batch`.
 
     Weights count where a slot has a label. Set `distance` for a loss on labels further ahead
@@ -346,15 +263,12 @@ class Custom:
 
     def amount(self, batch: Batch) -> Tensor:
         """The result of `of_batch`; by default the sum of the weights."""
-        return _total(self.weights(batch) if self.of_batch is None else self.of_batch(batch))
-
-    def known(self, totals: Mapping[str, float]) -> float | None:
-        """The total of this name, if given."""
-        return totals.get(self.name)
+        amounts = self.weights(batch) if self.of_batch is None else self.of_batch(batch)
+        return amounts.sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class ByLoss:
+class ByLoss(_OfLossTokens):
     """The sum of the divisors that the loss function returns, as `(loss, divisor)`.
 
     For amounts that are known only in the forward pass. Losses with the same name share a
@@ -370,101 +284,17 @@ class ByLoss:
     def __post_init__(self) -> None:
         _free_name("normalization", self.name)
 
-    def weights(self, batch: Batch) -> Tensor:
-        """1 for each loss token."""
-        return whole_batch(batch).loss_weights
-
     def amount(self, batch: Batch) -> Tensor:
         """0: what the loss returns takes its place."""
-        return _total(whole_batch(batch).loss_weights[:0])
+        return whole_batch(batch).loss_weights[:0].sum(dtype=torch.float64)
 
     def known(self, totals: Mapping[str, float]) -> float | None:
         """Never."""
         return None
 
 
-NORMALIZATIONS: dict[str, Callable[..., Normalization]] = {
-    "token_mean": TokenMean,
-    "sequence_mean": SequenceMean,
-    "group_mean": GroupMean,
-    "constant": Constant,
-    "fixed_length": FixedLength,
-    "sample_weights": SampleWeights,
-}
-
-
-LABELLED = (TokenMean, SequenceMean, GroupMean, Constant, FixedLength, SampleWeights)
-"""Those that weight loss tokens only. What a `Custom` one weights is known to its function."""
-
-
-def _total(values: Tensor) -> Tensor:
-    return values.sum(dtype=torch.float64)
-
-
-def _free_name(what: str, name: str) -> None:
-    if name in _PLAN_TOTALS:
-        raise ConfigError(
-            f"the {what} {name!r} has the name of a total of plans. Use another name than "
-            f"{', '.join(_PLAN_TOTALS)}."
-        )
-
-
-def _positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be positive and finite, got {value}.")
-
-
 @dataclass(frozen=True, slots=True)
-class LossTerms:
-    """The losses of a micro-batch, not normalized."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    found: dict[str, Sums | Tensor] = field(default_factory=dict)
-    """As the functions returned them, without divisors."""
-    divisors: dict[str, Tensor] = field(default_factory=dict)
-    """Of losses that are normalized by what they return (`ByLoss`), by name."""
-
-    @classmethod
-    def of(
-        cls,
-        losses: Mapping[str, Loss],
-        outputs: Any,
-        batch: Batch,
-        take: Callable[[Batch], Batch | BatchShard],
-    ) -> LossTerms:
-        """Call each loss with the outputs and its own weights; `take` is this rank's shard."""
-        terms = cls()
-        for name, loss in losses.items():
-            returned: Any = loss.function(outputs, take(weighted(batch, loss.normalization)))
-            each, divisor = returned if isinstance(returned, tuple) else (returned, None)
-            _check_divisor(name, loss, divisor)
-            if divisor is not None:
-                terms.divisors.setdefault(loss.normalization.name, divisor.detach().double())
-            terms.found[name] = each
-            terms.sums[name] = each.loss if isinstance(each, Sums) else each
-            if isinstance(each, Sums):
-                prefix = f"{name}/" if len(losses) > 1 else ""
-                terms.metrics.update({prefix + key: m for key, m in each.metrics.items()})
-        return terms
-
-
-def _check_divisor(name: str, loss: Loss, divisor: object) -> None:
-    expected = isinstance(loss.normalization, ByLoss)
-    if expected and not isinstance(divisor, Tensor):
-        raise ConfigError(
-            f"the loss {name!r} is normalized by the divisor that it returns, but it returned "
-            f"none. Return (loss, divisor), two tensors."
-        )
-    if divisor is not None and not expected:
-        raise ConfigError(
-            f"the loss {name!r} returned a divisor, but its normalization is "
-            f"{loss.normalization!r}. Set normalization=ByLoss(...), or return the loss alone."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AllTokens:
+class AllTokens(_OfLossTokens):
     """The mean over all real tokens of the step, for losses that need no label.
 
     The other normalizations weight loss tokens only. A loss of labels, such as `cross_entropy`, is
@@ -487,6 +317,116 @@ class AllTokens:
     def known(self, totals: Mapping[str, float]) -> float | None:
         """The plan's `tokens`, if no sample can be skipped."""
         return totals.get(self.name) if "samples" in totals else None
+
+
+NORMALIZATIONS: dict[str, Callable[..., Normalization]] = {
+    "token_mean": TokenMean,
+    "sequence_mean": SequenceMean,
+    "group_mean": GroupMean,
+    "constant": Constant,
+    "fixed_length": FixedLength,
+    "sample_weights": SampleWeights,
+}
+
+
+LABELLED = (TokenMean, SequenceMean, GroupMean, Constant, FixedLength, SampleWeights)
+"""Those that weight loss tokens only. What a `Custom` one weights is known to its function."""
+
+
+def _free_name(what: str, name: str) -> None:
+    if name in _PLAN_TOTALS:
+        raise ConfigError(
+            f"the {what} {name!r} has the name of a total of plans. Use another name than "
+            f"{', '.join(_PLAN_TOTALS)}."
+        )
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be positive and finite, got {value}.")
+
+
+# Values per tile --------------------------------------------------------------------------------
+
+
+def whole_batch(batch: Any) -> Batch:
+    """The batch itself; raises for a batch shard."""
+    if isinstance(batch, BatchShard):
+        raise InputError(
+            "a normalization needs a whole batch, got a batch shard. Weight the batch before "
+            "sharding it: shard weighted(batch, normalization)."
+        )
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def first_tiles(batch: Batch) -> Tensor:
+    """(tiles) bool: whether a sample begins here. Each sample begins once per step."""
+    return (whole_batch(batch).starts == 0) & (batch.sample_ids >= 0)
+
+
+def spread(batch: Batch, per_tile: Tensor) -> Tensor:
+    """(rows, width) float64: the weight of each slot times that of its tile."""
+    weights = whole_batch(batch).loss_weights
+    return torch.where(weights != 0, weights * per_tile[batch.segment_ids], 0.0)
+
+
+def extra_by_tile(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
+    """(tiles): a sequence-aligned extra, 0 for tails; `dtype=None` keeps its dtype."""
+    value: Any = batch.extras.get(name)
+    if whole_batch(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
+        raise InputError(
+            f"the normalization needs an extra {name!r} with one number per sequence. Declare it: "
+            f"Collator(extras={{{name!r}: Extra(aligned='sequence')}})."
+        )
+    real = batch.sample_ids >= 0
+    value = value if dtype is None else value.to(dtype)
+    return value.new_zeros(len(real)).masked_scatter_(real, value)
+
+
+def group_ids(batch: Batch) -> Tensor:
+    """(tiles): the group of each tile. Raises if the dtype may have rounded group ids."""
+    groups = extra_by_tile(batch, "group", dtype=None)
+    if groups.is_floating_point():
+        exact = 2 / torch.finfo(groups.dtype).eps
+        if bool((groups.abs() >= exact).any()):
+            raise InputError(
+                f"the extra 'group' holds ids of {exact:.0f} or more in {groups.dtype}, which "
+                f"cannot represent them exactly. Declare it with dtype=torch.int64."
+            )
+    return groups
+
+
+def check_samples_whole(batch: Batch) -> None:
+    """Raise if other segments of a split sample are in another micro-batch."""
+    counts = (batch.labels != IGNORE_INDEX).reshape(-1).long()
+    here = torch.zeros_like(batch.loss_tokens).index_add_(0, batch.segment_ids.reshape(-1), counts)
+    number = torch.unique(batch.sample_ids, return_inverse=True)[1]
+    short = torch.zeros_like(here).index_add_(0, number, here)[number] != batch.loss_tokens
+    if bool((short & (batch.sample_ids >= 0)).any()):
+        sample = int(batch.sample_ids[short & (batch.sample_ids >= 0)][0])
+        raise InputError(
+            f"sample {sample} was split and one of its segments is in another micro-batch, so its "
+            f"group cannot be counted here. Add the sequence-aligned extra 'group_tokens'."
+        )
+
+
+def split_divisor(
+    name: str, normalization: Normalization, returned: Any
+) -> tuple[Sums | Tensor, Tensor]:
+    """(loss, divisor) that a loss function has returned for `ByLoss`."""
+    loss, divisor = returned if isinstance(returned, tuple) else (returned, None)
+    if not isinstance(normalization, ByLoss):
+        raise ConfigError(
+            f"the loss {name!r} returned a divisor, but its normalization is {normalization!r}. "
+            f"Set normalization=ByLoss(...), or return the loss alone."
+        )
+    if not isinstance(divisor, Tensor):
+        raise ConfigError(
+            f"the loss {name!r} is normalized by the divisor that it returns, but it returned "
+            f"none. Return (loss, divisor), two tensors."
+        )
+    return loss, divisor
 
 
 def expert_frequencies(

@@ -39,32 +39,24 @@ class Prefetch(Generic[T]):
         """Seconds spent preparing items, in either thread."""
 
     def __iter__(self) -> Generator[T, None, None]:
-        return self._threaded() if self._ahead else self._direct()
-
-    def _direct(self) -> Generator[T, None, None]:
+        if self._ahead:
+            yield from self._threaded()
+            return
         try:
-            items = self._named()
-            while True:
-                began = time.perf_counter()
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-                finally:
-                    self.preparing += time.perf_counter() - began
-                    self.waited += time.perf_counter() - began
+            for item in self._timed():
                 yield item
                 del item
         finally:
+            self.waited = self.preparing
             self._abandon()
 
     def _threaded(self) -> Generator[T, None, None]:
-        ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+        entries: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
         room = threading.Semaphore(self._ahead)
         stop = threading.Event()
         thread = threading.Thread(
             target=self._prepare,
-            args=(ready.put, room, stop),
+            args=(entries.put, room, stop),
             name="evenstep-prefetch",
             daemon=True,
         )
@@ -72,15 +64,15 @@ class Prefetch(Generic[T]):
         try:
             while True:
                 began = time.perf_counter()
-                found = _get(ready)
+                entry = _get(entries)
                 self.waited += time.perf_counter() - began
-                if found is None:
+                if entry is None:
                     return
-                if isinstance(found, BaseException):
-                    raise found
+                if isinstance(entry, BaseException):
+                    raise entry
                 room.release()  # the item in use does not count as prepared
-                (item,) = found
-                del found
+                (item,) = entry
+                del entry
                 yield item
                 del item
         finally:
@@ -90,47 +82,51 @@ class Prefetch(Generic[T]):
             # A thread blocked in its source for longer ends with the next item.
             thread.join(_JOIN_TIMEOUT)
 
-    def _named(self) -> Iterator[T]:
-        """The items; an error that is raised instead of one has a note with its name."""
-        position = 0
-        try:
-            for item in self._items:
-                position += 1
-                yield item
-                del item
-        except Exception as error:
-            with suppress(Exception):
-                error.add_note(f"while preparing {self._name(position)}")
-            raise
-
     def _prepare(
         self,
         put: Callable[[tuple[T] | BaseException | None], None],
         room: threading.Semaphore,
         stop: threading.Event,
     ) -> None:
+        """The thread: prepare the next item whenever there is room."""
         try:
-            items = self._named()
+            items = self._timed()
             while True:
                 room.acquire()
                 if stop.is_set():
                     return
-                began = time.perf_counter()
                 try:
                     item = next(items)
                 except StopIteration:
                     put(None)
                     return
-                finally:
-                    self.preparing += time.perf_counter() - began
                 put((item,))
                 del item
         except BaseException as error:
             put(error)
 
+    def _timed(self) -> Iterator[T]:
+        """The items, timed; an error that is raised instead of one has a note with its name."""
+        items, position = iter(self._items), 0
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except Exception as error:
+                with suppress(Exception):
+                    error.add_note(f"while preparing {self._name(position)}")
+                raise
+            finally:
+                self.preparing += time.perf_counter() - began
+            position += 1
+            yield item
+            del item
 
-def _get(ready: queue.SimpleQueue[Any]) -> Any:
+
+def _get(entries: queue.SimpleQueue[Any]) -> Any:
     """The next entry. Polls, so that `Watch` can interrupt the waiting thread."""
     while True:
         with suppress(queue.Empty):
-            return ready.get(timeout=_POLL)
+            return entries.get(timeout=_POLL)

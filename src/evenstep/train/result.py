@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -53,8 +54,8 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """Where the segments of a micro-batch lie, on the host; tails are left out."""
+class HostSegments:
+    """Where the segments of a micro-batch lie, as arrays on the host; tails are left out."""
 
     sample: IntArray
     start: IntArray  # in its sample
@@ -63,13 +64,23 @@ class Places:
     continues: IntArray  # 1 if the last slot predicts the first token of the next segment
 
     @classmethod
-    def of(cls, batch: Batch) -> Places:
-        """The places of a batch's segments."""
-        real = (batch.sample_ids >= 0).cpu().numpy()
-        held = batch.continuation
-        more = torch.zeros_like(batch.starts) if held is None else (held.counts > 0).long()
-        columns = (batch.sample_ids, batch.starts, batch.seqlens, batch.cu_seqlens[:-1], more)
-        return cls(*(each.cpu().numpy().astype(np.int64)[real] for each in columns))
+    def of(cls, batch: Batch) -> HostSegments:
+        """The segments of a batch."""
+        sample = batch.sample_ids.cpu().numpy()
+        real = sample >= 0
+        start, length, first = (
+            tensor.cpu().numpy()[real].astype(np.int64, copy=False)
+            for tensor in (batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
+        )
+        continues = np.zeros_like(length)
+        if batch.continuation is not None:
+            continues = (batch.continuation.counts > 0).cpu().numpy()[real].astype(np.int64)
+        return cls(sample[real], start, length, first, continues)
+
+    @property
+    def predicted(self) -> int:
+        """Number of tokens that are not the first of their sample."""
+        return int(self.length.sum()) - int((self.start == 0).sum())
 
 
 class Keeper:
@@ -77,43 +88,42 @@ class Keeper:
 
     def __init__(self, keep: Keep) -> None:
         self.keep = keep
-        self._places: list[Places] = []
-        self._sums: dict[str, list[Sums]] = {}
-        self._slots: dict[str, list[Tensor]] = {}
+        self._segments: list[HostSegments] = []
+        self._by_sequence: dict[str, list[Tensor]] = {}
+        self._by_slot: dict[str, list[Tensor]] = {}
 
-    def add(self, places: Places, found: Mapping[str, Sums | Tensor]) -> None:
+    def add(self, segments: HostSegments, losses: Mapping[str, Sums | Tensor]) -> None:
         """The values of one micro-batch, by loss."""
-        self._places.append(places)
-        for name, sums in found.items():
+        self._segments.append(segments)
+        for name, sums in losses.items():
             if not isinstance(sums, Sums) or sums.by_tile is None:
                 raise InputError(
                     f"keep={self.keep!r} needs the loss of each sequence, but the loss {name!r} "
                     f"returned {'sums of a shard' if isinstance(sums, Sums) else 'a scalar'}. "
                     f"Return Sums of whole sequences (`PerSequence`), or set keep=None."
                 )
-            alone = Sums(sums.loss.detach(), {}, sums.by_tile.detach(), sums.real)
-            self._sums.setdefault(name, []).append(alone)
+            self._by_sequence.setdefault(name, []).append(sums.by_sequence.detach())
             if self.keep == "tokens":
                 if sums.by_slot is None:
                     raise InputError(
                         f"keep='tokens' needs one value per token, but the loss {name!r} returns "
                         f"one per sequence. Return values per slot, or set keep='samples'."
                     )
-                self._slots.setdefault(name, []).append(sums.by_slot.detach())
+                self._by_slot.setdefault(name, []).append(sums.by_slot.detach())
 
     def kept(self) -> Kept:
         """All values in the order of samples."""
         sample, start, length, more = (
-            np.concatenate([getattr(places, name) for places in self._places])
+            np.concatenate([getattr(segments, name) for segments in self._segments])
             for name in ("sample", "start", "length", "continues")
         )
         ids, row = np.unique(sample, return_inverse=True)
         index = torch.from_numpy(row)
         samples = {
             name: torch.zeros(len(ids), dtype=torch.float64).index_add_(
-                0, index, torch.cat([each.by_sequence for each in sums]).double().cpu()
+                0, index, torch.cat(values).double().cpu()
             )
-            for name, sums in self._sums.items()
+            for name, values in self._by_sequence.items()
         }
         ends = np.zeros(len(ids), np.int64)
         np.maximum.at(ends, row, start + length + more)
@@ -123,7 +133,7 @@ class Keeper:
         target = ranges_of(firsts[row] + start + 1, count)
         tokens = {
             name: self._by_sample(values, target, count, ends)
-            for name, values in self._slots.items()
+            for name, values in self._by_slot.items()
         }
         return Kept(ids, samples, tokens)
 
@@ -131,12 +141,12 @@ class Keeper:
         self, values: list[Tensor], target: IntArray, count: IntArray, ends: IntArray
     ) -> list[Tensor]:
         before = offsets_of(np.array([each.numel() for each in values], np.int64))
-        first = [places.first + at for places, at in zip(self._places, before, strict=False)]
+        first = [each.first + at for each, at in zip(self._segments, before, strict=False)]
         source = ranges_of(np.concatenate(first), count)
-        flat = torch.cat([each.flatten() for each in values]).cpu()
-        laid = flat.new_zeros(int(ends.sum()))
-        laid[torch.from_numpy(target)] = flat[torch.from_numpy(source)]
-        return list(laid.split(ends.tolist()))
+        by_slot = torch.cat([each.flatten() for each in values]).cpu()
+        by_token = by_slot.new_zeros(int(ends.sum()))
+        by_token[torch.from_numpy(target)] = by_slot[torch.from_numpy(source)]
+        return list(by_token.split(ends.tolist()))
 
 
 BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
@@ -169,6 +179,68 @@ class Timings:
     communicate: float = 0.0
     total: float = 0.0
     first: float = 0.0
+
+
+class Stopwatch:
+    """Elapsed seconds inside `with` blocks, accumulated."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+class ComputeTime:
+    """Seconds of forwards and backwards inside `with` blocks: elapsed, and busy seconds of each.
+
+    Busy seconds are those of this rank without waiting for other ranks. On a CPU, the CPU time of
+    this thread. On a GPU, the time between two events of the stream; only reading them
+    synchronises with the device.
+    """
+
+    def __init__(self, cuda: bool) -> None:
+        self.elapsed = 0.0
+        self._cuda = cuda
+        self._events: list[tuple[Any, Any]] = []
+        self._busy: list[float] = []
+        self._began = self._cpu_began = 0.0
+
+    def __enter__(self) -> ComputeTime:
+        self._began = time.perf_counter()
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._events.append((begin, end))
+        else:
+            self._cpu_began = time.thread_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            self._events[-1][1].record()
+        else:
+            self._busy.append(time.thread_time() - self._cpu_began)
+        self.elapsed += time.perf_counter() - self._began
+
+    @property
+    def busy(self) -> list[float]:
+        """Busy seconds of each block."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._busy += [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+            self._events.clear()
+        return self._busy
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all blocks: on a GPU, which runs behind, those between events."""
+        return sum(self.busy) if self._cuda else self.elapsed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,10 +305,10 @@ class StepResult:
         assert self.known is not None
         step_loss, totals = self.known
         numbers = step_loss.finish([], self.bundle.reduce(collective), totals)
-        found = replace(self, numbers=numbers)
-        if found.without_loss:
+        result = replace(self, numbers=numbers)
+        if result.without_loss:
             raise InputError(f"no token of this step counts in the loss, on any rank. {ANY_CAUSE}")
-        return found
+        return result
 
     @property
     def _numbers(self) -> LossValues:
@@ -331,7 +403,7 @@ class StepResult:
 
     def to_dict(self) -> dict[str, float]:
         """Plain numbers for a logger."""
-        found: dict[str, float | None] = {
+        numbers: dict[str, float | None] = {
             **self.metrics,
             "loss": self.loss,
             **{f"loss/{name}": value for name, value in self.losses.items()},
@@ -344,14 +416,14 @@ class StepResult:
             "age": sum(self.ages) / len(self.ages) if self.ages else None,
             **{f"seconds/{name}": getattr(self.timings, name) for name in Timings.__slots__},
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in numbers.items() if value is not None}
 
 
 def gathered(result: StepResult, world: World, collective: Collective) -> dict[str, object]:
     """What a log keeps of a step: planned cost and busy seconds of every micro-batch, as lists of
     ranks × micro-batches. Every rank calls it; all have equally many micro-batches."""
-    own = torch.tensor([result.costs or [0.0] * len(result.busy), result.busy], dtype=torch.float64)
-    whole = torch.zeros((world.size, *own.shape), dtype=torch.float64)
-    whole[world.rank] = own
-    costs, busy = collective.all_reduce_sum(whole).cpu().unbind(1)
+    mine = [result.costs or [0.0] * len(result.busy), result.busy]
+    of_ranks = torch.zeros((world.size, 2, len(result.busy)), dtype=torch.float64)
+    of_ranks[world.rank] = torch.tensor(mine, dtype=torch.float64)
+    costs, busy = collective.all_reduce_sum(of_ranks).cpu().unbind(1)
     return {"micro_batches/cost": costs.tolist(), "micro_batches/busy": busy.tolist()}

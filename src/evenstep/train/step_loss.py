@@ -99,8 +99,17 @@ class StepLoss:
     """In deferred mode, one backward per denominator, accumulated in `SeparateGradients`."""
     counts: Mapping[str, float] | None = None
     """In counted mode, each denominator; see `counted`."""
+    denominators: dict[str, Normalization] = field(init=False, repr=False, compare=False)
+    """Distinct normalizations by name."""
+    constants: dict[str, float] = field(init=False, repr=False, compare=False)
+    """The denominators that do not depend on the step, by name."""
 
     def __post_init__(self) -> None:
+        distinct = {n.name: n for n, _ in reversed(list(self.losses.values()))}
+        always = {name: normalization.known({}) for name, normalization in distinct.items()}
+        constants = {name: value for name, value in always.items() if value is not None}
+        object.__setattr__(self, "denominators", distinct)
+        object.__setattr__(self, "constants", constants)
         one_of("mode", self.mode, Mode)
         whole_number("averaged_over", self.averaged_over)
         truth_value("separate", self.separate)
@@ -135,11 +144,6 @@ class StepLoss:
             )
 
     @property
-    def denominators(self) -> dict[str, Normalization]:
-        """Distinct normalizations by name."""
-        return {n.name: n for n, _ in reversed(list(self.losses.values()))}
-
-    @property
     def ahead(self) -> bool:
         """Whether every denominator is known before the first backward."""
         return self.mode in ("known", "counted")
@@ -149,7 +153,7 @@ class StepLoss:
         `over` of a step without loss tokens are 0."""
         if any(isinstance(n, LABELLED) for n in self.denominators.values()):
             return True
-        return not any(over[name] for name, n in self.denominators.items() if not _fixed(n))
+        return not any(over[name] for name in self.denominators if name not in self.constants)
 
     def counted(self, amounts: Bundle) -> StepLoss:
         """With the denominators of counted mode: `amounts` of all micro-batches, over all ranks."""
@@ -163,8 +167,12 @@ class StepLoss:
         Context-parallel ranks share one batch, which must count once: `counted` is False on all
         of them but one.
         """
-        found = {name: n.amount(batch) for name, n in self.denominators.items() if not _fixed(n)}
-        return found if counted else {name: value.new_zeros(()) for name, value in found.items()}
+        amounts = {
+            name: normalization.amount(batch)
+            for name, normalization in self.denominators.items()
+            if name not in self.constants
+        }
+        return amounts if counted else {name: a.new_zeros(()) for name, a in amounts.items()}
 
     def scales(
         self,
@@ -177,22 +185,24 @@ class StepLoss:
 
         Known mode needs `totals` of the plan. per_micro_batch mode needs `reduced`, the amounts at
         this position summed over ranks (`Bundle(amounts).reduce(...)`), and `micro_batches`, the
-        number of positions of the step.
+        number of positions of the step. Scales of the other modes are those of all micro-batches.
         """
         if self.mode == "deferred":
             return {name: weight / self.constant for name, (_, weight) in self.losses.items()}
-        over = self.known(totals or {}) if self.ahead else {}
-        if self.mode == "per_micro_batch":
-            if reduced is None or not micro_batches:
-                raise InputError(
-                    "mode='per_micro_batch' requires `reduced`, the amounts summed over ranks, and "
-                    "`micro_batches`, the number of micro-batches per rank."
-                )
-            for name, normalization in self.denominators.items():
-                always = normalization.known({})
-                over[name] = float(reduced[name]) * micro_batches if always is None else always
-        factors = {name: _over(self.averaged_over, value) for name, value in over.items()}
-        return {name: weight * factors[n.name] for name, (n, weight) in self.losses.items()}
+        if self.mode != "per_micro_batch":
+            over = self.known(totals or {})
+        elif reduced is None or not micro_batches:
+            raise InputError(
+                "mode='per_micro_batch' requires `reduced`, the amounts summed over ranks, and "
+                "`micro_batches`, the number of micro-batches per rank."
+            )
+        else:
+            over = {name: float(amount) * micro_batches for name, amount in reduced.items()}
+            over |= self.constants
+        return {
+            name: weight * _over(self.averaged_over, over[normalization.name])
+            for name, (normalization, weight) in self.losses.items()
+        }
 
     def objective(self, sums: Mapping[str, Tensor], scales: Mapping[str, float]) -> Tensor:
         """The scalar to call backward on: the scaled sum of the losses."""
@@ -205,8 +215,8 @@ class StepLoss:
         """Objectives per denominator, for `SeparateGradients.backward`."""
         parts: dict[str, Tensor] = {}
         for name, (normalization, _) in self.losses.items():
-            held = parts.get(normalization.name, 0.0)
-            parts[normalization.name] = held + sums[name] * scales[name]
+            before = parts.get(normalization.name, 0.0)
+            parts[normalization.name] = before + sums[name] * scales[name]
         return parts
 
     def bundle(
@@ -263,7 +273,7 @@ class StepLoss:
         reported = loss
         if self.mode == "per_micro_batch":
             reported = sum(float(reduced.sums[f"reported/{name}"]) for name in self.losses)
-        counted = [over[name] for name, n in self.denominators.items() if not _fixed(n)]
+        counted = [value for name, value in over.items() if name not in self.constants]
         return LossValues(
             loss=loss,
             losses=losses,
@@ -289,17 +299,17 @@ class StepLoss:
 
     def _denominators(self, reduced: Bundle) -> dict[str, float]:
         """The denominators summed over the micro-batches that ran."""
-        found = {}
-        for name, normalization in self.denominators.items():
-            always = normalization.known({})
-            value = float(reduced.sums[f"amount/{name}"]) if always is None else always
+        over = {}
+        for name in self.denominators:
+            value = self.constants.get(name)
+            value = float(reduced.sums[f"amount/{name}"]) if value is None else value
             if not 0 <= value < math.inf:
                 raise InputError(
                     f"the denominator {name!r} of this step is {value}; expected a finite number, "
                     f"0 or more. Use finite, non-negative weights."
                 )
-            found[name] = value
-        return found
+            over[name] = value
+        return over
 
 
 def power_of_two(tokens: float) -> float:
@@ -311,17 +321,13 @@ def power_of_two(tokens: float) -> float:
     return 2.0 ** round(math.log2(tokens))
 
 
-def _fixed(normalization: Normalization) -> bool:
-    return normalization.known({}) is not None
-
-
 def _over(amount: float, denominator: float) -> float:
     """amount / denominator, or 0 if the denominator is 0."""
     return amount / denominator if denominator else 0.0
 
 
-def _verify(expected: Mapping[str, float], found: Mapping[str, float]) -> None:
-    for name, value in found.items():
+def _verify(expected: Mapping[str, float], summed: Mapping[str, float]) -> None:
+    for name, value in summed.items():
         if not math.isclose(expected[name], value, rel_tol=1e-9, abs_tol=1e-9):
             raise InputError(
                 f"the totals give {expected[name]} for {name!r}, but the micro-batches had "

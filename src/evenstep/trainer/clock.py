@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from evenstep.core.step import Step
-from evenstep.train.result import StepResult
+from evenstep.train.result import StepResult, Stopwatch
 from evenstep.train.runner import Runner
-from evenstep.train.step_run import Stopwatch
 
 
 class Clock:
