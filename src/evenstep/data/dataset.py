@@ -25,6 +25,7 @@ from evenstep.data.source import (
     Source,
     Transform,
     check_items,
+    column_digest,
     is_seeded,
     length_of,
     parameters_of,
@@ -114,8 +115,6 @@ def item_length(item: int, sample: Sample) -> int:
 
 # sources.lengths ---------------------------------------------------------------------------
 
-_COLUMN_ENTRIES = 4096  # of a column in its digest
-
 
 class Lengths:
     """One length per sample, in memory or memory-mapped; never copied or scanned.
@@ -150,17 +149,6 @@ class Lengths:
             f"sample {item} cannot be read: the source holds only lengths. Read it from your own "
             f"dataset by its id, or pass the stream a source of samples."
         )
-
-
-def column_digest(column: NDArray[np.integer]) -> str:
-    """A digest of the length of a column and of 4096 entries, evenly spread.
-
-    The cost does not depend on the length.
-    """
-    spread = np.linspace(0, max(len(column) - 1, 0), _COLUMN_ENTRIES).astype(np.int64)
-    spread = spread[np.diff(spread, prepend=-1) > 0]
-    seen = np.asarray(column[spread] if len(column) else column, "<i8")
-    return hashlib.blake2b(b"%d " % len(column) + seen.tobytes(), digest_size=8).hexdigest()
 
 
 def _what(value: object) -> str:

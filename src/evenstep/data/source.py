@@ -256,6 +256,7 @@ def parameters_of(function: Callable[..., Any], skip: int = 0) -> set[str]:
 # sources.content ---------------------------------------------------------------------------
 
 _SPREAD_ITEMS = 16
+ALL_DIGESTED, _SOME_DIGESTED = 2**18, 4096  # entries of a column: all, or so many of more
 
 
 def spread(count: int, most: int = _SPREAD_ITEMS) -> list[int]:
@@ -266,6 +267,24 @@ def spread(count: int, most: int = _SPREAD_ITEMS) -> list[int]:
     """
     found: list[int] = np.linspace(0, count - 1, min(count, most)).astype(np.int64).tolist()
     return found
+
+
+def digested_entries(count: int, complete: int = _SOME_DIGESTED) -> IntArray:
+    """Which entries of a column are digested: all of up to `complete`, 4096 of more."""
+    return np.arange(count) if count <= complete else np.array(spread(count, _SOME_DIGESTED))
+
+
+def column_digest(column: NDArray[Any], complete: int = _SOME_DIGESTED) -> str:
+    """A digest of a column with one entry per sample, at a cost that does not grow with it."""
+    return values_digest(len(column), column[digested_entries(len(column), complete)])
+
+
+def values_digest(count: int, seen: NDArray[Any]) -> str:
+    """A digest of the entries that were `seen` of a column of `count`."""
+    body = repr(seen.tolist()).encode()
+    if seen.dtype.kind in "biuf":
+        body = seen.astype("<f8" if seen.dtype.kind == "f" else "<i8").tobytes()
+    return hashlib.blake2b(b"%d " % count + body, digest_size=8).hexdigest()
 
 
 def samples_digest(read: Callable[[int], Any], items: Iterable[int]) -> bytes:

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
+from evenstep.data.steps import Progress
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.dispatching import refuse_dispatching

@@ -12,8 +12,9 @@ from torch.utils.data import Dataset
 from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.text import whole_number
-from evenstep.data.planned import PlannedStream, Progress, StreamPosition
+from evenstep.data.planned import PlannedStream
 from evenstep.data.pool import micro_batch
+from evenstep.data.steps import Progress, StreamPosition
 from evenstep.errors import ConfigError, CursorError, PlanError
 
 

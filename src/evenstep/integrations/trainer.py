@@ -28,7 +28,7 @@ from evenstep.data.dataset import (
     is_source,
     measured_lengths,
 )
-from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
 from evenstep.data.source import (
     MeasuredSource,
@@ -36,6 +36,7 @@ from evenstep.data.source import (
     check_some_loss,
     has_random_access,
 )
+from evenstep.data.steps import Progress
 from evenstep.errors import ConfigError
 from evenstep.integrations.accelerate import (
     check_accelerator,
