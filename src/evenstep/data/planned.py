@@ -24,10 +24,9 @@ from evenstep.core.ragged import (
 from evenstep.core.recipe import Recipe, World, check_recipe
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.corpus import Progress
 from evenstep.data.dataset import MapStyle, as_measured
 from evenstep.data.files import refuse_empty
-from evenstep.data.source import ALL_DIGESTED, MeasuredSource, column_digest
+from evenstep.data.source import ALL_DIGESTED, MeasuredSource, Progress, column_digest
 from evenstep.data.steps import (
     EpochSteps,
     PlannedStep,

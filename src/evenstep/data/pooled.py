@@ -114,7 +114,7 @@ class PooledStream(Stream):
         )
         self.pool, self.length_of = Pool() if pool is None else pool, length_of
         self.count_ahead = truth_value("count_ahead", count_ahead)
-        self._batcher = PoolBatcher(recipe, self.pool, {} if columns is None else columns)
+        self._batcher = PoolBatcher(recipe, self.pool, columns)
         if self.count_ahead:
             check_count_ahead(recipe, self.infinite_loop)
         self._measured = length_of is count_tokens and knows_lengths(source)

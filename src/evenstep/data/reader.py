@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -258,15 +257,37 @@ def seed_sample_first(lengths: IntArray, ending: bool) -> IntArray:
     return order
 
 
-@dataclass(frozen=True)
 class PoolBatcher:
-    """Forms the micro-batches of a recipe from pool entries. Uses only their lengths."""
+    """Forms the micro-batches of a recipe from pool entries. Uses only their lengths.
 
-    recipe: Recipe
-    pool: Pool
-    columns: Mapping[str, ColumnOf] = field(default_factory=dict)
+    strategy         that of the pool, or the layout's default
+    samples, enough  least number of samples and of tokens in the pool before a micro-batch is taken
+    longest          the longest segment that fits into a micro-batch; None if any does
+    policy           how over-long samples become segments
+    micro_batches    per step
+    sample_columns   what samples take of the limited columns
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, recipe: Recipe, pool: Pool, columns: Mapping[str, ColumnOf] | None = None
+    ) -> None:
+        layout = recipe.layout
+        self.recipe, self.pool = recipe, pool
+        default_strategy = layout.pool_strategies[0]
+        self.strategy: str = pool.strategy or default_strategy
+        self.micro_batches = recipe.steps.micro_batches or 1
+        self._check()
+        self.sample_columns = SampleColumns(recipe, {} if columns is None else columns)
+        self.samples = max(pool.samples, layout.samples or 0)
+        budget = 2 * (layout.budget or 0) if self.strategy == default_strategy else 0
+        self.enough = budget if pool.tokens is None else pool.tokens
+        self.longest = recipe.longest_segment
+        self.policy = OverflowPolicy(self.longest, recipe.overflow)
+        self._alignment, self._width_unit = recipe.topology.alignment, recipe.width_unit
+        self._full_room = self._room(pool.warmup_steps)
+
+    def _check(self) -> None:
+        """Raise if the recipe or the strategy cannot be used with a pool."""
         recipe, layout = self.recipe, self.recipe.layout
         if self.strategy not in layout.pool_strategies:
             raise ConfigError(
@@ -274,7 +295,6 @@ class PoolBatcher:
                 f"{', '.join(layout.pool_strategies)}."
             )
         self._refuse_options()
-        assert self.sample_columns is not None  # refuses columns without a function
         if recipe.steps.samples is not None or recipe.steps.tokens is not None:
             raise ConfigError(
                 "steps.samples and steps.tokens cannot be used with a pool, because a rank does "
@@ -318,44 +338,6 @@ class PoolBatcher:
             raise ConfigError(
                 f"{name}={value!r} has no effect with a pool. Remove it, or use a PlannedStream."
             )
-
-    @cached_property
-    def sample_columns(self) -> SampleColumns:
-        """What samples take of the limited columns."""
-        return SampleColumns(self.recipe, self.columns)
-
-    @cached_property
-    def strategy(self) -> str:
-        """The strategy of the pool, or the layout's default."""
-        return self.pool.strategy or self.recipe.layout.pool_strategies[0]
-
-    @cached_property
-    def samples(self) -> int:
-        """Least number of samples in the pool before a micro-batch is taken."""
-        return max(self.pool.samples, self.recipe.layout.samples or 0)
-
-    @cached_property
-    def enough(self) -> int:
-        """Least number of tokens in the pool before a micro-batch is taken."""
-        if self.pool.tokens is not None:
-            return self.pool.tokens
-        default = self.strategy == self.recipe.layout.pool_strategies[0]
-        return 2 * (self.recipe.layout.budget or 0) if default else 0
-
-    @cached_property
-    def longest(self) -> int | None:
-        """The longest segment that fits into a micro-batch; None if any does."""
-        return self.recipe.longest_segment
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per step."""
-        return self.recipe.steps.micro_batches or 1
-
-    @cached_property
-    def policy(self) -> OverflowPolicy:
-        """How over-long samples become segments."""
-        return OverflowPolicy(self.longest, self.recipe.overflow)
 
     def take(
         self, waiting: list[Entry], step: int, ending: bool = False
@@ -464,18 +446,6 @@ class PoolBatcher:
         chosen = order[select(self.strategy, lengths[order], room, counts)].tolist()
         return chosen
 
-    @cached_property
-    def _alignment(self) -> int:
-        return self.recipe.topology.alignment
-
-    @cached_property
-    def _width_unit(self) -> int:
-        return self.recipe.width_unit
-
-    @cached_property
-    def _full_room(self) -> Room:
-        return self._room(self.pool.warmup_steps)
-
     def _room(self, step: int) -> Room:
         """Limits of one pack in a step."""
         layout, unit = self.recipe.layout, self._width_unit
@@ -500,7 +470,8 @@ _EMPTY_EPOCHS = 16  # per reader: give up after so many epochs without a sample 
 class PoolReader:
     """Reads its share of the remaining epochs into a pool and takes micro-batches from it.
 
-    Deterministic: two readers with the same state produce the same micro-batches.
+    Deterministic: two readers with the same state produce the same micro-batches. `number` says
+    which of the ranks x workers this is.
     """
 
     def __init__(
@@ -516,7 +487,7 @@ class PoolReader:
         self._items, self._batcher, self._length_of = items, batcher, length_of
         self._endless, self._skip = endless, skip
         self._epochs = list(state.epochs)
-        self._number, self._readers, self._read = state.reader, state.readers, state.read
+        self.number, self._readers, self._read = state.reader, state.readers, state.read
         self._coming: list[int] = []  # the next items of the current epoch, the last one first
         self._any_sample = True  # in the current epoch; unknown before this state, so assumed
         self._empty_epochs = 0
@@ -529,11 +500,6 @@ class PoolReader:
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
         self._left = state.left
-
-    @property
-    def number(self) -> int:
-        """Which of the ranks x workers this is."""
-        return self._number
 
     def newly_lost(self) -> dict[str, int]:
         """Number of samples lost since the last call, or since the state, by reason."""
@@ -623,7 +589,7 @@ class PoolReader:
         """The next item of the current epoch; None at its end, if that is known."""
         if not self._coming:
             remaining = self._epochs[0]
-            places = remaining.positions(self._number, self._readers, self._read, _AHEAD)
+            places = remaining.positions(self.number, self._readers, self._read, _AHEAD)
             self._coming = self._items.items(remaining.epoch, places)[::-1]
         return self._coming[-1] if self._coming else None
 
@@ -647,13 +613,13 @@ class PoolReader:
             return
         if self._read == 0:
             raise InputError(
-                f"reader {self._number} of {self._readers} has no samples in epoch {epoch}: there "
+                f"reader {self.number} of {self._readers} has no samples in epoch {epoch}: there "
                 f"are fewer items than ranks x workers. Use fewer workers, or more data."
             )
         if self._empty_epochs >= (1 if self._readers == 1 else _EMPTY_EPOCHS * self._readers):
             lost = ", ".join(f"{count} {reason}" for reason, count in sorted(self._lost.items()))
             raise InputError(
-                f"reader {self._number} of {self._readers} found no sample to run in "
+                f"reader {self.number} of {self._readers} found no sample to run in "
                 f"{self._empty_epochs} epochs, up to epoch {epoch} (lost so far: "
                 f"{lost or 'none'}). Add samples, or use another overflow than 'drop'."
             )
@@ -670,22 +636,12 @@ class PoolReader:
         if samples is None:
             return None
         if len(samples) == 1:
-            return self._readable(epoch, *samples[0])
+            return self._entries(epoch, *samples[0])
         return [
             entry
             for sample_id, sample in samples
-            for entry in self._readable(epoch, sample_id, sample)
+            for entry in self._entries(epoch, sample_id, sample)
         ]
-
-    def _readable(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
-        """The entries of one sample; none if it is unreadable and may be skipped."""
-        try:
-            return self._entries(epoch, sample_id, sample)
-        except SampleError as error:
-            if not self._skip:
-                raise
-            self._skipped(error)
-            return []
 
     def _restored(self, state: ReaderState) -> list[Entry]:
         """The pool of a state. Reads in order of items, which is cheap for every source."""
@@ -741,16 +697,23 @@ class PoolReader:
         return length
 
     def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
-        """The entries of a sample, after `recipe.overflow` is applied."""
-        length = self._length(sample_id, sample)
+        """The entries of a sample, after `recipe.overflow` is applied; none if it is unreadable and
+        may be skipped."""
         longest, columns = self._batcher.longest, self._batcher.sample_columns
-        if (longest is None or length <= longest) and not columns.names:
-            key = [epoch, sample_id, 0]
-            return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
-        segments = self._batcher.policy.segments(length)
-        if segments is None:
-            raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
-        entries = [self._entry(epoch, sample_id, sample, length, segment) for segment in segments]
+        try:
+            length = self._length(sample_id, sample)
+            if (longest is None or length <= longest) and not columns.names:
+                key = [epoch, sample_id, 0]
+                return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
+            segments = self._batcher.policy.segments(length)
+            if segments is None:
+                raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
+            entries = [self._entry(epoch, sample_id, sample, length, each) for each in segments]
+        except SampleError as error:
+            if not self._skip:
+                raise
+            self._skipped(error)
+            return []
         if not entries or entries[0].end < length:
             self._lose("truncated" if entries else "dropped")
         return entries
@@ -780,7 +743,7 @@ class PoolReader:
         few = self._readers > 1 and self._tried < _FEW
         if self._first_error is not None and not self._usable and not few:
             raise InputError(
-                f"reader {self._number} of {self._readers} skipped all of the {self._tried} items "
+                f"reader {self.number} of {self._readers} skipped all of the {self._tried} items "
                 f"that it read. The first error: {self._first_error}"
             )
 

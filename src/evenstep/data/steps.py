@@ -35,7 +35,7 @@ from evenstep.core.ragged import (
 )
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.data.order import EpochOrder
-from evenstep.data.source import ALL_DIGESTED, MeasuredSource, column_digest
+from evenstep.data.source import ALL_DIGESTED, MeasuredSource, Progress, column_digest
 from evenstep.data.stream import (
     Estimate,
     digest_of,
@@ -44,7 +44,6 @@ from evenstep.data.stream import (
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError
 from evenstep.planning.planner import make_plan, plan_step, step_size
 
-Progress: TypeAlias = Callable[[int, int], None]
 Inside: TypeAlias = tuple[tuple[int, int], ...]
 """(ranks, micro-batches done by each rank) for every number of ranks that worked on a step."""
 ByRank: TypeAlias = list[list[MicroBatch]]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
 from evenstep.data.planned import PlannedStream
-from evenstep.data.source import check_some_loss
-from evenstep.data.steps import Progress
+from evenstep.data.source import Progress, check_some_loss
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.hf_collate import HfCollate

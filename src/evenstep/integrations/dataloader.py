@@ -16,7 +16,7 @@ from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
-from evenstep.data.steps import Progress
+from evenstep.data.source import Progress
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.dispatching import refuse_dispatching

@@ -10,7 +10,8 @@ from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.planned import PlannedStream
-from evenstep.data.steps import Progress, StreamPosition
+from evenstep.data.source import Progress
+from evenstep.data.steps import StreamPosition
 from evenstep.errors import ConfigError, PlanError
 from evenstep.integrations.dispatching import refuse_dispatching
 

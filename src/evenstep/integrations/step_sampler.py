@@ -14,7 +14,8 @@ from evenstep.core.step import Step
 from evenstep.core.text import whole_number
 from evenstep.data.planned import PlannedStream
 from evenstep.data.pool import micro_batch
-from evenstep.data.steps import Progress, StreamPosition
+from evenstep.data.source import Progress
+from evenstep.data.steps import StreamPosition
 from evenstep.errors import ConfigError, CursorError, PlanError
 
 

@@ -32,11 +32,11 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
 from evenstep.data.source import (
     MeasuredSource,
+    Progress,
     check_masks_read,
     check_some_loss,
     has_random_access,
 )
-from evenstep.data.steps import Progress
 from evenstep.errors import ConfigError
 from evenstep.integrations.accelerate import (
     check_accelerator,
