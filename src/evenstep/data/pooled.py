@@ -199,10 +199,6 @@ class PooledStream(Stream):
         """Steps before the start, over all epochs."""
         return self._first + self._skip
 
-    @property
-    def _loaded_cursor(self) -> Cursor | None:
-        return None if self._skip else self._loaded
-
     def start(self, workers: int = 1) -> Cursor:
         """The cursor of this rank before its first step, for this number of workers. Reads the
         steps to be skipped."""
@@ -278,7 +274,9 @@ class PooledStream(Stream):
         cursor = Cursor.from_dict(state)
         check_changes(cursor, self._identity, allow)
         states_of(cursor.place)
-        self._loaded = self._now = replace(cursor, belongs=self._identity)
+        # Before its first step, a rank has the state of its own reader, among the ranks of today:
+        # a rank without a step left would otherwise keep a cursor of other ranks, or of all.
+        self._loaded, self._now = replace(cursor, belongs=self._identity), None
         self._skip, self._iterated = 0, False
         self._changed = bool(cursor.differences(self._identity))
         self._counts.clear()

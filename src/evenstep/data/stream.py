@@ -94,7 +94,7 @@ class Stream(ABC):
     # Steps -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
-        self._now = self._loaded_cursor
+        self._now = None
         for step in self.walk():
             self._now = step.cursor
             yield step
@@ -173,11 +173,6 @@ class Stream(ABC):
         so_far = self.done if self._now is None else self._now.step
         self._start_epoch(epoch, so_far if done is None else done)
         self._now, self._iterated = None, False
-
-    @property
-    def _loaded_cursor(self) -> Cursor | None:
-        """The cursor of the start, if it was loaded and holds more than `start` gives."""
-        return None
 
     @abstractmethod
     def _start_epochs(self) -> Collection[int]:

@@ -19,8 +19,8 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, check_masks_read
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.inputs import checked_groups
+from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra, RaggedTensor
 from evenstep.train.rollouts.arrays import array_of, tensor_of
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 from evenstep.train.rollouts.row_results import (
