@@ -419,7 +419,7 @@ class Corpus:
         if kind in TOKENIZED and self.tokenizer is not None:
             raise ConfigError(f"data.tokenizer has no effect on {kind} files. Remove it.")
 
-    def _files(self) -> tuple[list[Path], Format]:
+    def _files_and_format(self) -> tuple[list[Path], Format]:
         """The files and their format."""
         files = corpus_files((self.paths,) if isinstance(self.paths, str) else self.paths)
         kind = self.format or format_of(files)
@@ -433,7 +433,11 @@ class Corpus:
         'data.tokenizer: nowhere is not a folder. Give that of a tokenizer.'
         """
         faults = []
-        for check in (self._files, lambda: check_folder(self.tokenizer), self._template_text):
+        for check in (
+            self._files_and_format,
+            lambda: check_folder(self.tokenizer),
+            self._template_text,
+        ):
             try:
                 check()
             except EvenstepError as error:
@@ -457,7 +461,7 @@ class Corpus:
         one_of("engine", engine, Engine)
         if workers is not None:
             workers = whole_number("workers", workers)
-        files, kind = self._files()
+        files, kind = self._files_and_format()
         report = progress or (lambda done, total: None)
         known = known_counts(kind, files, self.field or "text", report)
         if known is None:
@@ -473,7 +477,7 @@ class Corpus:
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples as one token file at `path`, written unless it already holds them."""
-        files, kind = self._files()
+        files, kind = self._files_and_format()
         if kind == "tokens" and len(files) == 1:
             return TokenFile(files[0])
         key, beside = self._key(files), path.with_suffix(".json")
