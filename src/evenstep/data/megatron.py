@@ -64,9 +64,7 @@ class MegatronTokens(Shards):
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items."""
-        return self._lengths_by_shard(
-            items, lambda shard, at: self._opened[shard].lengths[at].astype(np.int64)
-        )
+        return self._lengths_by_shard(items, self._opened)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -101,6 +99,10 @@ class _Opened(NamedTuple):
     bounds: NDArray[np.int64] | None
     kept: IntArray | None
     lengths: NDArray[Any]
+
+    def lengths_of(self, at: IntArray) -> IntArray:
+        """The lengths of samples of this file."""
+        return self.lengths[at].astype(np.int64)
 
     def sequences(self, number: int) -> tuple[int, int]:
         """The first sequence of a sample, and the one after its last."""

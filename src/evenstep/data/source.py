@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -95,6 +95,13 @@ class SeededSource(Protocol):
         """What `source[item]`, or `decode(item)` of a raw item, is in this epoch."""
 
 
+class MeasuredFile(Protocol):
+    """One file of a source, opened."""
+
+    def lengths_of(self, items: IntArray, /) -> IntArray:
+        """The lengths of items of this file."""
+
+
 class Shards(ABC):
     """What sources of several files share: their items are one list.
 
@@ -123,19 +130,17 @@ class Shards(ABC):
         shard = int(np.searchsorted(self.shards, item, "right")) - 1  # skips empty files
         return shard, item - int(self.shards[shard])
 
-    def _lengths_by_shard(
-        self, items: IntArray, lengths_of: Callable[[int, IntArray], IntArray]
-    ) -> IntArray:
-        """The lengths of these items; `lengths_of(shard, numbers)` are those of one file."""
-        check_items(items, len(self))
+    def _lengths_by_shard(self, items: IntArray, files: Sequence[MeasuredFile]) -> IntArray:
+        """The lengths of these items of the files."""
+        check_items(items, int(self.shards[-1]))
         at = np.asarray(items, np.int64)
-        if len(self.shards) == 2:
-            return lengths_of(0, at)
+        if len(files) == 1:
+            return files[0].lengths_of(at)
         lengths = np.empty(len(at), np.int64)
         shards = np.searchsorted(self.shards, at, "right") - 1
         for shard in np.unique(shards).tolist():
             here = shards == shard
-            lengths[here] = lengths_of(shard, at[here] - self.shards[shard])
+            lengths[here] = files[shard].lengths_of(at[here] - self.shards[shard])
         return lengths
 
 
