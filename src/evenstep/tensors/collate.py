@@ -16,7 +16,7 @@ from torch import Tensor
 from evenstep.core.plan import MicroBatch, Placement
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import truth_field, whole_number
-from evenstep.data.sources.source import LOSS_MASKS
+from evenstep.data.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.planning.kernel import kernel
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, Continuation, Extra, RaggedTensor

@@ -26,7 +26,7 @@ from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, roun
 from evenstep.core.recipe import Topology
 from evenstep.core.step import Step
 from evenstep.core.text import one_of
-from evenstep.data.streams.feed import FedMicroBatch
+from evenstep.data.feed import FedMicroBatch
 from evenstep.errors import InputError
 from evenstep.tensors.batch import RaggedTensor, Sharding
 from evenstep.tensors.losses import Reduction

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Step
-from evenstep.data.sources.measure import cause_of_no_loss
-from evenstep.data.streams.feed import FedMicroBatch, Feed
+from evenstep.data.feed import FedMicroBatch, Feed
+from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
 from evenstep.tensors.losses import Metric

@@ -13,7 +13,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
-from evenstep.data.streams.feed import FedMicroBatch, Feed
+from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator

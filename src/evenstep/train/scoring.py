@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
-from evenstep.data.sources.source import length_of
+from evenstep.data.source import length_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import IGNORE_INDEX, Batch

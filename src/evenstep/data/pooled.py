@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
-from evenstep.core.ragged import divided_up
+import numpy as np
+
+from evenstep.core.ragged import MOST_ITEMS, IntArray, divided_up, item_and_part
 from evenstep.core.recipe import Recipe, World, check_recipe
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import (
@@ -17,32 +20,344 @@ from evenstep.core.text import (
     truth_value,
     whole_number,
 )
-from evenstep.data.sources.as_source import as_source
-from evenstep.data.sources.files import refuse_empty
-from evenstep.data.sources.mapped import MapStyle
-from evenstep.data.sources.source import MeasuredSource, Source, has_random_access, is_seeded
-from evenstep.data.sources.source import length_of as count_tokens
-from evenstep.data.streams.batcher import PoolBatcher
-from evenstep.data.streams.changes import check_changes, described
-from evenstep.data.streams.common_end import (
-    ItemLengths,
-    check_count_ahead,
-    common_steps,
-    own_steps,
+from evenstep.data.dataset import MapStyle, as_source
+from evenstep.data.files import refuse_empty
+from evenstep.data.order import EpochOrder, ReaderState, redealt
+from evenstep.data.pool import ColumnOf, Measure, Pool
+from evenstep.data.reader import EpochSource, PoolBatcher, PoolReader, shuffles, warn_lost
+from evenstep.data.source import MeasuredSource, Sample, Source, has_random_access, is_seeded
+from evenstep.data.source import length_of as count_tokens
+from evenstep.data.stream import (
+    Estimate,
+    OnError,
+    check_lengths,
+    digest_of,
+    estimated_tokens,
+    knows_lengths,
+    lengths_digest,
+    steps_of_pass,
+    world_for,
 )
-from evenstep.data.streams.digests import lengths_digest
-from evenstep.data.streams.epoch_source import EpochSource, shuffles
-from evenstep.data.streams.estimate import Estimate
-from evenstep.data.streams.known_lengths import check_lengths, estimated_tokens, knows_lengths
-from evenstep.data.streams.lookup import OnError
-from evenstep.data.streams.order import EpochOrder
-from evenstep.data.streams.pool import Measure, Pool
-from evenstep.data.streams.pooled_cursor import all_states_of, merge_cursors, states_of
-from evenstep.data.streams.reader import PoolReader, warn_lost
-from evenstep.data.streams.reader_state import ReaderState, redealt
-from evenstep.data.streams.sample_columns import ColumnOf
-from evenstep.data.streams.samples_seen import SamplesSeen
-from evenstep.data.streams.stream import digest_of, steps_of_pass, world_for
+from evenstep.errors import ConfigError, CursorError, SampleError
+
+# streams.changes ---------------------------------------------------------------------------
+
+CHANGES = {
+    "budget": ("layout.", "limits.", "cost.", "topology."),
+    "overflow": ("overflow",),
+    "pool": ("pool.",),
+    "steps": ("steps.",),
+}
+"""The settings that each name allows to change, by how the names of the settings begin."""
+
+
+def described(recipe: Recipe, pool: Pool, strategy: str) -> dict[str, str]:
+    """The settings that determine the micro-batches of a pool, without defaults.
+
+    >>> from evenstep import Packed
+    >>> described(Recipe(layout=Packed(max_tokens=9)), Pool(), "greedy")
+    {'layout.kind': 'packed', 'layout.max_tokens': '9', 'overflow': 'error', 'pool.strategy': 'greedy'}
+    """  # noqa: E501
+    found: dict[str, Any] = {"layout.kind": recipe.layout.kind}
+    for name in ("layout", "limits", "steps", "topology"):
+        found |= {f"{name}.{key}": value for key, value in _given(getattr(recipe, name)).items()}
+    if recipe.limits.cost is not None:
+        found |= {f"cost.{key}": value for key, value in _given(recipe.cost).items()}
+    found.pop("topology.dp", None)
+    found |= {"overflow": recipe.overflow}
+    found |= {f"pool.{key}": value for key, value in _given(pool).items()}
+    return {name: str(value) for name, value in {**found, "pool.strategy": strategy}.items()}
+
+
+def _given(part: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
+    given = {}
+    for each in fields(part):
+        default = each.default
+        if default is MISSING and each.default_factory is not MISSING:
+            default = each.default_factory()
+        value = getattr(part, each.name)
+        if value != default:
+            given[each.name] = dict(value) if isinstance(value, Mapping) else value
+    return given
+
+
+def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[str]) -> None:
+    """Raise if the cursor belongs to a stream that differs in more than `allow` permits."""
+    allow = {allow} if isinstance(allow, str) else set(allow)
+    for name in sorted(allow):
+        if name not in CHANGES:
+            raise ConfigError(f"unknown change {name!r}; expected some of: {', '.join(CHANGES)}.")
+    if "layout" in cursor.belongs:  # a digest
+        raise CursorError(
+            "the cursor was written by version 0.1.0, whose readers shared the data in another "
+            "way. Resume with that version, or start without the cursor, for example at the next "
+            "epoch."
+        )
+    if not ("lengths" in cursor.belongs and "lengths" in belongs):  # known to one of them only
+        belongs = {name: value for name, value in belongs.items() if name != "lengths"}
+        kept = {name: value for name, value in cursor.belongs.items() if name != "lengths"}
+        cursor = replace(cursor, belongs=kept)
+    differing, needed = cursor.differences(belongs), list[str]()
+    for name in list(differing):
+        change = next((c for c, begins in CHANGES.items() if name.startswith(begins)), None)
+        if change is not None and change in allow:
+            del differing[name]
+        elif change is not None and change not in needed:
+            needed.append(change)
+    fixed = any(not name.startswith(sum(CHANGES.values(), ())) for name in differing)
+    if differing and (fixed or cursor.belongs.get("stream") != belongs["stream"]):
+        cursor.check(belongs)
+    if differing:
+        names = ", ".join(map(repr, sorted(needed)))
+        raise CursorError(
+            f"the stream has changed since the cursor was taken: {'; '.join(differing.values())}. "
+            f"Restore the settings, or pass allow={{{names}}} to load_state_dict or the trainer, "
+            f"which resumes with the new ones."
+        )
+
+
+# streams.samples_seen ----------------------------------------------------------------------
+
+_ENOUGH_SEEN = 8  # micro-batches before the count is used
+
+
+@dataclass(slots=True)
+class SamplesSeen:
+    """Items and micro-batches so far. Items that were dropped or skipped count, too."""
+
+    items: int = 0
+    micro_batches: int = 0
+
+    def add(self, step: Step) -> None:
+        """Count a step."""
+        for micro in step.micro_batches:
+            if not micro.is_empty:
+                found = micro.segments
+                self.items += int(((found.start == 0) & (found.sample < MOST_ITEMS)).sum())
+                self.micro_batches += 1
+        self.items += sum(step.lost.get(reason, 0) for reason in ("dropped", "skipped"))
+
+    def micro_batches_of(self, items: int) -> float | None:
+        """The number of micro-batches that so many items make; None if too few were seen.
+
+        >>> SamplesSeen(items=100, micro_batches=25).micro_batches_of(1000)
+        250.0
+        """
+        if self.micro_batches < _ENOUGH_SEEN or not self.items:
+            return None
+        return items * self.micro_batches / self.items
+
+
+# streams.pooled_cursor ---------------------------------------------------------------------
+
+
+def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
+    """Merge cursors of several readers of a `PooledStream`, taken after the same step on all ranks.
+
+    The merged cursor of all ranks and workers can be resumed on any number of either. Of several
+    cursors of one reader, the last counts. A rank that has ended may be at an earlier step.
+
+        merge_cursors([state_of_rank_0, state_of_rank_1]).to_dict()
+    """
+    found = [c if isinstance(c, Cursor) else Cursor.from_dict(c) for c in cursors]
+    if not found:
+        raise CursorError("no cursors to merge; expected those of all ranks and workers.")
+    first = found[0]
+    kind = first.belongs.get("stream", "foreign")
+    if kind != "pooled":
+        raise CursorError(
+            f"expected cursors of a PooledStream, got one of a {kind} stream. The cursor of a "
+            f"PlannedStream needs no merging: load that of any rank."
+        )
+    shape = (first.place.get("ranks"), first.place.get("workers"))
+    turns: dict[str, int] = {}
+    readers: dict[str, Any] = {}
+    for cursor in sorted(found, key=lambda cursor: cursor.step):
+        cursor.check(first.belongs)
+        states_of(cursor.place)
+        if (cursor.place["ranks"], cursor.place["workers"]) != shape:
+            raise CursorError(
+                f"cursors come from different runs: {shape[0]} ranks x {shape[1]} workers and "
+                f"{cursor.place['ranks']} x {cursor.place['workers']}. Merge those of one run."
+            )
+        turns |= cursor.place["turns"]
+        readers |= cursor.place["readers"]
+    _check_steps(found, readers)
+    position = {"ranks": shape[0], "workers": shape[1], "turns": turns, "readers": readers}
+    return Cursor(belongs=first.belongs, step=max(c.step for c in found), place=position)
+
+
+def _check_steps(cursors: Sequence[Cursor], readers: Mapping[str, Any]) -> None:
+    """Refuse cursors of ranks at different steps. Ignores ranks with a reader that may have ended:
+    they have no more steps, or their other workers count ahead."""
+    position, steps = cursors[0].place, dict[int, int]()
+    for cursor in cursors:
+        for number in cursor.place["readers"]:
+            rank = int(number) // position["workers"]
+            steps[rank] = max(cursor.step, steps.get(rank, 0))
+    if len(set(steps.values())) <= 1:
+        return
+    for number, state in states_of({**position, "readers": readers}).items():
+        if not state.goes_on:
+            steps.pop(number // position["workers"], None)
+    if len(set(steps.values())) > 1:
+        (behind, fewest), *_, (ahead, most) = sorted(steps.items(), key=lambda pair: pair[1])
+        raise CursorError(
+            f"the cursor of rank {behind} was taken after {fewest} steps, that of rank {ahead} "
+            f"after {most}. Merge cursors that all ranks took after the same step."
+        )
+
+
+def states_of(position: Mapping[str, Any]) -> dict[int, ReaderState]:
+    """The readers' states in a cursor, by reader."""
+    try:
+        readers = int(position["ranks"]) * int(position["workers"])
+        given = {int(name): data for name, data in position["readers"].items()}
+        if not (readers > 0 and isinstance(position["turns"], Mapping)):
+            raise ValueError(f"{readers} readers")
+        if not all(0 <= number < readers for number in given):
+            raise ValueError(f"readers {sorted(given)} of {readers}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CursorError(
+            f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
+        ) from None
+    return {number: ReaderState.from_dict(data, number, readers) for number, data in given.items()}
+
+
+def all_states_of(position: Mapping[str, Any], ranks: int, workers: int) -> list[ReaderState]:
+    """The states of all readers, to resume on another number of ranks and workers."""
+    held = states_of(position)
+    then = position["ranks"] * position["workers"]
+    missing = sorted(set(range(then)) - held.keys())
+    if missing:
+        raise CursorError(
+            f"the cursor holds {len(held)} of {then} readers ({position['ranks']} ranks x "
+            f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
+            f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
+            f"ranks and workers with merge_cursors."
+        )
+    return list(held.values())
+
+
+# streams.common_end ------------------------------------------------------------------------
+
+# The common end of ranks: how many steps each reader of a finite pooled stream makes.
+#
+# Counted by every rank on its own, from the lengths of all samples: it forms the micro-batches of
+# all readers, without their samples. There is no communication.
+
+
+class ItemLengths:
+    """The items of an `EpochSource`, with lengths in place of samples. Reads each item once.
+
+    Lengths that the source knows are not read. Sequential sources are read anew in every epoch.
+    """
+
+    def __init__(self, items: EpochSource, length_of: Measure) -> None:
+        self._items, self._length_of = items, length_of
+        self._known: dict[tuple[int, int], list[tuple[int, int]] | SampleError | None] = {}
+        self._next = (-1, 0)  # of a sequential source: epoch, first item that was not read
+        self.count, self.seeded = items.count, items.seeded
+        self.failed = False
+
+    def items(self, epoch: int, positions: IntArray) -> list[int]:
+        """The items at these positions."""
+        return self._items.items(epoch, positions)
+
+    def read(self, epoch: int, item: int) -> list[tuple[int, Sample]] | None:
+        """(sample id, length) of every sample of an item; None past the end."""
+        if self._items.measured:
+            return [(item, self._items.length_of_item(item))]
+        if self.count is None:
+            if self._next[0] != epoch:
+                self._known, self._next = {}, (epoch, 0)
+            for before in range(self._next[1], item + 1):
+                self._known[epoch, before] = self._measured(epoch, before)
+                self._next = (epoch, before + 1)
+        varies = self.count is None or self._items.seeded
+        key = (epoch if varies else 0, item)
+        if key not in self._known:
+            self._known[key] = self._measured(epoch, item)
+        found = self._known[key]
+        if isinstance(found, SampleError):
+            raise found
+        return found
+
+    def again(self, epoch: int, sample_id: int) -> Sample:
+        """The length of a sample that was read before."""
+        item, part = item_and_part(sample_id)
+        found = self.read(epoch, item)
+        return 0 if found is None or part >= len(found) else found[part][1]
+
+    def _measured(self, epoch: int, item: int) -> list[tuple[int, int]] | SampleError | None:
+        try:
+            found = self._items.read(epoch, item)
+        except SampleError as error:
+            self.failed = self._items.failed
+            return error
+        return None if found is None else [(name, self._length(one)) for name, one in found]
+
+    def _length(self, sample: Sample) -> int:
+        """The length, or 0 for a sample that a reader will refuse or skip for its own reason."""
+        try:
+            return int(self._length_of(sample))
+        except Exception:
+            return 0
+
+
+def own_steps(
+    states: Sequence[ReaderState],
+    firsts: Sequence[int],
+    workers: int,
+    items: ItemLengths,
+    batcher: PoolBatcher,
+    skip: bool,
+) -> IntArray:
+    """How many steps each reader makes by itself. The first of them has the number `firsts[i]`."""
+    counts = []
+    for state, first in zip(states, firsts, strict=True):
+        counted: Any = items
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of skipped samples: warned of when they are run
+            reader = PoolReader(state, counted, batcher, int, endless=False, skip=skip)
+            count = 0
+            while reader.step(first + count * workers) is not None:
+                count += 1
+        counts.append(count)
+    return np.array(counts, np.int64)
+
+
+def common_steps(own: IntArray, workers: int) -> list[int]:
+    """The steps of each reader such that all ranks make as many as the longest one.
+
+    Further steps of a rank go to its reader with the fewest.
+
+    >>> common_steps(np.array([5, 3, 4, 4, 2, 3]), workers=2)
+    [5, 3, 4, 4, 4, 4]
+    """
+    steps = own.reshape(-1, workers).copy()
+    most = int(steps.sum(axis=1).max(initial=0))
+    for rank in steps:
+        while rank.sum() < most:
+            rank[np.argmin(rank)] += 1
+    return [int(count) for count in steps.reshape(-1)]
+
+
+def check_count_ahead(recipe: Recipe, infinite_loop: bool) -> None:
+    """Raise if steps cannot be counted by lengths alone, until the end."""
+    for what, given in (
+        ("infinite_loop", infinite_loop),
+        ("limits.columns", bool(recipe.limits.columns)),
+    ):
+        if given:
+            raise ConfigError(
+                f"count_ahead counts steps by lengths until the end, so it cannot be combined "
+                f"with {what}. Leave one of them out."
+            )
+
+
+# streams.pooled ----------------------------------------------------------------------------
 
 
 class PooledStream:
@@ -75,7 +390,7 @@ class PooledStream:
     cursors instead of the source's own.
 
     >>> from evenstep import Packed
-    >>> from evenstep.data.sources.memory import InMemory
+    >>> from evenstep.data import InMemory
     >>> source = InMemory([{"input_ids": [0] * n} for n in (5, 3, 4, 2)])
     >>> stream = PooledStream(source, Recipe(layout=Packed(max_tokens=7)), shuffle=False)
     >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]

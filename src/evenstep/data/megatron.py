@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import one_of
-from evenstep.data.sources.files import Paths, files_digest, files_of
-from evenstep.data.sources.source import check_items
-from evenstep.data.sources.token_file import damaged
+from evenstep.data.files import Paths, files_digest, files_of
+from evenstep.data.source import check_items
+from evenstep.data.token_file import damaged
 from evenstep.errors import FileError
 
 MAGIC = b"MMIDIDX\0\0"
