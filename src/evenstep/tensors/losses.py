@@ -499,12 +499,15 @@ def value_loss(*, clip: float | None = 0.2) -> PerSequence:
         value = torch.where(tokens.counts, scalars(outputs), 0.0)
         target = tokens.extra("returns")
         error = (value - target).square()
-        metrics = {"value": tokens.mean(value), "value_error": tokens.mean(error)}
+        metrics = {
+            "value": Metric.mean(value.sum(), tokens.total),
+            "value_error": Metric.mean(error.sum(), tokens.total),
+        }
         if clip is not None:
             old = tokens.extra("old_values")
             near = torch.maximum(torch.minimum(value, old + clip), old - clip)
             far = (near - target).square()
-            metrics["clipped"] = tokens.mean(far > error)
+            metrics["clipped"] = Metric.mean((far > error).sum(), tokens.total)
             error = torch.maximum(error, far)
         return error / 2 * view.loss_weights, metrics
 
@@ -575,7 +578,7 @@ def distillation(
         # Slots without a label may hold anything, also NaN.
         known = torch.where(counts[:, None], known, student.detach())
         value = torch.where(counts, _divergence(known, student, divergence, beta), 0.0)
-        return value * view.loss_weights, {divergence: tokens.mean(value)}
+        return value * view.loss_weights, {divergence: Metric.mean(value.sum(), tokens.total)}
 
     return PerSequence(loss, vectorised=True)
 
