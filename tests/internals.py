@@ -113,15 +113,19 @@ if TYPE_CHECKING:
     from evenstep.data.token_file import HEADER_SIZE, Header
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
-    from evenstep.integrations import hf_boundaries
-    from evenstep.integrations.hf_attention import attention_function
-    from evenstep.integrations.hf_boundaries import Hints, _read, _traced
-    from evenstep.integrations.hf_mask import rule_of
-    from evenstep.integrations.hf_router import RouterLoss
-    from evenstep.integrations.parcel import Parcel, _is_plain
-    from evenstep.integrations.parcel import register as register_parcels
-    from evenstep.integrations.ray_job import LARGE
-    from evenstep.integrations.step_sampler import PartDataset, StepSampler
+    from evenstep.integrations import hf_attention as hf_boundaries
+    from evenstep.integrations.dataloader import Parcel, _is_plain
+    from evenstep.integrations.dataloader import register as register_parcels
+    from evenstep.integrations.hf_attention import (
+        Hints,
+        _read,
+        _traced,
+        attention_function,
+        rule_of,
+    )
+    from evenstep.integrations.ray import LARGE
+    from evenstep.integrations.sampler import PartDataset, StepSampler
+    from evenstep.integrations.trainer import RouterLoss
     from evenstep.planning import decide_step, kernel, simpler
     from evenstep.planning.balance import construct
     from evenstep.planning.balance.deal import deal_packs
