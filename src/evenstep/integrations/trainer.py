@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +32,12 @@ from evenstep.data.streams.pooled import PooledStream
 from evenstep.data.streams.step_work import Progress
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.accelerate import (
+    PREDICTED,
+    PartCollate,
     check_accelerator,
     check_fingerprints,
     check_labels,
+    pop_predicted,
     predicted_tokens,
 )
 from evenstep.integrations.dataloader import StreamLoader
@@ -48,7 +51,7 @@ from evenstep.integrations.hf_arguments import (
 )
 from evenstep.integrations.packing import judged_once, text_config
 from evenstep.integrations.run_state import gather_state
-from evenstep.integrations.sampler import Part, PartDataset, StepSampler
+from evenstep.integrations.sampler import PartDataset, StepSampler
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
@@ -61,7 +64,7 @@ from evenstep.train.normalization import weighted
 __all__ = ["EvenstepMixin"]
 
 
-_PREDICTED = "evenstep_predicted"  # removed from the inputs before the model gets them
+_POSITION = "evenstep.json"  # the file in a checkpoint with the position of the data
 
 
 class EvenstepMixin:
@@ -144,12 +147,16 @@ class EvenstepMixin:
             raise ConfigError("allow has no effect on a dataset with a length. Remove it.")
         stream = self._stream()
         check_accelerator(self.accelerator, stream)
-        check_fingerprints(self.accelerator, stream)
+        check_fingerprints(stream)
         if isinstance(self.recipe.layout, Packed):
             self._check_packing()
         self.step_sampler = sampler = self._sampler(stream)
-        if self._resumed and not self.args.ignore_data_skip and has_position(Path(self._resumed)):
-            sampler.check_position(read_position(Path(self._resumed)))
+        if (
+            self._resumed
+            and not self.args.ignore_data_skip
+            and (Path(self._resumed) / _POSITION).exists()
+        ):
+            sampler.check_position(_read_position(Path(self._resumed)))
         if getattr(self, "is_deepspeed_enabled", False) and sampler.has_fillers:
             raise ConfigError(
                 "epochs have different numbers of steps, and with DeepSpeed the steps that fill up "
@@ -160,7 +167,7 @@ class EvenstepMixin:
             PartDataset(sampler),
             device=self.accelerator.device,
             batch_sampler=sampler,
-            collate_fn=_Inputs(_Predicted(self._collator())),
+            collate_fn=PartCollate(self._collator()),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
@@ -170,9 +177,9 @@ class EvenstepMixin:
     def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], Any]:
         """The micro-batches of a step and the number of their labels on all processes, by which
         the loss is divided; 1 for a step that fills up an epoch."""
-        found = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
-        batches, labels = found
-        predicted = sum(inputs.pop(_PREDICTED, 1) for inputs in batches)
+        step = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
+        batches, labels = step
+        predicted = sum(map(pop_predicted, batches))
         if self._router is not None and batches:
             self._router.count(self.model_wrapped, [inputs[BATCH] for inputs in batches])
         if not torch.is_tensor(labels):
@@ -244,17 +251,17 @@ class EvenstepMixin:
         if isinstance(self.recipe.layout, Packed):
             self._check_packing()
         args = self.args
-        batches = EndlessBatches(
+        loader = StreamLoader(
             stream,
-            _Predicted(self._collator()),
+            collate=self._collator(),
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
         if self._resumed:
-            batches.load(Path(self._resumed), self._allow)
-        self.batches = batches
-        return batches
+            loader.load_state_dict(_read_position(Path(self._resumed)), self._allow)
+        self.batches = EndlessBatches(loader)
+        return self.batches
 
     @property
     def _names(self) -> set[str] | None:
@@ -356,31 +363,13 @@ class _SavePosition(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         batches, sampler = self._trainer.batches, self._trainer.step_sampler
+        position = None
         if batches is not None:
-            batches.save(checkpoint, args.should_save)
+            position = gather_state(batches.loader)  # on every process
         elif sampler is not None and args.should_save:
-            write_position(checkpoint, sampler.position_after(state.global_step))
-
-
-class _Predicted:
-    """The inputs of a micro-batch, and the number of its tokens to predict."""
-
-    def __init__(self, collate: HfCollate) -> None:
-        self.collate = collate
-
-    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> dict[str, Any]:
-        return {**self.collate(micro, samples), _PREDICTED: predicted_tokens(micro)}
-
-
-class _Inputs:
-    """Collates a micro-batch."""
-
-    def __init__(self, collate: _Predicted) -> None:
-        self.collate = collate
-
-    def __call__(self, read: tuple[Part, dict[int, Any]]) -> dict[str, Any]:
-        part, samples = read
-        return self.collate(part.micro, samples)
+            position = sampler.position_after(state.global_step)
+        if position is not None and args.should_save:
+            (checkpoint / _POSITION).write_text(json.dumps(position))
 
 
 class _Chosen:
@@ -416,49 +405,25 @@ def _token_masks(sample: Mapping[str, Any]) -> Iterator[str]:
 class EndlessBatches:
     """The inputs of every micro-batch of this process, without an end and without a length.
 
-    The stream has steps of one micro-batch, so the position is known after each, and trainers
-    accumulate as many as they like. `options` are those of torch's `DataLoader`.
+    The stream has steps of one micro-batch, so the position of its loader is known after each, and
+    trainers accumulate as many as they like.
     """
 
-    def __init__(self, stream: PooledStream, collate: Callable[..., Any], **options: Any) -> None:
-        assert stream.infinite_loop
-        assert stream.recipe.steps.micro_batches == 1
-        self._loader = StreamLoader(stream, collate=collate, **options)
+    def __init__(self, loader: StreamLoader) -> None:
+        assert loader.stream.infinite_loop
+        assert loader.stream.recipe.steps.micro_batches == 1
+        self.loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in self._loader:
-            assert step.batches is not None
-            yield from step.batches
-
-    def save(self, checkpoint: Path, writes: bool) -> None:
-        """Gather the positions of all processes after the last micro-batch; one `writes` them."""
-        state = gather_state(self._loader)
-        if writes:
-            write_position(checkpoint, state)
-
-    def load(self, checkpoint: Path, allow: Collection[str] = ()) -> None:
-        """Start after the step of a checkpoint, on any number of processes. `allow` names settings
-        that may have changed since."""
-        self._loader.load_state_dict(read_position(checkpoint), allow)
+        for step in self.loader:
+            for micro, inputs in zip(step.micro_batches, step.batches or (), strict=True):
+                yield {**inputs, PREDICTED: predicted_tokens(micro)}
 
 
-_NAME = "evenstep.json"
-
-
-def has_position(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written by a trainer with planned or pooled steps."""
-    return (checkpoint / _NAME).exists()
-
-
-def write_position(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Add a position to a checkpoint."""
-    (checkpoint / _NAME).write_text(json.dumps(dict(state)))
-
-
-def read_position(checkpoint: Path) -> dict[str, Any]:
-    """The position in a checkpoint."""
+def _read_position(checkpoint: Path) -> dict[str, Any]:
+    """The position of the data in a checkpoint."""
     try:
-        state: dict[str, Any] = json.loads((checkpoint / _NAME).read_text())
+        state: dict[str, Any] = json.loads((checkpoint / _POSITION).read_text())
     except (OSError, ValueError) as error:
         raise CursorError(
             f"{checkpoint} has no position of the data that can be read ({error}). Resume from an "
