@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.packing import Seen, probed, switch
+from evenstep.integrations.packing import AttentionCall, call_record, switch
 from evenstep.tensors.attention_backends import attend
 from evenstep.tensors.attention_call import Call
 from evenstep.tensors.boundaries import Boundaries
@@ -489,8 +489,8 @@ def attention_function(
         positions=position_ids if causal else None,
     )
     window = window_of(attention_mask, sliding_window)
-    if not torch.compiler.is_compiling() and (probe := probed()) is not None:
-        probe.append(Seen(module, causal, window, hints.boundaries()))
+    if not torch.compiler.is_compiling() and (record := call_record()) is not None:
+        record.append(AttentionCall(module, hints.boundaries()))
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return value.new_zeros(shape), None
     query, key, value = _one_dtype(query, key, value)

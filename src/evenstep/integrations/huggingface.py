@@ -31,6 +31,7 @@ from evenstep.integrations.hf_arguments import (
     refuse_router_loss,
     refuse_shard,
     rope_limit,
+    text_config,
     traits_of,
 )
 from evenstep.integrations.packing import (
@@ -38,9 +39,8 @@ from evenstep.integrations.packing import (
     Support,
     choose_layout,
     fault_of,
-    judged_once,
+    support_of,
     supports_packing,
-    text_config,
 )
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses.head import Head
@@ -114,7 +114,7 @@ def hf_forward(
         _check_attention(model)
         if isinstance(unwrapped(model), FSDPModule):
             # Its forwards communicate, so all ranks judge it now, packed batch or not.
-            judged_once(unwrapped(model))
+            support_of(unwrapped(model))
         if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
             tensors = run(model, batch)
         else:
@@ -258,7 +258,7 @@ def _check_attention(model: Any) -> None:
 def _may_pack(model: Any, batch: Batch, unsupported: Unsupported) -> bool:
     """Whether the model may run the packed batch as it is."""
     inner = unwrapped(model)
-    support = judged_once(inner)
+    support = support_of(inner)
     if support.safe:
         if support.cost and batch.width > LONG:
             _warn_once(inner, f"{type(inner).__name__}: {support.cost}.")

@@ -47,9 +47,10 @@ from evenstep.integrations.hf_arguments import (
     core_of,
     hf_kwargs,
     loss_inputs,
+    text_config,
     traits_of,
 )
-from evenstep.integrations.packing import judged_once, text_config
+from evenstep.integrations.packing import support_of
 from evenstep.integrations.run_state import gather_state
 from evenstep.integrations.sampler import PartDataset, StepSampler
 from evenstep.planning.planner import make_plan
@@ -300,7 +301,7 @@ class EvenstepMixin:
         return sampler
 
     def _check_packing(self) -> None:
-        support = judged_once(self.model)
+        support = support_of(self.model)
         if not support.safe:
             raise ConfigError(
                 f"{type(self.model).__name__} does not support packed batches: {support.why}. Use "
@@ -564,11 +565,10 @@ class RouterLoss:
 
     def _check_definition(self) -> None:
         """Compare with the model's own loss on a few tokens, because some define it otherwise."""
-        core, traits = self._core, traits_of(self._core)
-        tokens = [token for token in range(len(traits.special) + 8) if token not in traits.special]
+        core = self._core
         # Six tokens and two of padding, so that there is a mask.
         plan = make_plan([6], Recipe(layout=Padded(samples=1, pad_to=8)))
-        batch = Collator()(plan[0, 0][0], [{"input_ids": tokens[:6]}])
+        batch = Collator()(plan[0, 0][0], [{"input_ids": traits_of(core).plain_tokens(6)}])
         batch = batch.to(next(core.parameters()).device)
         training = core.training
         core.eval()
