@@ -116,8 +116,8 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start after the step that the state was taken at. The state is a cursor, or in a worker
         the result of its own `state_dict`."""
-        given: object = state
-        if not isinstance(given, Mapping) or "cursor" not in state:
+        loaded: object = state
+        if not isinstance(loaded, Mapping) or "cursor" not in state:
             self.stream.load_state_dict(state)
             self._turn = None
             return

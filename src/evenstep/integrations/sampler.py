@@ -376,11 +376,11 @@ class PartDataset(Dataset):  # type: ignore[misc]
     def __getitems__(self, part: Part) -> tuple[Part, dict[int, Any]]:
         """The micro-batch without samples that the source skipped, and its samples by id."""
         ids = part.micro.segments.sample.tolist()
-        samples = self._samples.in_epoch(part.epoch)
-        found = {number: samples[number] for number in ids}
-        missing = [number for number, sample in found.items() if sample is None]
+        in_epoch = self._samples.in_epoch(part.epoch)
+        samples = {number: in_epoch[number] for number in ids}
+        missing = [number for number, sample in samples.items() if sample is None]
         micro = part.micro.without(missing) if missing else part.micro
-        return part._replace(micro=micro), found
+        return part._replace(micro=micro), samples
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the sampler."""

@@ -117,8 +117,7 @@ class EvenstepMixin:
         self._collate = Collator() if collate is None else collate
         super().__init__(*arguments, **options)
         _check_arguments(self.args)
-        self.add_callback(_SkipFillers(self))  # type: ignore[attr-defined]
-        self.add_callback(_SavePosition(self))  # type: ignore[attr-defined]
+        self.add_callback(_StepEvents(self))  # type: ignore[attr-defined]
         self.step_sampler: StepSampler | None = None
         self.batches: EndlessBatches | None = None
         self._resumed: Any = None
@@ -339,9 +338,8 @@ def _check_arguments(args: Any) -> None:
         )
 
 
-class _SkipFillers(TrainerCallback):  # type: ignore[misc]
-    """Makes the steps that fill up a shorter epoch change nothing: optimizers leave parameters
-    without a gradient as they are, and keep their state."""
+class _StepEvents(TrainerCallback):  # type: ignore[misc]
+    """What the trainer's steps need of its data."""
 
     def __init__(self, trainer: EvenstepMixin) -> None:
         self._trainer = trainer
@@ -349,20 +347,15 @@ class _SkipFillers(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any, **others: Any
     ) -> None:
+        """Make a step that fills up a shorter epoch change nothing: optimizers leave parameters
+        without a gradient as they are, and keep their state."""
         sampler = self._trainer.step_sampler
         if sampler is not None and sampler.is_filler(state.global_step):
             for parameter in model.parameters():
                 parameter.grad = None
 
-
-class _SavePosition(TrainerCallback):  # type: ignore[misc]
-    """Saves the position of the data with every checkpoint."""
-
-    def __init__(self, trainer: EvenstepMixin) -> None:
-        self._trainer = trainer
-
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        """Save the position of the data with every checkpoint."""
         batches, sampler = self._trainer.batches, self._trainer.step_sampler
         position = None
         if batches is not None:
@@ -370,6 +363,7 @@ class _SavePosition(TrainerCallback):  # type: ignore[misc]
         elif sampler is not None and args.should_save:
             position = sampler.position_after(state.global_step)
         if position is not None and args.should_save:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             (checkpoint / _POSITION).write_text(json.dumps(position))
 
 
@@ -597,8 +591,8 @@ class RouterLoss:
 
 def _router_logits(model: Any, batch: Batch) -> Any:
     few = {"logits_to_keep": 1} if "logits_to_keep" in traits_of(model).parameters else {}
-    found = model(**hf_kwargs(batch, model), **few, output_router_logits=True)
-    return {"router_logits": found.router_logits}
+    outputs = model(**hf_kwargs(batch, model), **few, output_router_logits=True)
+    return {"router_logits": outputs.router_logits}
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
