@@ -66,7 +66,7 @@ def accelerate_loader(
     progress  called with (done, total) while `len` counts the micro-batches of an epoch
     options   of torch's `DataLoader`, such as `num_workers`
     """
-    refuse_reserved(options, "the plan determines the batches")
+    refuse_reserved(options)
     check_accelerator(accelerator, stream)
     check_fingerprints(stream)
     if collate is None:

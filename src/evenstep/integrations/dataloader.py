@@ -290,18 +290,18 @@ def _received(steps: Iterator[Step]) -> Iterator[Step]:
         ) from error
 
 
-def refuse_reserved(options: Mapping[str, Any], why: str) -> None:
+def refuse_reserved(options: Mapping[str, Any]) -> None:
     """Raise for options of torch's `DataLoader` that a stream decides."""
     reserved = [name for name in _RESERVED if name in options]
     if reserved:
         raise ConfigError(
-            f"{reserved[0]} cannot be set, because {why}. Remove it; to make tensors, pass "
-            f"`collate`."
+            f"{reserved[0]} cannot be set, because the stream determines the samples of a step and "
+            f"their order. Remove it; to make tensors, pass `collate`."
         )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    refuse_reserved(options, "the stream determines the samples of a step and their order")
+    refuse_reserved(options)
     for name in ("in_order", "persistent_workers", "pin_memory"):
         truth_value(name, options.get(name, False))
     if not options.get("in_order", True):
