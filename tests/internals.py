@@ -73,29 +73,44 @@ if TYPE_CHECKING:
     )
     from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery
     from evenstep.core.text import one_of, truth_value, whole_number
-    from evenstep.data.corpus.counting import default_workers, task_size
-    from evenstep.data.sources import lines, measure
-    from evenstep.data.sources.as_source import as_measured
-    from evenstep.data.sources.content import samples_digest
-    from evenstep.data.sources.files import files_digest, files_of
-    from evenstep.data.sources.measure import check_some_loss, loss_tokens_of
-    from evenstep.data.sources.megatron import CODES
-    from evenstep.data.sources.source import LOSS_MASKS, read_samples
-    from evenstep.data.sources.text import RowDecoder, as_tokenize
-    from evenstep.data.sources.token_file import HEADER_SIZE, Header
-    from evenstep.data.sources.token_lists import is_token_list, list_lengths, parquet_list_lengths
-    from evenstep.data.sources.transform import ItemTransform
-    from evenstep.data.streams import epoch_steps as epoch_steps_module
-    from evenstep.data.streams import feed as feed_module
-    from evenstep.data.streams import producers as producers_module
-    from evenstep.data.streams.common_end import common_steps
-    from evenstep.data.streams.cut import Cut
-    from evenstep.data.streams.deal import Deal
-    from evenstep.data.streams.order import EpochOrder
-    from evenstep.data.streams.position import StreamPosition
-    from evenstep.data.streams.reader_state import ReaderState, all_waiting, merged, redealt
-    from evenstep.data.streams.remaining import RemainingEpoch
-    from evenstep.data.streams.stream import Stream
+    from evenstep.data import dataset as measure
+    from evenstep.data import feed as feed_module
+    from evenstep.data import feed as producers_module
+    from evenstep.data import files as lines
+    from evenstep.data import planned as epoch_steps_module
+    from evenstep.data.corpus import default_workers, task_size
+    from evenstep.data.dataset import as_measured
+    from evenstep.data.files import (
+        files_digest,
+        files_of,
+        is_token_list,
+        list_lengths,
+        parquet_list_lengths,
+    )
+    from evenstep.data.megatron import CODES
+    from evenstep.data.order import (
+        Deal,
+        EpochOrder,
+        ReaderState,
+        RemainingEpoch,
+        all_waiting,
+        merged,
+        redealt,
+    )
+    from evenstep.data.planned import StreamPosition
+    from evenstep.data.pool import Cut
+    from evenstep.data.pooled import common_steps
+    from evenstep.data.source import (
+        LOSS_MASKS,
+        ItemTransform,
+        check_some_loss,
+        loss_tokens_of,
+        read_samples,
+        samples_digest,
+    )
+    from evenstep.data.stream import Stream
+    from evenstep.data.text import RowDecoder, as_tokenize
+    from evenstep.data.token_file import HEADER_SIZE, Header
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
@@ -182,19 +197,15 @@ if TYPE_CHECKING:
     from evenstep.report.time_bars import shared_end, time_bars
     from evenstep.report.timeline import timelines
     from evenstep.screen import print_grid, progress
-    from evenstep.tensors import boundaries, flex_backend, varlen_backend
-    from evenstep.tensors.attention_backends import BACKENDS, choose
-    from evenstep.tensors.attention_call import Call
-    from evenstep.tensors.batch import IGNORE_INDEX
-    from evenstep.tensors.batch_shard import Sharding, join_shards
-    from evenstep.tensors.boundaries import Boundaries
-    from evenstep.tensors.columns import Columns
-    from evenstep.tensors.context_parallel import context_work
-    from evenstep.tensors.losses.head import Wanted
-    from evenstep.tensors.losses.scores import score
-    from evenstep.tensors.metrics import merge
-    from evenstep.tensors.origin import Key as OriginKey
-    from evenstep.tensors.per_sequence import Outcome
+    from evenstep.tensors import batch as batch_module
+    from evenstep.tensors import segment_attention, varlen
+    from evenstep.tensors.batch import IGNORE_INDEX, Boundaries, Sharding
+    from evenstep.tensors.collate import Columns
+    from evenstep.tensors.head import Wanted, score
+    from evenstep.tensors.losses import Outcome, merge
+    from evenstep.tensors.parallel import join_shards
+    from evenstep.tensors.restore import Key as OriginKey
+    from evenstep.tensors.segment_attention import BACKENDS, Call, choose
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first

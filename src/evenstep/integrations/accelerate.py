@@ -10,10 +10,9 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
-from evenstep.data.sources.measure import check_some_loss
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.step_work import Progress
-from evenstep.data.streams.stream import Stream
+from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.source import check_some_loss
+from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError, InputError
 from evenstep.integrations.dataloader import refuse_reserved
 from evenstep.integrations.hf_arguments import HfCollate

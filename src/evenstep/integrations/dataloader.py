@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.step_work import Progress
-from evenstep.data.streams.stream import Stream, empty_step
+from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.pooled import PooledStream
+from evenstep.data.stream import Stream, empty_step
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.run_state import Gather, all_gather
 from evenstep.train.collectives import Distributed
@@ -63,6 +62,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         self._applied: list[int] = [-1, 0]
         self._now: Cursor | None = None
         self._turn: int | None = None  # of the state that was loaded into this worker
+        self._loaded: dict[str, Any] = {}  # its cursor
 
     def __iter__(self) -> Iterator[Step]:
         # Not in a generator: the state may be read before the first step.
@@ -108,7 +108,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         if self._now is not None:
             return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
         if self._turn is not None:  # the worker's own state was loaded
-            cursor = self.stream.state_dict()
+            cursor = self._loaded
         else:
             cursor = self.stream.start(workers).to_dict()
         return {"cursor": cursor, "turn": self._turn, "workers": workers}
@@ -129,7 +129,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
                 f"any number."
             )
         self.stream.load_state_dict(state["cursor"])
-        self._turn = state["turn"]
+        self._turn, self._loaded = state["turn"], dict(state["cursor"])
 
 
 class _SentDataset(StreamDataset):
@@ -159,8 +159,8 @@ class StreamLoader:
     if one differs. All ranks must iterate then.
 
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.sources.memory import InMemory
-    >>> from evenstep.data.streams.planned import PlannedStream
+    >>> from evenstep.data.dataset import InMemory
+    >>> from evenstep.data.planned import PlannedStream
     >>> source = InMemory([{"input_ids": [7] * n} for n in (5, 3, 4, 2)])
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> loader = StreamLoader(PlannedStream(source, recipe, shuffle=False))

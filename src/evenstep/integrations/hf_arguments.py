@@ -14,11 +14,9 @@ from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
+from evenstep.tensors.batch import Batch, BatchShard, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import RaggedTensor
-from evenstep.tensors.masks import one_segment_per_row
+from evenstep.tensors.segment_attention import one_segment_per_row
 from evenstep.train.forwards import unwrapped
 
 

@@ -25,9 +25,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.errors import ConfigError
 from evenstep.integrations.packing import AttentionCall, call_record, switch
-from evenstep.tensors.attention_backends import attend
-from evenstep.tensors.attention_call import Call
-from evenstep.tensors.boundaries import Boundaries
+from evenstep.tensors.batch import Boundaries
+from evenstep.tensors.segment_attention import Call, attend
 
 __all__ = ["register_attention", "use_attention"]
 

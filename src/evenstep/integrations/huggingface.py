@@ -42,11 +42,10 @@ from evenstep.integrations.packing import (
     support_of,
     supports_packing,
 )
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses.head import Head
-from evenstep.tensors.masks import one_segment_per_row
-from evenstep.tensors.outputs import select_output
-from evenstep.tensors.slots import PER_SLOT
+from evenstep.tensors.batch import PER_SLOT, Batch
+from evenstep.tensors.head import Head
+from evenstep.tensors.losses import select_output
+from evenstep.tensors.segment_attention import one_segment_per_row
 from evenstep.train.forwards import register_forward, unwrapped
 
 __all__ = [

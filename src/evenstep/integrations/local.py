@@ -14,7 +14,7 @@ from torch import Tensor
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.recipe import World
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.extras import RaggedTensor
+from evenstep.tensors.batch import RaggedTensor
 from evenstep.train.rollouts.arrays import over
 from evenstep.train.rollouts.rollout_batch import RolloutBatch
 from evenstep.train.rollouts.rollout_plan import RolloutPlan

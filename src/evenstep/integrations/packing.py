@@ -37,8 +37,7 @@ from evenstep.integrations.hf_arguments import (
     traits_of,
 )
 from evenstep.planning.planner import make_plan
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.boundaries import Boundaries
+from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
 from evenstep.train.forwards import unwrapped
 

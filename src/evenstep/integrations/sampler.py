@@ -12,10 +12,8 @@ from torch.utils.data import Dataset
 from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.streams.batcher import micro_batch
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.position import StreamPosition
-from evenstep.data.streams.step_work import Progress
+from evenstep.data.planned import PlannedStream, Progress, StreamPosition
+from evenstep.data.pool import micro_batch
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.dataloader import refuse_dispatching
 
@@ -316,7 +314,7 @@ class PlannedBatchSampler(StepSampler):
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.sources.lengths import Lengths
+    >>> from evenstep.data.dataset import Lengths
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=4))
     >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
     >>> list(PlannedBatchSampler(stream)), len(PlannedBatchSampler(stream))

@@ -22,14 +22,22 @@ from transformers.trainer_utils import get_last_checkpoint
 from evenstep.core.layout import Packed, Padded
 from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, Steps, World
-from evenstep.data.sources.as_source import as_measured, as_source, is_source
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.sources.measure import check_some_loss, measured_lengths
-from evenstep.data.sources.source import MeasuredSource, check_masks_read, has_random_access
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.step_work import Progress
+from evenstep.data.dataset import (
+    Iterated,
+    MeasuredMapped,
+    as_measured,
+    as_source,
+    is_source,
+    measured_lengths,
+)
+from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.pooled import PooledStream
+from evenstep.data.source import (
+    MeasuredSource,
+    check_masks_read,
+    check_some_loss,
+    has_random_access,
+)
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.accelerate import (
     PREDICTED,
@@ -56,7 +64,7 @@ from evenstep.integrations.sampler import PartDataset, StepSampler
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
-from evenstep.tensors.losses.load_balancing import load_balancing
+from evenstep.tensors.losses import load_balancing
 from evenstep.train.all_tokens import AllTokens
 from evenstep.train.collectives import Alone, Distributed
 from evenstep.train.experts import expert_frequencies
