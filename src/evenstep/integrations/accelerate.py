@@ -206,7 +206,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         return self.step_sampler.num_steps(epochs)
 
     def __len__(self) -> int:
-        return self.step_sampler.micro_batches_of(self.epoch)
+        return self.step_sampler.steps_of(self.epoch) * self.step_sampler.per_step
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.step_sampler.claimed = True

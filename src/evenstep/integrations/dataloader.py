@@ -158,9 +158,8 @@ class StreamLoader:
     iteration compares the ranks' data, order, seed, recipe and position, and raises on all of them
     if one differs. All ranks must iterate then.
 
-    >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.dataset import InMemory
-    >>> from evenstep.data.planned import PlannedStream
+    >>> from evenstep import Packed, PlannedStream, Recipe, Steps
+    >>> from evenstep.data import InMemory
     >>> source = InMemory([{"input_ids": [7] * n} for n in (5, 3, 4, 2)])
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> loader = StreamLoader(PlannedStream(source, recipe, shuffle=False))

@@ -154,10 +154,7 @@ class EvenstepMixin:
         if self._allow:
             raise ConfigError("allow has no effect on a dataset with a length. Remove it.")
         stream = self._stream()
-        check_accelerator(self.accelerator, stream)
-        check_fingerprints(stream)
-        if isinstance(self.recipe.layout, Packed):
-            self._check_packing()
+        self._check_stream(stream)
         self.step_sampler = sampler = self._sampler(stream)
         if (
             self._resumed
@@ -170,16 +167,13 @@ class EvenstepMixin:
                 "epochs have different numbers of steps, and with DeepSpeed the steps that fill up "
                 "shorter ones would change parameters. Set Steps(samples=...) in the recipe."
             )
-        args = self.args
         return DataLoaderShard(
             PartDataset(sampler),
             device=self.accelerator.device,
             batch_sampler=sampler,
             collate_fn=PartCollate(self._collator()),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            **self._workers,
         )
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], Any]:
@@ -255,17 +249,8 @@ class EvenstepMixin:
             dataset = Iterated(dataset, transform=_Chosen(self._names))
         recipe, world = self._for_ranks(replace(self.recipe, steps=Steps(micro_batches=1)))
         stream = PooledStream(dataset, recipe, world=world, seed=self._seed, infinite_loop=True)
-        check_accelerator(self.accelerator, stream)
-        if isinstance(self.recipe.layout, Packed):
-            self._check_packing()
-        args = self.args
-        loader = StreamLoader(
-            stream,
-            collate=self._collator(),
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
+        self._check_stream(stream)
+        loader = StreamLoader(stream, collate=self._collator(), **self._workers)
         if self._resumed:
             loader.load_state_dict(_read_position(Path(self._resumed)), self._allow)
         self.batches = EndlessBatches(loader)
@@ -307,9 +292,18 @@ class EvenstepMixin:
         sampler.progress = None
         return sampler
 
-    def _check_packing(self) -> None:
-        support = support_of(self.model)
-        if not support.safe:
+    @property
+    def _workers(self) -> dict[str, Any]:
+        """Options of torch's loader."""
+        names = ("num_workers", "persistent_workers", "prefetch_factor")
+        return {name: getattr(self.args, f"dataloader_{name}") for name in names}
+
+    def _check_stream(self, stream: PlannedStream | PooledStream) -> None:
+        check_accelerator(self.accelerator, stream)
+        if isinstance(stream, PlannedStream):
+            check_fingerprints(stream)
+        support = support_of(self.model) if isinstance(self.recipe.layout, Packed) else None
+        if support is not None and not support.safe:
             raise ConfigError(
                 f"{type(self.model).__name__} does not support packed batches: {support.why}. Use "
                 f"Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
