@@ -248,6 +248,9 @@ def loss_inputs(batch: Batch, model: Any) -> dict[str, Any]:
     }
 
 
+# What the code and the configs of a model say about its inputs ----------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What a model needs to be called with. Holds no reference to the model."""
@@ -386,6 +389,9 @@ def _padding(core: Any) -> int | None:
         if index is not None and (by_function or hasattr(kind, name)):
             return int(index)
     return None
+
+
+# Rotary positions that depend on neighbours ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,8 +279,7 @@ def _warn_once(model: Any, text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-for _library in ("transformers", "peft"):
-    register_forward(_library, hf_forward)
+# Padded rows for models that cannot run packed ones ---------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,3 +337,7 @@ class PaddedRows:
         packed = outputs.new_zeros((rows * width, *outputs.shape[2:]))
         packed = packed.index_copy(0, self.source, outputs[self.batch.token_mask])
         return packed.view(rows, width, *outputs.shape[2:])
+
+
+for _library in ("transformers", "peft"):
+    register_forward(_library, hf_forward)

@@ -429,6 +429,14 @@ def _read_position(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+# The load-balancing loss of a step, inside the loss that a model returns --------------------------
+#
+# With output_router_logits=True, a mixture of experts adds `router_aux_loss_coef` times a product
+# of two means over the tokens of the micro-batch to its loss. Summed over micro-batches, empty ones
+# too, that depends on the plan. Here the choices of experts are counted over the whole step first,
+# without gradients. Then the loss is a sum over tokens (see `load_balancing`), and a hook puts this
+# micro-batch's part of the sum in place of the model's term.
+
 BATCH = "evenstep_batch"
 """The key of the `Batch` in the inputs that `RouterCollate` makes."""
 
