@@ -114,8 +114,7 @@ if TYPE_CHECKING:
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
-    from evenstep.integrations.dataloader import Parcel, _is_plain
-    from evenstep.integrations.dataloader import register as register_parcels
+    from evenstep.integrations.dataloader import SharedStep, _is_plain, register_shared_steps
     from evenstep.integrations.hf_attention import (
         Hints,
         _read,
