@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import makespans, packed_times, row_bound, second_times
+from evenstep.core.bounds import packed_times, padded_times, row_bound
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
@@ -26,7 +26,7 @@ from evenstep.core.text import MOST, one_of, whole_field
 from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evenstep.core.bounds import Loads
+    from evenstep.core.bounds import StepFloor
     from evenstep.core.cost import Cost
     from evenstep.core.recipe import Recipe
 
@@ -261,17 +261,11 @@ class BaseLayout(ABC):
         """
 
     @abstractmethod
-    def least_times(
-        self, recipe: Recipe, loads: Loads, per_rank: IntArray
-    ) -> dict[str, FloatArray]:
+    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
         """Lower bounds on the modelled time of each step, by what they name.
 
         Each rank runs at least `per_rank` micro-batches. The floor is the largest bound.
         """
-
-    @abstractmethod
-    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
-        """A lower bound on the time of each step's second work."""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -420,7 +414,7 @@ class Padded(BaseLayout):
 
     def rows_that_fit(self, recipe: Recipe, widths: IntArray) -> IntArray:
         """How many rows of each width a micro-batch holds, at least one."""
-        most = np.full(len(widths), self.samples or MOST, np.int64)
+        most = np.full(widths.shape, self.samples or MOST, np.int64)
         if self.max_tokens is not None:
             most = np.minimum(most, self.max_tokens // widths)
         if recipe.limits.cost is not None:
@@ -450,40 +444,14 @@ class Padded(BaseLayout):
 
     def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
         """By the rows that fit, and by everything that adds up."""
-        widths = self._step_widths(recipe, aligned)
+        widths = self.step_widths(recipe, aligned)
         return max(row_bound(self.rows_that_fit(recipe, widths)), bins)
 
-    def least_times(
-        self, recipe: Recipe, loads: Loads, per_rank: IntArray
-    ) -> dict[str, FloatArray]:
-        """Each segment is a row at its own width or wider; every micro-batch has a row."""
-        cost, ranks = recipe.cost, recipe.topology.dp
-        held = loads.size > 0
-        widths = self._step_widths(recipe, loads.size)
-        rows = np.where(held, cost.of_lengths(widths), 0.0)
-        least = np.full(len(per_rank), self.pad_to or recipe.width_unit)
-        if recipe.topology.equal_widths:
-            least = np.maximum(least, widths.max(axis=1, initial=0))
-        empty = cost.of_lengths(least)
-        fixed = self.row_counts(0)  # rows of every micro-batch
-        filled = held.sum(axis=1)
-        count = np.maximum(filled, ranks * per_rank * fixed)
-        if recipe.topology.equal_widths:
-            count = rounded_up(count, ranks)  # all ranks run equally many rows
-        largest = np.where(filled > 0, rows.max(axis=1, initial=0), empty)
-        calls = per_rank * cost.per_micro_batch
-        return {
-            "mean": rows.sum(axis=1) / ranks + calls,
-            "share": makespans(rows, ranks) + calls,
-            "shape": (rows.sum(axis=1) + (count - filled) * empty) / ranks + calls,
-            "sample": largest + (per_rank * fixed - 1) * empty + calls,
-        }
+    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
+        """See `core.bounds.padded_times`."""
+        return padded_times(self, units, per_rank)
 
-    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
-        """None: a second work needs a packed layout."""
-        return np.zeros(len(loads.size))
-
-    def _step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
+    def step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
         """The least width of each segment's row; the widest of its step if that has one width."""
         widths = self.widths(aligned, recipe.width_unit)
         if recipe.topology.equal_widths:
@@ -702,15 +670,9 @@ class Packed(BaseLayout):
         """Each holds `rows` packs."""
         return divided_up(bins, self.rows)
 
-    def least_times(
-        self, recipe: Recipe, loads: Loads, per_rank: IntArray
-    ) -> dict[str, FloatArray]:
+    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
         """See `core.bounds.packed_times`."""
-        return packed_times(self, recipe, loads, per_rank)
-
-    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
-        """The second work by itself."""
-        return second_times(self, recipe, loads)
+        return packed_times(self, units, per_rank)
 
 
 def _check_packer(packer: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import Floor, Loads, bins_bound, floor_times, pack_bounds
+from evenstep.core.bounds import Floor, StepFloor, bins_bound, pack_bounds
 from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up, sum_by
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def time_parts(plan: Plan, second_work: SecondWork | None = None) -> TimeParts:
 # -------------------------------------------------------------------------------------------------
 
 BoolArray: TypeAlias = NDArray[np.bool_]
+Value: TypeAlias = Any  # a number, a bool or a string
+Progress: TypeAlias = Callable[[int, int], None]
 
 _TOGETHER = 1 << 15  # segments of steps that are measured together
 
@@ -177,20 +179,20 @@ class Floors:
     def __init__(self, plan: Plan) -> None:
         recipe, sample = plan.recipe, plan.segments.sample
         self.recipe, self.steps = recipe, plan.num_steps
+        self.starts: IntArray = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
         self.aligned = plan.aligned_lengths
         self.costs = recipe.cost.of_lengths(self.aligned)
+        self.second = second_costs(plan)
         self.groups: IntArray | None = None
         if plan.groups is not None and recipe.groups == "micro_batch":
             self.groups = plan.groups[sample]
-        self.second = second_costs(plan)
+        # What adds up over the segments of a pack: its limits, and what each segment takes of them.
         shares = recipe.layout.shares(recipe)
         columns = {name: column[sample] for name, column in plan.columns.items()}
-        values = recipe.layout.taken(recipe, self.aligned, columns)
-        self.limits = [name for name in shares if name in values]
+        taken = recipe.layout.taken(recipe, self.aligned, columns)
+        self.limits = [name for name in shares if name in taken]
         self.caps = np.array([shares[name] for name in self.limits], np.float64)
-        self.taken = [values[name] for name in self.limits]
-        starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
-        self.starts: IntArray = starts
+        self.taken = [taken[name] for name in self.limits]
 
     @property
     def over(self) -> BoolArray:
@@ -202,106 +204,89 @@ class Floors:
             over |= self.aligned > self.recipe.capacity
         return over
 
-    def of_step(self, step: int, segments: slice) -> Floor:
-        """The floor of a step with these segments."""
-        if self._plain:
-            starts = np.array([segments.start, segments.stop])
-            return self._plain_floors(np.array([step]), starts)[0]
-        units = self._units(segments)
-        packs = self._packs(segments, units)
-        return self._floors(np.array([step]), packs, self._loads(segments, units))[0]
+    def of_step(self, step: int) -> Floor:
+        """The floor of one step."""
+        return self._between(step, step + 1)[0]
 
-    def of_steps(self, progress: Callable[[int, int], None] | None = None) -> list[Floor]:
+    def of_steps(self, progress: Progress | None = None) -> list[Floor]:
         """The floors of all steps. `progress(done, total)` is called now and then."""
-        found: list[Floor] = []
-        for part in self._parts():
-            found += part
-            if progress is not None:
-                progress(len(found), self.steps)
-        return found
-
-    def _parts(self) -> Iterator[list[Floor]]:
-        """The floors of the steps, some at a time."""
-        starts, first = self.starts.tolist(), 0
-        while first < self.steps:
-            last = first + 1
-            longest = starts[last] - starts[first]
-            while self._plain and last < self.steps:
-                longest = max(longest, starts[last + 1] - starts[last])
+        sizes, floors = np.diff(self.starts).tolist(), list[Floor]()
+        while len(floors) < self.steps:
+            first = len(floors)
+            last, longest = first + 1, sizes[first]
+            while self._in_rows and last < self.steps:
+                longest = max(longest, sizes[last])
                 if (last + 1 - first) * longest > _TOGETHER:
                     break
                 last += 1
-            if self._plain:
-                yield self._plain_floors(np.arange(first, last), self.starts[first : last + 1])
-            else:
-                yield [self.of_step(first, slice(starts[first], starts[last]))]
-            first = last
+            floors += self._between(first, last)
+            if progress is not None:
+                progress(len(floors), self.steps)
+        return floors
 
     @property
-    def _plain(self) -> bool:
-        """Whether units are segments of packed rows and the only limit is on slots."""
-        return (
-            self.groups is None
-            and self.second is None
-            and self.limits == ["slots"]
-            and self.recipe.layout.segments_per_row is None
-        )
+    def _in_rows(self) -> bool:
+        """Whether steps are measured together, as rows of one array: units are segments, and the
+        only limit of packed rows is on slots."""
+        rows = self.limits == ["slots"] or self.recipe.layout.segments_per_row is not None
+        return rows and self.groups is None and self.second is None
 
-    def _plain_floors(self, steps: IntArray, starts: IntArray) -> list[Floor]:
-        """The floors of several steps at once."""
-        recipe, capacity = self.recipe, int(self.caps[0])
-        loads = Loads.of_segments(recipe, self._rows(starts))
-        bins = pack_bounds(loads.size, capacity, loads.packs_of_first(capacity))
-        packs = divided_up(bins, recipe.layout.packs_per_micro_batch)
-        return self._floors(steps, packs, loads)
-
-    def _rows(self, starts: IntArray) -> IntArray:
-        """Steps x aligned lengths, descending; missing ones are 0."""
-        held = np.diff(starts)
-        own = self.aligned[starts[0] : starts[-1]]
-        if (held == held[0]).all():
-            rows = own.reshape(len(held), -1)
-        else:
-            rows = np.zeros((len(held), int(held.max(initial=0))), np.int64)
-            rows[np.arange(rows.shape[1]) < held[:, None]] = own
-        return -np.sort(-rows, axis=1)
-
-    def _floors(self, steps: IntArray, packs: IntArray, loads: Loads) -> list[Floor]:
+    def _between(self, first: int, last: int) -> list[Floor]:
+        """The floors of the steps from `first` up to `last`; of one step unless `_in_rows`."""
         recipe = self.recipe
+        units = self._units(first, last)
+        packs = self._packs(first, last, units)
         ranks, multiple = recipe.topology.dp, recipe.topology.multiple
         per_rank = rounded_up(np.maximum(1, divided_up(packs, ranks)), multiple)
         if recipe.steps.micro_batches is not None:
             # All steps but the last have exactly that many.
-            asked = np.where(steps < self.steps - 1, recipe.steps.micro_batches, 0)
-            per_rank = np.maximum(per_rank, asked)
-        time, binds = floor_times(recipe, loads, per_rank)
+            exact = np.arange(first, last) < self.steps - 1
+            per_rank = np.maximum(per_rank, np.where(exact, recipe.steps.micro_batches, 0))
+        time, binds = units.times(per_rank)
         columns = packs.tolist(), per_rank.tolist(), time.tolist(), binds
         return [Floor(*values) for values in zip(*columns, strict=True)]
 
-    def _packs(self, segments: slice, units: IntArray | None) -> IntArray:
-        """A lower bound on the micro-batches that are not empty."""
-        taken = np.column_stack(
-            [self._by_unit(column[segments], units) for column in self.taken]
-            or [np.zeros((segments.stop - segments.start, 0))]
-        )
-        bins = bins_bound(taken, self.caps)
-        layout = self.recipe.layout
-        return np.array([layout.fewest_micro_batches(self.recipe, self.aligned[segments], bins)])
+    def _units(self, first: int, last: int) -> StepFloor:
+        starts = self.starts[first : last + 1]
+        aligned, counts = self.aligned[starts[0] : starts[-1]], np.diff(starts)
+        if not self._in_rows:
+            segments = slice(int(starts[0]), int(starts[-1]))
+            second = None if self.second is None else self._by_unit(self.second, segments)
+            return StepFloor(self.recipe, aligned, self._unit_of(segments), second)
+        # Steps x aligned lengths, descending; missing ones are 0.
+        rows = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
+        rows[np.arange(rows.shape[1]) < counts[:, None]] = aligned
+        return StepFloor(self.recipe, -np.sort(-rows, axis=1))
 
-    def _units(self, segments: slice) -> IntArray | None:
+    def _packs(self, first: int, last: int, units: StepFloor) -> IntArray:
+        """A lower bound on the micro-batches of each step that are not empty."""
+        recipe, layout = self.recipe, self.recipe.layout
+        if self._in_rows and layout.segments_per_row is None:
+            capacity = int(self.caps[0])
+            rows = pack_bounds(units.size, capacity, units.packs_of_first(capacity))
+            return divided_up(rows, layout.packs_per_micro_batch)
+        packs = np.zeros(last - first, np.int64)
+        for step in range(first, last):
+            segments = slice(int(self.starts[step]), int(self.starts[step + 1]))
+            columns = [self._by_unit(column, segments) for column in self.taken]
+            taken = np.column_stack(columns or [np.zeros((segments.stop - segments.start, 0))])
+            bins = bins_bound(taken, self.caps)
+            aligned = self.aligned[segments]
+            packs[step - first] = layout.fewest_micro_batches(recipe, aligned, bins)
+        return packs
+
+    def _unit_of(self, segments: slice) -> IntArray | None:
         """The unit of each segment; None if each is one."""
         if self.groups is None:
             return None
         return np.unique(self.groups[segments], return_inverse=True)[1]
 
-    def _loads(self, segments: slice, units: IntArray | None) -> Loads:
-        second = None if self.second is None else self._by_unit(self.second[segments], units)
-        return Loads.of_step(self.recipe, self.aligned[segments], units, second)
-
-    @staticmethod
-    def _by_unit(column: NDArray[Any], units: IntArray | None) -> NDArray[Any]:
-        """A column of segments -> a column of units."""
-        return column if units is None else sum_by(units, column, int(units.max(initial=-1)) + 1)
+    def _by_unit(self, column: NDArray[Any], segments: slice) -> NDArray[Any]:
+        """A column of segments -> a column of these segments' units."""
+        unit_of = self._unit_of(segments)
+        if unit_of is None:
+            return column[segments]
+        return sum_by(unit_of, column[segments], int(unit_of.max(initial=-1)) + 1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -387,6 +372,11 @@ def _of_floor(table: StepTable, step: int) -> str:
             f"(the longest: {_sample(plan, at)}). Raise {_budget(plan)}, use context parallelism, "
             f"{_MORE_SAMPLES}."
         )
+    if binds == "cuts":
+        return (
+            f"Rows of different lengths share a padded micro-batch, because each further one costs "
+            f"{recipe.cost.per_micro_batch:g}. Use a packed layout, {_MORE_SAMPLES}."
+        )
     if binds == "second":
         assert recipe.second_work is not None
         return (
@@ -450,7 +440,7 @@ def _of_plan(table: StepTable, steps: slice) -> str:
     if recipe.layout.segments_per_row is not None and slots > _MUCH * tokens:
         return (
             f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
-            f"different lengths share a micro-batch. Use a packed layout."
+            f"different lengths share a micro-batch; the floor leaves it out. Use a packed layout."
         )
     if recipe.balance != "refined":
         return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
@@ -582,9 +572,6 @@ def _batched_slots(plan: Plan, starts: IntArray, size: int = 8) -> IntArray:
 # `packs_optimal` and `balance_optimal` are proofs. If they are false, the plan may still be
 # optimal.
 # -------------------------------------------------------------------------------------------------
-
-Value: TypeAlias = Any  # a number, a bool or a string
-Progress: TypeAlias = Callable[[int, int], None]
 
 
 def of_plan(
