@@ -33,10 +33,9 @@ from benchmarks.tables import Section, Table, Target
 from evenstep import Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.demo.decoder import Decoder, DecoderShape
-from evenstep.tensors.attention_backends import attention
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.masks import block_mask
+from evenstep.tensors.segment_attention import attention, block_mask
 
 ROOT = Path(__file__).resolve().parents[1]
 HALF = torch.bfloat16

@@ -23,9 +23,8 @@ from benchmarks.models import (
 )
 from benchmarks.tables import Section, Table, Target
 from evenstep import Packed, Padded, Recipe
-from evenstep.tensors.attention_backends import BACKENDS, choose
-from evenstep.tensors.attention_call import Call
-from evenstep.tensors.boundaries import Boundaries
+from evenstep.tensors.batch import Boundaries
+from evenstep.tensors.segment_attention import BACKENDS, Call, choose
 from evenstep.train.runner import Runner
 
 # Kernels --------------------------------------------------------------------------------------

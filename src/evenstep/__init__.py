@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from evenstep.core.ragged import Ragged
     from evenstep.core.recipe import Limits, Recipe, SecondWork, Steps, Topology, World
     from evenstep.core.step import Cursor, Step
-    from evenstep.data.streams.planned import PlannedStream
-    from evenstep.data.streams.pooled import PooledStream
+    from evenstep.data.planned import PlannedStream
+    from evenstep.data.pooled import PooledStream
     from evenstep.errors import EvenstepError
     from evenstep.planning.balance.partition import partition
     from evenstep.planning.packing.packers import pack
@@ -68,8 +68,8 @@ if not TYPE_CHECKING:
             "core.ragged": ["Ragged"],
             "core.recipe": ["Limits", "Recipe", "SecondWork", "Steps", "Topology", "World"],
             "core.step": ["Cursor", "Step"],
-            "data.streams.planned": ["PlannedStream"],
-            "data.streams.pooled": ["PooledStream"],
+            "data.planned": ["PlannedStream"],
+            "data.pooled": ["PooledStream"],
             "errors": ["EvenstepError"],
             "planning.balance.partition": ["partition"],
             "planning.packing.packers": ["pack"],

@@ -9,8 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Recipe, Steps, Topology, make_plan
-from evenstep.core.bounds import (
+from tests.core.exhaustive import (
+    fewest_packs,
+    least_lock_step,
+    least_makespan,
+    least_padded_step,
+    least_step,
+)
+from tests.examples import examples
+from tests.internals import (
+    FloatArray,
+    Floors,
+    IntArray,
     StepFloor,
+    SyncEvery,
     cut_times,
     lock_step_bound,
     lock_steps,
@@ -20,17 +32,6 @@ from evenstep.core.bounds import (
     pack_bounds,
     packs_of_first,
 )
-from evenstep.core.measures import Floors
-from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.core.recipe import SyncEvery
-from tests.core.exhaustive import (
-    fewest_packs,
-    least_lock_step,
-    least_makespan,
-    least_padded_step,
-    least_step,
-)
-from tests.examples import examples
 
 MORE = 1 + 1e-9
 COSTS = [(1, 0, 0), (1, 1, 0), (1, 0.05, 0), (0, 1, 0), (1, 0.1, 3), (0, 0, 1), (1, 0, 5)]

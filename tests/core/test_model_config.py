@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost
-from evenstep.core.model_config import PRESETS, ModelConfig
-from evenstep.core.models import KINDS, mixing_of, sparse_layers, text_work
 from evenstep.errors import ConfigError, FileError
+from tests.internals import KINDS, PRESETS, ModelConfig, mixing_of, sparse_layers, text_work
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from evenstep.core.cost import Cost, Part
-from evenstep.core.model_config import DEFAULTS, read_model_config
-from evenstep.core.models import KINDS, text_work, vision_work
+from evenstep import Cost
+from tests.internals import DEFAULTS, KINDS, Part, read_model_config, text_work, vision_work
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

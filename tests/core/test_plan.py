@@ -22,10 +22,10 @@ from evenstep import (
     Topology,
     make_plan,
 )
-from evenstep.core.ragged import Segments
 from evenstep.errors import EvenstepError, FileError, InputError
 from evenstep.testing import Case, cases
 from tests.examples import examples
+from tests.internals import Segments
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_foreign_files_are_refused_by_name(content: bytes, tmp_path: Path) -> No
 
 
 def test_a_plan_of_another_shape_of_recipe_is_refused(plan: Plan, tmp_path: Path) -> None:
-    from evenstep.core import plan_file
+    from tests.internals import plan_file
 
     plan_file.write(tmp_path / "plan", plan_file.encode({"layout": {"kind": "stretched"}}, {}))
     with pytest.raises(FileError, match="this version cannot read"):

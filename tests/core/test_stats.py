@@ -16,8 +16,7 @@ from evenstep import (
     Topology,
     make_plan,
 )
-from evenstep.core.bounds import Floor
-from evenstep.core.measures import Floors
+from tests.internals import Floor, Floors
 
 
 def floor(lengths: list[int], recipe: Recipe, **about: Any) -> Floor:

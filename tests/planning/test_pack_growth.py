@@ -7,14 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import pack
-from evenstep.core.bounds import pack_bound
-from evenstep.core.layout import PACKER_NAMES
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.packing.best_fit import _best_fit_few, best_fit
-from evenstep.planning.packing.more_bins import divide_bins, even_bins
-from evenstep.planning.packing.optimal import at_most, by_length, take
+from evenstep import Ragged, pack
 from tests.examples import examples
+from tests.internals import (
+    PACKER_NAMES,
+    IntArray,
+    _best_fit_few,
+    at_most,
+    best_fit,
+    by_length,
+    divide_bins,
+    even_bins,
+    pack_bound,
+    take,
+)
 
 
 @examples(300)

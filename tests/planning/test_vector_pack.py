@@ -5,15 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.core.bounds import bins_bound
-from evenstep.core.ragged import FloatArray, IntArray, Ragged
-from evenstep.planning.packing import vector_pack as module
-from evenstep.planning.packing.emptying import empty_bins_kernel
-from evenstep.planning.packing.room_tree import tightest_fit_kernel
-from evenstep.planning.packing.spread import fewest_spread, spread_over, spread_units
-from evenstep.planning.packing.vector_pack import vector_pack
-from evenstep.planning.units import Units
+from evenstep import Ragged
 from tests.examples import examples
+from tests.internals import (
+    FloatArray,
+    IntArray,
+    Units,
+    bins_bound,
+    empty_bins_kernel,
+    fewest_spread,
+    spread_over,
+    spread_units,
+    tightest_fit_kernel,
+)
+from tests.internals import pack_vectors as vector_pack
+from tests.internals import vector_pack as module
 
 SCORES = {
     "dot": lambda item, left: -(item * left).sum(axis=1),
@@ -252,7 +258,7 @@ def test_the_fewest_packs_to_spread_over_are_found_among_the_multiples(
 
 
 def test_spreading_tries_few_numbers_of_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from evenstep.planning.packing import spread
+    from tests.internals import spread
 
     tried: list[int] = []
     kernel = spread.spread_kernel

@@ -7,13 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Topology
-from evenstep.core.cost import GPUS, Gpu
-from evenstep.core.model_config import PRESETS, ModelConfig, named_config
-from evenstep.core.models import ModelSize
 from evenstep.errors import ConfigError
-from evenstep.report.simulation.device import cluster_of
-from evenstep.report.simulation.memory import Memory, memory_of
 from tests.examples import examples
+from tests.internals import (
+    GPUS,
+    PRESETS,
+    Gpu,
+    Memory,
+    ModelConfig,
+    ModelSize,
+    cluster_of,
+    memory_of,
+    named_config,
+)
 
 # Parameters in billions, as published.
 PUBLISHED = {

@@ -12,19 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed, Padded
-from evenstep.core.step import Step
+from evenstep import Packed, Padded, Step
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import cross_entropy
-from evenstep.tensors.metrics import Metric
-from evenstep.tensors.per_sequence import Sums
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.normalization import Constant, FixedLength, GroupMean, SequenceMean
-from evenstep.train.runner import Loss, Runner
-from evenstep.train.step_loss import Mode
+from evenstep.tensors import Collator, Metric, Sums, cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Constant, FixedLength, GroupMean, Loss, Runner, SequenceMean
 from tests.examples import examples
+from tests.internals import Mode
 from tests.train.running import (
     LAYOUTS,
     Plan,
@@ -284,6 +278,18 @@ def test_deferred_steps_need_one_all_reduce_besides_gradients_and_known_ones_non
             count = each.result.num_micro_batches + 1 if more is None else more
             assert each.result.num_micro_batches > 1
             assert len(others) == count
+
+
+@pytest.mark.parametrize("name", ["constant", "fixed length"])
+def test_whether_constant_steps_have_loss_tokens_travels_with_the_gradients(name: str) -> None:
+    work = samples_of([8, 7, 3, 8, 8, 5, 2, 8], masked=0.0)
+    plan, model = Plan("planned", Packed(max_tokens=LIMIT), dp=2), model_of()
+    gradients = parameters_of(model) + len(list(model.parameters()))
+    for known, more in ((True, 0), (False, 2)):  # the plan knows loss tokens, or it does not
+        steps: list[Any] = list(steps_of(plan, work, known))
+        steps = [replace(step, totals={**step.totals, "samples": 8}) for step in steps]
+        for each in run_plan(plan, steps, model, normalization=NORMALIZATIONS[name]):
+            assert each.calls == [plan.dp, gradients + more]
 
 
 def test_known_steps_have_the_values_of_all_ranks_after_reduce() -> None:

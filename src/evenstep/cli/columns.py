@@ -13,7 +13,7 @@ import numpy as np
 from evenstep.cli.input import Input
 from evenstep.core.ragged import IntArray
 from evenstep.core.text import short_repr
-from evenstep.data.sources.token_lists import is_token_list
+from evenstep.data.files import is_token_list
 from evenstep.errors import FileError, InputError
 
 

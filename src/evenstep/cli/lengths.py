@@ -98,7 +98,7 @@ def lengths(
 
     from evenstep.cli import output
     from evenstep.core.plan_file import replace_file
-    from evenstep.data.corpus.corpus import Corpus
+    from evenstep.data.corpus import Corpus
     from evenstep.errors import EvenstepError, FileError, InputError
     from evenstep.screen import progress
 

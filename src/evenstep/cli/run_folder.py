@@ -14,8 +14,8 @@ import numpy as np
 from evenstep.core.plan import Plan, join_plans
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe, World
-from evenstep.data.sources.token_file import TokenFile
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.planned import PlannedStream
+from evenstep.data.token_file import TokenFile
 from evenstep.errors import FileError
 from evenstep.report import RunLog
 from evenstep.report.numbers import count

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from evenstep.core.layout import Packed
 from evenstep.core.recipe import Overflow, Recipe, Steps, Topology, World
-from evenstep.data.sources.source import MeasuredSource
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.planned import PlannedStream
+from evenstep.data.source import MeasuredSource
 from evenstep.errors import ConfigError
 from evenstep.tensors.collate import Collator
 

@@ -22,8 +22,8 @@ from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, PACKER_NAMES, Layout, Packed
 from evenstep.core.recipe import Limits, Recipe, SecondWork, Steps, Topology
 from evenstep.core.text import MOST, short_repr, shorten
-from evenstep.data.corpus.corpus import Corpus
-from evenstep.data.streams.pool import Pool
+from evenstep.data.corpus import Corpus
+from evenstep.data.pool import Pool
 from evenstep.errors import ConfigError
 
 DEFAULT_KIND = "packed"

@@ -23,8 +23,8 @@ from evenstep.config.tree import merged, nested
 from evenstep.core.layout import LAYOUTS
 from evenstep.core.recipe import Recipe
 from evenstep.core.text import shorten
-from evenstep.data.corpus.corpus import Corpus
-from evenstep.data.streams.pool import Pool
+from evenstep.data.corpus import Corpus
+from evenstep.data.pool import Pool
 from evenstep.errors import ConfigError
 
 PARTS = {
@@ -125,7 +125,7 @@ def _section(kind: type, data: Mapping[str, Any], name: str) -> tuple[Any, list[
 
 def _pool_faults(recipe: Recipe, stream: StreamSettings) -> list[str]:
     """What a pool cannot do with this recipe."""
-    from evenstep.data.streams.batcher import PoolBatcher  # imports the compiler
+    from evenstep.data.reader import PoolBatcher  # imports the compiler
 
     assert stream.pool is not None
     columns = {name: len for name in recipe.limits.columns if name != "loss_tokens"}

@@ -13,8 +13,8 @@ from evenstep.core.text import (
     truth_field,
     whole_field,
 )
-from evenstep.data.corpus.corpus import Corpus
-from evenstep.data.streams.pool import Pool
+from evenstep.data.corpus import Corpus
+from evenstep.data.pool import Pool
 
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 Parallel: TypeAlias = Literal["ddp", "fsdp2"]

@@ -57,8 +57,8 @@ def assert_exact_resume(make: Make, *, steps: int | None = None, key: Key | None
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.sources.lengths import Lengths
-    >>> from evenstep.data.streams.planned import PlannedStream
+    >>> from evenstep.data import Lengths
+    >>> from evenstep.data.planned import PlannedStream
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> assert_exact_resume(lambda: PlannedStream(Lengths(np.array([5, 3, 4, 2, 7])), recipe))
     """

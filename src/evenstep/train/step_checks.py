@@ -14,7 +14,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.losses import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective, Distributed
 from evenstep.train.forwards import unwrapped

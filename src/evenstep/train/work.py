@@ -10,7 +10,7 @@ import numpy as np
 
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import IntArray, Segments
-from evenstep.data.streams.feed import FedMicroBatch
+from evenstep.data.feed import FedMicroBatch
 from evenstep.tensors.batch import Batch
 from evenstep.train.kept import Places
 

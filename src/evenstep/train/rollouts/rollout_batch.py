@@ -14,13 +14,13 @@ from torch import Tensor
 from evenstep.core.ragged import IntArray, frozen
 from evenstep.core.recipe import Recipe, World, check_recipe
 from evenstep.core.text import counted, line, one_of, whole_number
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.source import LOSS_MASKS, check_masks_read
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.dataset import Lengths
+from evenstep.data.planned import PlannedStream
+from evenstep.data.source import LOSS_MASKS, check_masks_read
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.inputs import checked_groups
+from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra, RaggedTensor
 from evenstep.train.rollouts.arrays import array_of, tensor_of
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 from evenstep.train.rollouts.row_results import (

@@ -14,7 +14,7 @@ from evenstep.core.ragged import IntArray, ranges_of
 from evenstep.core.recipe import World
 from evenstep.core.step import Step
 from evenstep.core.text import counted, line
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.planned import PlannedStream
 from evenstep.errors import InputError, SampleError
 
 _ARRAYS = ("lengths", "row_digests")
