@@ -880,7 +880,7 @@ class PlannedStream:
     def __iter__(self) -> Iterator[Step]:
         self._now = self._start
         for step in self.walk():
-            self._now = StreamPosition.from_dict(step.cursor.place, step.cursor.step)
+            self._now = StreamPosition.from_dict(step.cursor.position, step.cursor.step)
             yield step
 
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
@@ -930,11 +930,11 @@ class PlannedStream:
         `allow` has no effect; pooled streams need it.
         """
         cursor = Cursor.from_dict(state)
-        belongs = self._belongs(inside="inside" in cursor.place)
-        if "lengths" not in cursor.belongs:  # written by version 0.1.0
+        belongs = self._belongs(inside="inside" in cursor.position)
+        if "lengths" not in cursor.identity:  # written by version 0.1.0
             del belongs["lengths"]
         cursor.check(belongs)
-        at = StreamPosition.from_dict(cursor.place, cursor.step)
+        at = StreamPosition.from_dict(cursor.position, cursor.step)
         if not 0 <= at.position <= len(self._steps):
             raise CursorError(
                 f"the cursor is at position {at.position}, but an epoch has {len(self._steps)} "
@@ -980,9 +980,9 @@ class PlannedStream:
     def cursor(self, at: StreamPosition) -> Cursor:
         """The cursor of a position."""
         return Cursor(
-            belongs=self._belongs(inside=bool(at.inside)),
+            identity=self._belongs(inside=bool(at.inside)),
             step=at.step,
-            place=at.to_dict(),
+            position=at.to_dict(),
         )
 
     # Identity ----------------------------------------------------------------------------------

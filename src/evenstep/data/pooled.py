@@ -88,16 +88,16 @@ def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[
     for name in sorted(allow):
         if name not in CHANGES:
             raise ConfigError(f"unknown change {name!r}; expected some of: {', '.join(CHANGES)}.")
-    if "layout" in cursor.belongs:  # a digest
+    if "layout" in cursor.identity:  # a digest
         raise CursorError(
             "the cursor was written by version 0.1.0, whose readers shared the data in another "
             "way. Resume with that version, or start without the cursor, for example at the next "
             "epoch."
         )
-    if not ("lengths" in cursor.belongs and "lengths" in belongs):  # known to one of them only
+    if not ("lengths" in cursor.identity and "lengths" in belongs):  # known to one of them only
         belongs = {name: value for name, value in belongs.items() if name != "lengths"}
-        kept = {name: value for name, value in cursor.belongs.items() if name != "lengths"}
-        cursor = replace(cursor, belongs=kept)
+        kept = {name: value for name, value in cursor.identity.items() if name != "lengths"}
+        cursor = replace(cursor, identity=kept)
     differing, needed = cursor.differences(belongs), list[str]()
     for name in list(differing):
         change = next((c for c, begins in CHANGES.items() if name.startswith(begins)), None)
@@ -106,7 +106,7 @@ def check_changes(cursor: Cursor, belongs: Mapping[str, str], allow: Collection[
         elif change is not None and change not in needed:
             needed.append(change)
     fixed = any(not name.startswith(sum(CHANGES.values(), ())) for name in differing)
-    if differing and (fixed or cursor.belongs.get("stream") != belongs["stream"]):
+    if differing and (fixed or cursor.identity.get("stream") != belongs["stream"]):
         cursor.check(belongs)
     if differing:
         names = ", ".join(map(repr, sorted(needed)))
@@ -164,36 +164,37 @@ def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
     if not found:
         raise CursorError("no cursors to merge; expected those of all ranks and workers.")
     first = found[0]
-    kind = first.belongs.get("stream", "foreign")
+    kind = first.identity.get("stream", "foreign")
     if kind != "pooled":
         raise CursorError(
             f"expected cursors of a PooledStream, got one of a {kind} stream. The cursor of a "
             f"PlannedStream needs no merging: load that of any rank."
         )
-    shape = (first.place.get("ranks"), first.place.get("workers"))
+    shape = (first.position.get("ranks"), first.position.get("workers"))
     turns: dict[str, int] = {}
     readers: dict[str, Any] = {}
     for cursor in sorted(found, key=lambda cursor: cursor.step):
-        cursor.check(first.belongs)
-        states_of(cursor.place)
-        if (cursor.place["ranks"], cursor.place["workers"]) != shape:
+        cursor.check(first.identity)
+        states_of(cursor.position)
+        if (cursor.position["ranks"], cursor.position["workers"]) != shape:
             raise CursorError(
                 f"cursors come from different runs: {shape[0]} ranks x {shape[1]} workers and "
-                f"{cursor.place['ranks']} x {cursor.place['workers']}. Merge those of one run."
+                f"{cursor.position['ranks']} x {cursor.position['workers']}. Merge those of one "
+                f"run."
             )
-        turns |= cursor.place["turns"]
-        readers |= cursor.place["readers"]
+        turns |= cursor.position["turns"]
+        readers |= cursor.position["readers"]
     _check_steps(found, readers)
     position = {"ranks": shape[0], "workers": shape[1], "turns": turns, "readers": readers}
-    return Cursor(belongs=first.belongs, step=max(c.step for c in found), place=position)
+    return Cursor(identity=first.identity, step=max(c.step for c in found), position=position)
 
 
 def _check_steps(cursors: Sequence[Cursor], readers: Mapping[str, Any]) -> None:
     """Refuse cursors of ranks at different steps. Ignores ranks with a reader that may have ended:
     they have no more steps, or their other workers count ahead."""
-    position, steps = cursors[0].place, dict[int, int]()
+    position, steps = cursors[0].position, dict[int, int]()
     for cursor in cursors:
-        for number in cursor.place["readers"]:
+        for number in cursor.position["readers"]:
             rank = int(number) // position["workers"]
             steps[rank] = max(cursor.step, steps.get(rank, 0))
     if len(set(steps.values())) <= 1:
@@ -554,7 +555,7 @@ class PooledStream:
                 for each in (range(readers) if self.count_ahead else [mine])
             ]
             return self._counted(every, mine, workers), worker
-        position = self._begin.place
+        position = self._begin.position
         held = states_of(position)
         if (position["ranks"], position["workers"]) == (ranks, workers):
             first = rank * workers
@@ -598,7 +599,7 @@ class PooledStream:
             "turns": {str(self.world.rank): turn},
             "readers": readers,
         }
-        return Cursor(belongs=self._belongs, step=step, place=position)
+        return Cursor(identity=self._belongs, step=step, position=position)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last step that was yielded, as plain data."""
@@ -613,10 +614,10 @@ class PooledStream:
         """
         cursor = Cursor.from_dict(state)
         check_changes(cursor, self._belongs, allow)
-        states_of(cursor.place)
+        states_of(cursor.position)
         # Before its first step, a rank has the state of its own reader, among the ranks of today:
         # a rank without a step left would otherwise keep a cursor of other ranks, or of all.
-        self._begin, self._now = replace(cursor, belongs=self._belongs), None
+        self._begin, self._now = replace(cursor, identity=self._belongs), None
         self._skip, self._iterated = 0, False
         self._changed = bool(cursor.differences(self._belongs))
         self._counts.clear()
@@ -643,7 +644,7 @@ class PooledStream:
         """The epochs of the start. Readers of an endless stream can be in different ones."""
         if self._begin is None:
             return {self._epoch}
-        return {e for state in states_of(self._begin.place).values() for e in state.open_epochs}
+        return {e for state in states_of(self._begin.position).values() for e in state.open_epochs}
 
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. This reads their samples; to resume, load a cursor instead."""
@@ -655,7 +656,7 @@ class PooledStream:
         """The cursor of this rank if what is left on all ranks is shared anew, given the cursors of
         all ranks after the same step. Each sample still runs exactly once."""
         merged = merge_cursors(cursors)
-        states, items = list(states_of(merged.place).values()), self._items()
+        states, items = list(states_of(merged.position).values()), self._items()
         ranks, first = self.world.size, self.world.rank * workers
         mine = [
             redealt(states, first + worker, ranks * workers, items.count)

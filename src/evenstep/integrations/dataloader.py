@@ -222,7 +222,7 @@ class StreamLoader:
                     step = step.collated(collate)
                 if self.num_workers and isinstance(stream, PooledStream):
                     stream.observe(step)
-                mine = stream.join([now[-1], step.cursor]) if step.cursor.place else now[-1]
+                mine = stream.join([now[-1], step.cursor]) if step.cursor.position else now[-1]
                 now[:] = [replace(mine, step=number + 1)]
                 self._now = now[-1]
                 yield replace(step, number=number, cursor=now[-1])
@@ -281,7 +281,7 @@ def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
     if not isinstance(stream, PlannedStream) or stream.infinite_loop:
         return len(stream)
     if stream.steps_in_every_epoch is None:
-        stream.epoch_size(stream.start().place["epoch"], progress=progress)
+        stream.epoch_size(stream.start().position["epoch"], progress=progress)
     return len(stream)
 
 
@@ -298,7 +298,7 @@ def _compare(stream: Stream, start: Cursor) -> None:
         return
     if not 1 < stream.world.size == distributed.get_world_size():
         return  # without a process group, or other ranks are tensor- or context-parallel
-    place = {} if isinstance(stream, PooledStream) else start.place
+    place = {} if isinstance(stream, PooledStream) else start.position
     text = f"{stream.fingerprint} {start.step} {place}".encode()
     check_fingerprints(hashlib.blake2b(text, digest_size=8).hexdigest(), Distributed())
 
@@ -344,7 +344,7 @@ def _worker() -> tuple[int, int]:
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-_NOWHERE = Cursor(belongs={}, step=0, place={})
+_NOWHERE = Cursor(identity={}, step=0, position={})
 
 Share = Callable[[list[Cursor]], Iterator[Step]]
 """From the cursors of all ranks to the steps of this rank, if what is left is shared anew."""

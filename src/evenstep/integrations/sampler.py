@@ -111,7 +111,7 @@ class PlannedBatchSampler:
         for step in self.stream.walk():
             if step.epoch != before.epoch:  # the previous step was the last of its epoch
                 before = StreamPosition(step.epoch, 0, before.step)
-            after = StreamPosition.from_dict(step.cursor.place, step.cursor.step)
+            after = StreamPosition.from_dict(step.cursor.position, step.cursor.step)
             if self._left_out(step):
                 if after.epoch > last_epoch + 1:
                     raise PlanError(
@@ -137,7 +137,7 @@ class PlannedBatchSampler:
         """Where the iteration starts."""
         cursor = self.stream.start()
         self._now, self._filled = cursor, self._skipped
-        return StreamPosition.from_dict(cursor.place, cursor.step)
+        return StreamPosition.from_dict(cursor.position, cursor.step)
 
     def _left_out(self, step: Step) -> bool:
         """Whether a step is left out because a rank has no work in it. All ranks must agree, so
@@ -169,7 +169,7 @@ class PlannedBatchSampler:
         if stream.infinite_loop or stream.max_num_steps is not None:
             return self._counted()
         if self.epochs is None:
-            return self._micro_batches(int(stream.start().place["epoch"]))
+            return self._micro_batches(int(stream.start().position["epoch"]))
         counts = stream.micro_batches_per_epoch(
             self.epochs, drop_last=self._drop_last, progress=self.progress
         )
@@ -182,7 +182,7 @@ class PlannedBatchSampler:
     def _counted(self) -> int:
         """Micro-batches from the start to `max_num_steps`."""
         num_steps, cursor = len(self.stream), self.stream.start()
-        key = StreamPosition.from_dict(cursor.place, cursor.step), num_steps
+        key = StreamPosition.from_dict(cursor.position, cursor.step), num_steps
         if key not in self._lengths:
             steps = copy.copy(self.stream).walk()  # a copy: counting is not iterating
             self._lengths[key] = sum(len(step) for step in steps if not self._left_out(step))
@@ -198,7 +198,7 @@ class PlannedBatchSampler:
                 f"epoch {epoch} was not planned: there are {self.epochs} epochs. Set epochs to the "
                 f"number that is run."
             )
-        kept = self._now is None and epoch == self.stream.start().place["epoch"]
+        kept = self._now is None and epoch == self.stream.start().position["epoch"]
         self.stream.set_epoch(epoch, None if self._now is None else self._now.step)
         self._now, self._skipped = None, self._skipped if kept else 0
         self._filled = self._skipped
@@ -311,7 +311,7 @@ class StepSampler:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""
-        return int(self.stream.start().place["epoch"])
+        return int(self.stream.start().position["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
         """Start at the beginning of `epoch`, or at a position within it that was loaded and not
@@ -353,7 +353,7 @@ class StepSampler:
         stream.set_epoch(epoch, 0)
         stream.skip_batches(done)
         start = stream.start()
-        return StreamPosition.from_dict(start.place, start.step)
+        return StreamPosition.from_dict(start.position, start.step)
 
     def check_position(self, state: Mapping[str, Any]) -> None:
         """Raise if these settings would not resume at the position of a checkpoint, whose number of
@@ -385,7 +385,7 @@ class StepSampler:
         self._passed = {}
         for step in self.stream.walk():
             done += 1
-            self._passed[done] = StreamPosition.from_dict(step.cursor.place, step.cursor.step)
+            self._passed[done] = StreamPosition.from_dict(step.cursor.position, step.cursor.step)
             state = self._state(step.cursor.to_dict(), done)
             self._total = step.number + 1
             yield from self._full(step, state)
