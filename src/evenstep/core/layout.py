@@ -25,6 +25,7 @@ from evenstep.core.ragged import (
     FloatArray,
     IntArray,
     Ragged,
+    Whole,
     divided_up,
     offsets_of,
     rounded_up,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from evenstep.core.cost import Cost
     from evenstep.core.recipe import Recipe
 
-Whole = TypeVar("Whole", int, NDArray[np.int64])
 Entry = TypeVar("Entry")
 Cut: TypeAlias = Literal["optimal", "greedy"]
 PackerName: TypeAlias = Literal[

@@ -244,6 +244,7 @@ class Floors:
 
     def _between(self, first: int, last: int) -> list[Floor]:
         """The floors of the steps from `first` up to `last`; of one step unless `_in_rows`."""
+        # The fewest packs give the fewest micro-batches per rank, and these the least time.
         recipe = self.recipe
         units = self._units(first, last)
         packs = self._packs(first, last, units)
@@ -519,6 +520,7 @@ def bottleneck(table: StepTable, steps: slice) -> str:
         named = _expensive_sample(table, steps)
         if named:
             return named
+    # Then what no plan of the worst step could avoid, and last what this plan did not.
     ideal = table.unpadded[steps]
     over = np.divide(table.floor_time[steps], ideal, out=np.ones(len(ideal)), where=ideal > 0)
     worst = int(over.argmax()) if len(over) else 0
@@ -550,6 +552,7 @@ def _of_floor(table: StepTable, step: int) -> str:
     plan, binds = table.plan, table.floor_binds[step]
     recipe, layout = plan.recipe, plan.recipe.layout
     segments = table.segments_of(slice(step, step + 1))
+    # Micro-batches beyond those that the slots fill, and time beyond the ideal.
     extra = int(table.floor_per_rank[step]) - int(table.filled[step])
     beyond = float(table.floor_time[step] - table.unpadded[step])
     if 2 * extra * recipe.cost.per_micro_batch >= beyond or binds == "mean":
@@ -607,6 +610,7 @@ def _of_count(table: StepTable, step: int, segments: slice) -> str:
             f"This pipeline runs a multiple of {recipe.topology.multiple} micro-batches per rank: "
             f"a step has {forced}. Lower layout.max_tokens, {_MORE_SAMPLES}."
         )
+    # The limit that by itself needs the most packs.
     counts = {
         name: bins_bound(column[segments].astype(np.float64)[:, None], floors.caps[d : d + 1])
         for d, (name, column) in enumerate(zip(floors.limits, floors.taken, strict=True))

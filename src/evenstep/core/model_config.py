@@ -83,10 +83,10 @@ class ModelConfig:
                 raise ConfigError(f"{self.where} has no vision_config. Use part='text'.")
             return whole
         inner = whole._nested(name)
-        given = {"model_type": whole.fields.get("model_type"), **inner.fields}
+        fields = {"model_type": whole.fields.get("model_type"), **inner.fields}
         # A saved file leaves out what equals the default of a nested configuration's class.
-        defaults = DEFAULTS.get(str(given["model_type"]), {})
-        return ModelConfig({**defaults, **given}, inner.where)
+        defaults = DEFAULTS.get(str(fields["model_type"]), {})
+        return ModelConfig({**defaults, **fields}, inner.where)
 
     def _nested(self, name: str) -> ModelConfig:
         return ModelConfig(_mapping(self.fields[name], f"{name} in {self.where}"), self.where)
@@ -273,10 +273,10 @@ def path_of_model(model: str, key: str) -> Path | None:
         return None
     path = Path(model)
     try:
-        found = bool(model) and path.exists()
+        exists = bool(model) and path.exists()
     except (OSError, ValueError):  # too long, or with a zero byte
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         parent = str(path.parent)
         place = "the working directory" if parent == "." else shorten(parent, 300)
         raise ConfigError(

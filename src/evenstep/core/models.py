@@ -488,6 +488,7 @@ def vision_work(config: ModelConfig) -> Work:
     embedding = hidden * config.whole("num_channels", "in_channels", "in_chans", default=3)
     embedding *= _area(config) * config.whole("temporal_patch_size", default=1)
     weights = embedding + layers * matrices + (_mergers(config, hidden) if tower.merges else 0)
+    # Layers that attend within windows of patches cost the same for every patch.
     everywhere, within = layers, 0
     if config.has("window_size"):
         everywhere = len(config.entries("fullatt_block_indexes"))
@@ -579,6 +580,7 @@ class ModelSize:
         queries, keys = _widths(config, kind)
         tied = config.truth("tie_word_embeddings", config.model_type in _TIED)
         outside = (1 if tied else 2) * hidden * vocab
+        # Add up the layers: weights that no token passes through, bytes kept and bytes moved.
         unused, kept, moved = 0.0, 0.0, 0.0
         for layer in range(layers):
             width, copies, rest = _feed_forward(config, kind, layer in sparse)

@@ -14,7 +14,7 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.text import counted, fill, line
 from evenstep.errors import CursorError
 
-_VERSION = 1
+_VERSION = 1  # of the JSON of a cursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,12 +183,13 @@ class Step:
         The micro-batch does not contain samples that the source skipped, for which it gives None.
         """
         micro = self.micro_batches[k]
-        found = {id_: self._sample(id_) for id_ in micro.segments.sample.tolist()}
-        missing = [id_ for id_, sample in found.items() if sample is None]
+        samples = {id_: self._sample(id_) for id_ in micro.segments.sample.tolist()}
+        # A source gives None for a sample that it skips: its slots become padding.
+        missing = [id_ for id_, sample in samples.items() if sample is None]
         if not missing:
-            return micro, found
+            return micro, samples
         self._read[micro] = micro.without(missing)
-        return self._read[micro], found
+        return self._read[micro], samples
 
     def _sample(self, sample_id: int) -> Any:
         try:
@@ -219,7 +220,7 @@ class Step:
     def loaded(self) -> Step:
         """The same step with every sample read, for another process."""
         read = [self.read(k) for k in range(len(self))]
-        samples = {id_: sample for _, found in read for id_, sample in found.items()}
+        samples = {id_: sample for _, by_id in read for id_, sample in by_id.items()}
         skipped = sum(sample is None for sample in samples.values())
         lost = {**self.lost, "skipped": self.lost.get("skipped", 0) + skipped}
         micro_batches = tuple(micro for micro, _ in read)
@@ -228,5 +229,5 @@ class Step:
     def collated(self, collate: Callable[[MicroBatch, Mapping[int, Any]], Any]) -> Step:
         """The same step with its micro-batches as tensors and without its samples."""
         step = self.loaded()
-        batches = tuple(collate(micro, found) for micro, found in step)
+        batches = tuple(collate(micro, samples) for micro, samples in step)
         return replace(step, batches=batches, samples={})
