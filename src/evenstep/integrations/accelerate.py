@@ -11,8 +11,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
-from evenstep.data.planned import PlannedStream, Progress
-from evenstep.data.source import check_some_loss
+from evenstep.data.planned import PlannedStream
+from evenstep.data.source import Progress, check_some_loss
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.hf_arguments import HfCollate

@@ -16,7 +16,7 @@ from torch import Tensor
 from evenstep.core.plan import MicroBatch, Placement
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import truth_field, whole_number
-from evenstep.data.source import LOSS_MASKS
+from evenstep.data.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
 from evenstep.planning.kernel import kernel
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, Continuation, Extra, RaggedTensor
@@ -385,6 +385,7 @@ class Collator:
     def __post_init__(self) -> None:
         whole_number("lookahead", self.lookahead)
         truth_field(self, "pin_memory")
+        check_masks_spelt(self.extras)
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
         """The batch of `micro`; `samples[i]` is the whole sample i of the plan."""

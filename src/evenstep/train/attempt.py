@@ -233,8 +233,11 @@ class Attempt:
         whole = micro is not None and micro.groups is not None
         split = self.runner.on_memory == "split" and not whole
         groups = check_groups_whole(batch, self.step_loss, self.groups, split)
-        if groups and micro is not None and micro.groups is not None:
-            check_groups_planned(batch, micro.segments.sample, micro.groups)
+        planned = self.work.groups
+        if micro is not None and micro.groups is not None:
+            planned = dict(zip(micro.segments.sample.tolist(), micro.groups.tolist(), strict=True))
+        if groups and planned:
+            check_groups_planned(batch, planned)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         self.token_ids.note(batch)

@@ -292,5 +292,13 @@ def _work(step: Step) -> Work:
         totals=step.totals,
         budget=step.budget,
         loss_tokens=step.loss_tokens,
+        groups=_groups_of(step),
         costs=step.costs,
     )
+
+
+def _groups_of(step: Step) -> dict[int, int]:
+    """The group of each sample of a step in its plan; {} if it has none."""
+    if step.plan is None or step.plan.groups is None or step.sample_ids is None:
+        return {}
+    return dict(zip(step.sample_ids.tolist(), step.plan.groups.tolist(), strict=True))
