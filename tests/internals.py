@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Floor,
         StepFloor,
         bins_bound,
+        cut_times,
         lock_step_bound,
         lock_steps,
         makespan_bound,

@@ -332,11 +332,11 @@ class PlannedStream(Stream):
         `allow` has no effect; pooled streams need it.
         """
         cursor = Cursor.from_dict(state)
-        identity = self._identity(inside="inside" in cursor.place)
-        if "lengths" not in cursor.belongs:  # written by version 0.1.0
+        identity = self._identity(inside="inside" in cursor.position)
+        if "lengths" not in cursor.identity:  # written by version 0.1.0
             del identity["lengths"]
         cursor.check(identity)
-        at = StreamPosition.from_dict(cursor.place, cursor.step)
+        at = StreamPosition.from_dict(cursor.position, cursor.step)
         if not 0 <= at.position <= len(self._steps):
             raise CursorError(
                 f"the cursor is at position {at.position}, but an epoch has {len(self._steps)} "
@@ -360,7 +360,7 @@ class PlannedStream(Stream):
     def cursor(self, at: StreamPosition) -> Cursor:
         """The cursor of a position."""
         identity = self._identity(inside=bool(at.inside))
-        return Cursor(belongs=identity, step=at.step, place=at.to_dict())
+        return Cursor(identity=identity, step=at.step, position=at.to_dict())
 
     # Identity ----------------------------------------------------------------------------------
 

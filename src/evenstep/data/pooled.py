@@ -224,7 +224,7 @@ class PooledStream(Stream):
         if self._loaded is None:
             fresh = [ReaderState.fresh(each, readers, self._epoch, count) for each in needed]
             return self._with_steps_left(fresh, mine, workers), worker
-        position = self._loaded.place
+        position = self._loaded.position
         if (position["ranks"], position["workers"]) == (ranks, workers):
             states, first = states_of(position), rank * workers
             turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
@@ -262,7 +262,7 @@ class PooledStream(Stream):
             "turns": {str(self.world.rank): turn},
             "readers": readers,
         }
-        return Cursor(belongs=self._identity, step=step, place=position)
+        return Cursor(identity=self._identity, step=step, position=position)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Start after the step that this state was taken at.
@@ -273,10 +273,10 @@ class PooledStream(Stream):
         """
         cursor = Cursor.from_dict(state)
         check_changes(cursor, self._identity, allow)
-        states_of(cursor.place)
+        states_of(cursor.position)
         # Before its first step, a rank has the state of its own reader, among the ranks of today:
         # a rank without a step left would otherwise keep a cursor of other ranks, or of all.
-        self._loaded, self._now = replace(cursor, belongs=self._identity), None
+        self._loaded, self._now = replace(cursor, identity=self._identity), None
         self._skip, self._iterated = 0, False
         self._changed = bool(cursor.differences(self._identity))
         self._counts.clear()
@@ -289,7 +289,7 @@ class PooledStream(Stream):
         """The epochs of the start. Readers of an endless stream can be in different ones."""
         if self._loaded is None:
             return (self._epoch,)
-        states = states_of(self._loaded.place).values()
+        states = states_of(self._loaded.position).values()
         return {epoch for state in states for epoch in state.open_epochs}
 
     def _start_epoch(self, epoch: int, done: int) -> None:
@@ -305,7 +305,7 @@ class PooledStream(Stream):
         """The cursor of this rank if what is left on all ranks is shared anew, from the cursors of
         all ranks after the same step. Each sample still runs exactly once."""
         merged = merge_cursors(cursors)
-        states, items = list(states_of(merged.place).values()), self._items()
+        states, items = list(states_of(merged.position).values()), self._items()
         ranks, first = self.world.size, self.world.rank * workers
         mine = [
             redealt(states, first + worker, ranks * workers, items.count)
@@ -416,16 +416,16 @@ def check_changes(cursor: Cursor, identity: Mapping[str, str], allow: Collection
     for name in sorted(allow):
         if name not in CHANGES:
             raise ConfigError(f"unknown change {name!r}; expected some of: {', '.join(CHANGES)}.")
-    if "layout" in cursor.belongs:  # a digest
+    if "layout" in cursor.identity:  # a digest
         raise CursorError(
             "the cursor was written by version 0.1.0, whose readers shared the data in another "
             "way. Resume with that version, or start without the cursor, for example at the next "
             "epoch."
         )
-    if not ("lengths" in cursor.belongs and "lengths" in identity):  # known to one of them only
+    if not ("lengths" in cursor.identity and "lengths" in identity):  # known to one of them only
         identity = {name: value for name, value in identity.items() if name != "lengths"}
-        kept = {name: value for name, value in cursor.belongs.items() if name != "lengths"}
-        cursor = replace(cursor, belongs=kept)
+        kept = {name: value for name, value in cursor.identity.items() if name != "lengths"}
+        cursor = replace(cursor, identity=kept)
     differing, needed = cursor.differences(identity), list[str]()
     for name in list(differing):
         change = next((c for c, begins in CHANGES.items() if name.startswith(begins)), None)
@@ -434,7 +434,7 @@ def check_changes(cursor: Cursor, identity: Mapping[str, str], allow: Collection
         elif change is not None and change not in needed:
             needed.append(change)
     fixed = any(not name.startswith(sum(CHANGES.values(), ())) for name in differing)
-    if differing and (fixed or cursor.belongs.get("stream") != identity["stream"]):
+    if differing and (fixed or cursor.identity.get("stream") != identity["stream"]):
         cursor.check(identity)
     if differing:
         names = ", ".join(map(repr, sorted(needed)))
@@ -460,36 +460,37 @@ def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
     if not several:
         raise CursorError("no cursors to merge; expected those of all ranks and workers.")
     first = several[0]
-    kind = first.belongs.get("stream", "foreign")
+    kind = first.identity.get("stream", "foreign")
     if kind != "pooled":
         raise CursorError(
             f"expected cursors of a PooledStream, got one of a {kind} stream. The cursor of a "
             f"PlannedStream needs no merging: load that of any rank."
         )
-    shape = (first.place.get("ranks"), first.place.get("workers"))
+    shape = (first.position.get("ranks"), first.position.get("workers"))
     turns: dict[str, int] = {}
     readers: dict[str, Any] = {}
     for cursor in sorted(several, key=lambda cursor: cursor.step):
-        cursor.check(first.belongs)
-        states_of(cursor.place)
-        if (cursor.place["ranks"], cursor.place["workers"]) != shape:
+        cursor.check(first.identity)
+        states_of(cursor.position)
+        if (cursor.position["ranks"], cursor.position["workers"]) != shape:
             raise CursorError(
                 f"cursors come from different runs: {shape[0]} ranks x {shape[1]} workers and "
-                f"{cursor.place['ranks']} x {cursor.place['workers']}. Merge those of one run."
+                f"{cursor.position['ranks']} x {cursor.position['workers']}. Merge those of one "
+                f"run."
             )
-        turns |= cursor.place["turns"]
-        readers |= cursor.place["readers"]
+        turns |= cursor.position["turns"]
+        readers |= cursor.position["readers"]
     _check_steps(several, readers)
     position = {"ranks": shape[0], "workers": shape[1], "turns": turns, "readers": readers}
-    return Cursor(belongs=first.belongs, step=max(c.step for c in several), place=position)
+    return Cursor(identity=first.identity, step=max(c.step for c in several), position=position)
 
 
 def _check_steps(cursors: Sequence[Cursor], readers: Mapping[str, Any]) -> None:
     """Refuse cursors of ranks at different steps. Ignores ranks with a reader that may have ended:
     they have no more steps, or their other workers count ahead."""
-    position, steps = cursors[0].place, dict[int, int]()
+    position, steps = cursors[0].position, dict[int, int]()
     for cursor in cursors:
-        for number in cursor.place["readers"]:
+        for number in cursor.position["readers"]:
             rank = int(number) // position["workers"]
             steps[rank] = max(cursor.step, steps.get(rank, 0))
     if len(set(steps.values())) <= 1:

@@ -218,7 +218,7 @@ def world_for(recipe: Recipe, world: World | None) -> World:
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """A digest of plain data, for `Cursor.belongs`."""
+    """A digest of plain data, for `Cursor.identity`."""
     text = json.dumps(data, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -387,7 +387,7 @@ def empty_step(before: Step | None, recipe: Recipe) -> Step:
             epoch=0,
             micro_batches=(empty,) * count,
             samples={},
-            cursor=Cursor(belongs={}, step=0, place={}),
+            cursor=Cursor(identity={}, step=0, position={}),
             budget=recipe.layout.budget,
             ranks=recipe.topology.dp,
         )

@@ -254,7 +254,7 @@ def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
     if not isinstance(stream, PlannedStream) or stream.infinite_loop:
         return len(stream)
     if stream.steps_in_every_epoch is None:
-        stream.epoch_size(stream.start().place["epoch"], progress=progress)
+        stream.epoch_size(stream.start().position["epoch"], progress=progress)
     return len(stream)
 
 
@@ -271,7 +271,7 @@ def _compare(stream: Stream, start: Cursor) -> None:
         return
     if not 1 < stream.world.size == distributed.get_world_size():
         return  # without a process group, or other ranks are tensor- or context-parallel
-    place = {} if isinstance(stream, PooledStream) else start.place
+    place = {} if isinstance(stream, PooledStream) else start.position
     text = f"{stream.fingerprint} {start.step} {place}".encode()
     check_fingerprints(hashlib.blake2b(text, digest_size=8).hexdigest(), Distributed())
 
@@ -322,7 +322,7 @@ def _worker() -> tuple[int, int]:
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-_NOWHERE = Cursor(belongs={}, step=0, place={})
+_NOWHERE = Cursor(identity={}, step=0, position={})
 
 
 class _Pass:
@@ -350,7 +350,7 @@ class _Pass:
                 step = step.collated(collate)
             if workers and isinstance(stream, PooledStream):
                 stream.observe(step)
-            joined = stream.join([self._now, step.cursor]) if step.cursor.place else self._now
+            joined = stream.join([self._now, step.cursor]) if step.cursor.position else self._now
             self._now = replace(joined, step=number + 1)
             yield replace(step, number=number, cursor=self._now)
 

@@ -41,12 +41,12 @@ def gather_state(stream: HasState, gather: Gather | None = None) -> dict[str, An
     """
     states = list((gather or all_gather)(stream.state_dict()))
     cursors = [Cursor.from_dict(state) for state in states]
-    if cursors[0].belongs.get("stream") != "pooled":
+    if cursors[0].identity.get("stream") != "pooled":
         _check_equal(states)
         return dict(states[0])
     merged = merge_cursors(cursors)
-    ranks, workers = merged.place["ranks"], merged.place["workers"]
-    missing = sorted(set(range(ranks * workers)) - states_of(merged.place).keys())
+    ranks, workers = merged.position["ranks"], merged.position["workers"]
+    missing = sorted(set(range(ranks * workers)) - states_of(merged.position).keys())
     if missing:
         raise CursorError(
             f"{len(states)} ranks gave a state, but reader {missing[0]} of {ranks} ranks x "

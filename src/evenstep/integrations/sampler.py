@@ -150,7 +150,7 @@ class _MicroBatchSampler:
     @property
     def _epoch(self) -> int:
         """The epoch of the next iteration."""
-        return int(self.stream.start().place["epoch"])
+        return int(self.stream.start().position["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of `epoch`, or at a position within it that
@@ -393,7 +393,7 @@ class PartDataset(Dataset):  # type: ignore[misc]
 
 
 def _position(cursor: Cursor) -> StreamPosition:
-    return StreamPosition.from_dict(cursor.place, cursor.step)
+    return StreamPosition.from_dict(cursor.position, cursor.step)
 
 
 def _without_work(step: Step) -> PlanError:
