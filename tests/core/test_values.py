@@ -31,7 +31,7 @@ from evenstep.data.streams.pool import Pool
 from evenstep.data.streams.pooled import PooledStream
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.balance.partition import partition
-from evenstep.planning.packing.packers import pack
+from evenstep.planning.packers import pack
 
 RECIPE = Recipe(layout=Packed(max_tokens=8))
 SOURCE = InMemory([{"input_ids": [1, 2, 3]}])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.core.recipe import Limits
 from evenstep.errors import PlanError
-from evenstep.planning.packing.spread import spread_units
 from evenstep.planning.units import Units
+from evenstep.planning.vector_packing import spread_units
 from evenstep.testing import assert_valid_plan
 
 

@@ -11,9 +11,10 @@ from evenstep import pack
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import PACKER_NAMES
 from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.packing.best_fit import _best_fit_few, best_fit
-from evenstep.planning.packing.more_bins import divide_bins, even_bins
-from evenstep.planning.packing.optimal import at_most, by_length, take
+from evenstep.planning.best_fit import best_fit
+from evenstep.planning.best_fit import best_fit_few as _best_fit_few
+from evenstep.planning.optimal import at_most, by_length, take
+from evenstep.planning.packers import divide_bins, even_bins
 from tests.examples import examples
 
 

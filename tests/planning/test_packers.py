@@ -13,7 +13,7 @@ from evenstep import pack
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import PACKER_NAMES
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.packing import best_fit
+from evenstep.planning import best_fit
 from tests.examples import examples
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)

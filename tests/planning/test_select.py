@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError
-from evenstep.planning.batching.selection import PADDED, STRATEGIES, Room, select
-from evenstep.planning.packing.knapsack import fill_under_weight, search
-from evenstep.planning.packing.subset_sum import fill_space, from_records, from_stages
+from evenstep.planning.pool import (
+    PADDED,
+    STRATEGIES,
+    Room,
+    fill_space,
+    fill_under_weight,
+    from_records,
+    from_stages,
+    search,
+    select,
+)
 from tests.examples import examples
 
 LENGTHS = np.array([7, 6, 8, 5, 1, 3, 8, 6])
@@ -311,8 +319,8 @@ def test_a_micro_batch_that_could_hold_nothing_is_refused(limit: str) -> None:
 def test_kernels_choose_the_same_without_their_compiler() -> None:
     program = (
         "import numpy as np\n"
-        "from evenstep.planning.batching.selection import STRATEGIES, Room, select\n"
-        "from evenstep.planning.packing.subset_sum import from_records\n"
+        "from evenstep.planning.pool import STRATEGIES, Room, select\n"
+        "from evenstep.planning.pool import from_records\n"
         "rng = np.random.default_rng(0)\n"
         "for capacity in (40, 300, 2000):\n"
         "    for limits in ({}, {'most': 6}, {'counted': 60}, {'counted': 60, 'most': 5}):\n"

@@ -7,12 +7,16 @@ from hypothesis import strategies as st
 
 from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import FloatArray, IntArray, Ragged
-from evenstep.planning.packing import vector_pack as module
-from evenstep.planning.packing.emptying import empty_bins_kernel
-from evenstep.planning.packing.room_tree import tightest_fit_kernel
-from evenstep.planning.packing.spread import fewest_spread, spread_over, spread_units
-from evenstep.planning.packing.vector_pack import vector_pack
+from evenstep.planning import vector_packing as module
 from evenstep.planning.units import Units
+from evenstep.planning.vector_packing import (
+    empty_bins_kernel,
+    fewest_spread,
+    spread_over,
+    spread_units,
+    tightest_fit_kernel,
+    vector_pack,
+)
 from tests.examples import examples
 
 SCORES = {
@@ -252,7 +256,7 @@ def test_the_fewest_packs_to_spread_over_are_found_among_the_multiples(
 
 
 def test_spreading_tries_few_numbers_of_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from evenstep.planning.packing import spread
+    from evenstep.planning import vector_packing as spread
 
     tried: list[int] = []
     kernel = spread.spread_kernel

@@ -34,7 +34,7 @@ from evenstep.core.world import World
 from evenstep.data.sources.token_file import TokenFile
 from evenstep.data.sources.token_writer import write_token_file
 from evenstep.data.streams.planned import PlannedStream
-from evenstep.planning.kernel import compile_seconds
+from evenstep.planning.kernels import compile_seconds
 from evenstep.planning.planner import make_plan
 from evenstep.report import Entry, Report, RunLog, advice, report_page
 

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 
 @kernel

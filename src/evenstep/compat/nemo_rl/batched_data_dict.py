@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from evenstep.compat.nemo_rl.packed_tensor import PackedTensor
+from evenstep.compat.nemo_rl.rank_rows import RankRows, share_rows
 from evenstep.compat.nemo_rl.rows import (
     BatchError,
     common_count,
@@ -29,7 +30,6 @@ from evenstep.compat.nemo_rl.sharding import (
 from evenstep.core.ragged import IntArray
 from evenstep.core.validate import whole_number
 from evenstep.errors import InputError
-from evenstep.planning.batching.rank_rows import RankRows, share_rows
 
 _Batch = TypeVar("_Batch", bound="BatchedDataDict")
 _COUPLED = (

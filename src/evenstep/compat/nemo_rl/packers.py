@@ -10,7 +10,7 @@ from evenstep.compat.nemo_rl.packing_metrics import PackingMetrics
 from evenstep.core.glimpse import glimpse
 from evenstep.core.validate import seed_number, truth_value, whole_number
 from evenstep.errors import ConfigError
-from evenstep.planning.packing.packers import pack
+from evenstep.planning.packers import pack
 
 
 class PackingAlgorithm(Enum):

@@ -9,12 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from evenstep.compat.nemo_rl.packers import algorithm_of
+from evenstep.compat.nemo_rl.packing_metrics import bin_metrics
+from evenstep.compat.nemo_rl.rank_rows import RankRows, deal_bins, deal_sorted
 from evenstep.compat.nemo_rl.rows import BatchError
 from evenstep.core.ragged import IntArray, Ragged
 from evenstep.core.rounding import rounded_up
 from evenstep.core.validate import one_of, whole_number
-from evenstep.planning.batching.rank_rows import RankRows, deal_bins, deal_sorted
-from evenstep.planning.packing.bin_metrics import bin_metrics
 
 _ORDERS = Literal["packer", "largest_first"]
 

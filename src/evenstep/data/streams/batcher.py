@@ -21,7 +21,7 @@ from evenstep.data.streams.leader import leader_first
 from evenstep.data.streams.pool import Entry, Pool
 from evenstep.data.streams.sample_columns import ColumnOf, SampleColumns
 from evenstep.errors import ConfigError
-from evenstep.planning.batching.selection import Room, select
+from evenstep.planning.pool import Room, select
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import Recipe
 from evenstep.core.rounding import rounded_up
-from evenstep.planning.batching.selection import Room
+from evenstep.planning.pool import Room
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from evenstep.core.ragged import IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _OLDEST = 2  # one draw of so many
 _PRIME, _FACTOR = 2147483647, 48271  # products fit 64 bits

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from evenstep.core.ragged import IntArray
 from evenstep.core.rounding import divided_up
 from evenstep.errors import InputError
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _ROUNDS = 6
 _FEW = 64  # items that are shuffled as a list

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evenstep.data.sources.source import Sample
-from evenstep.planning.batching.selection import Room, select
+from evenstep.planning.pool import Room, select
 
 
 class Buffered(NamedTuple):

@@ -13,12 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenstep.core.bounds import pack_bound
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.kernel import kernel
-from evenstep.planning.packing.best_fit import best_fit_decreasing
-from evenstep.planning.packing.first_fit import nearest_free
-from evenstep.planning.packing.items import bins_in_order
+from evenstep.core.ragged import IntArray
+from evenstep.planning.kernels import kernel, nearest_free
 
 _LIMIT = 2000  # partners tried for one gap
 _LOOKS = 500_000  # partners tried in all: some milliseconds
@@ -210,22 +206,3 @@ def optimal_kernel(
             bins = used
             best = name_items(ordered, order, filled, bin_of)
     return best
-
-
-def optimal(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
-    """As few bins as the search finds; proven optimal if their number equals `pack_bound`.
-
-    Best fit comes first. If it needs more bins than the bound, bins are filled exactly with several
-    tolerances until the bound is reached.
-
-    >>> len(optimal(np.array([6, 5, 4, 3, 2]), 10)), pack_bound(np.array([6, 5, 4, 3, 2]), 10)
-    (2, 2)
-    """
-    packed = best_fit_decreasing(lengths, capacity)
-    bound = pack_bound(lengths, capacity)
-    if len(packed) > bound:
-        order = np.argsort(lengths, kind="stable")
-        better = optimal_kernel(lengths[order], order, capacity, bound, len(packed))
-        if len(better):
-            return bins_in_order(better)
-    return packed

@@ -14,8 +14,7 @@ from evenstep.core.ragged import IntArray, Ragged, offsets_of
 from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.errors import InputError
 from evenstep.planning.batching.cuts import greedy_cuts
-from evenstep.planning.packing.more_bins import even_bins
-from evenstep.planning.packing.packers import pack
+from evenstep.planning.packers import even_bins, pack
 
 _NO_LIMITS = np.empty(0)
 
