@@ -1,32 +1,34 @@
-"""Pack under several limits: as few bins as several greedy ways and a local search find.
+"""Packs under several limits: slots, and whatever `limits` and `layout.samples` count.
 
-Best fit has several forms where an item takes of more than one limit: in which order items are
-taken, and which bin fits best. None is best for all inputs, so all are tried until the number of
-bins reaches the lower bound. Then bins are emptied into others, and items are spread over fewer
-bins.
+Item i takes `taken[i, d]` of limit d, of which a pack holds `caps[d]`. Slots are limit 0.
 
-A try that scores every bin takes items x bins steps. For many items there is only the score that a
-tree finds.
+    sizes [5, 5, 4] of 10 slots, patches [3, 3, 0] of 4 -> taken [[5, 3], [5, 3], [4, 0]]
+    caps [10, 4]: items 0 and 1 have the slots to share a pack, but not the patches
+
+`LimitedPacker` opens packs one by one and needs few of them. `spread_units` fills a given number of
+packs side by side. Packs that are filled one after the other reach one limit while there is room
+under another: with at most seven segments per pack, the last packs hold seven short segments and
+few tokens. Spread over all packs, every limit is used evenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
 from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import FloatArray, IntArray, Ragged
+from evenstep.core.rounding import divided_up
 from evenstep.planning.kernels import kernel, rise, sink
 from evenstep.planning.units import Units
 
 _SCORES = (1, 3, 2, 0)  # of `scored_fit_kernel`, the best on average first
-_WORK = 2**25  # items x bins up to which every bin is scored: about 20 ms for one try
-_MANY = 1024  # items from which on the tree is faster than scoring every bin
-_LOOKS = 2**25  # items looked at to empty bins: some 50 ms
-_CLOSE = 1.01  # packings this close to the best are kept, to have their bins emptied
-_KEPT = 3  # packings whose bins are emptied
+_FEW = 512  # items up to which all scores are tried; beyond, one finds nearly as few bins
+_PART = 1024  # items packed together: scoring every bin takes items x bins steps
+_WHOLE = 2**24  # items x bins up to which all items are packed together once: about 8 ms
+_CHOICE = 4  # packs with room that a unit chooses from when it is spread
+_LOOK = 64  # packs tried to find them, from the emptiest on
 
 
 def vector_pack(
@@ -41,76 +43,83 @@ def vector_pack(
     >>> vector_pack(np.array([5, 5, 5, 4]), patches, 10, np.array([4.0])).tolist()
     [[0, 2], [1, 3]]
     """
-    taken = np.column_stack((sizes.astype(np.float64), extra))
-    most = np.append(float(capacity), caps)
-    over = (taken > most).any(axis=1)
-    fitting, alone = np.flatnonzero(~over), np.flatnonzero(over)
-    bin_of = np.empty(len(sizes), np.int64)
-    bin_of[fitting] = _packed(taken[fitting], most, enough - len(alone))
-    bins = _count(bin_of[fitting])
-    bin_of[alone] = bins + np.arange(len(alone))
-    return Ragged.group(bin_of, bins + len(alone))
+    return LimitedPacker(sizes, extra, capacity, caps).bins(enough)
 
 
-def _packed(taken: FloatArray, caps: FloatArray, enough: int) -> IntArray:
-    """The bin of each item. Limits that hold for all items together are left out."""
-    binding = taken.sum(axis=0) > caps
-    if not binding.any():
-        return np.zeros(len(taken), np.int64)
-    taken, caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
-    bound = bins_bound(taken, caps)
-    enough = max(enough, bound)
-    found = _fitted(taken, caps, bound, enough)
-    if _count(found[0]) > enough:
-        found = [_emptied(taken, caps, bin_of, enough) for bin_of in found[:_KEPT]]
-    best = min(found, key=_count)
-    if _count(best) > enough:
-        spread, packs = spread_over(taken, caps, enough, _count(best) - 1)
-        best = spread if packs >= 0 else best
-    return best
+class LimitedPacker:
+    """Few bins under several limits. It can be asked again: what it packed once is kept.
+
+    Best fit has several forms where an item takes of more than one limit: in which order items are
+    taken, and which bin fits best. None is best for all inputs, so they are tried one after the
+    other while there are too many bins; last, items are spread over fewer bins. An answer does not
+    depend on what was asked before.
+    """
+
+    def __init__(self, sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray) -> None:
+        taken, caps = limit_table(sizes, extra, capacity, caps)
+        over = (taken > caps).any(axis=1)
+        self._alone, self._fitting = np.flatnonzero(over), np.flatnonzero(~over)
+        taken = taken[self._fitting]
+        binding = taken.sum(axis=0) > caps  # other limits hold for all items together
+        self._taken, self._caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
+        self._bound = bins_bound(self._taken, self._caps) if binding.any() else 1
+        self._packings: list[IntArray] = []  # the bin of each fitting item, ever fewer bins
+        self._more = self._tries()
+
+    def bins(self, enough: int = 0) -> Ragged:
+        """The first packing with at most `enough` bins, or the one with the fewest."""
+        enough = max(enough - len(self._alone), self._bound)
+        at = 0
+        while at == 0 or _count(self._packings[at - 1]) > enough:
+            if at == len(self._packings):
+                packing = next(self._more, None)
+                if packing is None:
+                    break
+                self._packings.append(packing)
+            at += 1
+        bins = _count(self._packings[at - 1])
+        bin_of = np.empty(len(self._fitting) + len(self._alone), np.int64)
+        bin_of[self._fitting] = self._packings[at - 1]
+        bin_of[self._alone] = bins + np.arange(len(self._alone))
+        return Ragged.group(bin_of, bins + len(self._alone))
+
+    def _tries(self) -> Iterator[IntArray]:
+        """The bin of each item, packed in ever fewer bins."""
+        taken, caps, most = self._taken, self._caps, len(self._taken)
+        if not len(caps):
+            yield np.zeros(len(taken), np.int64)
+            return
+        orders = _orders(taken / caps)
+        best = orders[0]
+        for score in _SCORES if len(taken) <= _FEW else _SCORES[:1]:
+            for order in orders:
+                bin_of = fit_parts(taken, caps, order, score, most)
+                if len(bin_of):
+                    yield bin_of
+                    best, most = order, _count(bin_of) - 1
+        if len(taken) > _PART and len(taken) * self._bound <= _WHOLE:
+            bin_of = _fit(taken, caps, best, _SCORES[0], most)
+            if len(bin_of):
+                yield bin_of
+                most = _count(bin_of) - 1
+        bin_of, packs = spread_over(taken, caps, self._bound, most)
+        if packs >= 0:
+            yield bin_of
 
 
-def _fitted(taken: FloatArray, caps: FloatArray, bound: int, enough: int) -> list[IntArray]:
-    """Packings, fewest bins first, until one has `enough` bins; those far from the best are left
-    out."""
-    found: list[IntArray] = []
-    most = len(taken)
-    for fit in _ways(taken, caps, bound):
-        bin_of = fit(most=most)
-        if len(bin_of):
-            found.append(bin_of)
-            most = min(most, int(_count(bin_of) * _CLOSE))
-            if _count(bin_of) <= enough:
-                break
-    return sorted(found, key=_count)
+def limit_table(
+    sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """(what each item takes of every limit, the limits), slots first."""
+    return np.column_stack((sizes.astype(np.float64), extra)), np.append(float(capacity), caps)
 
 
-def _ways(taken: FloatArray, caps: FloatArray, bound: int) -> Iterator[partial[IntArray]]:
-    """The forms of best fit: items by each limit, by their largest share, or by their sum of
-    shares; times the scores of a bin. Those that are best for most inputs come first."""
-    shares = taken / caps
+def _orders(shares: FloatArray) -> list[IntArray]:
+    """Items by their share of the scarcest limit, their largest share, the sum, other limits."""
     total = shares.sum(axis=1)
     scarce, *others = np.argsort(-shares.sum(axis=0), kind="stable").tolist()
     keys = [shares[:, scarce], shares.max(axis=1), total, *(shares[:, d] for d in others)]
-    orders = [np.lexsort((-total, -key)) for key in keys]
-    scored = len(taken) * bound <= _WORK
-    if len(taken) >= _MANY or not scored:
-        for order in orders:
-            yield partial(tightest_fit_kernel, taken, caps, order, scarce)
-    if scored:
-        columns = np.ascontiguousarray(taken.T)
-        for score in _SCORES:
-            for order in orders:
-                yield partial(scored_fit_kernel, columns, caps, order, score)
-
-
-def _emptied(taken: FloatArray, caps: FloatArray, bin_of: IntArray, enough: int) -> IntArray:
-    """The packing after bins are emptied. Items weigh more by limits that are scarce."""
-    shares = taken / caps
-    weight = shares @ (shares.sum(axis=0) / shares.sum(axis=0).max())
-    better = bin_of.copy()
-    empty_bins_kernel(taken, weight, caps, better, _count(bin_of), enough, _LOOKS)
-    return better
+    return [np.lexsort((-total, -key)) for key in keys]
 
 
 def _count(bin_of: IntArray) -> int:
@@ -118,7 +127,37 @@ def _count(bin_of: IntArray) -> int:
     return int(bin_of.max(initial=-1)) + 1
 
 
-_OPEN = 256  # bins that are considered at a time
+def fit_parts(
+    taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int
+) -> IntArray:
+    """The bin of each item, by best fit in parts; empty if more than `most` bins are needed.
+
+    Each part has items of all sizes: with two parts, those at even and at odd places of `order`. A
+    part leaves about one bin half empty, so these bins are packed again, together.
+    """
+    parts = divided_up(len(order), _PART)
+    if parts == 1:
+        return _fit(taken, caps, order, score, most)
+    bin_of, bins = np.empty(len(order), np.int64), 0
+    for part in range(parts):
+        items = order[part::parts]
+        bin_of[items] = bins + _fit(taken[items], caps, np.arange(len(items)), score, len(items))
+        bins = int(bin_of[items].max()) + 1
+    full = np.bincount(bin_of, (taken / caps).sum(axis=1), bins)
+    loose = np.zeros(bins, np.bool_)
+    loose[np.argsort(full, kind="stable")[:parts]] = True
+    # Bins that stay are numbered anew, in order: loose [F, T, F] -> 0, -, 1
+    items = order[loose[bin_of[order]]]
+    again = _fit(taken[items], caps, np.arange(len(items)), score, parts)
+    if len(again):  # `parts` bins are enough if best fit does as well as before
+        bin_of = (np.cumsum(~loose) - 1)[bin_of]
+        bin_of[items] = bins - parts + again
+    return bin_of if _count(bin_of) <= most else np.empty(0, np.int64)
+
+
+def _fit(taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int) -> IntArray:
+    """`scored_fit_kernel`, which reads limit by limit."""
+    return scored_fit_kernel(np.ascontiguousarray(taken.T), caps, order, score, most)
 
 
 @kernel
@@ -131,13 +170,17 @@ def scored_fit_kernel(
     room, the one with the lowest score is chosen, by what it has left in shares of each limit: the
     dot product with the item, largest first (0); or, after the item, the sum of squares (1), the
     largest share (2) or the sum (3).
+
+        caps [10, 4], bins with room [5, 1] and [6, 4], item [5, 1]
+        score 3: left (0 + 0) and (0.1 + 0.75), so the item goes to the first bin and fills it
     """
     limits, n = taken.shape
-    room = np.empty((limits, most + 1))
+    room = np.empty((limits, most + 1))  # room[d, b]: what bin b has left of limit d
     scores = np.empty(most + 1)
     bin_of = np.empty(n, np.int64)
     bins = 0
     for item in order:
+        # Score all open bins, limit by limit. A bin without room stays at infinity.
         scores[:bins] = 0.0
         for d in range(limits):
             wanted, left = taken[d, item], room[d]
@@ -160,6 +203,7 @@ def scored_fit_kernel(
                 for b in range(bins):
                     value = scores[b] + (left[b] - wanted) * share
                     scores[b] = value if left[b] >= wanted else np.inf
+        # Take the first bin with the lowest score, or open one.
         chosen, best = -1, np.inf
         for b in range(bins):
             if scores[b] < best:
@@ -177,209 +221,38 @@ def scored_fit_kernel(
     return bin_of
 
 
-_LEVELS, _STACKS = 512, 512  # levels of the sum of room, stacks of a level
-_VISITS = 2**14  # nodes and bins looked at for one item
-
-
-@kernel
-def has_room(room: FloatArray, wanted: FloatArray) -> bool:
-    """Whether there is room for `wanted` under every limit."""
-    for d in range(wanted.shape[0]):
-        if room[d] < wanted[d]:
-            return False
-    return True
-
-
-@kernel
-def first_with_room(
-    tree: FloatArray,
-    top: IntArray,
-    below: IntArray,
-    room: FloatArray,
-    wanted: FloatArray,
-    leaf: int,
-) -> int:
-    """A bin with room for `wanted` in the first possible stack from `leaf` on, or -1.
-
-    -1 also where too many nodes and bins were looked at.
-    """
-    leaves = top.shape[0]
-    node, visits = leaves + leaf, 0
-    while visits < _VISITS:
-        visits += 1
-        if has_room(tree[node], wanted):
-            if node < leaves:
-                node *= 2
-                continue
-            b = int(top[node - leaves])
-            while b >= 0 and visits < _VISITS:
-                if has_room(room[b], wanted):
-                    return b
-                b = below[b]
-                visits += 1
-        while node % 2 == 1:  # a right child: the next node on the right is its parent's
-            node //= 2
-        if node == 0:
-            return -1
-        node += 1
-    return -1
-
-
-@kernel
-def update_tree(tree: FloatArray, node: int) -> None:
-    """Correct the nodes above the leaf `node`."""
-    node //= 2
-    while node >= 1:
-        for d in range(tree.shape[1]):
-            tree[node, d] = max(tree[2 * node, d], tree[2 * node + 1, d])
-        node //= 2
-
-
-@kernel
-def put_bin(
-    b: int,
-    leaf: int,
-    tree: FloatArray,
-    top: IntArray,
-    below: IntArray,
-    above: IntArray,
-    room: FloatArray,
-) -> None:
-    """Put bin `b` onto the stack of `leaf`."""
-    below[b], above[b] = top[leaf], -1
-    if top[leaf] >= 0:
-        above[top[leaf]] = b
-    top[leaf] = b
-    node = top.shape[0] + leaf
-    for d in range(room.shape[1]):
-        tree[node, d] = max(tree[node, d], room[b, d])
-    update_tree(tree, node)
-
-
-@kernel
-def remove_bin(
-    b: int,
-    leaf: int,
-    tree: FloatArray,
-    top: IntArray,
-    below: IntArray,
-    above: IntArray,
-    room: FloatArray,
-) -> None:
-    """Take bin `b` off the stack of `leaf`."""
-    if above[b] >= 0:
-        below[above[b]] = below[b]
-    else:
-        top[leaf] = below[b]
-    if below[b] >= 0:
-        above[below[b]] = above[b]
-    node = top.shape[0] + leaf
-    for d in range(room.shape[1]):
-        most = tree[node, d]
-        if room[b, d] < most:
-            continue
-        tree[node, d] = -1.0
-        other = top[leaf]
-        while other >= 0 and tree[node, d] < most:
-            tree[node, d] = max(tree[node, d], room[other, d])
-            other = below[other]
-    update_tree(tree, node)
-
-
-@kernel
-def tightest_fit_kernel(
-    taken: FloatArray, caps: FloatArray, order: IntArray, scarce: int, most: int
-) -> IntArray:
-    """The bin of each item, taken in `order`; empty if more than `most` bins are needed.
-
-    Item i takes `taken[i, d]` of limit d, at most `caps[d]`, which is above 0. Stacks of a level
-    are by room under the limit `scarce`.
-    """
-    n, limits = taken.shape
-    tree = np.full((2 * _LEVELS * _STACKS, limits), -1.0)
-    top = np.full(_LEVELS * _STACKS, -1, np.int64)
-    below = np.empty(most, np.int64)
-    above = np.empty(most, np.int64)
-    leaf_of = np.empty(most, np.int64)
-    room = np.empty((most, limits))
-    bin_of = np.empty(n, np.int64)
-    scale = (_LEVELS - 1) / limits
-    bins = 0
-    for item in order:
-        wanted = taken[item]
-        total = 0.0
-        for d in range(limits):
-            total += wanted[d] / caps[d]
-        level = int(total * scale * (1 - 1e-9))
-        chosen = first_with_room(tree, top, below, room, wanted, level * _STACKS)
-        if chosen < 0:
-            if bins == most:
-                return np.empty(0, np.int64)
-            chosen = bins
-            bins += 1
-            room[chosen] = caps
-        else:
-            remove_bin(chosen, leaf_of[chosen], tree, top, below, above, room)
-        left = 0.0
-        for d in range(limits):
-            room[chosen, d] -= wanted[d]
-            left += room[chosen, d] / caps[d]
-        stack = int(room[chosen, scarce] / caps[scarce] * (_STACKS - 1))
-        leaf_of[chosen] = int(left * scale) * _STACKS + stack
-        put_bin(chosen, leaf_of[chosen], tree, top, below, above, room)
-        bin_of[item] = chosen
-    return bin_of
-
-
-_CHOICE = 4  # packs with room that a unit chooses from
-_LOOK = 64  # packs tried to find them, from the emptiest on
-
-
 def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
     """The units of each of `packs` packs, within all limits; None if a unit fits nowhere.
 
     Units are taken by the sum of their shares of all limits, largest first. Units that exceed a
     limit by themselves come before all others.
     """
-    return fewest_spread(units, capacity, packs, packs)
+    taken, caps = limit_table(units.size, units.extra, capacity, units.caps)
+    pack_of, count = spread_over(taken, caps, packs, packs)
+    return Ragged.group(pack_of, packs) if count == packs else None
 
 
-def fewest_spread(
-    units: Units, capacity: int, least: int, most: int, multiple: int = 1
-) -> Ragged | None:
-    """The units of each pack, in the fewest packs found; None if no number of packs works.
-
-    The numbers tried are among `least`, `least + multiple` and so on up to `most`.
-    """
-    taken = np.column_stack((units.size.astype(np.float64), units.extra))
-    caps = np.append(float(capacity), units.caps)
-    pack_of, packs = spread_over(taken, caps, least, most, multiple)
-    return Ragged.group(pack_of, packs) if packs >= 0 else None
-
-
-def spread_over(
-    taken: FloatArray, caps: FloatArray, least: int, most: int, multiple: int = 1
-) -> tuple[IntArray, int]:
+def spread_over(taken: FloatArray, caps: FloatArray, least: int, most: int) -> tuple[IntArray, int]:
     """(the pack of each item, packs), in the fewest packs found; packs is -1 if none is.
 
-    Item i takes `taken[i, d]` of `caps[d]`. The distance from `least` is doubled until the items
-    fit, then bisected: where they fit, they nearly always fit into more packs.
+    The distance from `least` is doubled until the items fit, then bisected: where they fit, they
+    nearly always fit into more packs. From 10 on, where 14 are needed: 10, 11, 13, 17, 15, 14.
     """
     shares = taken / np.maximum(caps, 1e-9)
     alone = (taken > caps).any(axis=1)
     order = np.lexsort((-shares.sum(axis=1), ~alone))
     best, packs = np.empty(0, np.int64), -1
-    failed, step, last = -1, 0, (most - least) // multiple
-    while step <= last:
-        count = least + step * multiple
-        found = spread_kernel(taken, order, caps, count)
-        if len(found) == len(taken):
-            best, packs, last = found, count, step - 1
+    failed, count = least - 1, least  # items do not fit into `failed` packs, as far as tried
+    while count <= most:
+        pack_of = spread_kernel(taken, order, caps, count)
+        if len(pack_of) == len(taken):
+            best, packs, most = pack_of, count, count - 1
         else:
-            failed = step
-        step = failed + max(1, (last + 1 - failed) // 2) if packs >= 0 else 2 * step + 1
-        if packs < 0 and failed < last < step:
-            step = last
+            failed = count
+        if packs >= 0:
+            count = failed + max(1, (packs - failed) // 2)
+        else:
+            count = min(2 * count - least + 1, most) if count < most else most + 1
     return best, packs
 
 
@@ -390,210 +263,45 @@ def spread_kernel(taken: FloatArray, order: IntArray, caps: FloatArray, packs: i
     An item goes to one of the emptiest packs with room: the one that it leaves emptiest. A pack is
     as full as its largest share of any limit. An item that exceeds a limit by itself takes an empty
     pack.
+
+        caps [10, 4], packs with [5, 1] and [2, 3], which are 0.5 and 0.75 full, item [2, 1]
+        the first would be 0.7 full and the second 1.0, so the item goes to the first
     """
     pack_of = np.empty(taken.shape[0], np.int64)
-    held = np.zeros((packs, caps.shape[0]))
+    used = np.zeros((packs, caps.shape[0]))
     full = np.zeros(packs)
     heap = np.arange(packs)  # the emptiest at the root
     count = packs
-    seen = np.empty(_LOOK, np.int64)
+    looked_at = np.empty(_LOOK, np.int64)
     for item in order:
-        looked, found = 0, 0
+        # Take the emptiest packs off the heap until a few of them have room.
+        looks, choices = 0, 0
         chosen, least = -1, np.inf
-        while count > 0 and looked < _LOOK and found < _CHOICE:
+        while count > 0 and looks < _LOOK and choices < _CHOICE:
             pack = heap[0]
-            fit, share = True, 0.0
+            fits, share = True, 0.0
             for d in range(caps.shape[0]):
-                total = held[pack, d] + taken[item, d]
-                fit = fit and total <= caps[d]
+                total = used[pack, d] + taken[item, d]
+                fits = fits and total <= caps[d]
                 if total > 0:
                     share = max(share, total / max(caps[d], 1e-9))
-            if fit or full[pack] == 0:
-                found += 1
+            if fits or full[pack] == 0:
+                choices += 1
                 if share < least:
                     chosen, least = pack, share
-            seen[looked] = pack
-            looked += 1
+            looked_at[looks] = pack
+            looks += 1
             count -= 1
             heap[0] = heap[count]
             sink(heap, count, full, 0, True)
         if chosen < 0:
             return np.empty(0, np.int64)
+        # Put the item into the best of them, and all of them back.
         pack_of[item] = chosen
-        held[chosen] += taken[item]
+        used[chosen] += taken[item]
         full[chosen] = least
-        for k in range(looked):
-            heap[count] = seen[k]
+        for k in range(looks):
+            heap[count] = looked_at[k]
             count += 1
             rise(heap, count, full, True)
     return pack_of
-
-
-_FAILED = 24  # bins in a row that could not be emptied, after which to stop
-
-
-@kernel
-def room_for(wanted: FloatArray, room: FloatArray, caps: FloatArray, source: int, bins: int) -> int:
-    """The bin other than `source` with room for `wanted` and the least left afterwards, or -1."""
-    chosen, least = -1, np.inf
-    for b in range(bins):
-        rest = 0.0
-        for d in range(caps.shape[0]):
-            left = room[b, d] - wanted[d]
-            rest += left / caps[d]
-            if left < 0:
-                rest = np.inf
-                break
-        if rest < least and b != source:
-            chosen, least = b, rest
-    return chosen
-
-
-@kernel
-def swap_for(
-    item: int,
-    taken: FloatArray,
-    weight: FloatArray,
-    bin_of: IntArray,
-    room: FloatArray,
-    source: int,
-) -> int:
-    """The lightest item that can be swapped for `item` of bin `source`, or -1 if none is lighter.
-
-    Both bins keep all limits.
-    """
-    chosen, least = -1, weight[item] * (1 - 1e-9)
-    for other in range(weight.shape[0]):
-        b = bin_of[other]
-        if weight[other] >= least or b == source:
-            continue
-        fit = True
-        for d in range(taken.shape[1]):
-            fit = (
-                fit
-                and taken[item, d] <= room[b, d] + taken[other, d]
-                and taken[other, d] <= room[source, d] + taken[item, d]
-            )
-        if fit:
-            chosen, least = other, weight[other]
-    return chosen
-
-
-@kernel
-def move(
-    item: int, taken: FloatArray, bin_of: IntArray, room: FloatArray, source: int, target: int
-) -> None:
-    """Move an item from bin `source` to bin `target`."""
-    bin_of[item] = target
-    for d in range(taken.shape[1]):
-        room[target, d] -= taken[item, d]
-        room[source, d] += taken[item, d]
-
-
-@kernel
-def items_of(bin_of: IntArray, source: int, weight: FloatArray) -> IntArray:
-    """The items of a bin, heaviest first."""
-    count = 0
-    for b in bin_of:
-        count += b == source
-    items = np.empty(count, np.int64)
-    at = 0
-    for item in range(bin_of.shape[0]):
-        if bin_of[item] == source:
-            k = at
-            while k > 0 and weight[items[k - 1]] < weight[item]:
-                items[k] = items[k - 1]
-                k -= 1
-            items[k] = item
-            at += 1
-    return items
-
-
-@kernel
-def give_away(
-    source: int,
-    taken: FloatArray,
-    weight: FloatArray,
-    caps: FloatArray,
-    bin_of: IntArray,
-    room: FloatArray,
-    bins: int,
-) -> tuple[int, int]:
-    """(items that remain in bin `source`, steps). Moves and swaps its items, in place."""
-    items = items_of(bin_of, source, weight)
-    remaining, steps = items.shape[0], 0
-    changed = True
-    while changed and remaining > 0:
-        changed = False
-        for k in range(items.shape[0]):
-            while items[k] >= 0:
-                steps += 1
-                item = items[k]
-                target = room_for(taken[item], room, caps, source, bins)
-                if target >= 0:
-                    move(item, taken, bin_of, room, source, target)
-                    items[k] = -1
-                    remaining -= 1
-                    changed = True
-                    break
-                other = swap_for(item, taken, weight, bin_of, room, source)
-                if other < 0:
-                    break
-                target = bin_of[other]
-                move(other, taken, bin_of, room, target, source)
-                move(item, taken, bin_of, room, source, target)
-                items[k] = other
-                changed = True
-    return remaining, steps
-
-
-@kernel
-def empty_bins_kernel(
-    taken: FloatArray,
-    weight: FloatArray,
-    caps: FloatArray,
-    bin_of: IntArray,
-    bins: int,
-    least: int,
-    looks: int,
-) -> int:
-    """Empty bins, in place, until there are `least` or no more can be; return their number.
-
-    Item i takes `taken[i, d]` of limit d; `weight` is how hard it is to place. About `looks` items
-    are looked at.
-    """
-    n, limits = taken.shape
-    room = np.empty((bins, limits))
-    load = np.empty(bins)
-    tried = np.zeros(bins, np.bool_)
-    failed = 0
-    while bins > least and looks > 0 and failed < _FAILED:
-        for b in range(bins):
-            load[b] = 0.0
-            for d in range(limits):
-                room[b, d] = caps[d]
-        for i in range(n):
-            load[bin_of[i]] += weight[i]
-            for d in range(limits):
-                room[bin_of[i], d] -= taken[i, d]
-        source = -1
-        for b in range(bins):
-            if not tried[b] and (source < 0 or load[b] < load[source]):
-                source = b
-        if source < 0:
-            break
-        tried[source] = True
-        remaining, steps = give_away(source, taken, weight, caps, bin_of, room, bins)
-        looks -= (steps + 1) * n
-        if remaining > 0:
-            failed += 1
-            continue
-        # The last bin takes the number of the empty one.
-        bins -= 1
-        for i in range(n):
-            if bin_of[i] == bins:
-                bin_of[i] = source
-        for b in range(bins):
-            tried[b] = False
-        failed = 0
-    return bins
