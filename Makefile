@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -c constraints.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-browser models docs reference check format bench fuzz fuzz-resume coverage constraints clean
+.PHONY: help demo test test-slow test-browser models docs reference check house format bench fuzz fuzz-resume coverage constraints clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,11 +40,15 @@ docs: .venv/.dev ## Build the documentation into build/site
 reference: .venv/.dev ## Write docs/reference from docstrings and help texts
 	@$(BIN)/python -m docs.generate
 
-check: .venv/.dev ## Lint, check formatting, types and import layers
+check: .venv/.dev ## Lint, check formatting, types, import layers and size
 	@echo "ruff check";    $(BIN)/ruff check
 	@echo "ruff format";   $(BIN)/ruff format --check
 	@echo "mypy";          $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports --no-logo
+	@echo "size";          $(BIN)/python -m tests.house --check
+
+house: .venv/.dev ## Print the tree, its size and what four walks pass through
+	@$(BIN)/python -m tests.house
 
 format: .venv/.dev ## Fix what ruff can fix, and format
 	@$(BIN)/ruff check --fix

@@ -29,8 +29,8 @@ from benchmarks import tables
 from benchmarks.tables import Cell, Section, Table, Target
 from evenstep import Cost, Packed, Padded, Recipe, Steps
 from evenstep.core.layout import Layout
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.dataset import InMemory
+from evenstep.data.planned import PlannedStream
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import cross_entropy

@@ -28,10 +28,9 @@ from benchmarks import tables
 from benchmarks.gpu_runs import Case, Measured, measure, one_rank
 from benchmarks.tables import Section, Table, Target
 from evenstep import Topology
-from evenstep.core.gpu import Gpu
-from evenstep.core.model.config import ModelConfig
-from evenstep.core.model.presets import PRESETS
-from evenstep.core.model.sizes import ModelSize
+from evenstep.core.cost import Gpu
+from evenstep.core.model_config import PRESETS, ModelConfig
+from evenstep.core.models import ModelSize
 from evenstep.report.simulation.device import cluster_of
 from evenstep.report.simulation.memory import memory_of
 from evenstep.report.simulation.simulate import simulate

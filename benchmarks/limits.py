@@ -13,8 +13,7 @@ from benchmarks.tables import Section, Table, Target, verdict
 from evenstep import Limits, Packed, Plan, Recipe, Topology, make_plan
 from evenstep.core.bounds import bins_bound, lock_step_bound, makespan_bound
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.core.recipe import SyncEvery
-from evenstep.core.second_work import SecondWork
+from evenstep.core.recipe import SecondWork, SyncEvery
 
 BUDGET, RANKS, COLUMN = 8192, 8, "patches"
 OF_BOUND, OF_FLOOR, FIRST = 1.04, 1.10, 1.05

@@ -28,7 +28,7 @@ from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, World
 from evenstep.cli import main
 from evenstep.core.layout import Layout
 from evenstep.data import InMemory
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.planned import PlannedStream
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.demo.run import BUDGET, LONGEST, SHAPE, samples
 from evenstep.report import Cluster, simulate

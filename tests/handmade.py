@@ -4,11 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evenstep.core.layout import Padded
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import offsets_of
-from evenstep.core.recipe import Recipe
-from evenstep.core.segments import Segments
+from evenstep import Padded, Plan, Recipe
+from tests.internals import Segments, offsets_of
 
 Rows = Sequence[Sequence[int]]  # the samples of each row
 Steps = Sequence[Sequence[Sequence[Rows]]]  # [step][rank][micro-batch]

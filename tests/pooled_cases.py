@@ -14,17 +14,23 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, World
-from evenstep.core.cursor import Cursor
-from evenstep.core.identity import item_and_part, sample_number
-from evenstep.core.layout import Layout
-from evenstep.core.step import Step
-from evenstep.data.streams.cut import Cut
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep import (
+    Cost,
+    Cursor,
+    Limits,
+    Packed,
+    Padded,
+    PooledStream,
+    Recipe,
+    Step,
+    Steps,
+    Topology,
+    World,
+)
+from evenstep.data import Pool, merge_cursors
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.integrations.dataloader import StreamLoader
+from tests.internals import Cut, Layout, item_and_part, sample_number
 from tests.rank_threads import RankThreads
 from tests.source_cases import MEASURED, Items, check_draws, source_of
 

@@ -17,17 +17,11 @@ from typing import Any, Protocol, TypeAlias
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from evenstep import World
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.step import Step
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.position import StreamPosition
+from evenstep import MicroBatch, Plan, PlannedStream, Recipe, Step, Steps, World
+from evenstep.data import Lengths
 from evenstep.errors import EvenstepError
-from evenstep.planning.overflow import segments_of
 from evenstep.testing import Case, cases
+from tests.internals import StreamPosition, segments_of
 from tests.pooled_cases import pooled_cases
 from tests.source_cases import MEASURED, check_draws, source_of
 

@@ -10,8 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from evenstep.core.identity import item_and_part
-from evenstep.core.step import Step
+from evenstep import Step
 from evenstep.data import (
     Draw,
     InMemory,
@@ -22,6 +21,7 @@ from evenstep.data import (
     TokenFile,
     write_token_file,
 )
+from tests.internals import item_and_part
 
 Items: TypeAlias = tuple[tuple[int, ...] | None, ...]
 """The lengths of each item's samples; None if it cannot be read."""

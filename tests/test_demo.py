@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from evenstep import Plan, make_plan
-from evenstep.data.sources.token_writer import write_token_file
-from evenstep.demo import run as demo
+from evenstep.data import write_token_file
 from evenstep.report import Entry
-from evenstep.screen import print_grid
+from tests.internals import print_grid
+from tests.internals import run as demo
 
 
 def test_the_corpus_is_the_functions_and_classes_of_the_standard_library() -> None:

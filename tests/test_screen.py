@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from evenstep.screen import progress
+from tests.internals import progress
 
 
 class Terminal(io.StringIO):
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_what_is_logged_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    logger = logging.getLogger("evenstep.planning.kernels")
+    logger = logging.getLogger("evenstep.planning")
     with progress("Planning") as advance:
         logger.info("compiling [kernels] (once)")
         logger.debug("a detail")
@@ -31,6 +31,6 @@ def test_a_terminal_shows_what_is_logged_above_the_bar(monkeypatch: pytest.Monke
 
 def test_without_a_terminal_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("Planning") as advance:
-        logging.getLogger("evenstep.planning.kernels").info("compiling kernels (once)")
+        logging.getLogger("evenstep.planning").info("compiling kernels (once)")
         advance(1, 2)
     assert capsys.readouterr() == ("", "")

@@ -45,6 +45,33 @@ def test_a_package_lists_its_names_in_order_and_gives_each(package: str) -> None
         module.Nothing  # noqa: B018
 
 
+def test_tests_import_modules_through_one_file_alone() -> None:
+    """So that moving code inside a package changes no test but `tests/internals.py`."""
+    single = ("cli", "compat", "errors", "integrations", "screen")
+    packages = {*PACKAGES, *(f"evenstep.{name}" for name in single)}
+    others = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in (ROOT / "tests").rglob("*.py")
+        if path != ROOT / "tests" / "internals.py"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for module in modules_of(node)
+        if module.split(".")[0] == "evenstep" and module not in packages
+    }
+    assert others == set()
+
+
+def modules_of(node: ast.AST) -> list[str]:
+    """The modules that an import, or a patch of a dotted name, names."""
+    match node:
+        case ast.ImportFrom(module=str(module), level=0):
+            return [module]
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Constant(value=str(name)), *_]):
+            return [name.rpartition(".")[0]]
+    return []
+
+
 def test_every_name_has_one_home() -> None:
     homes: dict[str, list[str]] = {}
     for package, name in NAMES:

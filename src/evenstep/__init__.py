@@ -19,18 +19,13 @@ from evenstep.lazy import exports
 if TYPE_CHECKING:
     from evenstep.core.checks import violations
     from evenstep.core.cost import Cost
-    from evenstep.core.cursor import Cursor
     from evenstep.core.layout import Packed, Padded
-    from evenstep.core.micro_batch import MicroBatch
-    from evenstep.core.plan import Plan
+    from evenstep.core.plan import MicroBatch, Plan
     from evenstep.core.ragged import Ragged
-    from evenstep.core.recipe import Limits, Recipe, Steps
-    from evenstep.core.second_work import SecondWork
-    from evenstep.core.step import Step
-    from evenstep.core.topology import Topology
-    from evenstep.core.world import World
-    from evenstep.data.streams.planned import PlannedStream
-    from evenstep.data.streams.pooled import PooledStream
+    from evenstep.core.recipe import Limits, Recipe, SecondWork, Steps, Topology, World
+    from evenstep.core.step import Cursor, Step
+    from evenstep.data.planned import PlannedStream
+    from evenstep.data.pooled import PooledStream
     from evenstep.errors import EvenstepError
     from evenstep.planning.balance.partition import partition
     from evenstep.planning.packers import pack
@@ -68,18 +63,13 @@ if not TYPE_CHECKING:
         {
             "core.checks": ["violations"],
             "core.cost": ["Cost"],
-            "core.cursor": ["Cursor"],
             "core.layout": ["Packed", "Padded"],
-            "core.micro_batch": ["MicroBatch"],
-            "core.plan": ["Plan"],
+            "core.plan": ["MicroBatch", "Plan"],
             "core.ragged": ["Ragged"],
-            "core.recipe": ["Limits", "Recipe", "Steps"],
-            "core.second_work": ["SecondWork"],
-            "core.step": ["Step"],
-            "core.topology": ["Topology"],
-            "core.world": ["World"],
-            "data.streams.planned": ["PlannedStream"],
-            "data.streams.pooled": ["PooledStream"],
+            "core.recipe": ["Limits", "Recipe", "SecondWork", "Steps", "Topology", "World"],
+            "core.step": ["Cursor", "Step"],
+            "data.planned": ["PlannedStream"],
+            "data.pooled": ["PooledStream"],
             "errors": ["EvenstepError"],
             "planning.balance.partition": ["partition"],
             "planning.packers": ["pack"],

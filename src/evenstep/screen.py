@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.core.glimpse import printable
+from evenstep.core.text import printable
 
 _PIPED_WIDTH = 130  # a pipe has no width; wide enough that tables do not wrap
 

@@ -12,8 +12,7 @@ from benchmarks.contents import Small, by_subset, divided
 from benchmarks.exact import exact, small_steps
 from benchmarks.solver import COUNTS, fewest_micro_batches, solve
 from evenstep import Cost, Packed, Padded, Recipe, Topology
-from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import SyncEvery
+from tests.internals import IntArray, SyncEvery
 
 KINDS = ("plain", "groups", "limits", "padded")
 

@@ -29,7 +29,7 @@ from benchmarks.lengths import log_normal
 from benchmarks.problem import Problem, RanksAndWaves, deal_of_plan, time_of
 from benchmarks.tables import Section, markdown
 from evenstep import Cost, Packed, Recipe, Topology, make_plan
-from evenstep.core.recipe import SyncEvery
+from tests.internals import SyncEvery
 
 QUADRATIC = Cost(per_token=20, per_pair=1, per_micro_batch=7)
 

@@ -13,15 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep.cli import main, strategies
-from evenstep.cli.job import Job
-from evenstep.cli.samples import Samples
-from evenstep.core.checks import CHECKS
-from evenstep.core.layout import Packed, Padded
-from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
+from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology
+from evenstep.cli import main
 from tests.handmade import handmade
+from tests.internals import CHECKS, Job, Samples, strategies
 
 LENGTHS = [5, 3, 8, 2, 7, 1, 4, 6]
 PROMPTS = ["a", "b", "a", "b", "c", "c", "d", "d"]

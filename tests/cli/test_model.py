@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep import Cost
+from evenstep import Cost, Plan
 from evenstep.cli import main
-from evenstep.core.model.presets import PRESETS
-from evenstep.core.plan import Plan
+from tests.internals import PRESETS
 
 BUDGET = ["--set", "layout.max_tokens=4096", "--set", "topology.dp=2"]
 

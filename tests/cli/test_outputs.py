@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from evenstep import Plan
 from evenstep.cli import main
-from evenstep.core.plan import Plan
 
 BUDGET = ("--set", "layout.max_tokens=100")
 FULL = Path("/dev/full")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.cli import main
-from evenstep.cli.overrides import number_of, overrides_of, resolved
 from tests.examples import examples
+from tests.internals import number_of, overrides_of, resolved
 
 
 @pytest.fixture

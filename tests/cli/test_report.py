@@ -9,9 +9,8 @@ import pytest
 
 from evenstep import Plan
 from evenstep.cli import main
-from evenstep.cli.run_folder import read_run
-from evenstep.cli.whole_report import of_run
 from evenstep.trainer import train
+from tests.internals import of_run, read_run
 from tests.trainer.runs import PER_STEP, settings, texts
 
 

@@ -18,9 +18,9 @@ from evenstep.compat.fast_llm import (
     num_documents_in_batch,
     num_labels_in_batch,
 )
-from evenstep.demo.decoder import Decoder
+from evenstep.demo import Decoder
 from evenstep.tensors import Batch, cross_entropy
-from evenstep.train.collectives import Collective, Distributed
+from evenstep.train import Collective, Distributed
 from tests.train.steps import gradient_of, model_of
 
 Document: TypeAlias = dict[str, Any]

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 from evenstep.compat.nemo_rl import BatchedDataDict, SequencePackingLossWrapper
 from evenstep.tensors import join_context
-from evenstep.train.context_exchange import gather
+from tests.internals import gather
 
 VOCAB = 7
 

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from evenstep.compat import axolotl
 from evenstep.compat.axolotl import MultipackBatchSampler
-from evenstep.compat.rank_packs import WORK
 from tests.compat.attempts import flat
 from tests.examples import examples
+from tests.internals import WORK
 
 SIZE = 64
 

@@ -17,7 +17,7 @@ from evenstep.compat.cosmos_rl import (
     get_sample_length,
 )
 from evenstep.data import InMemory
-from evenstep.demo.decoder import Decoder, DecoderShape
+from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import Batch, Collator, cross_entropy
 from evenstep.train import Runner

@@ -22,7 +22,7 @@ from evenstep.compat.fast_llm import (
 )
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import cross_entropy
-from evenstep.testing.ranks import run_ranks
+from evenstep.testing import run_ranks
 from evenstep.train import ByLoss, Loss, Runner
 from tests.compat import fast_llm_steps
 from tests.compat.fast_llm_steps import LOSSES, Cut, Document, on_rank, run

@@ -12,11 +12,11 @@ from evenstep.compat.roll import (
     SequencePackingConfig,
     make_micro_batch_iter_for_sequence_packing,
     restore_results_order,
-    sequence_packing,
 )
 from evenstep.errors import ConfigError
 from tests.compat.roll_data import Data, rollouts
 from tests.examples import examples
+from tests.internals import sequence_packing
 
 CAP = 128
 

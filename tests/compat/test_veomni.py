@@ -23,15 +23,14 @@ from evenstep.compat.veomni import (
     MainCollator,
     TextBatchingStrategy,
     build_dataloader,
-    collator,
     get_length_by_attention_mask_fn,
     get_length_by_input_ids_fn,
     get_length_by_labels_fn,
     get_length_fn_by_count_mode,
-    loader,
 )
 from evenstep.errors import ConfigError, InputError
 from evenstep.testing import assert_exact_resume
+from tests.internals import collator, loader
 
 A, B, C, D, E, F, G, H, K, J = range(1, 11)
 DOCUMENT = ([A, B, C, D], [E, F], [G, H, K], [J])

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.compat import verl
-from evenstep.compat.rank_packs import WORK
 from evenstep.compat.verl import (
     balance_batch_partitions,
     get_group_balanced_partitions,
@@ -24,6 +23,7 @@ from evenstep.compat.verl import (
 )
 from tests.compat.attempts import attempt, flat
 from tests.examples import examples
+from tests.internals import WORK
 
 WIDTH = 24
 

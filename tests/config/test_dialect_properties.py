@@ -12,15 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Recipe
-from evenstep.config import FaultsError, load_file, load_settings, native_data, native_yaml
-from evenstep.config.dialects import DIALECTS
-from evenstep.config.dialects.dialect import Key
-from evenstep.config.document import read_document
-from evenstep.config.inherit import read_tree
-from evenstep.config.native import leaves, settings_from, unflattened
+from evenstep.config import (
+    FaultsError,
+    load_file,
+    load_settings,
+    native_data,
+    native_yaml,
+    settings_from,
+)
 from evenstep.errors import EvenstepError
 from tests.config.dialect_files import CASES
 from tests.examples import examples
+from tests.internals import DIALECTS, Key, leaves, read_document, read_tree, unflattened
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8, 64, 128, 512, 4096, 16384, 65536])
 

@@ -7,9 +7,9 @@ import pytest
 
 from evenstep import Packed, Padded, Steps, Topology
 from evenstep.config import FaultsError, load_file
-from evenstep.config.dialects import DIALECTS
 from evenstep.data import Pool
 from tests.config.dialect_files import loaded, refused
+from tests.internals import DIALECTS
 
 KUBERNETES = """
 apiVersion: v1

@@ -7,10 +7,8 @@ import pytest
 
 from evenstep import Packed, Recipe
 from evenstep.config import FaultsError, Loaded, load_file
-from evenstep.config.dialects import DIALECTS
-from evenstep.config.inherit import read_tree
-from evenstep.config.native import PARTS
 from evenstep.errors import ConfigError, FileError
+from tests.internals import DIALECTS, PARTS, read_tree
 
 
 def write(folder: Path, **texts: str) -> Path:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.config.interpolate import Interpolated, UnresolvedError
+from tests.internals import Interpolated, UnresolvedError
 
 DATA: dict[str, Any] = {
     "a": 3,

@@ -9,8 +9,8 @@ import pytest
 
 from evenstep import Cost, make_plan
 from evenstep.config import load_recipe, overridden, recipe_from
-from evenstep.core.model.presets import PRESETS
 from evenstep.errors import ConfigError
+from tests.internals import PRESETS
 
 LAYOUT = {"max_tokens": 8192}
 BUDGET = "layout.max_tokens=8192"

@@ -5,11 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenstep import Cost, Packed, Padded, Recipe, Steps, Topology
 from evenstep.config import load_recipe, overridden, recipe_from
-from evenstep.core.cost import Cost
-from evenstep.core.layout import Packed, Padded
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
 from evenstep.errors import ConfigError, FileError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep import Packed, Recipe
-from evenstep.core.ragged import FloatArray, IntArray
+from tests.internals import FloatArray, IntArray
 
 
 @cache

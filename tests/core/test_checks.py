@@ -21,11 +21,10 @@ from evenstep import (
     make_plan,
     violations,
 )
-from evenstep.core.checks import CHECKS, violations_by_check
-from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
 from tests.handmade import handmade
+from tests.internals import CHECKS, Segments, violations_by_check
 
 LENGTHS = [5, 3, 7, 2, 6, 4, 1, 8]
 

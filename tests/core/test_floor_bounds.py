@@ -9,15 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Recipe, Topology
-from evenstep.core.bounds import lock_step_bound, makespan_bound, pack_bound, pack_bounds
-from evenstep.core.crowding import packs_of_first
-from evenstep.core.floor import StepFloor
-from evenstep.core.lock_step import lock_steps
-from evenstep.core.makespan import makespans
-from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.core.recipe import SyncEvery
 from tests.core.exhaustive import fewest_packs, least_lock_step, least_makespan, least_step
 from tests.examples import examples
+from tests.internals import (
+    FloatArray,
+    IntArray,
+    StepFloor,
+    SyncEvery,
+    lock_step_bound,
+    lock_steps,
+    makespan_bound,
+    makespans,
+    pack_bound,
+    pack_bounds,
+    packs_of_first,
+)
 
 MORE = 1 + 1e-9
 COSTS = [(1, 0, 0), (1, 1, 0), (1, 0.05, 0), (0, 1, 0), (1, 0.1, 3), (0, 0, 1), (1, 0, 5)]

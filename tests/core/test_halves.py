@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 
 from evenstep import MicroBatch, Packed, Padded, Recipe, Topology, make_plan
-from evenstep.core.layout import Layout
-from evenstep.core.ragged import IntArray
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, cases
 from tests.examples import examples
+from tests.internals import IntArray, Layout
 
 
 def keys(micro: MicroBatch) -> list[tuple[int, int, int]]:

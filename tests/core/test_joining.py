@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Plan, PlannedStream, Recipe, Steps, Topology, World, make_plan
-from evenstep.core.joining import join_plans
-from evenstep.core.layout import Layout
-from evenstep.data.sources.lengths import Lengths
+from evenstep.data import Lengths
 from evenstep.errors import InputError
 from evenstep.testing import assert_valid_plan
 from tests.data.test_planned import LAYOUTS, STEPS
 from tests.examples import examples
+from tests.internals import Layout, join_plans
 
 
 def joined(stream: PlannedStream) -> Plan:

@@ -12,12 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost
-from evenstep.core.model.config import ModelConfig
-from evenstep.core.model.kinds import KINDS
-from evenstep.core.model.layers import mixing_of, sparse_layers
-from evenstep.core.model.presets import PRESETS
-from evenstep.core.model.text import text_work
 from evenstep.errors import ConfigError, FileError
+from tests.internals import KINDS, PRESETS, ModelConfig, mixing_of, sparse_layers, text_work
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 
-from evenstep.core.cost import Cost, Part
-from evenstep.core.model.config import DEFAULTS, read_model_config
-from evenstep.core.model.kinds import KINDS
-from evenstep.core.model.text import text_work
-from evenstep.core.model.vision import vision_work
+from evenstep import Cost
+from tests.internals import DEFAULTS, KINDS, Part, read_model_config, text_work, vision_work
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

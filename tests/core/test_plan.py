@@ -22,10 +22,10 @@ from evenstep import (
     Topology,
     make_plan,
 )
-from evenstep.core.segments import Segments
 from evenstep.errors import EvenstepError, FileError, InputError
 from evenstep.testing import Case, cases
 from tests.examples import examples
+from tests.internals import Segments
 
 
 @pytest.fixture
@@ -148,9 +148,9 @@ def test_foreign_files_are_refused_by_name(content: bytes, tmp_path: Path) -> No
 
 
 def test_a_plan_of_another_shape_of_recipe_is_refused(plan: Plan, tmp_path: Path) -> None:
-    from evenstep.core import archive
+    from tests.internals import plan_file
 
-    archive.write(tmp_path / "plan", archive.encode({"layout": {"kind": "stretched"}}, {}))
+    plan_file.write(tmp_path / "plan", plan_file.encode({"layout": {"kind": "stretched"}}, {}))
     with pytest.raises(FileError, match="this version cannot read"):
         Plan.load(tmp_path / "plan")
 

@@ -16,7 +16,7 @@ from evenstep import (
     Topology,
     make_plan,
 )
-from evenstep.core.floor import Floor, Floors
+from tests.internals import Floor, Floors
 
 
 def floor(lengths: list[int], recipe: Recipe, **about: Any) -> Floor:

@@ -9,11 +9,11 @@ from hypothesis import given
 
 import evenstep
 from evenstep import Cost, Limits, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.segments import Segments
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, cases
 from tests.core.test_checks import FAULTS, LENGTHS, Fault, changed, packed
 from tests.examples import examples
+from tests.internals import Segments, measures_module
 
 SHOWN = re.compile(
     r"Plan\(\d[\d,]* steps?, \d[\d,]* ranks?, \d[\d,]* samples?, \d[\d,]* micro-batch(es)?"
@@ -110,5 +110,5 @@ def test_a_recipe_shows_what_differs_from_the_defaults() -> None:
 def test_printing_asks_for_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(LENGTHS, packed)
     monkeypatch.setattr(Plan, "stats", None)
-    monkeypatch.setattr("evenstep.core.step_table.Floors", None)
+    monkeypatch.setattr(measures_module, "Floors", None)
     assert "imbalance" in repr(plan)

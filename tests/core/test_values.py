@@ -16,22 +16,20 @@ from evenstep import (
     Limits,
     Packed,
     Padded,
+    PlannedStream,
+    PooledStream,
+    Ragged,
     Recipe,
     Steps,
     Topology,
+    World,
     make_plan,
+    pack,
+    partition,
 )
-from evenstep.core.ragged import Ragged, frozen
-from evenstep.core.recipe import Balance
-from evenstep.core.validate import one_of, truth_value, whole_number
-from evenstep.core.world import World
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep.data import InMemory, Pool
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.balance.partition import partition
-from evenstep.planning.packers import pack
+from tests.internals import Balance, frozen, one_of, truth_value, whole_number
 
 RECIPE = Recipe(layout=Packed(max_tokens=8))
 SOURCE = InMemory([{"input_ids": [1, 2, 3]}])

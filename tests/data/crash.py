@@ -21,12 +21,8 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from evenstep import Packed, Recipe, Steps
-from evenstep.core.step import Step
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep import Packed, PlannedStream, PooledStream, Recipe, Step, Steps
+from evenstep.data import InMemory, Pool
 from evenstep.integrations.dataloader import StreamLoader
 
 STEPS, WORKERS = 500, 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.data.sources.megatron import CODES
+from tests.internals import CODES
 
 DTYPES = {code: np.dtype(f"<{name}") for code, name in CODES.items()}
 

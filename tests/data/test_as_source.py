@@ -22,9 +22,8 @@ from evenstep.data import (
     as_source,
     write_token_file,
 )
-from evenstep.data.sources import measure
-from evenstep.data.sources.as_source import as_measured
 from evenstep.errors import ConfigError, InputError
+from tests.internals import as_measured, measure
 from tests.source_cases import Rows
 
 ROWS = [{"input_ids": [k] * n} for k, n in enumerate((3, 1, 2, 5, 4))]

@@ -14,17 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology
-from evenstep.core.cursor import Cursor
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep import (
+    Cursor,
+    Packed,
+    Padded,
+    PlannedStream,
+    PooledStream,
+    Recipe,
+    Step,
+    Steps,
+    Topology,
+    World,
+)
+from evenstep.data import InMemory, Iterated, Lengths, Mapped, Pool, merge_cursors
 from evenstep.errors import ConfigError, CursorError, SampleError
 
 Settings = dict[str, Any]

@@ -11,19 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology, World
-from evenstep.core.step import Step
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.common_end import common_steps
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep import Limits, Packed, Padded, PooledStream, Recipe, Step, Steps, Topology, World
+from evenstep.data import InMemory, Iterated, Mapped, Pool, merge_cursors
 from evenstep.errors import ConfigError
 from evenstep.integrations.dataloader import StreamDataset
 from evenstep.testing import assert_elastic_resume, assert_exact_resume
 from tests.examples import examples
+from tests.internals import common_steps
 
 STRATEGIES = ("subset_sum", "greedy", "fullest", "prefer_closest", "prefer_first")
 KINDS = ("memory", "mapped", "iterated")

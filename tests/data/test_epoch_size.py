@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World
 from evenstep.data import InMemory, Lengths
 from evenstep.errors import CursorError, EvenstepError, InputError
-from evenstep.planning.planner import plan_step
 from evenstep.testing import Case, cases
 from tests.data.test_from_plan import stream_of
 from tests.examples import examples
+from tests.internals import epoch_steps_module, plan_step
 
 RECIPE = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), balance="lpt")
 
@@ -92,7 +92,7 @@ def test_steps_of_all_ranks_are_planned_once(monkeypatch: pytest.MonkeyPatch) ->
         planned.append(len(lengths))
         return plan_step(lengths, *arguments, **more)
 
-    monkeypatch.setattr("evenstep.data.streams.epoch_steps.plan_step", counting)
+    monkeypatch.setattr(epoch_steps_module, "plan_step", counting)
     steps = list(stream([3] * 20, Steps(samples=10)).walk_all())
     assert [len(step) for step in steps] == [2, 2]
     assert planned == [10, 10]

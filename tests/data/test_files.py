@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from evenstep import Packed, PooledStream, Recipe
 from evenstep.data import InMemory, Jsonl, Mapped, ParquetText, TokenFile, write_token_file
-from evenstep.data.sources.content import samples_digest
-from evenstep.data.sources.files import files_digest, files_of
 from evenstep.errors import ConfigError, CursorError, FileError
 from tests.examples import examples
+from tests.internals import files_digest, files_of, samples_digest
 
 
 def jsonl(path: Path, texts: list[str]) -> Path:

@@ -9,14 +9,23 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World, make_plan, violations
-from evenstep.core.plan import Plan
-from evenstep.core.step_plan import on_fewer_ranks, samples_by_step, step_plan
+from evenstep import (
+    Packed,
+    Plan,
+    PlannedStream,
+    Recipe,
+    Steps,
+    Topology,
+    World,
+    make_plan,
+    violations,
+)
 from evenstep.data import InMemory, Lengths
 from evenstep.errors import ConfigError, CursorError, EvenstepError, InputError
 from evenstep.testing import Case, assert_elastic_resume, assert_exact_resume, cases
 from tests.data.test_planned import micro_key
 from tests.examples import examples
+from tests.internals import on_fewer_ranks, samples_by_step, step_plan
 
 LENGTHS = np.random.default_rng(3).integers(1, 16, 70)
 RECIPE = Recipe(

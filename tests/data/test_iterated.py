@@ -10,9 +10,9 @@ import pytest
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.source import SequentialSource, read_samples
+from evenstep.data import Iterated, SequentialSource
 from evenstep.errors import InputError, SampleError
+from tests.internals import read_samples
 
 
 class Torch(IterableDataset):  # type: ignore[misc]

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, PlannedStream, PooledStream, Recipe, Steps
-from evenstep.data.sources import lines as line_files
-from evenstep.data.sources.jsonl import Jsonl
-from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
+from evenstep.data import Jsonl, MeasuredMapped, MeasuredSource, SampleSource
 from evenstep.errors import ConfigError, FileError, InputError, SampleError
+from tests.internals import lines as line_files
+from tests.internals import read_samples
 
 
 def identity(row: Any) -> Any:

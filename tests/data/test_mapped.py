@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torch.utils.data import Dataset
 
-from evenstep.data.sources.mapped import Mapped, MeasuredMapped
-from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
+from evenstep.data import Mapped, MeasuredMapped, MeasuredSource, SampleSource
 from evenstep.errors import InputError
+from tests.internals import read_samples
 
 ROWS = [{"input_ids": list(range(n)), "length": n} for n in (3, 1, 2)]
 

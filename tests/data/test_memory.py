@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.sources.source import MeasuredSource, read_samples
+from evenstep.data import InMemory, MeasuredSource
 from evenstep.errors import InputError
+from tests.internals import read_samples
 
 
 def samples(*rows: list[int]) -> list[dict[str, list[int]]]:

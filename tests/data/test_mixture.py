@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep import Packed, Padded, Recipe, Topology
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep import Packed, Padded, PooledStream, Recipe, Step, Topology, World
+from evenstep.data import InMemory, Iterated, Pool
 
 TOKENS = np.zeros(1000, np.int32)
 CHAT, DOCUMENT = TOKENS[:40], TOKENS[:700]  # a kind is known by its length

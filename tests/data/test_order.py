@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.core.ragged import IntArray
-from evenstep.data.streams.order import EpochOrder
 from evenstep.errors import InputError
+from tests.internals import EpochOrder, IntArray
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**63), st.integers(0, 1000))

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evenstep.data.sources.parquet import ParquetText
-from evenstep.data.sources.source import MeasuredSource, SampleSource, read_samples
+from evenstep.data import MeasuredSource, ParquetText, SampleSource
 from evenstep.errors import ConfigError, FileError, InputError, SampleError
+from tests.internals import read_samples
 
 
 def write(path: Path, texts: list[str | None], group: int = 3, **columns: Any) -> Path:

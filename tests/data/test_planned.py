@@ -14,22 +14,20 @@ from hypothesis.strategies import DrawFn
 
 from evenstep import (
     Limits,
+    MicroBatch,
     Packed,
     Padded,
+    PlannedStream,
     Recipe,
     Steps,
     Topology,
+    World,
     make_plan,
 )
-from evenstep.core.layout import Layout
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.world import World
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.mapped import Mapped, MeasuredMapped
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data import Iterated, Lengths, Mapped, MeasuredMapped
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError, SampleError
 from tests.data.datasets import MapStyle
+from tests.internals import Layout
 
 LAYOUTS: tuple[Layout, ...] = (
     Packed(max_tokens=40),

@@ -10,15 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Cost, Limits, Packed, Padded, Recipe, Topology, make_plan
-from evenstep.core.rounding import rounded_up
-from evenstep.data.sources.measure import loss_tokens_of
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep import Cost, Limits, Packed, Padded, PooledStream, Recipe, Topology, make_plan
+from evenstep.data import InMemory, Pool
 from evenstep.errors import ConfigError, SampleError
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Collator
 from tests.examples import examples
+from tests.internals import loss_tokens_of, rounded_up
 
 samples = st.lists(
     st.tuples(st.integers(1, 12), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30

@@ -13,18 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology
-from evenstep.core.layout import Layout
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep import Limits, Packed, Padded, PooledStream, Recipe, Step, Steps, Topology, World
+from evenstep.data import InMemory, Iterated, Mapped, Pool, merge_cursors
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
 from tests.data.datasets import MapStyle
+from tests.internals import Layout
 
 LAYOUTS: tuple[Layout, ...] = (
     Packed(max_tokens=40),

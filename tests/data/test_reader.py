@@ -13,19 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Limits, Packed, Recipe, Steps, Topology
-from evenstep.core.cursor import Cursor
-from evenstep.core.identity import sample_number
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.pooled_cursor import merge_cursors
-from evenstep.data.streams.remaining import RemainingEpoch
+from evenstep import Cursor, Limits, Packed, PooledStream, Recipe, Step, Steps, Topology, World
+from evenstep.data import InMemory, Iterated, Mapped, Pool, merge_cursors
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
+from tests.internals import RemainingEpoch, sample_number
 
 PACKED = Recipe(layout=Packed(max_tokens=9))
 SMALL = Pool(samples=2, tokens=0)

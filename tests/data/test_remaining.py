@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.data.streams.deal import Deal
-from evenstep.data.streams.reader_state import ReaderState, all_waiting, merged, redealt
-from evenstep.data.streams.remaining import RemainingEpoch
 from evenstep.errors import CursorError
+from tests.internals import Deal, ReaderState, RemainingEpoch, all_waiting, merged, redealt
 
 FAR = 60  # more turns than are compared
 

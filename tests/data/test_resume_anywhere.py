@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 
 from evenstep import Packed, Padded, PlannedStream, Recipe, SecondWork, Steps, Topology, World
-from evenstep.core.layout import Layout
 from evenstep.data import Lengths
-from evenstep.data.streams.position import StreamPosition
 from evenstep.errors import PlanError
 from evenstep.testing import Case
 from tests.examples import examples
+from tests.internals import Layout, StreamPosition
 from tests.pooled_cases import PooledCase, pooled_cases
 from tests.resume_cases import PlannedCase, Stage, planned_cases
 

@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Packed, Padded, PlannedStream, PooledStream, Recipe, Steps, Topology, World
-from evenstep.core.layout import Layout
-from evenstep.core.step import Step
+from evenstep import (
+    Packed,
+    Padded,
+    PlannedStream,
+    PooledStream,
+    Recipe,
+    Step,
+    Steps,
+    Topology,
+    World,
+)
 from evenstep.data import InMemory, separate_lengths
 from evenstep.errors import ConfigError, PlanError
+from tests.internals import Layout
 
 LAYOUTS = [Packed(max_tokens=24), Packed(rows=2, pad_to=16), Padded(max_tokens=48)]
 

@@ -13,18 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Packed, PooledStream, Recipe, Steps, Topology, World, violations
-from evenstep.core.layout import Layout
-from evenstep.core.recipe import Overflow
-from evenstep.core.step import Step
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.stream import until_all_end
+from evenstep import (
+    Packed,
+    PlannedStream,
+    PooledStream,
+    Recipe,
+    Step,
+    Steps,
+    Topology,
+    World,
+    violations,
+)
+from evenstep.data import InMemory, Lengths, until_all_end
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.integrations.sampler import PlannedBatchSampler
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Collator
 from tests.data.test_planned import LAYOUTS, STEPS, Faulty, micro_key
+from tests.internals import Layout, Overflow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),

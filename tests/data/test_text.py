@@ -12,9 +12,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from evenstep.data.sources.text import RowDecoder, as_tokenize
-from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import ConfigError, InputError
+from tests.internals import ItemTransform, RowDecoder, as_tokenize
 
 
 def word_level() -> Tokenizer:

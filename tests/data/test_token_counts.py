@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from evenstep.data import Corpus
-from evenstep.data.corpus.counting import default_workers, task_size
 from evenstep.errors import ConfigError, FileError, InputError
 from tests.data import corpora
 from tests.data.corpora import COUNTS, TEXTS, chat_of, tokens_of
 from tests.data.megatron_files import write_pair
+from tests.internals import default_workers, task_size
 
 FULL = [count for count in COUNTS if count]
 MAKERS: dict[str, Any] = {

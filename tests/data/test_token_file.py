@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data.sources.source import MeasuredSource
-from evenstep.data.sources.token_file import HEADER_SIZE, Header, TokenFile
-from evenstep.data.sources.token_writer import write_token_file
+from evenstep.data import MeasuredSource, TokenFile, write_token_file
 from evenstep.errors import FileError
+from tests.internals import HEADER_SIZE, Header
 
 ROWS = [[5, 6, 7], [8], [9, 10]]
 

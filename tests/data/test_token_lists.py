@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data.sources.token_lists import is_token_list, list_lengths, parquet_list_lengths
 from evenstep.errors import InputError
 from tests.examples import examples
+from tests.internals import is_token_list, list_lengths, parquet_list_lengths
 
 TYPES = [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64())]
 

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.data.sources.jsonl import Jsonl
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.sources.token_file import TokenFile
-from evenstep.data.sources.token_writer import TokenFileWriter, write_token_file
+from evenstep.data import InMemory, Jsonl, TokenFile, TokenFileWriter, write_token_file
 from evenstep.errors import ConfigError, FileError, InputError, SampleError
 
 

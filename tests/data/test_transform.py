@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, PlannedStream, PooledStream, Recipe, Steps, Topology, World
-from evenstep.core.identity import item_and_part
 from evenstep.data import (
     Draw,
     Iterated,
@@ -26,11 +25,10 @@ from evenstep.data import (
     SeededSource,
     merge_cursors,
 )
-from evenstep.data.sources.transform import ItemTransform
 from evenstep.errors import CursorError, InputError
 from evenstep.integrations.dataloader import StreamLoader
-from evenstep.integrations.step_sampler import PartDataset, StepSampler
 from tests.examples import examples
+from tests.internals import ItemTransform, PartDataset, StepSampler, item_and_part
 
 
 def augmented(row: Any, *, sample_id: int, epoch: int, seed: int) -> Any:

@@ -8,9 +8,9 @@ import pytest
 from docs.generate.commands import commands, options_of
 from docs.generate.packages import PACKAGES
 from docs.generate.reference import FOLDER, texts
-from evenstep.config.native import PARTS, SECTIONS
-from evenstep.core.recipe import Recipe
+from evenstep import Recipe
 from tests.docs.links import anchors_of
+from tests.internals import PARTS, SECTIONS
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from evenstep import Cost, Limits, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.layout import Layout
+from tests.internals import Layout
 
 FILE = Path(__file__).with_name("oracle.json")
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.tensors.batch import Batch
-from evenstep.testing.gradients import errors_of_parameters
+from evenstep.tensors import Batch
 from tests.integrations.models import SHAPE, build
+from tests.internals import errors_of_parameters
 from tests.tensors.batches import VOCAB, distance
 
 LENGTHS = [5, 9, 1, 7]

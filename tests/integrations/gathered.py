@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from evenstep import Packed, Recipe, Topology, World
-from evenstep.data.sources.mapped import Mapped
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep import Packed, PooledStream, Recipe, Topology, World
+from evenstep.data import Mapped, Pool
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.integrations.run_state import gather_state, load_gathered_state
 

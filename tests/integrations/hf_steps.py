@@ -9,8 +9,8 @@ from torch import Tensor
 
 from evenstep import Recipe, make_plan
 from evenstep.tensors import Batch, Collator, cross_entropy
-from evenstep.testing.gradients import errors_of_parameters
 from evenstep.train import Runner
+from tests.internals import errors_of_parameters
 from tests.tensors.batches import samples_of
 
 

@@ -20,13 +20,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from evenstep import Packed, Padded, Recipe, Steps, Topology
-from evenstep.core.layout import Layout
-from evenstep.core.world import World
-from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.streams.planned import PlannedStream
+from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, World
+from evenstep.data import MeasuredMapped
 from evenstep.integrations.accelerate import accelerate_loader
 from evenstep.integrations.trainer import EvenstepMixin
+from tests.internals import Layout
 
 VOCAB, EPOCHS = 64, 3
 LENGTHS = np.random.default_rng(13).integers(2, 24, 83).tolist()

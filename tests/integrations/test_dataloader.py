@@ -23,20 +23,12 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenstep import Packed, Recipe, Steps, Topology
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.pooled_cursor import merge_cursors
-from evenstep.data.streams.stream import Stream, until_all_end
+from evenstep import Packed, PlannedStream, PooledStream, Recipe, Step, Steps, Topology, World
+from evenstep.data import InMemory, Iterated, Pool, merge_cursors, until_all_end
 from evenstep.errors import ConfigError, CursorError, SampleError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Batch, Collator
+from tests.internals import Stream
 from tests.train.processes import results_of
 
 pytestmark = [

@@ -11,13 +11,12 @@ import transformers
 from torch import Tensor, nn
 
 from evenstep.errors import ConfigError
-from evenstep.integrations import hf_boundaries
 from evenstep.integrations.hf_attention import (
     register_attention,
     use_attention,
 )
 from evenstep.integrations.huggingface import hf_kwargs
-from evenstep.tensors.batch import Batch
+from evenstep.tensors import Batch
 from evenstep.testing import find_leaks
 from tests.integrations.attended import (
     LENGTHS,
@@ -29,6 +28,7 @@ from tests.integrations.attended import (
     weights_of,
 )
 from tests.integrations.models import SHAPE, build
+from tests.internals import hf_boundaries
 from tests.tensors.batches import VOCAB, batch_of, distance
 
 torch.set_num_threads(1)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.hf_boundaries import Hints, _read, _traced
-from evenstep.tensors.boundaries import Boundaries
+from tests.internals import Boundaries, Hints, _read, _traced
 
 ROWS = st.lists(
     st.tuples(

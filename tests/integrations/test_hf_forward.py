@@ -13,11 +13,10 @@ from evenstep import Packed, Padded, Recipe
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.huggingface import hf_forward, hf_head, hf_kwargs, supports_packing
 from evenstep.tensors import Collator, cross_entropy, shard_context
-from evenstep.train import Runner, compute_log_probs, run_step
-from evenstep.train.forwards import call, forward_of, register_forward
-from evenstep.train.work import empty_micro_batch
+from evenstep.train import Runner, compute_log_probs, register_forward, run_step
 from tests.integrations.hf_steps import batches_for, furthest, gradient_alone, step_gradient
 from tests.integrations.models import SHAPE, build, llama
+from tests.internals import call, empty_micro_batch, forward_of
 from tests.tensors.batches import VOCAB, batch_of, by_sample, distance, samples_of
 
 torch.set_num_threads(1)

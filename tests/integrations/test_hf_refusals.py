@@ -11,11 +11,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.hf_attention import attention_function, use_attention
-from evenstep.integrations.hf_mask import rule_of
+from evenstep.integrations.hf_attention import use_attention
 from evenstep.integrations.huggingface import hf_forward, hf_kwargs
 from tests.integrations.attended import make
 from tests.integrations.models import SHAPE, build
+from tests.internals import attention_function, rule_of
 from tests.tensors.batches import VOCAB, batch_of
 
 torch.set_num_threads(1)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import Packed, Padded
-from evenstep.core.layout import Layout
 from evenstep.integrations.huggingface import choose_layout, hf_kwargs, supports_packing
-from evenstep.tensors.batch import Batch
+from evenstep.tensors import Batch
 from evenstep.testing import find_leaks
 from tests.integrations.loops import tiny_model
 from tests.integrations.models import SHAPE, build
+from tests.internals import Layout
 from tests.tensors.batches import VOCAB, batch_of
 
 torch.set_num_threads(1)

@@ -16,12 +16,12 @@ from transformers import TrainingArguments
 
 from evenstep import Packed, PlannedStream, Recipe, Steps, make_plan
 from evenstep.data import ChatEncoder, Corpus, InMemory, MeasuredMapped, TokenFileWriter
-from evenstep.data.sources.measure import check_some_loss
 from evenstep.errors import InputError
 from evenstep.integrations.accelerate import accelerate_loader
 from evenstep.integrations.trainer import EvenstepMixin
 from evenstep.tensors import Collator
 from tests.integrations.loops import VOCAB, PlannedTrainer, arguments_of, parameters, tiny_model
+from tests.internals import check_some_loss
 
 # As most models have it: nothing says what the assistant generates.
 ORDINARY = (

@@ -4,7 +4,7 @@ import torch
 
 from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.integrations.megatron import packed_seq_params
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Collator
 from tests.tensors.batches import batch_of
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from evenstep import MicroBatch, Packed, Recipe, Steps
-from evenstep.core.step import Step
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
+from evenstep import MicroBatch, Packed, PlannedStream, Recipe, Step, Steps
+from evenstep.data import InMemory
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
-from evenstep.integrations.parcel import Parcel, _is_plain
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Collator
+from tests.internals import Parcel, _is_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
@@ -99,11 +98,9 @@ def test_pickling_of_steps_is_not_changed_in_the_main_process() -> None:
     code = """
 from multiprocessing.reduction import ForkingPickler
 
-from evenstep import Packed, Recipe
-from evenstep.core.step import Step
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.integrations import parcel
+from evenstep import Packed, PlannedStream, Recipe, Step
+from evenstep.data import InMemory
+from tests.internals import register_parcels
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 
 source = InMemory([{"input_ids": [1, 2, 3]}])
@@ -111,10 +108,12 @@ stream = PlannedStream(source, Recipe(layout=Packed(max_tokens=3)))
 assert len(list(StreamDataset(stream))) == 1
 assert len(list(StreamLoader(stream, num_workers=1))) == 1
 assert Step not in ForkingPickler._extra_reducers
-parcel.register()
+register_parcels()
 assert Step in ForkingPickler._extra_reducers
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=600, cwd=Path(__file__).parents[2]
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,14 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from evenstep import Packed, Padded, Recipe, Steps, make_plan
-from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import use_attention
-from evenstep.integrations.hf_router import RouterLoss
 from evenstep.integrations.huggingface import HfCollate, hf_forward, hf_kwargs
 from evenstep.integrations.trainer import EvenstepMixin
 from evenstep.tensors import Collator, cross_entropy, load_balancing
 from evenstep.train import AllTokens, Loss, Runner, compute_log_probs, expert_frequencies
 from tests.integrations.loops import PlannedTrainer, arguments_of, in_two, join, tiny_model
+from tests.internals import Layout, RouterLoss
 
 torch.set_num_threads(1)
 LENGTHS = [5, 3, 9, 4, 7]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World
-from evenstep.data.sources.lengths import Lengths
+from evenstep.data import Lengths
 from evenstep.errors import CursorError
 from evenstep.integrations.run_state import gather_state, load_gathered_state
 from tests.integrations import gathered

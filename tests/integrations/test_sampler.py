@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenstep import Packed, Padded, Recipe, Steps, Topology
-from evenstep.core.world import World
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.streams.planned import PlannedStream
+from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, World
+from evenstep.data import Lengths
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.sampler import PlannedBatchSampler
 from tests.examples import examples

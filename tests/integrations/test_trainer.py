@@ -14,11 +14,8 @@ from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import IterableDataset
 from transformers import MambaConfig, MambaForCausalLM, TrainingArguments
 
-from evenstep import Packed, Recipe, Steps, Topology
-from evenstep.core.world import World
-from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
+from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World
+from evenstep.data import InMemory, MeasuredMapped
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.accelerate import StepLoader, accelerate_loader
 from tests.integrations.loops import (

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from evenstep import Limits, Packed, Padded, Recipe, make_plan
-from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.huggingface import hf_forward, hf_kwargs, supports_packing
 from evenstep.tensors import Batch, cross_entropy
@@ -26,6 +25,7 @@ from tests.integrations.vision import (
     vision_model,
     vision_samples,
 )
+from tests.internals import Layout
 from tests.tensors.batches import by_sample, distance
 
 torch.set_num_threads(1)

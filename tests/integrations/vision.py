@@ -8,8 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from evenstep.tensors import Collator
-from evenstep.tensors.extras import Extra
+from evenstep.tensors import Collator, Extra
 
 IMAGE, VIDEO, START, END = 57, 58, 59, 60
 VOCAB = 61

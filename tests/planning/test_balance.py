@@ -8,11 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import partition
-from evenstep.core.bounds import makespan_bound
-from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.balance.deal import deal_packs
-from evenstep.planning.balance.partition import DEALS
+from tests.internals import DEALS, FloatArray, IntArray, deal_packs, makespan_bound, sum_by
 
 costs_lists = st.lists(st.floats(0.1, 100), min_size=1, max_size=40)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Padded, Recipe, Topology, make_plan
-from evenstep.planning.batching.cuts import divide_cuts, feasible_starts, fewest_cuts, optimal_cuts
 from evenstep.testing import assert_valid_plan
 from tests.examples import examples
+from tests.internals import divide_cuts, feasible_starts, fewest_cuts, optimal_cuts
 
 
 @examples(200)

@@ -22,13 +22,11 @@ from evenstep import (
     make_plan,
     violations,
 )
-from evenstep.core.layout import Layout
 from evenstep.data import Feed, InMemory, Lengths, Pool
-from evenstep.data.streams.position import StreamPosition
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.integrations.sampler import PlannedBatchSampler
-from evenstep.planning.planner import step_size
 from tests.examples import examples
+from tests.internals import Layout, StreamPosition, step_size
 
 
 @examples(300)
@@ -195,7 +193,7 @@ def test_what_is_left_of_a_step_may_be_empty_micro_batches_alone() -> None:
 
 
 def test_copies_of_a_plan_keep_a_packer_of_ones_own() -> None:
-    from evenstep.testing.plans import shortest_first
+    from tests.internals import shortest_first
 
     plan = make_plan([3, 4], Recipe(layout=Packed(max_tokens=8, packer=shortest_first)))
     assert copy.copy(plan).recipe.layout.packer is shortest_first

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import IntArray
-from evenstep.planning.balance.exact import search_all
-from evenstep.planning.balance.improve import improve
-from evenstep.planning.balance.packs import Movable, Room, Shape
+from tests.internals import IntArray, Movable, Room, Shape, improve, search_all
 
 SPANS = ((1, 6), (1, 4), (1, 3), (0, 2))  # units, ranks, waves, limits
 

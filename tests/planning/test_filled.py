@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Recipe, Topology, make_plan
-from evenstep.core.recipe import SyncEvery
 from evenstep.errors import PlanError
-from evenstep.planning.filled import filled_packs
 from tests.examples import examples
+from tests.internals import SyncEvery, filled_packs
 
 BUDGET = 20
 

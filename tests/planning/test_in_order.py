@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.testing import Case, assert_valid_plan, cases
 from tests.examples import examples
+from tests.internals import Layout
 
 
 def samples_of(plan: Plan) -> list[list[list[list[int]]]]:

@@ -18,8 +18,9 @@ from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 import evenstep
-from evenstep.planning import kernels
-from evenstep.planning.kernels import kernel
+from tests.internals import EpochOrder, check_items
+from tests.internals import kernel as kernels
+from tests.internals import kernel_decorator as kernel
 
 PACKAGE = Path(evenstep.__file__).parent
 
@@ -246,8 +247,8 @@ def test_a_process_with_a_damaged_cache_compiles_again(
 ) -> None:
     code = (
         "import numpy as np\n"
-        "from evenstep.planning.best_fit import check_items\n"
-        "from evenstep.data.streams.order import EpochOrder\n"
+        f"from {check_items.__module__} import check_items\n"
+        f"from {EpochOrder.__module__} import EpochOrder\n"
         "check_items(np.array([3, 4]), 8)\n"
         "print(EpochOrder(count=9, seed=0, epoch=0).samples(np.arange(9)).tolist())\n"
     )
@@ -266,12 +267,12 @@ def test_a_change_of_a_kernel_in_any_folder_is_seen(tmp_path: Path) -> None:
     inner = package / "planning" / "deep" / "inner.py"
     inner.parent.mkdir()
     inner.write_text(
-        "from evenstep.planning.kernels import kernel\n\n"
+        f"from {kernels.__name__} import kernel\n\n"
         "@kernel\ndef inner(x: int) -> int:\n    return x + 1\n"
     )
     (package / "data" / "outer.py").write_text(
         "from evenstep.planning.deep.inner import inner\n"
-        "from evenstep.planning.kernels import kernel\n\n"
+        f"from {kernels.__name__} import kernel\n\n"
         "@kernel\ndef outer(x: int) -> int:\n    return inner(x)\n"
     )
     code = (
@@ -287,7 +288,7 @@ def test_a_change_of_a_kernel_in_any_folder_is_seen(tmp_path: Path) -> None:
 def test_kernels_use_constants_of_their_own_file_alone() -> None:
     """A constant is compiled into a kernel, and only files with kernels date the cache."""
     for path in PACKAGE.rglob("*.py"):
-        if "planning.kernels import" not in path.read_text():
+        if f"from {kernels.__name__} import" not in path.read_text():
             continue
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         module = import_module(".".join(parts))

@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
-from evenstep.core.recipe import Limits
+from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.errors import PlanError
-from evenstep.planning.units import Units
-from evenstep.planning.vector_packing import spread_units
 from evenstep.testing import assert_valid_plan
+from tests.internals import Units, spread_units
 
 
 def log_normal(count: int) -> np.ndarray:

@@ -14,11 +14,9 @@ from evenstep import (
     make_plan,
     violations,
 )
-from evenstep.core.layout import Layout
-from evenstep.core.recipe import Overflow
-from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
+from tests.internals import Layout, Overflow, Segments
 
 LENGTHS = [1, 33, 33, 5, 70]
 

@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep import Packed, Plan, PlannedStream, Recipe, Steps, Topology, make_plan, violations
-from evenstep.core.ragged import IntArray, Ragged
+from evenstep import (
+    Packed,
+    Plan,
+    PlannedStream,
+    Ragged,
+    Recipe,
+    Steps,
+    Topology,
+    make_plan,
+    violations,
+)
 from evenstep.errors import ConfigError, PlanError
 from evenstep.testing import assert_valid_plan
+from tests.internals import IntArray
 
 
 def pairs(lengths: IntArray, capacity: int, seed: int) -> Ragged:

@@ -7,22 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import pack
-from evenstep.core.bounds import pack_bound
-from evenstep.core.layout import PACKER_NAMES
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.best_fit import best_fit
-from evenstep.planning.best_fit import best_fit_few as _best_fit_few
-from evenstep.planning.optimal import at_most, by_length, take
-from evenstep.planning.packers import divide_bins, even_bins
+from evenstep import Ragged, pack
 from tests.examples import examples
+from tests.internals import (
+    PACKER_NAMES,
+    IntArray,
+    at_most,
+    best_fit,
+    best_fit_few,
+    by_length,
+    divide_bins,
+    even_bins,
+    pack_bound,
+    take,
+)
 
 
 @examples(300)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 300))
 def test_few_items_are_packed_as_with_a_table(lengths: list[int], capacity: int) -> None:
     array = np.array(lengths)
-    table, few = best_fit(array, capacity), _best_fit_few(array, capacity)
+    table, few = best_fit(array, capacity), best_fit_few(array, capacity)
     assert np.array_equal(table.values, few.values)
     assert np.array_equal(table.offsets, few.offsets)
 

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import pack
-from evenstep.core.bounds import pack_bound
-from evenstep.core.layout import PACKER_NAMES
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning import best_fit
 from tests.examples import examples
+from tests.internals import PACKER_NAMES, pack_bound
+from tests.internals import best_fit_module as best_fit
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

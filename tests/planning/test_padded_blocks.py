@@ -7,22 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.core.ragged import offsets_of
-from evenstep.planning.batching.blocks import (
+from tests.examples import examples
+from tests.internals import (
     SortedUnits,
     block_cost,
     block_costs,
     block_start,
+    deal_blocks,
     even_blocks,
+    feasible_starts,
+    fewest_cuts,
+    levels_of,
+    levels_to_try,
+    lower_levels,
+    offsets_of,
+    slowest_lowered,
     step_time,
+    wave_cuts,
+    wave_table,
     whole_prices,
 )
-from evenstep.planning.batching.cuts import feasible_starts, fewest_cuts
-from evenstep.planning.batching.levels import levels_of, lower_levels
-from evenstep.planning.batching.lock_step import levels_to_try, wave_cuts, wave_table
-from evenstep.planning.batching.rank_sums import deal_blocks
-from evenstep.planning.batching.shifts import slowest_lowered
-from tests.examples import examples
 
 BUDGET = 120
 

@@ -9,12 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Limits, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.recipe import SyncEvery
-from evenstep.core.segments import Segments
-from evenstep.planning.batching.dynamic import cut_optimal
-from evenstep.planning.units import Units, units_of
 from evenstep.testing import assert_valid_plan
 from tests.examples import examples
+from tests.internals import Segments, SyncEvery, Units, cut_optimal, units_of
 
 COSTS = [
     Cost(),

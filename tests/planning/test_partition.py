@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import partition
-from evenstep.core.bounds import makespan_bound
-from evenstep.core.ragged import FloatArray, sum_by
-from evenstep.planning.balance.descending import by_digits_kernel, heaviest_first
-from evenstep.planning.balance.lowering import heaviest_bound
-from evenstep.planning.balance.multifit import best_fit_parts, multifit_kernel
-from evenstep.planning.balance.parts import exchange_items, gather_parts
-from evenstep.planning.balance.swapping import swap_kernel
 from tests.examples import examples
+from tests.internals import (
+    FloatArray,
+    best_fit_parts,
+    by_digits_kernel,
+    exchange_items,
+    gather_parts,
+    heaviest_bound,
+    heaviest_first,
+    makespan_bound,
+    multifit_kernel,
+    sum_by,
+    swap_kernel,
+)
 
 costs_lists = st.lists(st.integers(0, 60) | st.floats(0, 60), min_size=1, max_size=30)
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError
-from evenstep.planning.pool import (
+from tests.examples import examples
+from tests.internals import (
     PADDED,
     STRATEGIES,
-    Room,
+    IntArray,
     fill_space,
     fill_under_weight,
     from_records,
@@ -24,7 +24,7 @@ from evenstep.planning.pool import (
     search,
     select,
 )
-from tests.examples import examples
+from tests.internals import PoolRoom as Room
 
 LENGTHS = np.array([7, 6, 8, 5, 1, 3, 8, 6])
 DRAWN = [4, 1, 5, 2, 0, 3, 7, 6]
@@ -319,8 +319,8 @@ def test_a_micro_batch_that_could_hold_nothing_is_refused(limit: str) -> None:
 def test_kernels_choose_the_same_without_their_compiler() -> None:
     program = (
         "import numpy as np\n"
-        "from evenstep.planning.pool import STRATEGIES, Room, select\n"
-        "from evenstep.planning.pool import from_records\n"
+        f"from {Room.__module__} import STRATEGIES, Room, select\n"
+        f"from {from_records.__module__} import from_records\n"
         "rng = np.random.default_rng(0)\n"
         "for capacity in (40, 300, 2000):\n"
         "    for limits in ({}, {'most': 6}, {'counted': 60}, {'counted': 60, 'most': 5}):\n"

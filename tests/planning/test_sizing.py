@@ -14,6 +14,7 @@ from evenstep import (
     Packed,
     Padded,
     PlannedStream,
+    Ragged,
     Recipe,
     SecondWork,
     Steps,
@@ -22,14 +23,11 @@ from evenstep import (
     make_plan,
     pack,
 )
-from evenstep.core.layout import Layout
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.data.sources.lengths import Lengths
+from evenstep.data import Lengths
 from evenstep.errors import EvenstepError
-from evenstep.planning.balance import construct
-from evenstep.planning.planner import step_size
 from evenstep.testing import Case, cases
 from tests.examples import examples
+from tests.internals import IntArray, Layout, construct, step_size
 
 DRAWS: dict[str, Callable[[np.random.Generator], IntArray]] = {
     "narrow": lambda rng: rng.integers(900, 1100, 60_000),

@@ -22,11 +22,8 @@ from evenstep import (
     partition,
     violations,
 )
-from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import SyncEvery
 from evenstep.errors import PlanError
-from evenstep.planning.balance.exact_ranks import search_ranks, without_empty
-from evenstep.planning.balance.packs import Movable, Room, Shape
+from tests.internals import IntArray, Movable, Room, Shape, SyncEvery, search_ranks, without_empty
 
 SYNC: tuple[SyncEvery, ...] = ("micro_batch", "step")
 

@@ -5,17 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.core.bounds import bins_bound
-from evenstep.core.ragged import FloatArray, IntArray, Ragged
-from evenstep.planning import vector_packing as module
-from evenstep.planning.units import Units
-from evenstep.planning.vector_packing import (
+from evenstep import Ragged
+from tests.examples import examples
+from tests.internals import (
+    FloatArray,
+    IntArray,
     LimitedPacker,
+    Units,
+    bins_bound,
     spread_over,
     spread_units,
-    vector_pack,
 )
-from tests.examples import examples
+from tests.internals import pack_vectors as vector_pack
+from tests.internals import vector_packing as module
 
 SCORES = {
     "dot": lambda item, left: -(item * left).sum(axis=1),
@@ -215,7 +217,7 @@ def test_the_fewest_packs_to_spread_over_are_found(
 
 
 def test_spreading_tries_few_numbers_of_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from evenstep.planning import vector_packing as spread
+    from tests.internals import vector_packing as spread
 
     tried: list[int] = []
     kernel = spread.spread_kernel

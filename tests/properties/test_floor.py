@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology, make_plan
-from evenstep.core.floor import Floor, Floors
-from evenstep.core.layout import PACKER_NAMES, Cut
-from evenstep.core.modelled_time import step_times
-from evenstep.core.recipe import Balance, SyncEvery
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.testing import Case, cases
 from tests.examples import examples
+from tests.internals import PACKER_NAMES, Balance, Floor, Floors, SyncEvery, step_times
+from tests.internals import CutName as Cut
 
 MORE = 1 + 1e-9
 

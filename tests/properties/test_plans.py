@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Limits, Packed, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.ragged import IntArray
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, assert_valid_plan, cases
 from tests.examples import examples
+from tests.internals import IntArray
 
 
 @examples(1500)

@@ -26,14 +26,12 @@ from evenstep import (
     make_plan,
 )
 from evenstep.cli import main
-from evenstep.core.modelled_time import step_times
 from evenstep.data import Lengths
 from evenstep.errors import ConfigError, EvenstepError
-from evenstep.planning import decide_step, simpler
 from evenstep.report import Entry, advice
-from evenstep.report.timeline import timelines
 from evenstep.testing import Case, cases
 from tests.examples import examples
+from tests.internals import decide_step, simpler, step_times, timelines
 
 
 @st.composite

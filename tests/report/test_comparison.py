@@ -14,14 +14,21 @@ from rich.console import Console
 from rich.text import Text
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.modelled_time import TimeParts, step_times, time_parts
-from evenstep.report import Entry, comparison_picture, plan_picture
-from evenstep.report.comparison import HEADER, cells, closing, one_step_warning
-from evenstep.report.png import png_of
-from evenstep.report.time_bars import shared_end, time_bars
-from evenstep.report.timeline import timelines
-from evenstep.screen import print_grid
+from evenstep.report import Entry, comparison_picture, plan_picture, png_of
 from tests.examples import examples
+from tests.internals import (
+    HEADER,
+    TimeParts,
+    cells,
+    closing,
+    one_step_warning,
+    print_grid,
+    shared_end,
+    step_times,
+    time_bars,
+    time_parts,
+    timelines,
+)
 
 LENGTHS = np.random.default_rng(0).integers(1, 900, 96).tolist()
 RANKS, COST = Topology(dp=2), Cost(per_token=100, per_pair=1, per_micro_batch=50)

@@ -7,15 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Topology
-from evenstep.core.gpu import GPUS, Gpu
-from evenstep.core.model.config import ModelConfig
-from evenstep.core.model.named import named_config
-from evenstep.core.model.presets import PRESETS
-from evenstep.core.model.sizes import ModelSize
 from evenstep.errors import ConfigError
-from evenstep.report.simulation.device import cluster_of
-from evenstep.report.simulation.memory import Memory, memory_of
 from tests.examples import examples
+from tests.internals import (
+    GPUS,
+    PRESETS,
+    Gpu,
+    Memory,
+    ModelConfig,
+    ModelSize,
+    cluster_of,
+    memory_of,
+    named_config,
+)
 
 # Parameters in billions, as published.
 PUBLISHED = {

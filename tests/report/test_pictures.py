@@ -4,11 +4,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from evenstep.core.cost import Cost
-from evenstep.core.layout import Layout, Packed, Padded
-from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe, SyncEvery
-from evenstep.core.topology import Topology
+from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology
 from evenstep.report import (
     Entry,
     comparison_page,
@@ -16,11 +12,8 @@ from evenstep.report import (
     plan_page,
     plan_picture,
 )
-from evenstep.report.bars import bars_of
-from evenstep.report.ink import SHADES, Shading
-from evenstep.report.markup import shortened
-from evenstep.report.timeline import timelines
 from tests.handmade import first_fit, handmade
+from tests.internals import SHADES, Layout, Shading, SyncEvery, bars_of, shortened, timelines
 
 
 def recipe(layout: Layout, ranks: int = 2, sync_every: SyncEvery = "micro_batch") -> Recipe:

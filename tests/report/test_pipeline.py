@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.core.ragged import FloatArray
 from evenstep.errors import ConfigError
-from evenstep.report.simulation.pipeline import pipeline_times
-from evenstep.report.simulation.schedule import run_order, stage_order
 from tests.examples import examples
+from tests.internals import FloatArray, pipeline_times, run_order, stage_order
 
 
 def events(seconds: FloatArray, transfer: FloatArray, stages: int, chunks: int) -> float:

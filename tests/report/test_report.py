@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.modelled_time import step_times
 from evenstep.report import Entry, Report, RunLog, advice, report_page
-from evenstep.report.charts import Bins, Thinned, histogram, lines
-from evenstep.report.fitting import fitted_error
-from evenstep.report.run_log import typical_error
 from tests.examples import examples
+from tests.internals import Bins, Thinned, fitted_error, histogram, step_times, typical_error
+from tests.internals import line_chart as lines
 
 COST = Cost.named("llama-3-8b")
 
@@ -150,7 +148,7 @@ def test_a_log_without_times_has_none() -> None:
 
 
 def test_a_slow_rank_is_found() -> None:
-    from evenstep.report.suggestions import of_ranks
+    from tests.internals import of_ranks
 
     log = RunLog.of(records(PACKED, speed=[1.0, 1.0, 1.5, 1.0]))
     (found,) = of_ranks(log.rank_speeds())

@@ -5,15 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.recipe import SyncEvery
-from evenstep.core.second_work import SecondWork
-from evenstep.core.step_table import StepTable
+from evenstep import Cost, Packed, Padded, Plan, Recipe, SecondWork, Steps, Topology, make_plan
 from evenstep.errors import ConfigError
-from evenstep.report.simulation.cluster import Cluster
-from evenstep.report.simulation.exchange import Exchange
-from evenstep.report.simulation.simulate import PARTS, Simulation, simulate
+from evenstep.report import Cluster, Simulation, simulate
 from tests.examples import examples
+from tests.internals import SIMULATED_PARTS as PARTS
+from tests.internals import Exchange, StepTable, SyncEvery
 
 COST = Cost(per_token=3.0, per_pair=0.01, per_micro_batch=2.0)
 

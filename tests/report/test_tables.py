@@ -2,16 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from evenstep import make_plan
-from evenstep.core.cost import Cost
-from evenstep.core.layout import Packed
-from evenstep.core.recipe import Recipe
-from evenstep.core.topology import Topology
-from evenstep.report import Entry, comparison_page, plan_page, plan_picture, sections
-from evenstep.report.comparison import HEADER, cells
-from evenstep.report.numbers import factor, percent, seconds, times
-from evenstep.report.tables import Row, cost_line, step_table
+from evenstep import Cost, Packed, Recipe, Topology, make_plan
+from evenstep.report import Entry, Row, comparison_page, plan_page, plan_picture, sections
 from tests.handmade import handmade
+from tests.internals import HEADER, cells, cost_line, factor, percent, seconds, step_table, times
 
 RECIPE = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
 EVEN = handmade([5, 5, 5, 5], [[[[[0, 1]]], [[[2, 3]]]]], RECIPE)

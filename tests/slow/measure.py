@@ -23,9 +23,7 @@ from evenstep import Packed, Padded, Plan, Recipe, make_plan
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import register_attention
 from evenstep.integrations.huggingface import hf_kwargs, supports_packing
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
+from evenstep.tensors import Batch, Collator, Extra
 from tests.slow.images import Image, NoImageError, image_of
 from tests.slow.kinds import Kind
 from tests.slow.sizes import WINDOW

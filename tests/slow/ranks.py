@@ -10,9 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep import Packed, Recipe, Topology, make_plan
-from evenstep.tensors.losses import cross_entropy
-from evenstep.train.collectives import Distributed
-from evenstep.train.runner import Runner
+from evenstep.tensors import cross_entropy
+from evenstep.train import Distributed, Runner
 from tests.slow.images import Image
 from tests.slow.kinds import kind_of
 from tests.slow.measure import (

@@ -21,9 +21,9 @@ from ray.exceptions import RayActorError
 from evenstep import Packed, Recipe, World
 from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.ray import RayDispatcher
-from evenstep.integrations.ray_job import LARGE
 from evenstep.train import RolloutBatch, RolloutPlan
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
+from tests.internals import LARGE
 from tests.train.processes import free_port
 from tests.train.rollouts import make_rollouts, recipe_of
 

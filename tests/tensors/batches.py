@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from evenstep import Packed, Padded, Recipe, Topology, make_plan
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Batch, Collator
 
 VOCAB = 61
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from evenstep import Packed, Recipe, make_plan
-from evenstep.core.layout import Layout
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
+from evenstep.tensors import Batch, Collator, Extra
+from tests.internals import Layout
 
 torch.set_num_threads(1)
 

@@ -14,13 +14,17 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from evenstep import Packed, Padded, Recipe
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors import boundaries, flex_backend, varlen_backend
-from evenstep.tensors.attention_backends import BACKENDS, attention, choose
-from evenstep.tensors.attention_call import Call
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.boundaries import Boundaries
-from evenstep.tensors.masks import block_mask, sdpa_mask
+from evenstep.tensors import Batch, attention, block_mask, sdpa_mask
 from tests.examples import examples
+from tests.internals import (
+    BACKENDS,
+    Boundaries,
+    Call,
+    boundaries,
+    choose,
+    flex_backend,
+    varlen_backend,
+)
 from tests.tensors.batches import RECIPES, batch_of, distance
 
 torch.set_num_threads(1)
@@ -254,7 +258,7 @@ def test_tails_and_empty_micro_batches_are_tiles_like_any_other() -> None:
 
 def test_an_empty_micro_batch_gives_finite_outputs_and_gradients() -> None:
     from evenstep import Topology, make_plan
-    from evenstep.tensors.collate import Collator
+    from evenstep.tensors import Collator
 
     plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
     empty = next(

@@ -11,15 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.data.sources.measure import loss_tokens_of
-from evenstep.data.sources.source import LOSS_MASKS
-from evenstep.data.sources.token_writer import write_token_file
+from evenstep.data import write_token_file
 from evenstep.errors import ConfigError, EvenstepError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra, RaggedTensor
+from evenstep.tensors import Batch, Collator, Extra, RaggedTensor
 from evenstep.testing import Case, cases
 from tests.examples import examples
+from tests.internals import IGNORE_INDEX, LOSS_MASKS, loss_tokens_of
 
 
 def ids(*values: int) -> torch.Tensor:

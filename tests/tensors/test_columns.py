@@ -10,9 +10,8 @@ import torch
 
 from evenstep import Packed, Recipe, make_plan
 from evenstep.errors import InputError
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.columns import Columns
-from evenstep.tensors.extras import Extra
+from evenstep.tensors import Collator, Extra
+from tests.internals import Columns
 
 
 def columns_of(*more: dict[str, Any], overflow: Any = "error", budget: int = 64) -> Columns:

@@ -12,11 +12,9 @@ from torch.nn import functional
 
 from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard, join_shards
-from evenstep.tensors.context_parallel import context_work, join_context, shard_context
-from evenstep.tensors.extras import RaggedTensor
+from evenstep.tensors import Batch, BatchShard, RaggedTensor, join_context, shard_context
 from tests.examples import examples
+from tests.internals import context_work, join_shards
 from tests.tensors.works import VOCABULARY, Work, handmade, make_work, same, works
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")

@@ -8,15 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from evenstep import Packed, Recipe, Topology, make_plan
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.segments import Segments
+from evenstep import MicroBatch, Packed, Recipe, Topology, make_plan
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
-from evenstep.tensors.view import View
+from evenstep.tensors import Batch, Collator, Extra, View
 from tests.examples import examples
+from tests.internals import IGNORE_INDEX, Segments
 from tests.tensors.works import Work, works
 
 SPLIT = Recipe(layout=Packed(max_tokens=4), overflow="split")

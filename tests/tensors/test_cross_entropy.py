@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenstep import Packed, Padded
-from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.losses import Head, cross_entropy, label_log_probs, policy_gradient
-from evenstep.tensors.losses.head import Wanted
-from evenstep.tensors.losses.scores import score
+from evenstep.tensors import Head, cross_entropy, label_log_probs, policy_gradient
 from tests.examples import examples
+from tests.internals import Layout, Wanted, score
 from tests.tensors.scored import (
     VOCABULARY,
     batch_with,

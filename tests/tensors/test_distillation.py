@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses import distillation
+from evenstep.tensors import Batch, distillation
 from tests.tensors.scored import VOCABULARY, batch_with, close, flat_logits
 
 DIVERGENCES: list[Any] = ["forward_kl", "reverse_kl", "jsd"]

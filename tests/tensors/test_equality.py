@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenstep import Packed, Recipe, Topology
-from evenstep.demo.decoder import Decoder, DecoderShape, rotate, rotation
+from evenstep.demo import Decoder, DecoderShape
 from evenstep.integrations.huggingface import hf_kwargs
-from evenstep.tensors.attention_backends import attention
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.context_parallel import join_context, shard_context
+from evenstep.tensors import Batch, attention, join_context, shard_context
 from tests.examples import examples
 from tests.integrations.models import llama, qwen
+from tests.internals import rotate, rotation
 from tests.tensors.batches import RECIPES, VOCAB, batches_of, by_sample, distance, samples_of
 
 torch.set_num_threads(1)

@@ -9,9 +9,7 @@ from torch import nn
 
 from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.context_parallel import shard_context
-from evenstep.tensors.losses import Head, dpo, reward_model, value_loss
+from evenstep.tensors import Batch, Head, dpo, reward_model, shard_context, value_loss
 from tests.tensors.scored import close, collator_of, flat_logits, samples_with
 
 COLLATE = collator_of(("reference_log_probs",), ("group", "chosen"))

@@ -12,15 +12,22 @@ from torch import Tensor
 
 from evenstep import Packed, Plan, Recipe, Topology
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.context_parallel import shard_context
-from evenstep.tensors.losses import cross_entropy, label_log_probs, policy_gradient
-from evenstep.tensors.metrics import Metric, merge
-from evenstep.tensors.per_sequence import Outcome, PerSequence, Sums
-from evenstep.tensors.restore import restore_sequences, restore_tokens
-from evenstep.tensors.view import View
+from evenstep.tensors import (
+    Batch,
+    BatchShard,
+    Metric,
+    PerSequence,
+    Sums,
+    View,
+    cross_entropy,
+    label_log_probs,
+    policy_gradient,
+    restore_sequences,
+    restore_tokens,
+    shard_context,
+)
 from tests.examples import examples
+from tests.internals import Outcome, merge
 from tests.tensors.works import VOCABULARY, Work, make_work, works
 
 PER_TOKEN = ("old_log_probs", "advantages")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from evenstep import Packed, Recipe, make_plan
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses import policy_gradient
+from evenstep.tensors import Batch, policy_gradient
 from tests.examples import examples
 from tests.tensors.scored import batch_with, close, collator_of, flat_logits, samples_with
 

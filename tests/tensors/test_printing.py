@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from evenstep import Packed, Recipe, Topology, make_plan
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Batch, Collator
 from tests.tensors.batches import RECIPES, batch_of
 from tests.tensors.works import make_work
 

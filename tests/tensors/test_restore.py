@@ -9,16 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.recipe import Overflow
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import Sharding, join_shards
-from evenstep.tensors.context_parallel import join_context, shard_context
-from evenstep.tensors.origin import Key
-from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
-from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
-from evenstep.train import context_exchange
+from evenstep.tensors import (
+    Batch,
+    join_context,
+    join_sequence,
+    restore_ragged,
+    restore_sequences,
+    restore_tokens,
+    shard_context,
+    shard_sequence,
+)
 from tests.examples import examples
+from tests.internals import OriginKey as Key
+from tests.internals import Overflow, Sharding, context_exchange, join_shards
 from tests.tensors.works import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]

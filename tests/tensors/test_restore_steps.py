@@ -12,23 +12,30 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed, PlannedStream, PooledStream, Recipe, Steps, Topology, World
-from evenstep.core.identity import item_and_part
-from evenstep.core.layout import Layout
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.recipe import Overflow
-from evenstep.core.step import Step
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.feed import Feed
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.position import StreamPosition
+from evenstep import (
+    MicroBatch,
+    Packed,
+    PlannedStream,
+    PooledStream,
+    Recipe,
+    Step,
+    Steps,
+    Topology,
+    World,
+)
+from evenstep.data import Feed, InMemory, Pool
 from evenstep.errors import InputError, SampleError
 from evenstep.integrations.dataloader import StreamLoader
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.context_parallel import shard_context
-from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
+from evenstep.tensors import (
+    Batch,
+    Collator,
+    restore_ragged,
+    restore_sequences,
+    restore_tokens,
+    shard_context,
+)
 from tests.examples import examples
+from tests.internals import Layout, Overflow, StreamPosition, item_and_part
 from tests.tensors.works import CAPACITY, layouts, same
 
 COLLATOR = Collator()

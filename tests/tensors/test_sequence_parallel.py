@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from evenstep import Packed, Recipe, make_plan
 from evenstep.errors import InputError
-from evenstep.tensors.batch_shard import join_shards
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
+from evenstep.tensors import Collator, join_sequence, shard_sequence
 from tests.examples import examples
+from tests.internals import join_shards
 from tests.tensors.works import Work, make_work, same, works
 
 

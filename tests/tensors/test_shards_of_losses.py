@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from evenstep import Packed, Recipe, Topology, make_plan
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.context_parallel import shard_context
-from evenstep.tensors.extras import Extra
-from evenstep.tensors.losses import (
+from evenstep.tensors import (
+    Collator,
+    Extra,
     Head,
+    PerSequence,
     cross_entropy,
     distillation,
     load_balancing,
     policy_gradient,
+    shard_context,
     value_loss,
 )
-from evenstep.tensors.metrics import merge
-from evenstep.tensors.per_sequence import PerSequence
+from tests.internals import merge
 from tests.tensors.scored import VOCABULARY, close, flat_logits
 
 TOKEN = ("old_log_probs", "advantages", "reference_log_probs", "rollout_log_probs", "returns")

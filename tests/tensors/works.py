@@ -12,11 +12,8 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.core.layout import Layout
-from evenstep.core.recipe import Overflow
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
+from evenstep.tensors import Batch, Collator, Extra
+from tests.internals import IGNORE_INDEX, Layout, Overflow
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenstep.demo.decoder import Decoder, DecoderShape
+from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
+from evenstep.tensors import Batch
 from evenstep.testing import LeakError, assert_no_leaks, find_leaks
 from tests.tensors.batches import RECIPES, VOCAB, batch_of
 

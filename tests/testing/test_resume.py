@@ -15,18 +15,13 @@ import torch
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenstep import Packed, Recipe, Steps, Topology
-from evenstep.core.world import World
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep import Packed, PlannedStream, PooledStream, Recipe, Steps, Topology, World
+from evenstep.data import InMemory, Lengths, Pool
 from evenstep.errors import InputError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
-from evenstep.tensors.collate import Collator
+from evenstep.tensors import Collator
 from evenstep.testing import ResumeError, assert_elastic_resume, assert_exact_resume
-from evenstep.testing.content import content_of
+from tests.internals import content_of
 
 LENGTHS = [5, 1, 9, 2, 7, 3, 3, 8, 12, 1, 4, 6]
 SOURCE = InMemory([{"input_ids": torch.full((n,), i)} for i, n in enumerate(LENGTHS)])

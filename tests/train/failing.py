@@ -14,10 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep import Packed
-from evenstep.demo.decoder import Block
-from evenstep.tensors.losses import cross_entropy
-from evenstep.train.collectives import Distributed
-from evenstep.train.runner import Runner
+from evenstep.tensors import cross_entropy
+from evenstep.train import Distributed, Runner
+from tests.internals import Block
 from tests.train.on_ranks import Samples, _work, decoder, wrapped
 from tests.train.running import Plan, steps_of
 from tests.train.steps import COLLATOR, LIMIT, Gradient, gradient_of

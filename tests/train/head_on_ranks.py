@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from evenstep import Packed
-from evenstep.demo.decoder import Decoder, rotation
+from evenstep.demo import Decoder
 from evenstep.errors import EvenstepError
-from evenstep.tensors.losses import Head, cross_entropy
-from evenstep.train.collectives import Distributed
-from evenstep.train.runner import Runner
+from evenstep.tensors import Head, cross_entropy
+from evenstep.train import Distributed, Runner
+from tests.internals import rotation
 from tests.train.on_ranks import Samples, wrapped
 from tests.train.running import Plan, steps_of
 from tests.train.steps import COLLATOR, LIMIT, SHAPE, Gradient, Work, gradient_of

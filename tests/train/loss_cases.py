@@ -13,18 +13,28 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, logsigmoid
 
 from evenstep import Recipe, Topology, make_plan
-from evenstep.core.layout import Layout
-from evenstep.core.recipe import Overflow, Scope
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
-from evenstep.tensors.losses import distillation, dpo, load_balancing, reward_model, value_loss
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.all_tokens import AllTokens
-from evenstep.train.collectives import Collective
-from evenstep.train.experts import expert_frequencies
-from evenstep.train.normalization import GroupMean, Normalization, SequenceMean, TokenMean
-from evenstep.train.runner import LossFunction, Runner
+from evenstep.tensors import (
+    Batch,
+    Collator,
+    Extra,
+    distillation,
+    dpo,
+    load_balancing,
+    reward_model,
+    value_loss,
+)
+from evenstep.testing import run_ranks
+from evenstep.train import (
+    AllTokens,
+    Collective,
+    GroupMean,
+    Normalization,
+    Runner,
+    SequenceMean,
+    TokenMean,
+    expert_frequencies,
+)
+from tests.internals import Layout, LossFunction, Overflow, Scope
 
 torch.set_num_threads(1)
 

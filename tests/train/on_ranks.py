@@ -23,18 +23,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep import Packed, Recipe, Topology
-from evenstep.data.streams.feed import Feed
-from evenstep.demo.decoder import Block, Decoder
+from evenstep.data import Feed
+from evenstep.demo import Decoder
 from evenstep.errors import EvenstepError
-from evenstep.tensors.context_parallel import shard_context
-from evenstep.tensors.losses import cross_entropy
-from evenstep.tensors.metrics import Metric
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Distributed
-from evenstep.train.result import StepResult
-from evenstep.train.runner import Runner
-from evenstep.train.scoring import compute_log_probs
-from evenstep.train.watch import Watch
+from evenstep.tensors import Metric, cross_entropy, shard_context
+from evenstep.train import Distributed, Runner, StepResult, Watch, compute_log_probs
+from tests.internals import Block, Bundle
 from tests.train.running import Plan, steps_of
 from tests.train.steps import (
     COLLATOR,

@@ -13,9 +13,9 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
-from evenstep.core.layout import Layout
 from evenstep.tensors import Collator
 from evenstep.train import RolloutBatch
+from tests.internals import Layout
 from tests.train.steps import VOCABULARY
 
 LONGEST, WIDTH = 7, 9

@@ -15,26 +15,23 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from evenstep import Packed, Padded, Recipe, Steps, Topology, make_plan
-from evenstep.core.layout import Layout
-from evenstep.core.recipe import Scope
-from evenstep.core.segments import Segments
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.stream import until_all_end
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.context_parallel import shard_context
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.normalization import Normalization
-from evenstep.train.result import StepResult
-from evenstep.train.runner import Loss, LossFunction, Runner
+from evenstep import (
+    Packed,
+    Padded,
+    PlannedStream,
+    PooledStream,
+    Recipe,
+    Step,
+    Steps,
+    Topology,
+    World,
+    make_plan,
+)
+from evenstep.data import InMemory, until_all_end
+from evenstep.tensors import Batch, BatchShard, Collator, cross_entropy, shard_context
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Loss, Normalization, Runner, StepResult
+from tests.internals import Layout, LossFunction, Scope, Segments
 from tests.train.steps import (
     COLLATOR,
     LIMIT,

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import Packed
-from evenstep.demo.decoder import Decoder
-from evenstep.tensors.losses import cross_entropy
-from evenstep.train.collectives import Distributed
-from evenstep.train.runner import Loss, Runner
+from evenstep.demo import Decoder
+from evenstep.tensors import cross_entropy
+from evenstep.train import Distributed, Loss, Runner
 from tests.train.failing import _wrap
 from tests.train.on_ranks import Samples, _work, decoder, run_fed
 from tests.train.running import Plan, steps_of

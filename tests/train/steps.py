@@ -14,18 +14,11 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from evenstep import Packed, Padded, Plan, Recipe, Topology, make_plan
-from evenstep.core.layout import Layout
-from evenstep.demo.decoder import Decoder, DecoderShape
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.gradients import errors_of_parameters
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Collective
-from evenstep.train.gradients import SeparateGradients
-from evenstep.train.normalization import (
+from evenstep.demo import Decoder, DecoderShape
+from evenstep.tensors import Batch, Collator, Extra, cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import (
+    Collective,
     Constant,
     Custom,
     FixedLength,
@@ -34,9 +27,16 @@ from evenstep.train.normalization import (
     SampleWeights,
     SequenceMean,
     TokenMean,
+)
+from tests.internals import (
+    Bundle,
+    Layout,
+    LossValues,
+    SeparateGradients,
+    StepLoss,
+    errors_of_parameters,
     weighted,
 )
-from evenstep.train.step_loss import LossValues, StepLoss
 
 torch.set_num_threads(1)
 

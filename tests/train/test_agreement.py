@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep import Cost, Packed, PlannedStream, Recipe, Steps, Topology, World
-from evenstep.core.step import Step
+from evenstep import Cost, Packed, PlannedStream, Recipe, Step, Steps, Topology, World
 from evenstep.data import InMemory
 from evenstep.errors import InputError
-from evenstep.tensors.losses import cross_entropy
+from evenstep.tensors import cross_entropy
 from evenstep.testing import run_ranks
-from evenstep.train.collectives import Collective, Distributed
-from evenstep.train.runner import Runner
+from evenstep.train import Collective, Distributed, Runner
 from tests.train.processes import results_of
 from tests.train.steps import model_of
 

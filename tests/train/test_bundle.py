@@ -11,14 +11,11 @@ from torch import Tensor
 
 from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.errors import InputError
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.metrics import Metric, merge
-from evenstep.tensors.per_sequence import Outcome, PerSequence
-from evenstep.tensors.view import View
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Alone, Collective
+from evenstep.tensors import Collator, Metric, PerSequence, View
+from evenstep.testing import run_ranks
+from evenstep.train import Alone, Collective
 from tests.examples import examples
+from tests.internals import Bundle, Outcome, merge
 
 
 def metrics_of(values: list[float]) -> dict[str, Metric]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from evenstep.errors import ConfigError
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Alone, Collective, Distributed
+from evenstep.testing import run_ranks
+from evenstep.train import Alone, Collective, Distributed
 from tests.train import on_ranks
 from tests.train.processes import results_of
 

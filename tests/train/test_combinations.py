@@ -16,24 +16,25 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from evenstep import MicroBatch, Packed, Padded, Recipe, Steps, Topology
-from evenstep.core.layout import Layout
-from evenstep.core.recipe import Overflow, Scope
-from evenstep.core.segments import Segments
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.feed import Feed
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.stream import until_all_end
+from evenstep import (
+    MicroBatch,
+    Packed,
+    Padded,
+    PlannedStream,
+    PooledStream,
+    Recipe,
+    Step,
+    Steps,
+    Topology,
+    World,
+)
+from evenstep.data import Feed, InMemory, until_all_end
 from evenstep.errors import InputError, MicroBatchError, PlanError, SampleError
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.normalization import GroupMean, Normalization, SequenceMean, TokenMean
-from evenstep.train.runner import Runner
+from evenstep.tensors import cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, GroupMean, Normalization, Runner, SequenceMean, TokenMean
 from tests.examples import examples
+from tests.internals import Layout, Overflow, Scope, Segments
 from tests.train.on_ranks import Small, feeding
 from tests.train.running import Context, samples_of
 from tests.train.steps import COLLATOR, LIMIT, Gradient, distance, gradient_of, model_of

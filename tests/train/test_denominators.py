@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed
-from evenstep.core.step import Step
+from evenstep import Packed, Step
 from evenstep.errors import ConfigError
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.runner import Loss, Runner
-from evenstep.train.step_loss import Mode
+from evenstep.tensors import cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Loss, Runner
 from tests.examples import examples
+from tests.internals import Mode
 from tests.train.on_ranks import Small, run_fed
 from tests.train.running import Plan, expected, plans, run_plan, samples_of, steps_of, worlds
 from tests.train.steps import (

@@ -8,7 +8,7 @@ from evenstep import Packed, PlannedStream, Recipe
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.tensors import cross_entropy
 from evenstep.train import Runner
-from evenstep.train.framework import device_of
+from tests.internals import device_of
 
 
 def test_the_device_of_a_model_is_that_of_its_first_parameter() -> None:

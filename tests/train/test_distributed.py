@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evenstep import Packed, Padded
-from evenstep.tensors.losses import cross_entropy
-from evenstep.train.runner import run_step
+from evenstep.tensors import cross_entropy
+from evenstep.train import run_step
 from tests.train import on_ranks
 from tests.train.on_ranks import Case, Outcome
 from tests.train.processes import results_of

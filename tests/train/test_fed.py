@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, distributed
 
 from evenstep import Packed, Padded, Recipe, Steps, Topology
-from evenstep.core.layout import Layout
-from evenstep.data.streams.feed import Feed
+from evenstep.data import Feed
 from evenstep.errors import ConfigError, InputError, RankError, SampleError
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.runner import Runner
-from evenstep.train.watch import Watch
+from evenstep.tensors import cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Runner, Watch
 from tests.examples import examples
+from tests.internals import Layout, prefetch_module
 from tests.train.on_ranks import feeding, run_fed
 from tests.train.running import Plan, expected, samples_of, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Gradient, Work, distance, gradient_of, model_of
@@ -215,7 +213,7 @@ def test_split_samples_of_a_feed_count_once() -> None:
     feed.close()
     held = list(feed)
     assert sum(len(fed.micro.segments) for fed in held) == 4
-    from evenstep.train.normalization import SequenceMean
+    from evenstep.train import SequenceMean
 
     result = runner(normalization=SequenceMean()).run_fed(held)
     assert result.numbers is not None
@@ -232,7 +230,7 @@ def test_empty_micro_batches_can_be_sharded_by_context_parallel_ranks() -> None:
 def test_waiting_for_samples_can_be_interrupted(
     prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evenstep.train.prefetch._JOIN_TIMEOUT", 600.0)  # hangs if it is reached
+    monkeypatch.setattr(prefetch_module, "_JOIN_TIMEOUT", 600.0)  # hangs if it is reached
     store = distributed.HashStore()
     with pytest.raises(KeyError), Watch(rank=1, size=2, store=store, timeout=30):
         raise KeyError("odd \ud800")

@@ -8,13 +8,17 @@ import torch
 
 from evenstep import Packed, Recipe
 from evenstep.errors import ConfigError, InputError
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Collective
-from evenstep.train.framework import sum_gradients
-from evenstep.train.gradients import SeparateGradients, rescale, set_aside
-from evenstep.train.normalization import Custom, TokenMean
-from evenstep.train.step_loss import StepLoss, power_of_two
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Custom, TokenMean
+from tests.internals import (
+    Bundle,
+    SeparateGradients,
+    StepLoss,
+    power_of_two,
+    rescale,
+    set_aside,
+    sum_gradients,
+)
 from tests.train.steps import LIMIT, make_work
 
 TOKENS = {"nll": (TokenMean(), 1.0)}

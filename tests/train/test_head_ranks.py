@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.tensors.losses import cross_entropy
-from evenstep.train.runner import run_step
+from evenstep.tensors import cross_entropy
+from evenstep.train import run_step
 from tests.train.head_on_ranks import headless, run_headless
 from tests.train.on_ranks import decoder
 from tests.train.processes import results_of

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from evenstep import Packed
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.losses import cross_entropy
-from evenstep.tensors.per_sequence import PerSequence
-from evenstep.train.normalization import SequenceMean
-from evenstep.train.runner import Loss, Runner, run_step
+from evenstep.tensors import PerSequence, cross_entropy
+from evenstep.train import Loss, Runner, SequenceMean, run_step
 from tests.examples import examples
 from tests.train.running import Plan, plans, run_plan, samples_of, scores_alone, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, model_of

@@ -12,15 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenstep import Cost, MicroBatch, Packed, Padded, Recipe, make_plan
-from evenstep.core.step import Step
-from evenstep.data.streams.feed import FedMicroBatch
+from evenstep import Cost, MicroBatch, Packed, Padded, Recipe, Step, make_plan
+from evenstep.data import FedMicroBatch
 from evenstep.errors import SampleError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import cross_entropy
-from evenstep.train.prefetch import Prefetch
-from evenstep.train.runner import Runner, run_step
+from evenstep.tensors import Batch, Collator, cross_entropy
+from evenstep.train import Runner, run_step
+from tests.internals import Prefetch
 from tests.train.running import Plan, run_plan, samples_of, steps_of
 from tests.train.steps import COLLATOR, LIMIT, model_of
 

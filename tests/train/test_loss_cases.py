@@ -8,16 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, PlannedStream, Recipe, make_plan
-from evenstep.core.layout import Layout
 from evenstep.data import InMemory
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import cross_entropy, dpo, load_balancing, reward_model
-from evenstep.train.all_tokens import AllTokens
-from evenstep.train.normalization import Constant, SequenceMean, TokenMean
-from evenstep.train.runner import Loss, Runner
-from evenstep.train.step_loss import Mode
+from evenstep.tensors import Collator, cross_entropy, dpo, load_balancing, reward_model
+from evenstep.train import AllTokens, Constant, Loss, Runner, SequenceMean, TokenMean
 from tests.examples import examples
+from tests.internals import Layout, Mode
 from tests.train.loss_cases import CASES, Table, expected_of, run_case, samples_of
 
 LAYOUTS: list[Layout] = [

@@ -15,17 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import MicroBatch, Packed, Padded
-from evenstep.core.layout import Layout
-from evenstep.core.step import Step
+from evenstep import MicroBatch, Packed, Padded, Step
 from evenstep.errors import ConfigError, MicroBatchError, PlanError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.runner import Runner
+from evenstep.tensors import Batch, Collator, cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Runner
 from tests.examples import examples
+from tests.internals import Layout
 from tests.train.on_ranks import Small
 from tests.train.running import Plan, Way, expected, samples_of, steps_of, worlds
 from tests.train.steps import (

@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed
-from evenstep.core.step import Step
+from evenstep import Packed, Step
 from evenstep.errors import ConfigError, MicroBatchError
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.runner import Runner
+from evenstep.tensors import cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Runner
 from tests.examples import examples
 from tests.train.running import Plan, expected, samples_of, steps_of
 from tests.train.steps import COLLATOR, LIMIT, Work, distance, gradient_of, model_of

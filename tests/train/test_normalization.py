@@ -12,12 +12,8 @@ from torch import Tensor
 
 from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.context_parallel import shard_context
-from evenstep.tensors.extras import Extra
-from evenstep.train.normalization import (
-    NORMALIZATIONS,
+from evenstep.tensors import Batch, Collator, Extra, shard_context
+from evenstep.train import (
     Constant,
     Custom,
     FixedLength,
@@ -26,9 +22,9 @@ from evenstep.train.normalization import (
     SampleWeights,
     SequenceMean,
     TokenMean,
-    weighted,
 )
 from tests.examples import examples
+from tests.internals import NORMALIZATIONS, weighted
 from tests.train import steps
 from tests.train.steps import COLLATOR, LIMIT, Work, make_work, works
 

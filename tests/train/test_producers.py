@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from evenstep.data.streams.feed import Feed
+from evenstep.data import Feed
 from evenstep.errors import ConfigError, InputError, SampleError
+from tests.internals import feed_module, producers_module
 from tests.train.on_ranks import feeding
 from tests.train.running import samples_of
 from tests.train.steps import LIMIT
@@ -21,8 +22,8 @@ from tests.train.test_lazy import prefetching
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenstep.data.streams.feed._WAKE_UP", 0.01)
-    monkeypatch.setattr("evenstep.data.streams.producers._GRACE", 0.05)
+    monkeypatch.setattr(feed_module, "_WAKE_UP", 0.01)
+    monkeypatch.setattr(producers_module, "_GRACE", 0.05)
 
 
 class RolloutError(Exception):

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from evenstep import Packed, PlannedStream, Recipe, Topology, World
-from evenstep.data.sources.memory import InMemory
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Collective
-from evenstep.train.result import StepResult, Timings
-from evenstep.train.runner import Runner
+from evenstep.data import InMemory
+from evenstep.tensors import cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Runner, StepResult
+from tests.internals import Bundle, Timings
 from tests.train.running import samples_of
 from tests.train.steps import COLLATOR, model_of
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evenstep.train import RolloutBatch, RolloutPlan
-from evenstep.train.rollouts.arrays import array_of, tensor_of
+from tests.internals import array_of, tensor_of
 from tests.train.rollouts import make_rollouts, recipe_of
 
 DTYPES = [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float64]

@@ -16,9 +16,8 @@ from torch import Tensor
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, World
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.tensors import policy_gradient, restore_ragged, restore_sequences
-from evenstep.testing.ranks import run_ranks
-from evenstep.train import RolloutBatch, Runner, compute_log_probs
-from evenstep.train.collectives import Collective
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, RolloutBatch, Runner, compute_log_probs
 from tests.examples import examples
 from tests.train.rollouts import (
     LONGEST,

@@ -12,19 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep import Packed, Padded
-from evenstep.core.step import Step
+from evenstep import Packed, Padded, Step
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import cross_entropy
-from evenstep.tensors.metrics import Metric
-from evenstep.tensors.per_sequence import Sums
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.normalization import Constant, FixedLength, GroupMean, SequenceMean
-from evenstep.train.runner import Loss, Runner
-from evenstep.train.step_loss import Mode
+from evenstep.tensors import Collator, Metric, Sums, cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Constant, FixedLength, GroupMean, Loss, Runner, SequenceMean
 from tests.examples import examples
+from tests.internals import Mode
 from tests.train.running import (
     LAYOUTS,
     Plan,

@@ -10,11 +10,9 @@ import torch
 
 from evenstep import Packed
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.losses import cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.normalization import SequenceMean
-from evenstep.train.runner import Loss, Runner
+from evenstep.tensors import cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Loss, Runner, SequenceMean
 from tests.train.running import Plan, expected, samples_of, steps_of
 from tests.train.steps import COLLATOR, LIMIT, distance, gradient_of, model_of
 

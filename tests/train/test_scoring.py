@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep import Packed, Recipe, Topology, make_plan
-from evenstep.core.layout import Layout
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import Head, cross_entropy
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.runner import Runner
-from evenstep.train.scoring import compute_log_probs
+from evenstep.tensors import Collator, Head, cross_entropy
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Runner, compute_log_probs
 from tests.examples import examples
+from tests.internals import Layout
 from tests.train.running import LAYOUTS, samples_of, scores_alone, worlds
 from tests.train.steps import COLLATOR, LIMIT, Work, gradient_of, model_of
 from tests.train.test_lazy import prefetching

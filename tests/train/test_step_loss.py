@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import ConfigError
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Collective
-from evenstep.train.normalization import Constant, FixedLength, SequenceMean, TokenMean
-from evenstep.train.step_loss import LossValues, Mode, StepLoss
+from evenstep.train import Collective, Constant, FixedLength, SequenceMean, TokenMean
 from tests.examples import examples
+from tests.internals import Bundle, LossValues, Mode, StepLoss
 from tests.train.running import Counting
 from tests.train.steps import (
     LIMIT,

@@ -9,19 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenstep import Packed, Recipe, Topology, make_plan
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.sources.memory import InMemory
-from evenstep.data.streams.planned import PlannedStream
+from evenstep import Packed, PlannedStream, Recipe, Step, Topology, World, make_plan
+from evenstep.data import InMemory
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.collate import Collator
-from evenstep.testing.ranks import run_ranks
-from evenstep.train.collectives import Collective
-from evenstep.train.normalization import Constant, TokenMean
-from evenstep.train.runner import Loss, Runner, run_step
-from evenstep.train.step_loss import Mode
+from evenstep.tensors import Batch, Collator
+from evenstep.testing import run_ranks
+from evenstep.train import Collective, Constant, Loss, Runner, TokenMean, run_step
+from tests.internals import IGNORE_INDEX, Mode
 
 
 class Scalar(nn.Module):  # type: ignore[misc]

@@ -11,7 +11,8 @@ import pytest
 from torch import distributed
 
 from evenstep.errors import ConfigError, RankError
-from evenstep.train.watch import Watch, _is_consequence
+from evenstep.train import Watch
+from tests.internals import _is_consequence
 from tests.train import on_ranks
 from tests.train.processes import PATIENCE, Ended, run_processes
 from tests.train.running import samples_of

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from evenstep import Packed, Recipe, Steps
 from evenstep.config import Settings
-from evenstep.config.native import PARTS
 from evenstep.data import Corpus
-from evenstep.trainer import state, train
+from evenstep.trainer import train
+from tests.internals import PARTS, state
 
 SAMPLES, PER_STEP = 24, 6
 ROOT = Path(__file__).parents[2]

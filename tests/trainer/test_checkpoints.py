@@ -15,7 +15,7 @@ from transformers import GPT2Config
 from evenstep.cli import main
 from evenstep.config import ModelSettings
 from evenstep.trainer import train
-from evenstep.trainer.checkpoints import complete
+from tests.internals import complete
 from tests.trainer.runs import losses, settings, texts
 
 CONFIG = """

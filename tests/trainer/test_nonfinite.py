@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from evenstep.errors import EvenstepError
-from evenstep.trainer import run, state, train
-from evenstep.trainer.checkpoints import complete
-from evenstep.trainer.job import Job
-from evenstep.trainer.state import State
+from evenstep.trainer import train
+from tests.internals import State, complete, state
+from tests.internals import TrainJob as Job
+from tests.internals import run_module as run
 from tests.trainer.runs import break_on, checkpoint, logged, losses, settings, texts
 
 SAVE_ALL = {"save_every": 1, "keep": 2}

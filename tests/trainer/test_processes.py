@@ -13,7 +13,7 @@ import pytest
 
 from evenstep.errors import FileError
 from evenstep.trainer import train
-from evenstep.trainer.checkpoints import complete, read_place
+from tests.internals import complete, read_place
 from tests.trainer.runs import finish, logged, losses, settings, start, texts
 
 KILLS = 10

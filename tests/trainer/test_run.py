@@ -19,8 +19,7 @@ from evenstep.data import Corpus
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.train import StepResult
 from evenstep.trainer import train
-from evenstep.trainer.checkpoints import complete, read_place
-from evenstep.trainer.run import record
+from tests.internals import complete, read_place, record, run_module
 from tests.trainer.runs import logged, losses, settings, texts
 
 
@@ -81,7 +80,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         return record(result, optimizer)
 
     with monkeypatch.context() as patch:
-        patch.setattr("evenstep.trainer.run.record", record_and_signal)
+        patch.setattr(run_module, "record", record_and_signal)
         ended = train(settings(out, data))
 
     assert (ended.steps, ended.stopped) == (5, True)

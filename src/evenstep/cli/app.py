@@ -21,7 +21,7 @@ from evenstep.cli import (
     train,
     tune,
 )
-from evenstep.core.glimpse import printable
+from evenstep.core.text import printable
 from evenstep.errors import EvenstepError
 
 app = typer.Typer(

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from evenstep.cli.input import Input
-from evenstep.core.glimpse import glimpse
 from evenstep.core.ragged import IntArray
-from evenstep.data.sources.token_lists import is_token_list
+from evenstep.core.text import short_repr
+from evenstep.data.files import is_token_list
 from evenstep.errors import FileError, InputError
 
 
@@ -134,7 +134,7 @@ def group_ids(path: Path, column: str, values: list[Any]) -> IntArray:
 
 def shown(value: object) -> str:
     """A value for a message, shortened if it is long."""
-    return glimpse(value, 40)
+    return short_repr(value, 40)
 
 
 def first_line(error: Exception) -> str:

@@ -51,7 +51,7 @@ def compare(
         refuse_too_long,
         run,
     )
-    from evenstep.core.archive import replace_file
+    from evenstep.core.plan_file import replace_file
     from evenstep.errors import PlanError
     from evenstep.report import comparison_page, comparison_picture
     from evenstep.report.comparison import one_step_warning

@@ -76,7 +76,7 @@ def convert(
     from evenstep.cli import output
     from evenstep.cli.overrides import overrides_of
     from evenstep.config import load_file, native_yaml
-    from evenstep.core.archive import replace_file
+    from evenstep.core.plan_file import replace_file
 
     files.refuse_unwritable([file], out)
     loaded = load_file(file, overrides_of(set_), dialect=from_)

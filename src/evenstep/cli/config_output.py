@@ -10,7 +10,7 @@ from rich.text import Text
 
 from evenstep.config import Loaded
 from evenstep.config.native import difference, leaves
-from evenstep.core.glimpse import printable
+from evenstep.core.text import printable
 from evenstep.screen import console
 
 _TITLES = {"log_probs": "Log-probabilities", "stream": "Stream", "trainer": "Trainer"}

@@ -97,8 +97,8 @@ def lengths(
     import numpy as np
 
     from evenstep.cli import output
-    from evenstep.core.archive import replace_file
-    from evenstep.data.corpus.corpus import Corpus
+    from evenstep.core.plan_file import replace_file
+    from evenstep.data.corpus import Corpus
     from evenstep.errors import EvenstepError, FileError, InputError
     from evenstep.screen import progress
 

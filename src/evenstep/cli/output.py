@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.core.glimpse import printable
+from evenstep.core.text import printable
 from evenstep.report.comparison import HEADER, LEGEND, MUCH, Entry, cells, closing
 from evenstep.report.numbers import times
 from evenstep.report.tables import cost_line, sections, step_table

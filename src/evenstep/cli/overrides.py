@@ -8,7 +8,7 @@ from typing import Any
 
 from evenstep.cli.output import remark
 from evenstep.config.override import parsed
-from evenstep.core.glimpse import cut, glimpse
+from evenstep.core.text import short_repr, shorten
 from evenstep.errors import ConfigError
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -49,7 +49,7 @@ def overrides_of(
         number = number_of(text)
         if number is None:
             raise ConfigError(
-                f"{option} must be a whole number such as 16384 or 16k, got {glimpse(text)}."
+                f"{option} must be a whole number such as 16384 or 16k, got {short_repr(text)}."
             )
         _refuse_both(option, found)
         _show(option, text, number)
@@ -67,7 +67,7 @@ def resolved(override: str) -> str:
     number = number_of(text)
     if number is None or text.strip().isdigit():
         return override
-    _show(f"--set {cut(key.strip())}", text, number)
+    _show(f"--set {shorten(key.strip())}", text, number)
     return f"{key}{equals}{number}"
 
 
@@ -83,8 +83,8 @@ def _refuse_both(option: str, overrides: Iterable[str]) -> None:
         path, value = parsed(override)
         if path == key[: len(path)] and _has(value, key[len(path) :]):
             raise ConfigError(
-                f"{option} and --set {cut('.'.join(path))} both set {_KEYS[option]}. Remove one "
-                f"of them."
+                f"{option} and --set {shorten('.'.join(path))} both set {_KEYS[option]}. Remove "
+                f"one of them."
             )
 
 

@@ -33,8 +33,8 @@ def plan(
     from evenstep.cli.input import called
     from evenstep.cli.job import load_job
     from evenstep.cli.overrides import overrides_of
-    from evenstep.core.archive import replace_files
     from evenstep.core.checks import assert_valid
+    from evenstep.core.plan_file import replace_files
     from evenstep.report import plan_page, plan_picture
     from evenstep.screen import progress
 

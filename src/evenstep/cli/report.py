@@ -58,7 +58,7 @@ def report(
 def _page(path: Path, out: Path | None, picture: Path | None, json: bool) -> None:
     from evenstep.cli import output
     from evenstep.cli.whole_report import of_plan, of_run
-    from evenstep.core.archive import replace_files
+    from evenstep.core.plan_file import replace_files
     from evenstep.report import plan_picture, report_page
 
     made: Report = of_run(path) if path.is_dir() else of_plan(path)
@@ -84,9 +84,9 @@ def _page(path: Path, out: Path | None, picture: Path | None, json: bool) -> Non
 def _tables(path: Path, picture: Path | None, json: bool) -> None:
     from evenstep.cli import output
     from evenstep.cli.plan import summary
-    from evenstep.core.archive import replace_file
     from evenstep.core.checks import assert_valid
     from evenstep.core.plan import Plan
+    from evenstep.core.plan_file import replace_file
     from evenstep.report import plan_page, plan_picture
     from evenstep.screen import progress
 

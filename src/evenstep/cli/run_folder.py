@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.joining import join_plans
-from evenstep.core.plan import Plan
+from evenstep.core.plan import Plan, join_plans
 from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe
-from evenstep.core.world import World
-from evenstep.data.sources.token_file import TokenFile
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.core.recipe import Recipe, World
+from evenstep.data.planned import PlannedStream
+from evenstep.data.token_file import TokenFile
 from evenstep.errors import FileError
 from evenstep.report import RunLog
 from evenstep.report.numbers import count

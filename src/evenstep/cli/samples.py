@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from evenstep.cli import columns as tables
 from evenstep.cli.input import Input
-from evenstep.core.archive import MAGIC
 from evenstep.core.plan import Plan
+from evenstep.core.plan_file import MAGIC
 from evenstep.core.ragged import IntArray
-from evenstep.data.sources.token_lists import list_lengths
+from evenstep.data.files import list_lengths
 from evenstep.errors import FileError, InputError
 
 _TABLES = {

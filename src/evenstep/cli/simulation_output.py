@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from evenstep.core.glimpse import printable
+from evenstep.core.text import printable
 from evenstep.report.numbers import count, factor, percent, seconds
 from evenstep.report.simulation.simulate import PARTS, Simulation
 from evenstep.report.simulation.tuning import Setting

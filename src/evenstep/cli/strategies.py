@@ -11,7 +11,7 @@ import numpy as np
 from evenstep.cli.job import Job
 from evenstep.cli.overrides import resolved
 from evenstep.config import overridden, recipe_from
-from evenstep.core.rounding import rounded_up
+from evenstep.core.ragged import rounded_up
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.inputs import checked_column, checked_lengths
 from evenstep.planning.kernels import compile_seconds

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from evenstep.config import overridden, recipe_from
-from evenstep.core.gpu import Gpu
-from evenstep.core.model.sizes import ModelSize
-from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.topology import Topology
-from evenstep.core.validate import whole_number
+from evenstep.core.cost import Gpu
+from evenstep.core.models import ModelSize
+from evenstep.core.ragged import IntArray, rounded_up
+from evenstep.core.recipe import Recipe, Topology
+from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, PlanError
 from evenstep.report.simulation.device import cluster_of
 from evenstep.report.simulation.memory import memory_of

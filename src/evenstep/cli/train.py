@@ -39,7 +39,7 @@ def train(
     from evenstep.cli import output
     from evenstep.cli.overrides import overrides_of
     from evenstep.config import load_settings
-    from evenstep.core.world import World
+    from evenstep.core.recipe import World
     from evenstep.lazy import need
 
     need("torch", extra="cli,torch", package="evenstep train")

@@ -61,10 +61,10 @@ def tune(
     from evenstep.cli.samples import read_samples
     from evenstep.cli.simulation_output import print_settings
     from evenstep.cli.sweep import Sweep
-    from evenstep.core.archive import replace_file
-    from evenstep.core.gpu import Gpu as Device
-    from evenstep.core.model.named import named_config
-    from evenstep.core.model.sizes import ModelSize
+    from evenstep.core.cost import Gpu as Device
+    from evenstep.core.model_config import named_config
+    from evenstep.core.models import ModelSize
+    from evenstep.core.plan_file import replace_file
     from evenstep.planning.inputs import checked_lengths
     from evenstep.report.simulation.tuning import reason, recommended
     from evenstep.report.tradeoff import tradeoff_page, tradeoff_picture

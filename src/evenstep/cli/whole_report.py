@@ -14,8 +14,7 @@ from evenstep.cli.run_folder import read_run
 from evenstep.cli.samples import samples_of
 from evenstep.cli.strategies import OWN, TODAY, built_in_strategies, run
 from evenstep.core.checks import assert_valid
-from evenstep.core.joining import join_plans
-from evenstep.core.plan import Plan
+from evenstep.core.plan import Plan, join_plans
 from evenstep.core.ragged import IntArray
 from evenstep.report import Advice, Entry, Report, advice
 from evenstep.report.comparison import one_step_warning

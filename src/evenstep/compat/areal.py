@@ -13,11 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from evenstep.compat.rank_packs import pack_recipe, packs_needed, packs_of
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.core.recipe import Steps
-from evenstep.core.rounding import rounded_up
-from evenstep.core.topology import Topology
-from evenstep.core.validate import one_of
+from evenstep.core.ragged import IntArray, Ragged, rounded_up
+from evenstep.core.recipe import Steps, Topology
+from evenstep.core.text import one_of
 from evenstep.errors import InputError, PlanError
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.planner import plan_step

@@ -17,9 +17,7 @@ from evenstep.compat.over_ranks import most_over_ranks
 from evenstep.compat.rank_packs import WORK
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe
-from evenstep.core.topology import Topology
-from evenstep.core.world import World
+from evenstep.core.recipe import Recipe, Topology, World
 from evenstep.errors import PlanError
 from evenstep.planning.filled import filled_packs
 from evenstep.planning.planner import make_plan

@@ -16,18 +16,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from evenstep.core.layout import Layout, Packed, Padded
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import divided_up
+from evenstep.core.recipe import Recipe, Steps, Topology, World
 from evenstep.core.step import Step
-from evenstep.core.topology import Topology
-from evenstep.core.validate import seed_number, truth_value
-from evenstep.core.world import World
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.mapped import Mapped
-from evenstep.data.sources.source import MeasuredSource, Source, has_random_access
-from evenstep.data.sources.source import length_of as count_tokens
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.pooled import PooledStream
+from evenstep.core.text import seed_number, truth_value
+from evenstep.data.dataset import Iterated, Mapped
+from evenstep.data.pool import Pool
+from evenstep.data.pooled import PooledStream
+from evenstep.data.source import MeasuredSource, Source, has_random_access
+from evenstep.data.source import length_of as count_tokens
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.dataloader import Collate, StreamDataset
 from evenstep.integrations.huggingface import choose_layout

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.validate import truth_field, whole_field
+from evenstep.core.plan import MicroBatch
+from evenstep.core.text import truth_field, whole_field
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator

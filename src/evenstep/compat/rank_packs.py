@@ -9,9 +9,8 @@ import numpy as np
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray, Ragged, sum_by
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
-from evenstep.core.validate import MOST
+from evenstep.core.recipe import Recipe, Steps, Topology
+from evenstep.core.text import MOST
 from evenstep.errors import PlanError
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.filled import filled_packs

@@ -15,8 +15,7 @@ from evenstep.compat.rank_packs import WORK, pipeline
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray, Ragged, by_first_appearance
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
+from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.filled import filled_packs
 from evenstep.planning.planner import make_plan, plan_step

@@ -12,11 +12,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from evenstep.core.layout import Packed
-from evenstep.core.recipe import Overflow, Recipe, Steps
-from evenstep.core.topology import Topology
-from evenstep.core.world import World
-from evenstep.data.sources.source import MeasuredSource
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.core.recipe import Overflow, Recipe, Steps, Topology, World
+from evenstep.data.planned import PlannedStream
+from evenstep.data.source import MeasuredSource
 from evenstep.errors import ConfigError
 from evenstep.tensors.collate import Collator
 

@@ -17,9 +17,8 @@ from torch.utils.data import IterableDataset
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.topology import Topology
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.recipe import Recipe, Steps, Topology
+from evenstep.core.text import one_of, whole_number
 from evenstep.errors import InputError
 from evenstep.planning.filled import filled_packs
 from evenstep.planning.overflow import segments_of

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from evenstep.compat.over_ranks import most_over_ranks
 from evenstep.compat.rank_packs import WORK, pack_recipe, packs_needed, packs_of
-from evenstep.core.modelled_time import slowest
-from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
-from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.topology import Topology
+from evenstep.core.measures import slowest
+from evenstep.core.ragged import FloatArray, IntArray, Ragged, rounded_up, sum_by
+from evenstep.core.recipe import Recipe, Topology
 from evenstep.errors import InputError
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.planner import make_plan

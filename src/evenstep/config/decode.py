@@ -19,14 +19,11 @@ from evenstep.config.settings import StreamSettings, TrainerSettings
 from evenstep.config.training import LoraSettings, ModelSettings, OptimizerSettings
 from evenstep.config.yaml import is_number
 from evenstep.core.cost import Cost
-from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.layout import LAYOUTS, PACKER_NAMES, Layout, Packed
-from evenstep.core.recipe import Limits, Recipe, Steps
-from evenstep.core.second_work import SecondWork
-from evenstep.core.topology import Topology
-from evenstep.core.validate import MOST
-from evenstep.data.corpus.corpus import Corpus
-from evenstep.data.streams.pool import Pool
+from evenstep.core.recipe import Limits, Recipe, SecondWork, Steps, Topology
+from evenstep.core.text import MOST, short_repr, shorten
+from evenstep.data.corpus import Corpus
+from evenstep.data.pool import Pool
 from evenstep.errors import ConfigError
 
 DEFAULT_KIND = "packed"
@@ -228,7 +225,7 @@ def _boolean(value: object) -> object:
 def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
     """One fault: its dotted path, the expected and the given value, and how to write it."""
     keys = _keys(detail, prefix)
-    path, value = cut(".".join(keys)), detail["input"]
+    path, value = shorten(".".join(keys)), detail["input"]
     context = detail.get("ctx", {})
     match detail["type"]:
         case "value_error":
@@ -255,7 +252,7 @@ def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
             expected, hint = "true or false", _as_boolean(value)
         case _:
             expected, hint = detail["msg"].removeprefix("Input should be "), ""
-    return f"{path} must be {expected}, got {glimpse(value)}.{hint}"
+    return f"{path} must be {expected}, got {short_repr(value)}.{hint}"
 
 
 def _named(sentence: str, prefix: tuple[str, ...]) -> str:
@@ -303,7 +300,7 @@ def _unknown_key(path: tuple[str, ...], kind: type) -> str:
         known += ["model"] if parents == ["cost"] else []
     else:
         owner, known = "a recipe", _fields(Recipe)
-    return unknown_key(cut(".".join(path)), owner[0].upper() + owner[1:], known)
+    return unknown_key(shorten(".".join(path)), owner[0].upper() + owner[1:], known)
 
 
 def _fields(owner: type) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from evenstep.core.glimpse import glimpse
+from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError
 
 _MOST_FAULTS = 100
@@ -78,9 +78,9 @@ def unknown_word(path: str, value: object, words: Iterable[str]) -> str:
     words = list(words)
     guess = near(value, words)
     hint = f" Did you mean {guess}?" if guess else ""
-    return f"unknown {path} {glimpse(value)}; expected one of: {', '.join(words)}.{hint}"
+    return f"unknown {path} {short_repr(value)}; expected one of: {', '.join(words)}.{hint}"
 
 
 def not_a_mapping(path: str, value: object) -> str:
     """The sentence for a value where keys are expected."""
-    return f"{path} must hold keys, got {glimpse(value)}. Write it as {path}.KEY=VALUE."
+    return f"{path} must hold keys, got {short_repr(value)}. Write it as {path}.KEY=VALUE."

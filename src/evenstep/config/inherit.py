@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from evenstep.config.document import Document, read_document
 from evenstep.config.tree import Layer, Path, Tree, merged, nested
-from evenstep.core.glimpse import cut, glimpse
+from evenstep.core.text import short_repr, shorten
 from evenstep.errors import ConfigError, FileError
 
 _SELF = "_self_"
@@ -102,8 +102,8 @@ def _entries(document: Document, at: Path, search: _Search) -> list[_Entry]:
             found += [] if entry is None else [entry]
         else:
             raise ConfigError(
-                f"{document.place(['defaults'])}: defaults has {glimpse(item)}, expected the name "
-                f"of a file or `group: name`."
+                f"{document.place(['defaults'])}: defaults has {short_repr(item)}, expected the "
+                f"name of a file or `group: name`."
             )
     return found
 
@@ -121,8 +121,8 @@ def _group(document: Document, key: str, value: Any, at: Path, search: _Search) 
     name = _CHOICE.sub(lambda choice: search.choices.get(choice[1], choice[0]), str(value))
     if not isinstance(value, str) or "${" in name:
         raise ConfigError(
-            f"{document.place(['defaults'])}: defaults has {glimpse({key: value})}, which names no "
-            f"file. Write the name of the file out."
+            f"{document.place(['defaults'])}: defaults has {short_repr({key: value})}, which names "
+            f"no file. Write the name of the file out."
         )
     search.choices.setdefault(words[-1], name)
     inside = (*at, *group.strip("/").split("/"))
@@ -176,6 +176,6 @@ def _file(document: Document, entry: _Entry, search: _Search) -> File | None:
         return None
     place = folder if str(folder) != "." else "the working directory"
     raise FileError(
-        f"{document.place(['defaults'])}: defaults names {cut(entry.name)}, and {place} has no "
+        f"{document.place(['defaults'])}: defaults names {shorten(entry.name)}, and {place} has no "
         f"such file. Add the file or its folder (hydra.searchpath), or remove the entry."
     )

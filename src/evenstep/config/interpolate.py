@@ -9,7 +9,7 @@ from typing import Any
 
 from evenstep.config.tree import Path
 from evenstep.config.yaml import parse_yaml
-from evenstep.core.glimpse import cut, glimpse
+from evenstep.core.text import short_repr, shorten
 from evenstep.errors import ConfigError
 
 _NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -51,7 +51,9 @@ class Interpolated:
     def _value(self, path: Path) -> Any:
         self._steps += 1
         if path in self._within or self._steps > _MOST:
-            raise UnresolvedError(f"{cut('.'.join(path))} refers to itself. Write its value out.")
+            raise UnresolvedError(
+                f"{shorten('.'.join(path))} refers to itself. Write its value out."
+            )
         self._within.append(path)
         try:
             value: Any = self.data
@@ -105,7 +107,7 @@ class Interpolated:
         try:
             return self._value(target)
         except KeyError:
-            raise _unresolved(shown, path, f"there is no {cut('.'.join(target))}") from None
+            raise _unresolved(shown, path, f"there is no {shorten('.'.join(target))}") from None
 
     def _target(self, reference: str, path: Path, shown: str) -> Path:
         """The path that a reference means; each dot before it stands for one level up."""
@@ -134,7 +136,7 @@ class Interpolated:
         if len(numbers) != 2 or not all(
             isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
         ):
-            raise _unresolved(shown, path, f"{name} takes two numbers, got {glimpse(numbers)}")
+            raise _unresolved(shown, path, f"{name} takes two numbers, got {short_repr(numbers)}")
         try:
             return _NUMBERS[name](*numbers)
         except (ArithmeticError, ValueError) as error:
@@ -147,12 +149,12 @@ class Interpolated:
         try:
             return parse_yaml(word, "an argument")
         except ConfigError:
-            raise _unresolved(shown, path, f"{glimpse(word)} is not a value") from None
+            raise _unresolved(shown, path, f"{short_repr(word)} is not a value") from None
 
 
 def _unresolved(shown: str, path: Path, why: str) -> UnresolvedError:
     return UnresolvedError(
-        f"{cut('.'.join(path))} is {cut(shown, 120)}, which cannot be resolved: {why}. "
+        f"{shorten('.'.join(path))} is {shorten(shown, 120)}, which cannot be resolved: {why}. "
         f"Write its value out."
     )
 

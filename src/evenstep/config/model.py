@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.core.cost import Cost
-from evenstep.core.glimpse import cut, glimpse
-from evenstep.core.model.named import path_of_model
-from evenstep.core.model.presets import PRESETS
+from evenstep.core.model_config import PRESETS, path_of_model
+from evenstep.core.text import short_repr, shorten
 from evenstep.errors import ConfigError, FileError
 
 _PATHS = (
@@ -31,7 +30,7 @@ def model_cost(model: object) -> Cost:
     True
     """
     if not isinstance(model, str) or not model:
-        raise ConfigError(f"cost.model must be a name or a path, got {glimpse(model)}.")
+        raise ConfigError(f"cost.model must be a name or a path, got {short_repr(model)}.")
     path = path_of_model(model, "cost.model")
     if path is None:
         return Cost.named(model)
@@ -78,6 +77,6 @@ def with_model(
         key = override.partition("=")[0].strip()
         if key.partition(".")[0] == "cost" and key != f"cost.{BESIDE}":
             raise ConfigError(
-                f"--model and --set {cut(key)} both set the cost. Remove one of them."
+                f"--model and --set {shorten(key)} both set the cost. Remove one of them."
             )
     return {**data, "cost": {**(cost or {}), "model": model}}

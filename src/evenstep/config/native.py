@@ -20,11 +20,11 @@ from evenstep.config.faults import FaultsError, not_a_mapping, unknown_key
 from evenstep.config.settings import Settings, StreamSettings, TrainerSettings
 from evenstep.config.training import ModelSettings, OptimizerSettings
 from evenstep.config.tree import merged, nested
-from evenstep.core.glimpse import cut
 from evenstep.core.layout import LAYOUTS
 from evenstep.core.recipe import Recipe
-from evenstep.data.corpus.corpus import Corpus
-from evenstep.data.streams.pool import Pool
+from evenstep.core.text import shorten
+from evenstep.data.corpus import Corpus
+from evenstep.data.pool import Pool
 from evenstep.errors import ConfigError
 
 PARTS = {
@@ -55,7 +55,7 @@ def decode_settings(data: Mapping[str, Any]) -> tuple[Settings | None, list[str]
     """The settings, or None and all faults."""
     known = [*(field.name for field in dataclasses.fields(Recipe)), *SECTIONS]
     faults = [
-        unknown_key(cut(str(key)), "A configuration", known) for key in data if key not in known
+        unknown_key(shorten(str(key)), "A configuration", known) for key in data if key not in known
     ]
     own = {key: value for key, value in data.items() if key in known and key not in SECTIONS}
     recipe, found = decode_recipe(own)
@@ -125,7 +125,7 @@ def _section(kind: type, data: Mapping[str, Any], name: str) -> tuple[Any, list[
 
 def _pool_faults(recipe: Recipe, stream: StreamSettings) -> list[str]:
     """What a pool cannot do with this recipe."""
-    from evenstep.data.streams.batcher import PoolBatcher  # imports the compiler
+    from evenstep.data.reader import PoolBatcher  # imports the compiler
 
     assert stream.pool is not None
     columns = {name: len for name in recipe.limits.columns if name != "loss_tokens"}

@@ -9,8 +9,8 @@ from typing import Any
 
 from evenstep.config.decode import DEFAULT_KIND
 from evenstep.config.yaml import parse_yaml
-from evenstep.core.glimpse import cut, glimpse
 from evenstep.core.layout import LAYOUTS
+from evenstep.core.text import short_repr, shorten
 from evenstep.errors import ConfigError
 
 _KIND, _MODEL = ("layout", "kind"), ("cost", "model")
@@ -40,8 +40,9 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
             if not isinstance(inner, dict):
                 above = ".".join(path[:depth])
                 raise ConfigError(
-                    f"{cut('.'.join(path))} cannot be set: {cut(above)} is {glimpse(inner)} and "
-                    f"has no keys. Set {cut(above)} itself, or check the spelling."
+                    f"{shorten('.'.join(path))} cannot be set: {shorten(above)} is "
+                    f"{short_repr(inner)} and has no keys. Set {shorten(above)} itself, or check "
+                    f"the spelling."
                 )
         inner[key] = value
     return result
@@ -53,10 +54,10 @@ def parsed(override: str) -> tuple[tuple[str, ...], Any]:
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         raise ConfigError(
-            f"an override must be of the form key=value, got {glimpse(override)}. "
+            f"an override must be of the form key=value, got {short_repr(override)}. "
             f"Write for example layout.max_tokens=8192."
         )
-    return path, parse_yaml(text, f"the value of {cut(key.strip())}")
+    return path, parse_yaml(text, f"the value of {shorten(key.strip())}")
 
 
 def _change_kind(data: dict[str, Any], kind: object) -> None:

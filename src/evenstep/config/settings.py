@@ -7,9 +7,14 @@ from typing import Any, Literal, TypeAlias
 
 from evenstep.config.training import ModelSettings, OptimizerSettings
 from evenstep.core.recipe import Recipe
-from evenstep.core.validate import one_of, seed_number, truth_field, whole_field
-from evenstep.data.corpus.corpus import Corpus
-from evenstep.data.streams.pool import Pool
+from evenstep.core.text import (
+    one_of,
+    seed_number,
+    truth_field,
+    whole_field,
+)
+from evenstep.data.corpus import Corpus
+from evenstep.data.pool import Pool
 
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 Parallel: TypeAlias = Literal["ddp", "fsdp2"]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from evenstep.config.yaml import LineOf
-from evenstep.core.glimpse import cut
+from evenstep.core.text import shorten
 from evenstep.errors import ConfigError
 
 _PART = r"(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')"
@@ -29,7 +29,7 @@ def parse_toml(text: str, source: str) -> tuple[dict[str, Any], LineOf]:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise ConfigError(
-            f"{source} is not valid TOML ({cut(str(error), 120)}). Write keys as `key = value`."
+            f"{source} is not valid TOML ({shorten(str(error), 120)}). Write keys as `key = value`."
         ) from None
     return data, partial(_line, text)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import Literal, TypeAlias
 
-from evenstep.core.validate import one_of, real_field, whole_field
+from evenstep.core.text import one_of, real_field, whole_field
 from evenstep.errors import ConfigError
 
 Schedule: TypeAlias = Literal["cosine", "constant"]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from evenstep.core.glimpse import cut
+from evenstep.core.text import shorten
 from evenstep.errors import ConfigError
 
 LineOf: TypeAlias = Callable[[Sequence[str]], int | None]
@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
             key = str(self.construct_object(key_node, deep=True))
             if key in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"{cut(key)} is given twice", problem_mark=key_node.start_mark
+                    problem=f"{shorten(key)} is given twice", problem_mark=key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -147,7 +147,7 @@ def parse_with_lines(text: str, source: str, merges: bool = False) -> tuple[Any,
         problem = "a value does not fit its tag"
         if isinstance(error, yaml.YAMLError | RecursionError):
             problem = getattr(error, "problem", None) or str(error)
-        problem = cut(problem.splitlines()[0], 120)
+        problem = shorten(problem.splitlines()[0], 120)
         raise ConfigError(
             f"{source} is not valid YAML{_where(error)} ({problem}). Write keys as `key: value`."
         ) from None

@@ -1,23 +1,149 @@
-"""Checks of a plan, one function for each guarantee. They use the `Plan` alone.
-
-Each check returns a list of faults as sentences; an empty list means that the guarantee holds.
-`CHECKS` holds all of them by name.
-"""
+"""Checks of a plan, one function for each guarantee. They use the `Plan` alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.assignment import assigned_steps, out_of_order, out_of_turn
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
-from evenstep.core.validate import MOST
-from evenstep.core.wave_checks import kinds_together, tokens_equal
+from evenstep.core.ragged import FloatArray, IntArray, by_first_appearance, offsets_of, sum_by
+from evenstep.core.text import MOST
 from evenstep.errors import PlanError
+
+if TYPE_CHECKING:
+    from evenstep.core.plan import Plan
+
+
+# -------------------------------------------------------------------------------------------------
+# The step that each sample of a plan belongs to, derived from the order of samples alone.
+# -------------------------------------------------------------------------------------------------
+
+
+def assigned_steps(plan: Plan) -> IntArray:
+    """The step of each sample by order alone; a group counts where its first member is."""
+    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
+    expected = np.full(len(plan.lengths), -1, np.int64)
+    expected[kept] = 0
+    limit = asked.samples or asked.tokens
+    if limit is None or len(kept) == 0:
+        return expected
+    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
+    owner = _owners(plan, kept)
+    loads = sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64)
+    total = offsets_of(loads)
+    starts = [0]  # of each step; a step takes units while their sum is within the limit
+    while True:
+        end = int(np.searchsorted(total, total[starts[-1]] + limit, "right")) - 1
+        end = max(end, starts[-1] + 1)
+        if end >= len(loads):
+            break
+        starts.append(end)
+    expected[kept] = np.searchsorted(starts, owner, "right") - 1
+    return expected
+
+
+def out_of_order(plan: Plan) -> IntArray:
+    """Samples in an earlier step than a sample before them.
+
+    A group counts where its first member is: steps [0, 1, 0] of samples in groups [7, 8, 7] are in
+    order, because both members of group 7 come first.
+    """
+    kept = np.flatnonzero(plan.step_of >= 0)
+    by = np.argsort(_owners(plan, kept), kind="stable")
+    step = plan.step_of[kept][by]
+    behind = kept[by][1:][step[1:] < step[:-1]]
+    return np.concatenate((behind, np.flatnonzero(plan.step_of < -1)))
+
+
+def out_of_turn(plan: Plan) -> IntArray:
+    """Micro-batches with a sample that comes before those of the micro-batch that ran before.
+
+    Micro-batches run wave by wave and, in a wave, rank by rank.
+    """
+    kept = np.flatnonzero(plan.step_of >= 0)
+    place = np.full(len(plan.lengths), -1, np.int64)
+    place[kept] = np.arange(len(kept))
+    if plan.recipe.groups == "micro_batch":
+        place[kept] = _owners(plan, kept)
+    key = place[plan.segments.sample]
+    held = np.flatnonzero(np.diff(plan.segment_offsets))
+    if len(held) == 0:
+        return held
+    cell = plan.cell_of_micro_batch[held]
+    step, rank = cell // plan.num_ranks, cell % plan.num_ranks
+    order = np.lexsort((rank, held - plan.cell_offsets[cell], step))
+    starts = plan.segment_offsets[held]
+    first, last = np.minimum.reduceat(key, starts)[order], np.maximum.reduceat(key, starts)[order]
+    late = (first[1:] < last[:-1]) & (step[order][1:] == step[order][:-1])
+    return np.asarray(held[order][1:][late], np.int64)
+
+
+def _owners(plan: Plan, samples: IntArray) -> IntArray:
+    """The unit of each sample, by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
+    if plan.groups is None:
+        return np.arange(len(samples))
+    return by_first_appearance(plan.groups[samples])[0]
+
+
+# -------------------------------------------------------------------------------------------------
+# Checks of what all micro-batches of a wave have in common.
+# -------------------------------------------------------------------------------------------------
+
+_SHOWN_WAVES = 5
+
+
+def tokens_equal(plan: Plan) -> list[str]:
+    """With `equal_tokens`, all micro-batches of a wave have equally many slots."""
+    if not plan.recipe.equal_tokens:
+        return []
+    wrong = []
+    for step, slots in _by_wave(plan, plan.slots):
+        uneven = np.flatnonzero(slots.min(axis=0) != slots.max(axis=0))
+        wrong += [f"wave {w} of step {step} has {slots[:, w].tolist()} slots" for w in uneven]
+    return wrong[:_SHOWN_WAVES]
+
+
+def kinds_together(plan: Plan) -> list[str]:
+    """With `second_work.same_waves`, every rank of a wave has a sample with that work, or none."""
+    second = plan.recipe.second_work
+    if second is None or not second.same_waves:
+        return []
+    if second.column not in plan.columns:
+        return [f"column {second.column} is the second work but is not in the plan"]
+    column = plan.columns[second.column][plan.segments.sample]
+    held = plan.sum_by_micro_batch((column > 0).astype(np.int64))
+    wrong = []
+    for step, counts in _by_wave(plan, held):
+        having = (counts > 0).sum(axis=0)
+        mixed = np.flatnonzero((having > 0) & (having < plan.num_ranks))
+        wrong += [
+            f"wave {w} of step {step} has {second.column} on {having[w]} of {plan.num_ranks} ranks"
+            for w in mixed
+        ]
+    return wrong[:_SHOWN_WAVES]
+
+
+def _by_wave(plan: Plan, values: IntArray) -> list[tuple[int, IntArray]]:
+    """Values of micro-batches -> (step, array of ranks and waves) of each step.
+
+    A step whose ranks run different numbers of micro-batches has no waves: see `counts_agree`.
+    """
+    counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
+    starts = plan.cell_offsets[:: plan.num_ranks].tolist()
+    return [
+        (step, values[starts[step] : starts[step + 1]].reshape(plan.num_ranks, -1))
+        for step in np.flatnonzero((counts == counts[:, :1]).all(axis=1)).tolist()
+    ]
+
+
+# -------------------------------------------------------------------------------------------------
+# Checks of a plan, one function for each guarantee. They use the `Plan` alone.
+#
+# Each check returns a list of faults as sentences; an empty list means that the guarantee holds.
+# `CHECKS` holds all of them by name.
+# -------------------------------------------------------------------------------------------------
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 

@@ -1,4 +1,4 @@
-"""Cost: the modelled work of segments and micro-batches."""
+"""Cost: the modelled work of segments and micro-batches. Gpu: the speed of a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.glimpse import glimpse
-from evenstep.core.model.config import read_model_config
-from evenstep.core.model.presets import PRESETS
-from evenstep.core.model.text import text_work
-from evenstep.core.model.vision import vision_work
+from evenstep.core.model_config import PRESETS, read_model_config
+from evenstep.core.models import text_work, vision_work
 from evenstep.core.ragged import FloatArray
-from evenstep.core.validate import MOST, one_of, real_field, truth_value, whole_number
+from evenstep.core.text import (
+    MOST,
+    one_of,
+    real_field,
+    short_repr,
+    truth_value,
+    whole_field,
+    whole_number,
+)
 from evenstep.errors import ConfigError, InputError
+
+# -------------------------------------------------------------------------------------------------
+# Cost: the modelled work of segments and micro-batches.
+# -------------------------------------------------------------------------------------------------
 
 Part: TypeAlias = Literal["text", "vision"]
 
@@ -141,7 +150,7 @@ class Cost:
         """
         if name not in list(PRESETS):  # a list compares names that have no hash
             raise ConfigError(
-                f"unknown model {glimpse(name)}; expected one of: {', '.join(PRESETS)}."
+                f"unknown model {short_repr(name)}; expected one of: {', '.join(PRESETS)}."
             )
         return cls.of_config(PRESETS[name])
 
@@ -225,3 +234,75 @@ def _term(factor: float, power: str) -> str:
     if not power:
         return number
     return power if number == "1" else f"{number}·{power}"
+
+
+# -------------------------------------------------------------------------------------------------
+# Gpu: the speed and memory of a device, by name.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """What a device can do, as its vendor states it, and what connects it to others.
+
+    flops      dense bfloat16 FLOPs per second
+    memory     bytes
+    bandwidth  bytes per second of its memory
+    link       bytes per second to another device of its node, in one direction
+    network    bytes per second to another node
+    per_node   devices of a node
+
+    >>> Gpu.named("h200").flops
+    989000000000000.0
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    network: float
+    per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for field in ("flops", "memory", "bandwidth", "link", "network"):
+            if not 0 < real_field(self, f"gpu.{field}") < float("inf"):
+                raise ConfigError(f"gpu.{field} must be finite and above 0.")
+        whole_field(self, "gpu.per_node")
+
+    @classmethod
+    def named(cls, name: str) -> Gpu:
+        """A well-known device; a wrong name raises an error that lists the names."""
+        found = GPUS.get(str(name).lower())
+        if found is None:
+            raise ConfigError(
+                f"unknown GPU {short_repr(name)}; expected one of: {', '.join(GPUS)}."
+            )
+        return found
+
+
+def _gpu(
+    name: str, tflops: float, mebibytes: int, bandwidth: float, link: float, network: float
+) -> Gpu:
+    """Bandwidth in TB/s, links in GB/s; the memory as the driver reports it."""
+    return Gpu(
+        name=name,
+        flops=tflops * 1e12,
+        memory=mebibytes * 2**20,
+        bandwidth=bandwidth * 1e12,
+        link=link * 1e9,
+        network=network * 1e9,
+    )
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("b200", 2250, 183_359, 8.0, 900, 50),
+        _gpu("h200", 989, 143_771, 4.8, 450, 50),
+        _gpu("h100", 989, 81_559, 3.35, 450, 50),
+        _gpu("a100", 312, 81_920, 2.04, 300, 25),
+        _gpu("l40s", 362, 46_068, 0.864, 32, 12.5),
+        _gpu("a10g", 70, 23_028, 0.6, 32, 12.5),
+    )
+}

@@ -3,24 +3,241 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenstep.core import archive, summary
-from evenstep.core import stats as measures
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import FloatArray, IntArray, frozen
-from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.segments import Segments
+from evenstep.core import measures, plan_file
+from evenstep.core.checks import offsets_nest
+from evenstep.core.measures import step_means, step_times
+from evenstep.core.ragged import (
+    FloatArray,
+    IntArray,
+    Ragged,
+    Segments,
+    by_first_appearance,
+    frozen,
+    offsets_of,
+    ranges_of,
+    rounded_up,
+    sum_by,
+)
+from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import FileError, InputError
+
+# -------------------------------------------------------------------------------------------------
+# Placement: where segments and padding are in the flattened rows of one micro-batch.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Tiles that cover all rows * width slots: one per segment with its alignment, and one for the
+    padding at the end of each row.
+
+    Tile i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
+    is segment `segment[i]` (-1 for padding).
+    """
+
+    offsets: IntArray
+    real: IntArray
+    segment: IntArray
+
+    @property
+    def slots(self) -> IntArray:
+        """The slots of each tile, padding included."""
+        return np.diff(self.offsets)
+
+
+def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) -> Placement:
+    """Put segments end to end into their rows, each rounded up to the alignment.
+
+    lengths [3, 2] in one row of 8 -> offsets [0, 3, 5, 8], real [3, 2, 0], segment [0, 1, -1]
+    """
+    slots = lengths if alignment == 1 else rounded_up(lengths, alignment)
+    number = np.arange(len(lengths))
+    if len(row_offsets) == 2:
+        tail = width - int(slots.sum())
+        if tail:
+            slots = np.concatenate((slots, (tail,)))
+            lengths, number = np.concatenate((lengths, (0,))), np.concatenate((number, (-1,)))
+    else:
+        used = np.diff(offsets_of(slots)[row_offsets])
+        short = used < width
+        at = row_offsets[1:][short]
+        slots = np.insert(slots, at, (width - used)[short])
+        lengths, number = np.insert(lengths, at, 0), np.insert(number, at, -1)
+    return Placement(offsets_of(slots), lengths, number)
+
+
+# -------------------------------------------------------------------------------------------------
+# MicroBatch: the rows of one forward and backward pass.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Rows times width. Row i holds `segments[row_offsets[i]:row_offsets[i + 1]]`, end to end.
+
+    An empty micro-batch has no segments. It has weight zero and is for ranks without work.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> plan = make_plan([5, 3], Recipe(layout=Packed(max_tokens=8)))
+    >>> (micro,) = plan[0, 0]
+    >>> micro.segments.sample.tolist(), micro.rows, micro.width
+    ([0, 1], 1, 8)
+    """
+
+    segments: Segments
+    row_offsets: IntArray
+    width: int
+    sample_lengths: IntArray
+    """The full length of each segment's sample, to detect samples that do not match the plan."""
+    alignment: int = 1
+    truncated_to: IntArray | None = None
+    """The length of each segment's sample after truncation; None if no sample is truncated."""
+    groups: IntArray | None = None
+    """The group of each segment, if the plan keeps groups in one micro-batch; else None."""
+    width_unit: int = 1
+    """Widths are multiples of this (`Recipe.width_unit`)."""
+
+    @classmethod
+    def one_row(cls, lengths: Sequence[int], width: int | None = None) -> MicroBatch:
+        """Whole samples 0, 1, ... in order, end to end in one row of this width (default: as wide
+        as they are).
+
+        >>> MicroBatch.one_row([3, 2], width=8).placement.offsets.tolist()
+        [0, 3, 5, 8]
+        """
+        length = np.asarray(lengths, np.int64)
+        number, start = np.arange(len(length)), np.zeros_like(length)
+        used = int(length.sum())
+        found = max(used, 1) if width is None else width
+        if found < used:
+            raise InputError(
+                f"a row of {found} slots cannot hold {used} tokens. Use at least {used}, or fewer "
+                f"samples."
+            )
+        return cls(Segments(number, start, length), np.array([0, len(length)]), found, length)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, including empty ones."""
+        return len(self.row_offsets) - 1
+
+    @property
+    def slots(self) -> int:
+        """Real tokens plus padding."""
+        return self.rows * self.width
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens."""
+        return int(self.segments.length.sum())
+
+    @property
+    def sample_ends(self) -> IntArray:
+        """Where each segment's sample ends in this plan: its length, also after truncation.
+
+        A segment that ends earlier is one of several; its sample continues elsewhere in the step.
+        """
+        return self.sample_lengths if self.truncated_to is None else self.truncated_to
+
+    @property
+    def placement(self) -> Placement:
+        """Where each segment is in the flattened rows."""
+        return place(self.segments.length, self.row_offsets, self.width, self.alignment)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no segments."""
+        return len(self.segments) == 0
+
+    def without(self, samples: Sequence[int]) -> MicroBatch:
+        """The same rows and width without these samples; their slots become padding."""
+        keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
+        kept_before = np.concatenate(([0], np.cumsum(keep)))
+        return replace(
+            self,
+            segments=self.segments.take(np.flatnonzero(keep)),
+            row_offsets=kept_before[self.row_offsets],
+            sample_lengths=self.sample_lengths[keep],
+            truncated_to=self.sample_ends[keep],
+            groups=None if self.groups is None else self.groups[keep],
+        )
+
+    def renumbered(self, numbers: IntArray) -> MicroBatch:
+        """The same with sample i numbered `numbers[i]`, for example with its id in a source."""
+        segments = self.segments
+        named = Segments(numbers[segments.sample], segments.start, segments.length)
+        return replace(self, segments=named)
+
+    @property
+    def parts(self) -> IntArray:
+        """The part of each segment that stays together: its group, or the segment alone.
+
+        Parts are numbered by first appearance: groups [7, 3, 7] -> [0, 1, 0].
+        """
+        if self.groups is None:
+            return np.arange(len(self.segments))
+        return by_first_appearance(self.groups)[0]
+
+    def halves(self) -> tuple[MicroBatch, MicroBatch]:
+        """Two micro-batches of about half the slots each, with groups whole.
+
+        The second is empty if there are fewer than two parts. Padded rows keep their width; packed
+        rows are as wide as needed.
+        """
+        part, count = self.parts, int(self.parts.max(initial=-1)) + 1
+        if count < 2:
+            return self, self._some(np.empty(0, np.int64))
+        size = rounded_up(self.segments.length, self.alignment)
+        done = np.cumsum(sum_by(part, np.ones(len(part)) if self._padded else size, count))[:-1]
+        total = len(part) if self._padded else int(size.sum())
+        first = part <= int(np.argmin(np.maximum(done, total - done)))
+        return self._some(np.flatnonzero(first)), self._some(np.flatnonzero(~first))
+
+    @property
+    def _padded(self) -> bool:
+        """Whether it has several rows of at most one segment each."""
+        return self.rows > 1 and int(np.diff(self.row_offsets).max()) <= 1
+
+    def _some(self, chosen: IntArray) -> MicroBatch:
+        """The segments at `chosen`, in the same kind of rows."""
+        count = len(chosen)
+        width, offsets = self.width, np.arange(count + 1)
+        if not self._padded or count == 0:
+            slots = int(rounded_up(self.segments.length[chosen], self.alignment).sum())
+            unit = math.lcm(self.width_unit, self.alignment)
+            width, offsets = max(rounded_up(slots, unit), unit), np.array([0, count])
+        return replace(
+            self,
+            segments=self.segments.take(chosen),
+            row_offsets=offsets,
+            width=width,
+            sample_lengths=self.sample_lengths[chosen],
+            truncated_to=self.sample_ends[chosen],
+            groups=None if self.groups is None else self.groups[chosen],
+        )
+
+
+def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
+    """The ids of the samples in these micro-batches, ascending and unique."""
+    none = np.empty(0, np.int64)
+    return np.unique(np.concatenate([none, *(micro.segments.sample for micro in micro_batches)]))
+
+
+# -------------------------------------------------------------------------------------------------
+# Plan: which tokens of which samples run in which step, rank and micro-batch. Pure data.
+# -------------------------------------------------------------------------------------------------
 
 _HASHED = 64  # segments and micro-batches that a hash looks at
 _OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
@@ -116,8 +333,7 @@ class Plan:
         step = operator.index(index)
         if not -self.num_steps <= step < self.num_steps:
             raise IndexError(
-                f"step {step} is out of range: "
-                f"the plan has {summary.counted(self.num_steps, 'step')}"
+                f"step {step} is out of range: the plan has {counted(self.num_steps, 'step')}"
             )
         return step % self.num_steps
 
@@ -251,7 +467,7 @@ class Plan:
 
     def __repr__(self) -> str:
         """Sizes, fill and imbalance in one line."""
-        return summary.of_plan(self)
+        return _summary(self)
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same recipe and the same arrays."""
@@ -284,7 +500,7 @@ class Plan:
     def stats(
         self, width: int | None = None, *, progress: measures.Progress | None = None
     ) -> dict[str, measures.Value]:
-        """Padding, imbalance and distance from the bounds. See `core.stats`.
+        """Padding, imbalance and distance from the bounds. See `core.measures`.
 
         `progress(done, total)` is called with the number of steps measured so far.
         """
@@ -302,21 +518,21 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, atomically."""
-        archive.write(path, self._encode())
+        plan_file.write(path, self._encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan. Raises `FileError` if the file is damaged, truncated or not a plan."""
-        return cls._read(archive.read(path), path)
+        return cls._read(plan_file.read(path), path)
 
     def to_bytes(self) -> bytes:
         """The bytes of the file that `save` writes."""
-        return archive.pack(self._encode())
+        return plan_file.pack(self._encode())
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str | os.PathLike[str] = "the plan") -> Plan:
         """Read a plan from the bytes of its file; `name` is what an error calls it."""
-        return cls._read(archive.unpack(data, name), name)
+        return cls._read(plan_file.unpack(data, name), name)
 
     @classmethod
     def _read(cls, payload: bytes, name: str | os.PathLike[str]) -> Plan:
@@ -344,11 +560,11 @@ class Plan:
         return arrays | {name: array for name, array in optional.items() if array is not None}
 
     def _encode(self) -> bytes:
-        return archive.encode(self.recipe.to_dict(), self._arrays())
+        return plan_file.encode(self.recipe.to_dict(), self._arrays())
 
     @classmethod
     def _decode(cls, payload: bytes) -> Plan:
-        recipe, arrays = archive.decode(payload)
+        recipe, arrays = plan_file.decode(payload)
         return cls._of_arrays(Recipe.from_dict(recipe), arrays)
 
     @classmethod
@@ -371,3 +587,165 @@ class Plan:
             columns=columns,
             **arrays,
         )
+
+
+def _summary(plan: Plan) -> str:
+    """Sizes, fill and imbalance; only sizes if the offsets of the plan do not nest.
+
+    Floors are left out, because they take time to compute.
+    """
+    sizes = [
+        counted(max(plan.num_steps, 0), "step"),
+        counted(plan.num_ranks, "rank"),
+        counted(len(plan.lengths), "sample"),
+        counted(plan.num_micro_batches, "micro-batch"),
+    ]
+    if attempt(lambda: "broken" if offsets_nest(plan) else "whole") != "whole":
+        return line("Plan", [*sizes, "offsets do not nest"])
+    parts = (
+        lambda: fill(plan.tokens.sum(), (plan.rows * plan.widths.astype(np.float64)).sum()),
+        lambda: _imbalance(plan),
+    )
+    return line("Plan", [*sizes, *map(attempt, parts)])
+
+
+def _imbalance(plan: Plan) -> str:
+    """The modelled time divided by the ideal, for the recipe's `sync_every`."""
+    ideal = float(step_means(plan).sum())
+    return f"imbalance {step_times(plan).sum() / ideal:.3f}" if ideal > 0 else ""
+
+
+# -------------------------------------------------------------------------------------------------
+# Single steps of a plan: as a plan of their own, and on fewer ranks.
+# -------------------------------------------------------------------------------------------------
+
+
+def samples_by_step(plan: Plan) -> Ragged:
+    """The samples of each step, ascending. A dropped sample belongs to the step that follows it,
+    or else to the last.
+
+    steps [0, -1, 1, -1] of four samples -> samples [[0], [1, 2, 3]]
+    """
+    kept = np.flatnonzero(plan.step_of >= 0)
+    if not len(kept):
+        return Ragged.group(np.empty(0, np.int64), plan.num_steps)
+    following = np.searchsorted(kept, np.arange(len(plan.step_of)))
+    owner = plan.step_of[kept[np.minimum(following, len(kept) - 1)]]
+    owner[following == len(kept)] = plan.num_steps - 1
+    return Ragged.group(owner, plan.num_steps)
+
+
+def step_plan(plan: Plan, step: int, samples: IntArray) -> Plan:
+    """Step `step` as a plan of its own, whose sample i is number `samples[i]` of `plan`.
+
+    `samples` are those of `samples_by_step`.
+    """
+    cells = plan.cell_offsets[step * plan.num_ranks : (step + 1) * plan.num_ranks + 1]
+    micros = plan.micro_offsets[cells[0] : cells[-1] + 1]
+    rows = plan.row_offsets[micros[0] : micros[-1] + 1]
+    segments = plan.segments.take(slice(int(rows[0]), int(rows[-1])))
+    return Plan(
+        recipe=plan.recipe,
+        lengths=plan.lengths[samples],
+        step_of=np.minimum(plan.step_of[samples], 0),
+        segments=Segments(
+            np.searchsorted(samples, segments.sample), segments.start, segments.length
+        ),
+        row_offsets=rows - rows[0],
+        micro_offsets=micros - micros[0],
+        cell_offsets=cells - cells[0],
+        widths=plan.widths[cells[0] : cells[-1]],
+        groups=None if plan.groups is None else plan.groups[samples],
+        columns={name: column[samples] for name, column in plan.columns.items()},
+    )
+
+
+def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
+    """The same micro-batches of a plan of one step on `ranks` ranks, which divide the plan's.
+
+    A wave becomes several: 1 wave of 4 ranks is 2 waves of 2 ranks.
+    """
+    if ranks == plan.num_ranks:
+        return plan
+    # 2 micro-batches on 4 ranks: 0 1 | 2 3 | 4 5 | 6 7, as waves 0 2 4 6 | 1 3 5 7; on 2 ranks:
+    # 0 4 1 5 | 2 6 3 7
+    numbers = np.arange(plan.num_micro_batches).reshape(plan.num_ranks, -1)
+    order = numbers.T.reshape(-1, ranks).T.ravel()
+    rows = plan.rows[order]
+    row = ranges_of(plan.micro_offsets[order], rows)
+    held = np.diff(plan.row_offsets)[row]
+    return replace(
+        plan,
+        recipe=recipe_on_fewer_ranks(plan.recipe, ranks),
+        segments=plan.segments.take(ranges_of(plan.row_offsets[row], held)),
+        row_offsets=offsets_of(held),
+        micro_offsets=offsets_of(rows),
+        cell_offsets=np.arange(ranks + 1) * (len(order) // ranks),
+        widths=plan.widths[order],
+    )
+
+
+def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe of `on_fewer_ranks`: a rank has more micro-batches, and sizes may differ."""
+    if ranks == recipe.topology.dp:
+        return recipe
+    steps, times = recipe.steps, recipe.topology.dp // ranks
+    if steps.micro_batches is not None:
+        steps = Steps(micro_batches=times * steps.micro_batches)
+    topology = replace(recipe.topology, dp=ranks)
+    return replace(recipe, topology=topology, steps=steps, equal_sizes=False)
+
+
+# -------------------------------------------------------------------------------------------------
+# Join plans of single steps into one plan.
+# -------------------------------------------------------------------------------------------------
+
+
+def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
+    """One plan that runs `plans` one after the other and numbers samples by their ids.
+
+    Sample i of plan k has the id `sample_ids[k][i]`; see `step.plan` and `step.sample_ids` of a
+    planned stream. All ids together must be 0 ... n-1, each once, as in a whole epoch.
+    """
+    if not plans:
+        raise InputError("expected at least one plan, got none.")
+    if any(plan.recipe != plans[0].recipe for plan in plans):
+        raise InputError(
+            "plans of different recipes cannot be joined. Join the steps of one stream."
+        )
+    ids = np.concatenate(sample_ids)
+    if not np.array_equal(np.sort(ids), np.arange(len(ids))):
+        raise InputError(
+            f"the ids of the {len(ids)} samples are not 0 to {len(ids) - 1}, each once. Join all "
+            f"steps of one epoch."
+        )
+    position = np.argsort(ids)
+    before = np.cumsum([0, *(plan.num_steps for plan in plans)])
+    named = zip(plans, before, strict=False)
+    step_of = [np.where(plan.step_of < 0, -1, plan.step_of + first) for plan, first in named]
+    groups = [plan.groups for plan in plans if plan.groups is not None]
+    pairs = list(zip(plans, sample_ids, strict=True))
+    return Plan(
+        recipe=plans[0].recipe,
+        lengths=np.concatenate([plan.lengths for plan in plans])[position],
+        step_of=np.concatenate(step_of)[position],
+        segments=Segments(
+            np.concatenate([names[plan.segments.sample] for plan, names in pairs]),
+            np.concatenate([plan.segments.start for plan in plans]),
+            np.concatenate([plan.segments.length for plan in plans]),
+        ),
+        row_offsets=_joined([plan.row_offsets for plan in plans]),
+        micro_offsets=_joined([plan.micro_offsets for plan in plans]),
+        cell_offsets=_joined([plan.cell_offsets for plan in plans]),
+        widths=np.concatenate([plan.widths for plan in plans]),
+        groups=np.concatenate(groups)[position] if groups else None,
+        columns={
+            name: np.concatenate([plan.columns[name] for plan in plans])[position]
+            for name in plans[0].columns
+        },
+    )
+
+
+def _joined(offsets: Sequence[IntArray]) -> IntArray:
+    """Offsets joined end to end: [0, 2, 3] and [0, 4] -> [0, 2, 3, 7]."""
+    return offsets_of(np.concatenate([np.diff(each) for each in offsets]))

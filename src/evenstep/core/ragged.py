@@ -1,13 +1,17 @@
-"""Ragged: rows of unequal length in two flat arrays."""
+"""Arrays: rows of unequal length, segments, rounding, ids of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+# -------------------------------------------------------------------------------------------------
+# Ragged: rows of unequal length in two flat arrays.
+# -------------------------------------------------------------------------------------------------
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -131,3 +135,101 @@ class Ragged:
     def tolist(self) -> list[list[int]]:
         """The rows as lists."""
         return [row.tolist() for row in self]
+
+
+# -------------------------------------------------------------------------------------------------
+# Round integers, or arrays of them, up to multiples.
+# -------------------------------------------------------------------------------------------------
+
+Whole = TypeVar("Whole", int, NDArray[np.int64])
+
+
+def rounded_up(number: Whole, multiple: Whole | int) -> Whole:
+    """`number` rounded up to a multiple.
+
+    >>> rounded_up(5, 4), rounded_up(np.array([4, 5]), 4).tolist()
+    (8, [4, 8])
+    """
+    return -(-number // multiple) * multiple
+
+
+def divided_up(number: Whole, by: int) -> Whole:
+    """`number` divided by `by`, rounded up.
+
+    >>> divided_up(5, 4), divided_up(np.array([4, 5]), 4).tolist()
+    (2, [1, 2])
+    """
+    return -(-number // by)
+
+
+# -------------------------------------------------------------------------------------------------
+# Segments: contiguous parts of samples that are never divided again.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Columns of equal length: segment i is `length[i]` tokens of `sample[i]` from `start[i]`.
+
+    >>> s = Segments(sample=[0, 1, 1], start=[0, 0, 8], length=[5, 8, 3])
+    >>> len(s), s.length.tolist()
+    (3, [5, 8, 3])
+    """
+
+    sample: IntArray
+    start: IntArray
+    length: IntArray
+
+    def __post_init__(self) -> None:
+        for name in ("sample", "start", "length"):
+            object.__setattr__(self, name, frozen(getattr(self, name)))
+        assert len(self.sample) == len(self.start) == len(self.length), (
+            "columns must have equal length"
+        )
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def take(self, index: IntArray | slice) -> Segments:
+        """The segments at `index`, in that order."""
+        return Segments(self.sample[index], self.start[index], self.length[index])
+
+
+# -------------------------------------------------------------------------------------------------
+# Sample ids: the stored item that a sample comes from, and which sample of that item it is.
+#
+# Most items are one sample, whose id is the item's number. Further samples of an item (its parts)
+# have ids above `MOST_ITEMS`, so that one integer identifies any sample in plans, batches and
+# cursors.
+# -------------------------------------------------------------------------------------------------
+
+MOST_ITEMS = 1 << 40
+"""Items are numbered below this; parts of one item, below 2**22."""
+
+
+def sample_number(item: int, part: int = 0) -> int:
+    """The id of a part of an item.
+
+    >>> sample_number(7), sample_number(7, 1) == 7 + MOST_ITEMS
+    (7, True)
+    """
+    return item + part * MOST_ITEMS
+
+
+def item_and_part(sample: int) -> tuple[int, int]:
+    """The inverse of `sample_number`.
+
+    >>> item_and_part(sample_number(7, 2))
+    (7, 2)
+    """
+    return sample % MOST_ITEMS, sample // MOST_ITEMS
+
+
+def sample_name(sample: int) -> str:
+    """What an error message calls a sample.
+
+    >>> sample_name(7), sample_name(sample_number(7, 2))
+    ('7', '7 (part 2)')
+    """
+    item, part = item_and_part(sample)
+    return f"{item} (part {part})" if part else str(item)

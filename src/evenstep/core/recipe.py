@@ -3,28 +3,265 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from evenstep.core.cost import Cost
-from evenstep.core.fixed_mapping import FixedMapping
-from evenstep.core.glimpse import glimpse
-from evenstep.core.layout import LAYOUTS, Layout
-from evenstep.core.layout.frame import Frame
-from evenstep.core.rounding import rounded_up
-from evenstep.core.second_work import SecondWork
-from evenstep.core.summary import constructor
-from evenstep.core.topology import Topology
-from evenstep.core.validate import (
+from evenstep.core.layout import LAYOUTS, BaseLayout, Layout
+from evenstep.core.ragged import FloatArray, IntArray, rounded_up
+from evenstep.core.text import (
+    MOST_RANKS,
+    constructor,
     one_of,
     real_field,
     seed_number,
+    short_repr,
     truth_field,
     whole_field,
     whole_number,
 )
 from evenstep.errors import ConfigError
+
+# -------------------------------------------------------------------------------------------------
+# Topology: the data-parallel ranks, and what the other parallel axes need from a plan.
+# -------------------------------------------------------------------------------------------------
+
+Fp8Recipe: TypeAlias = Literal["tensorwise", "mxfp8", "blockwise"]
+_FP8: dict[Fp8Recipe, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """The sizes of the data-, context-, tensor- and pipeline-parallel groups.
+
+    dp   data-parallel ranks
+    cp   context-parallel ranks, which share the tokens of a sample
+    tp   tensor-parallel ranks
+    pp   pipeline stages
+    vpp  virtual stages per pipeline stage
+    sequence_parallel     tensor-parallel ranks share the tokens as well
+    variable_seq_lengths  pipeline stages exchange the shape of each micro-batch, so widths may
+                          differ
+
+    >>> Topology(dp=8, cp=2, tp=2).alignment, Topology(dp=8, pp=4, vpp=2).multiple
+    (8, 4)
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+    variable_seq_lengths: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "tp", "pp", "vpp"):
+            whole_field(self, f"topology.{name}", most=MOST_RANKS)
+        for name in ("sequence_parallel", "variable_seq_lengths"):
+            truth_field(self, f"topology.{name}")
+        for name, axis in (("sequence_parallel", "tp"), ("variable_seq_lengths", "pp")):
+            if getattr(self, name) and getattr(self, axis) == 1:
+                raise ConfigError(
+                    f"topology.{name} has no effect, because topology.{axis} is 1. Set {axis} "
+                    f"above 1, or leave it out."
+                )
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(
+                f"topology.vpp is {self.vpp} but topology.pp is 1; virtual stages need a pipeline. "
+                f"Set pp above 1 or vpp to 1."
+            )
+
+    @property
+    def alignment(self) -> int:
+        """The multiple that each segment's slots are rounded up to.
+
+        Two chunks per context-parallel rank, each divisible by tp; tp alone with sequence
+        parallelism.
+        """
+        if self.cp > 1:
+            return 2 * self.cp * self.tp
+        return self.tp if self.sequence_parallel else 1
+
+    def fp8_multiple(self, recipe: Fp8Recipe) -> int:
+        """The multiple that a pack's slots are rounded up to for FP8; set it as `layout.round_to`.
+
+        16, 32 or 128 by the recipe, times two chunks per context-parallel rank, times tp with
+        sequence parallelism: each rank's part is a multiple by itself.
+
+        >>> Topology().fp8_multiple("mxfp8"), Topology(cp=4, tp=2).fp8_multiple("blockwise")
+        (32, 1024)
+        """
+        one_of("fp8 recipe", recipe, Fp8Recipe)
+        chunks = 2 * self.cp if self.cp > 1 else 1
+        return _FP8[recipe] * chunks * (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def multiple(self) -> int:
+        """The divisor of the number of micro-batches per rank (interleaved stages)."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
+    def equal_widths(self) -> bool:
+        """Whether all micro-batches of a step have one shape (fixed pipeline buffers)."""
+        return self.pp > 1 and not self.variable_seq_lengths
+
+
+# -------------------------------------------------------------------------------------------------
+# SecondWork: work of its own that a column of the samples measures.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondWork:
+    """A phase of each micro-batch whose work is not in the tokens, such as an image encoder.
+
+    column      the per-sample column that measures it, for example image patches
+    cost        what a sample costs in this phase, by its column, in the unit of `Recipe.cost`;
+                None makes both works of a step equally large
+    same_waves  in each wave, either every rank has a sample with this work or no rank has: an
+                encoder that communicates would wait for ranks without images
+
+    A plan evens out both works: its modelled time is the sum of the two, each as `sync_every` says.
+
+    >>> SecondWork(column="patches").column
+    'patches'
+    """
+
+    column: str
+    cost: Cost | None = None
+    same_waves: bool = False
+
+    def __post_init__(self) -> None:
+        if self.column == "" or type(self.column) is not str:
+            raise ConfigError(
+                f"second_work.column must be the name of a column, got {self.column!r}."
+            )
+        if self.cost is not None and not isinstance(self.cost, Cost):
+            raise ConfigError(f"second_work.cost must be Cost, got {self.cost!r}.")
+        if self.cost is not None and self.cost.per_micro_batch:
+            raise ConfigError(
+                f"second_work.cost.per_micro_batch must be 0, got {self.cost.per_micro_batch:g}. "
+                f"Set cost.per_micro_batch."
+            )
+        truth_field(self, "second_work.same_waves")
+
+    def of_column(self, column: IntArray) -> FloatArray:
+        """The work of samples with this column; none where the column is 0.
+
+        Without a cost, in units of the column: see `scale`.
+        """
+        cost = Cost() if self.cost is None else self.cost
+        return np.where(column > 0, cost.of_lengths(column), 0.0)
+
+    def scale(self, first: float, second: float) -> float:
+        """What the works of a step are multiplied with, given the totals of both works."""
+        return 1.0 if self.cost is not None or not second else first / second
+
+
+# -------------------------------------------------------------------------------------------------
+# World: the data-parallel rank of this process and the number of ranks.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One data-parallel rank of `size`. It is passed explicitly, never looked up.
+
+    >>> [World(rank, 2).rank for rank in range(2)]
+    [0, 1]
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        whole_field(self, "world.size", most=MOST_RANKS)
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(
+                f"world.rank must be in [0, {self.size}) for {self.size} ranks, got {self.rank}."
+            )
+        whole_field(self, "world.rank", least=0, most=MOST_RANKS)
+
+    @classmethod
+    def detect(
+        cls, topology: Topology | None = None, environment: Mapping[str, str] | None = None
+    ) -> World:
+        """The world from the environment that a launcher sets (`torchrun`, Ray, `accelerate`).
+
+        With a topology, the data-parallel rank within it, in Megatron's order of ranks:
+        tensor-parallel ranks are adjacent, then context, data, and pipeline stages.
+
+        >>> World.detect(Topology(dp=2, tp=2), {"RANK": "3", "WORLD_SIZE": "4"})
+        World(rank=1, size=2)
+        """
+        found = os.environ if environment is None else environment
+        try:
+            rank, size = int(found.get("RANK", "0")), int(found.get("WORLD_SIZE", "1"))
+        except ValueError:
+            raise ConfigError(
+                f"RANK and WORLD_SIZE must be integers, got {found.get('RANK')!r} and "
+                f"{found.get('WORLD_SIZE')!r}. Start with torchrun, or pass a World."
+            ) from None
+        if topology is None:
+            return cls(rank, size)
+        processes = topology.dp * topology.cp * topology.tp * topology.pp
+        if size != processes:
+            raise ConfigError(
+                f"WORLD_SIZE is {size} but the topology has {processes} processes "
+                f"(dp {topology.dp} x cp {topology.cp} x tp {topology.tp} x pp {topology.pp}). "
+                f"Start {processes} processes or correct the topology."
+            )
+        return cls(rank // (topology.tp * topology.cp) % topology.dp, topology.dp)
+
+
+# -------------------------------------------------------------------------------------------------
+# FixedMapping: numbers by name that cannot change, as a field of a frozen dataclass.
+# -------------------------------------------------------------------------------------------------
+
+
+class FixedMapping(Mapping[str, int]):
+    """Compares and prints as a dict does.
+
+    >>> FixedMapping({"patches": 4096})
+    {'patches': 4096}
+    >>> FixedMapping({"patches": 4096}) == {"patches": 4096}
+    True
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: Mapping[str, int]) -> None:
+        self._held = dict(held)
+
+    def __getitem__(self, name: str) -> int:
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        """As a dict."""
+        return repr(self._held)
+
+    def __reduce__(self) -> tuple[type[FixedMapping], tuple[dict[str, int]]]:
+        return FixedMapping, (self._held,)
+
+    def __deepcopy__(self, memo: object) -> dict[str, int]:
+        """Plain data: `dataclasses.asdict` copies fields in this way."""
+        return dict(self._held)
+
+
+# -------------------------------------------------------------------------------------------------
+# Recipe: everything that determines a plan, except the lengths.
+# -------------------------------------------------------------------------------------------------
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
 Balance: TypeAlias = Literal["refined", "lpt", "karmarkar_karp", "stride", "none"]
@@ -89,7 +326,7 @@ class Limits:
         if not isinstance(self.columns, Mapping):
             raise ConfigError(
                 f"limits.columns must map the name of each column to the most that a micro-batch "
-                f"may hold, got {glimpse(self.columns)}. Write {{'patches': 4096}}."
+                f"may hold, got {short_repr(self.columns)}. Write {{'patches': 4096}}."
             )
         columns = {
             name: whole_number(f"limits.columns.{name}", most)
@@ -144,20 +381,20 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in {"layout": Frame, **_PARTS}.items():
+        for name, kind in {"layout": BaseLayout, **_PARTS}.items():
             if not isinstance(getattr(self, name), kind):
                 wanted = "Padded or Packed" if name == "layout" else kind.__name__
                 value = getattr(self, name)
                 named = name == "cost" and isinstance(value, str)
                 remedy = f" Write cost=Cost.named({value!r})." if named else ""
-                raise ConfigError(f"{name} must be {wanted}, got {glimpse(value)}.{remedy}")
+                raise ConfigError(f"{name} must be {wanted}, got {short_repr(value)}.{remedy}")
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
         for name in ("equal_sizes", "equal_tokens"):
             truth_field(self, name)
         if not isinstance(self.second_work, SecondWork | None):
             raise ConfigError(
-                f"second_work must be SecondWork or None, got {glimpse(self.second_work)}."
+                f"second_work must be SecondWork or None, got {short_repr(self.second_work)}."
             )
         if self.min_saving is not None and not 0 <= real_field(self, "min_saving") < 1:
             raise ConfigError(f"min_saving must be in [0, 1), got {self.min_saving:g}.")
@@ -321,7 +558,7 @@ def check_recipe(recipe: object) -> None:
     if isinstance(recipe, Recipe):
         return
     kind = type(recipe).__name__
-    remedy = f"{kind}(...)" if isinstance(recipe, Frame) else "..."
+    remedy = f"{kind}(...)" if isinstance(recipe, BaseLayout) else "..."
     raise ConfigError(f"recipe must be a Recipe, got {kind}. Write Recipe(layout={remedy}).")
 
 

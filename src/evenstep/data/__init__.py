@@ -15,30 +15,23 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
-    from evenstep.data.corpus.chat import ChatEncoder
-    from evenstep.data.corpus.corpus import Corpus
-    from evenstep.data.sources.as_source import as_source
-    from evenstep.data.sources.iterated import Iterated
-    from evenstep.data.sources.jsonl import Jsonl
-    from evenstep.data.sources.lengths import Lengths
-    from evenstep.data.sources.mapped import Mapped, MeasuredMapped
-    from evenstep.data.sources.megatron import MegatronTokens
-    from evenstep.data.sources.memory import InMemory
-    from evenstep.data.sources.parquet import ParquetText
-    from evenstep.data.sources.source import (
+    from evenstep.data.corpus import Corpus
+    from evenstep.data.dataset import InMemory, Iterated, Lengths, Mapped, MeasuredMapped, as_source
+    from evenstep.data.feed import FedMicroBatch, Feed
+    from evenstep.data.files import Jsonl, ParquetText
+    from evenstep.data.megatron import MegatronTokens
+    from evenstep.data.pool import Pool
+    from evenstep.data.pooled import merge_cursors
+    from evenstep.data.source import (
         Draw,
         MeasuredSource,
         SampleSource,
         SeededSource,
         SequentialSource,
     )
-    from evenstep.data.sources.token_file import TokenFile
-    from evenstep.data.sources.token_writer import TokenFileWriter, write_token_file
-    from evenstep.data.streams.feed import FedMicroBatch, Feed
-    from evenstep.data.streams.pool import Pool
-    from evenstep.data.streams.pooled_cursor import merge_cursors
-    from evenstep.data.streams.separate import separate_lengths
-    from evenstep.data.streams.stream import until_all_end
+    from evenstep.data.stream import separate_lengths, until_all_end
+    from evenstep.data.text import ChatEncoder
+    from evenstep.data.token_file import TokenFile, TokenFileWriter, write_token_file
 
 __all__ = [
     "ChatEncoder",
@@ -72,29 +65,22 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
-            "sources.as_source": ["as_source"],
-            "corpus.chat": ["ChatEncoder"],
-            "corpus.corpus": ["Corpus"],
-            "sources.iterated": ["Iterated"],
-            "sources.jsonl": ["Jsonl"],
-            "sources.lengths": ["Lengths"],
-            "sources.mapped": ["Mapped", "MeasuredMapped"],
-            "sources.megatron": ["MegatronTokens"],
-            "sources.memory": ["InMemory"],
-            "sources.parquet": ["ParquetText"],
-            "sources.source": [
+            "corpus": ["Corpus"],
+            "dataset": ["InMemory", "Iterated", "Lengths", "Mapped", "MeasuredMapped", "as_source"],
+            "feed": ["FedMicroBatch", "Feed"],
+            "files": ["Jsonl", "ParquetText"],
+            "megatron": ["MegatronTokens"],
+            "pool": ["Pool"],
+            "pooled": ["merge_cursors"],
+            "source": [
                 "Draw",
                 "MeasuredSource",
                 "SampleSource",
                 "SeededSource",
                 "SequentialSource",
             ],
-            "sources.token_file": ["TokenFile"],
-            "sources.token_writer": ["TokenFileWriter", "write_token_file"],
-            "streams.feed": ["FedMicroBatch", "Feed"],
-            "streams.pool": ["Pool"],
-            "streams.pooled_cursor": ["merge_cursors"],
-            "streams.separate": ["separate_lengths"],
-            "streams.stream": ["until_all_end"],
+            "stream": ["separate_lengths", "until_all_end"],
+            "text": ["ChatEncoder"],
+            "token_file": ["TokenFile", "TokenFileWriter", "write_token_file"],
         },
     )

@@ -22,18 +22,14 @@ import numpy as np
 from rich.text import Text
 
 from evenstep import screen
-from evenstep.core.archive import replace_file
 from evenstep.core.cost import Cost
-from evenstep.core.joining import join_plans
 from evenstep.core.layout import Layout, Packed, Padded
-from evenstep.core.plan import Plan
-from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.plan import Plan, join_plans
+from evenstep.core.plan_file import replace_file
+from evenstep.core.recipe import Recipe, Steps, Topology, World
 from evenstep.core.step import Step
-from evenstep.core.topology import Topology
-from evenstep.core.world import World
-from evenstep.data.sources.token_file import TokenFile
-from evenstep.data.sources.token_writer import write_token_file
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.planned import PlannedStream
+from evenstep.data.token_file import TokenFile, write_token_file
 from evenstep.planning.kernels import compile_seconds
 from evenstep.planning.planner import make_plan
 from evenstep.report import Entry, Report, RunLog, advice, report_page

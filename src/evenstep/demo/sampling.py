@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evenstep.core.validate import whole_number
+from evenstep.core.text import whole_number
 from evenstep.demo.decoder import Block, Decoder, rotate, rotation
 from evenstep.errors import InputError
 

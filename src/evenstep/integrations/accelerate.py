@@ -10,11 +10,10 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.data.sources.measure import check_some_loss
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.step_work import Progress
-from evenstep.data.streams.stream import Stream
+from evenstep.core.plan import MicroBatch
+from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.source import check_some_loss
+from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.hf_collate import HfCollate
 from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler

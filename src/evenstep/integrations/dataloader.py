@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.step import Step
-from evenstep.core.validate import truth_value, whole_number
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.step_work import Progress
-from evenstep.data.streams.stream import Stream
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import truth_value, whole_number
+from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.pooled import PooledStream
+from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.dispatching import refuse_dispatching
 from evenstep.integrations.last_steps import LastSteps
@@ -157,8 +155,8 @@ class StreamLoader:
     if one differs. All ranks must iterate then.
 
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.sources.memory import InMemory
-    >>> from evenstep.data.streams.planned import PlannedStream
+    >>> from evenstep.data import InMemory
+    >>> from evenstep.data.planned import PlannedStream
     >>> source = InMemory([{"input_ids": [7] * n} for n in (5, 3, 4, 2)])
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> loader = StreamLoader(PlannedStream(source, recipe, shuffle=False))

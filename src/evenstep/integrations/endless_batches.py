@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from evenstep.data.streams.pooled import PooledStream
+from evenstep.data.pooled import PooledStream
 from evenstep.integrations.dataloader import StreamLoader
 from evenstep.integrations.run_state import gather_state
 from evenstep.integrations.saved_position import read_position, write_position

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.integrations.hf_kwargs import hf_kwargs
 from evenstep.tensors.collate import Collator
 

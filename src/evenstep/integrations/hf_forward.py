@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_kwargs import hf_kwargs, refuse_shard
 from evenstep.integrations.hf_model import core_of, refuse_router_loss, traits_of

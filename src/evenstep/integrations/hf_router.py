@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.layout import Padded
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_collate import HfCollate

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from evenstep.core.cursor import Cursor
 from evenstep.core.recipe import Recipe
-from evenstep.core.step import Step
-from evenstep.data.streams.stream import empty_step
+from evenstep.core.step import Cursor, Step
+from evenstep.data.stream import empty_step
 from evenstep.errors import ConfigError
 from evenstep.integrations.run_state import Gather, all_gather
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from evenstep.core.world import World
+from evenstep.core.recipe import World
 from evenstep.errors import ConfigError
 from evenstep.integrations.gathered import Gathered, check_job, no_method
 from evenstep.train.rollouts.rollout_batch import RolloutBatch

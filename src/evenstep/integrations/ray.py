@@ -15,8 +15,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from evenstep.core.validate import whole_number
-from evenstep.core.world import World
+from evenstep.core.recipe import World
+from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.gathered import Gathered, check_job, no_method
 from evenstep.integrations.ray_job import sent

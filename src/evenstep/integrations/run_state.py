@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from evenstep.core.cursor import Cursor
-from evenstep.data.streams.pooled_cursor import merge_cursors, states_of
+from evenstep.core.step import Cursor
+from evenstep.data.pooled import merge_cursors, states_of
 from evenstep.errors import CursorError
 
 __all__ = ["gather_state", "load_gathered_state"]

@@ -6,13 +6,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.step import Step
-from evenstep.core.validate import truth_value, whole_number
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.position import StreamPosition
-from evenstep.data.streams.step_work import Progress
+from evenstep.core.plan import MicroBatch
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import truth_value, whole_number
+from evenstep.data.planned import PlannedStream, Progress, StreamPosition
 from evenstep.errors import ConfigError, PlanError
 from evenstep.integrations.dispatching import refuse_dispatching
 
@@ -43,7 +40,7 @@ class PlannedBatchSampler:
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.sources.lengths import Lengths
+    >>> from evenstep.data import Lengths
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=4))
     >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
     >>> list(PlannedBatchSampler(stream)), len(PlannedBatchSampler(stream))

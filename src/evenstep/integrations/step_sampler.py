@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Step
-from evenstep.core.validate import whole_number
-from evenstep.data.streams.batcher import micro_batch
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.position import StreamPosition
-from evenstep.data.streams.step_work import Progress
+from evenstep.core.text import whole_number
+from evenstep.data.planned import PlannedStream, Progress, StreamPosition
+from evenstep.data.pool import micro_batch
 from evenstep.errors import ConfigError, CursorError, PlanError
 
 

@@ -18,17 +18,24 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from evenstep.core.layout import Packed
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.core.world import World
-from evenstep.data.sources.as_source import as_measured, as_source, is_source
-from evenstep.data.sources.iterated import Iterated
-from evenstep.data.sources.mapped import MeasuredMapped
-from evenstep.data.sources.measure import check_some_loss, measured_lengths
-from evenstep.data.sources.source import MeasuredSource, check_masks_read, has_random_access
-from evenstep.data.streams.planned import PlannedStream
-from evenstep.data.streams.pooled import PooledStream
-from evenstep.data.streams.step_work import Progress
+from evenstep.core.plan import MicroBatch
+from evenstep.core.recipe import Recipe, Steps, World
+from evenstep.data.dataset import (
+    Iterated,
+    MeasuredMapped,
+    as_measured,
+    as_source,
+    is_source,
+    measured_lengths,
+)
+from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.pooled import PooledStream
+from evenstep.data.source import (
+    MeasuredSource,
+    check_masks_read,
+    check_some_loss,
+    has_random_access,
+)
 from evenstep.errors import ConfigError
 from evenstep.integrations.accelerate import (
     check_accelerator,

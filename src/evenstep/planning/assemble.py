@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.modelled_time import time_of_works
+from evenstep.core.measures import time_of_works
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import FloatArray, IntArray, offsets_of, sum_by
+from evenstep.core.ragged import FloatArray, IntArray, Segments, offsets_of, rounded_up, sum_by
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,12 +11,10 @@ from functools import cache, partial
 
 import numpy as np
 
-from evenstep.core.floor import StepFloor
+from evenstep.core.bounds import StepFloor
 from evenstep.core.layout import Padded
-from evenstep.core.ragged import IntArray, sum_by
+from evenstep.core.ragged import IntArray, Segments, divided_up, rounded_up, sum_by
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import divided_up, rounded_up
-from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.planning.assemble import DecidedStep, modelled_time
 from evenstep.planning.balance.equal_sizes import assign_by_rank, check_equal, count_by_rank

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe
-from evenstep.core.validate import MOST
+from evenstep.core.text import MOST
 from evenstep.errors import InputError
 
 

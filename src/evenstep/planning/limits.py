@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, Segments
 from evenstep.core.recipe import Recipe
-from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.planning.units import Units
 

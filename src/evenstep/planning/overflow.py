@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, Segments, divided_up
 from evenstep.core.recipe import Overflow, Recipe
-from evenstep.core.rounding import divided_up
-from evenstep.core.segments import Segments
 
 
 def refused(lengths: IntArray, limit: int | None, overflow: Overflow) -> IntArray:

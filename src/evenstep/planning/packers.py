@@ -11,9 +11,8 @@ from numpy.typing import ArrayLike
 
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import Packer
-from evenstep.core.ragged import FloatArray, IntArray, Ragged, offsets_of
-from evenstep.core.rounding import rounded_up
-from evenstep.core.validate import MOST, MOST_RANKS, seed_number, whole_number
+from evenstep.core.ragged import FloatArray, IntArray, Ragged, offsets_of, rounded_up
+from evenstep.core.text import MOST, MOST_RANKS, seed_number, whole_number
 from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.best_fit import best_fit, best_fit_few, bins_by, bins_in_order, check_items

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.ragged import IntArray, Segments, offsets_of
 from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.core.segments import Segments
 from evenstep.errors import PlanError
 from evenstep.planning.assemble import assemble
 from evenstep.planning.decide_step import count_needed, counting_packs, decide_step

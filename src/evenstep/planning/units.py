@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.ragged import FloatArray, IntArray, by_first_appearance, sum_by
+from evenstep.core.ragged import (
+    FloatArray,
+    IntArray,
+    Segments,
+    by_first_appearance,
+    rounded_up,
+    sum_by,
+)
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)

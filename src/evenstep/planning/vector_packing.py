@@ -18,8 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from evenstep.core.bounds import bins_bound
-from evenstep.core.ragged import FloatArray, IntArray, Ragged
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up
 from evenstep.planning.kernels import kernel, rise, sink
 from evenstep.planning.units import Units
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import FloatArray, IntArray, offsets_of
-from evenstep.core.rounding import divided_up, rounded_up
+from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)

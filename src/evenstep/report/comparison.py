@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from evenstep.core.modelled_time import TimeParts, step_means, step_times, time_parts
+from evenstep.core.measures import (
+    TimeParts,
+    Value,
+    step_means,
+    step_times,
+    time_parts,
+)
 from evenstep.core.plan import Plan
-from evenstep.core.recipe import SyncEvery
-from evenstep.core.second_work import SecondWork
-from evenstep.core.stats import Value
+from evenstep.core.recipe import SecondWork, SyncEvery
 from evenstep.report.numbers import count, factor, percent, seconds, times
 
 MUCH = 1.01  # the smallest ratio of two times that is worth a sentence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from evenstep.core.measures import Value
 from evenstep.core.plan import Plan
-from evenstep.core.stats import Value
 from evenstep.report import comparison, ink
 from evenstep.report.comparison import Entry
 from evenstep.report.markup import escape

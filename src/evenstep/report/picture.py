@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from evenstep.core.modelled_time import TimeParts, step_imbalances, time_parts
+from evenstep.core.measures import TimeParts, step_imbalances, time_parts
 from evenstep.core.plan import Plan
 from evenstep.report import ink
 from evenstep.report.comparison import closing, one_step_warning, shared_second_work

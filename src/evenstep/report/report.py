@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.modelled_time import step_imbalances
+from evenstep.core.measures import step_imbalances
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, sum_by
 from evenstep.report.charts import Bins, Thinned

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.modelled_time import slowest
+from evenstep.core.measures import slowest
 from evenstep.core.ragged import FloatArray
 from evenstep.core.recipe import SyncEvery
 

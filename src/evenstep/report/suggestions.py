@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from evenstep.core.layout import Packed
-from evenstep.core.modelled_time import step_means, step_times
+from evenstep.core.measures import step_means, step_times
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray
 from evenstep.core.recipe import Recipe, Steps

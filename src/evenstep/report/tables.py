@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from evenstep.core.measures import Value
 from evenstep.core.plan import Plan
-from evenstep.core.stats import Value
 from evenstep.report.numbers import agreeing, count, factor, percent, times
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from evenstep.core.modelled_time import TimeParts
+from evenstep.core.measures import TimeParts
 from evenstep.report.markup import escape, shortened
 from evenstep.report.numbers import factor, percent
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.modelled_time import time_of_works, works_of
+from evenstep.core.measures import time_of_works, works_of
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.core.second_work import SecondWork
+from evenstep.core.recipe import SecondWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)

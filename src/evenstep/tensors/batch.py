@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from evenstep.core import summary
+from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.slots import Slots
 
@@ -44,20 +44,16 @@ class Batch(Slots):
             segments, tokens = len(real), int(real.sum())
             if not segments:
                 return "empty"
-            parts = (summary.counted(segments, "segment"), summary.counted(tokens, "token"))
-            return ", ".join((*parts, summary.fill(tokens, self.rows * self.width)))
+            parts = (counted(segments, "segment"), counted(tokens, "token"))
+            return ", ".join((*parts, fill(tokens, self.rows * self.width)))
 
         parts = (
-            summary.attempt(
-                lambda: (
-                    f"{summary.counted(self.rows, 'row')} of {summary.counted(self.width, 'slot')}"
-                )
-            ),
-            summary.attempt(held),
-            summary.attempt(lambda: str(self.device)),
+            attempt(lambda: f"{counted(self.rows, 'row')} of {counted(self.width, 'slot')}"),
+            attempt(held),
+            attempt(lambda: str(self.device)),
             f"extras {', '.join(self.extras)}" if self.extras else "",
         )
-        return summary.line("Batch", parts)
+        return line("Batch", parts)
 
     def labels_at(self, distance: int = 1) -> Tensor:
         """Labels `distance` tokens ahead, for multi-token prediction.

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.placement import Placement
+from evenstep.core.plan import MicroBatch, Placement
 from evenstep.core.ragged import IntArray
-from evenstep.core.validate import truth_field, whole_number
-from evenstep.data.sources.source import LOSS_MASKS
+from evenstep.core.text import truth_field, whole_number
+from evenstep.data.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.columns import Columns, Sample

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import offsets_of
-from evenstep.data.sources.source import LOSS_MASKS
+from evenstep.data.source import LOSS_MASKS
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.continuation import Continuation

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import divided_up
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 

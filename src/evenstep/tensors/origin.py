@@ -8,15 +8,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from evenstep.core.identity import sample_name
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.core.rounding import rounded_up
-from evenstep.core.segments import Segments
+from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.ragged import IntArray, Segments, offsets_of, rounded_up, sample_name
+from evenstep.core.recipe import Topology
 from evenstep.core.step import Step
-from evenstep.core.topology import Topology
-from evenstep.data.streams.feed import FedMicroBatch
+from evenstep.data.feed import FedMicroBatch
 from evenstep.errors import InputError
 
 Key: TypeAlias = tuple[int, int, int]

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.placement import place
+from evenstep.core.plan import place
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch_shard import Sharding
 from evenstep.tensors.context_parallel import join_context

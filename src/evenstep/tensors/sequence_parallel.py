@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenstep.core.rounding import rounded_up
+from evenstep.core.ragged import rounded_up
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard, check_rank, take_slots

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from evenstep.core.step import Step
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.streams.lookup import SampleLookup
+from evenstep.data.dataset import Lengths
+from evenstep.data.stream import SampleLookup
 from evenstep.errors import InputError
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from evenstep.core.cursor import Cursor
-from evenstep.core.glimpse import listed
-from evenstep.core.identity import sample_name
-from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.streams.pooled_cursor import merge_cursors
+from evenstep.core.ragged import sample_name
+from evenstep.core.recipe import World
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import listed
+from evenstep.data.pooled import merge_cursors
 from evenstep.errors import InputError
 from evenstep.testing.content import content_of
 from evenstep.testing.resume import Key, Resumable, ResumeError, compared, copied, is_cursor
@@ -48,8 +47,8 @@ def assert_elastic_resume(
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps, Topology
-    >>> from evenstep.data.sources.lengths import Lengths
-    >>> from evenstep.data.streams.planned import PlannedStream
+    >>> from evenstep.data import Lengths
+    >>> from evenstep.data.planned import PlannedStream
     >>> def make(world: World, workers: int) -> PlannedStream:
     ...     layout, ranks = Packed(max_tokens=8), Topology(dp=world.size)
     ...     recipe = Recipe(layout=layout, steps=Steps(samples=3), topology=ranks)

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.validate import seed_number
+from evenstep.core.text import seed_number
 from evenstep.errors import EvenstepError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.testing.relaid import relaid

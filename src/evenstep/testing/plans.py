@@ -11,11 +11,18 @@ from evenstep.core.checks import assert_valid
 from evenstep.core.cost import Cost
 from evenstep.core.layout import PACKER_NAMES, Cut, Layout, Packed, Padded
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.core.recipe import Balance, Limits, Overflow, Recipe, Scope, Steps, SyncEvery
-from evenstep.core.rounding import rounded_up
-from evenstep.core.second_work import SecondWork
-from evenstep.core.topology import Topology
+from evenstep.core.ragged import IntArray, Ragged, rounded_up
+from evenstep.core.recipe import (
+    Balance,
+    Limits,
+    Overflow,
+    Recipe,
+    Scope,
+    SecondWork,
+    Steps,
+    SyncEvery,
+    Topology,
+)
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

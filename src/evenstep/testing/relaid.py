@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import offsets_of
-from evenstep.core.segments import Segments
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import Segments, offsets_of
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.extras import Extra, RaggedTensor

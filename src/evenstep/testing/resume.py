@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
-from evenstep.core.cursor import Cursor
+from evenstep.core.step import Cursor
 from evenstep.errors import EvenstepError, InputError
 from evenstep.testing.content import content_of, glimpse
 
@@ -57,8 +57,8 @@ def assert_exact_resume(make: Make, *, steps: int | None = None, key: Key | None
 
     >>> import numpy as np
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.sources.lengths import Lengths
-    >>> from evenstep.data.streams.planned import PlannedStream
+    >>> from evenstep.data import Lengths
+    >>> from evenstep.data.planned import PlannedStream
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> assert_exact_resume(lambda: PlannedStream(Lengths(np.array([5, 3, 4, 2, 7])), recipe))
     """

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Step
-from evenstep.data.sources.measure import cause_of_no_loss
-from evenstep.data.streams.feed import FedMicroBatch, Feed
+from evenstep.data.feed import FedMicroBatch, Feed
+from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.batch_shard import BatchShard

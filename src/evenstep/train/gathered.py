@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from evenstep.core.world import World
+from evenstep.core.recipe import World
 from evenstep.train.collectives import Collective
 from evenstep.train.result import StepResult
 

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from evenstep.core.validate import whole_field
+from evenstep.core.text import whole_field
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.train.tile_values import (

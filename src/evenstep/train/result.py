@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from evenstep.core import summary
+from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
@@ -84,16 +84,16 @@ class StepResult:
         """The loss and what this rank ran, in one line."""
         planned = self.planned_imbalance
         parts = (
-            summary.attempt(lambda: f"loss {self.loss:.6g}" if self.reduced else "not reduced"),
-            summary.counted(self.num_micro_batches, "micro-batch"),
-            summary.counted(self.tokens, "token"),
-            summary.fill(self.tokens, self.slots),
+            attempt(lambda: f"loss {self.loss:.6g}" if self.reduced else "not reduced"),
+            counted(self.num_micro_batches, "micro-batch"),
+            counted(self.tokens, "token"),
+            fill(self.tokens, self.slots),
             "" if planned is None else f"imbalance {planned:.3f} planned",
-            summary.attempt(lambda: f"imbalance {self.measured_imbalance:.3f} measured"),
+            attempt(lambda: f"imbalance {self.measured_imbalance:.3f} measured"),
             "skipped" if self.skipped else "",
             f"{self.timings.total:.3g} s",
         )
-        return summary.line("StepResult", parts)
+        return line("StepResult", parts)
 
     @property
     def reduced(self) -> bool:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from evenstep.core.cost import Cost
-from evenstep.core.glimpse import glimpse
-from evenstep.core.micro_batch import MicroBatch
+from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Step
-from evenstep.core.validate import one_of, whole_number
-from evenstep.data.streams.feed import FedMicroBatch, Feed
+from evenstep.core.text import one_of, short_repr, whole_number
+from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard
@@ -143,7 +142,7 @@ class Runner:
     def __post_init__(self) -> None:
         if not hasattr(self.model, "parameters") or isinstance(self.model, type):
             raise ConfigError(
-                f"model must be a torch.nn.Module, got {glimpse(self.model)}. Load the model "
+                f"model must be a torch.nn.Module, got {short_repr(self.model)}. Load the model "
                 f"first, for example with AutoModelForCausalLM.from_pretrained(...)."
             )
         if self.forward is None:

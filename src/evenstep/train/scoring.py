@@ -10,11 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.plan import Plan
+from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
-from evenstep.data.sources.source import length_of
+from evenstep.data.source import length_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import IGNORE_INDEX, Batch

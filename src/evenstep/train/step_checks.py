@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.glimpse import glimpse
 from evenstep.core.ragged import IntArray
+from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.metrics import Metric
@@ -267,7 +267,7 @@ def check_loss_function(name: str, function: Any) -> None:
 def check_kind(name: str, value: object, attribute: str, example: str) -> None:
     """Raise if a field of a runner is not the object that it should be, but its name or class."""
     if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
-        raise ConfigError(f"{name} must be an object such as {example}, got {glimpse(value)}.")
+        raise ConfigError(f"{name} must be an object such as {example}, got {short_repr(value)}.")
 
 
 def check_gradients_on() -> None:

@@ -33,7 +33,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from evenstep.core.validate import one_of, truth_value, whole_number
+from evenstep.core.text import one_of, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.metrics import Metric

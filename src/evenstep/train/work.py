@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.ragged import IntArray
-from evenstep.core.segments import Segments
-from evenstep.data.streams.feed import FedMicroBatch
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import IntArray, Segments
+from evenstep.data.feed import FedMicroBatch
 from evenstep.tensors.batch import Batch
 from evenstep.train.kept import Places
 

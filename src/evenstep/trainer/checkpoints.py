@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from evenstep.core.archive import replace_file
-from evenstep.core.glimpse import listed
+from evenstep.core.plan_file import replace_file
+from evenstep.core.text import listed
 from evenstep.errors import ConfigError, EvenstepError, FileError
 from evenstep.train.gradients import local_tensor
 from evenstep.trainer.ranks import Ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from evenstep.config.faults import FaultsError
 from evenstep.config.settings import Settings
-from evenstep.core.world import World
-from evenstep.data.corpus.corpus import Corpus
+from evenstep.core.recipe import World
+from evenstep.data.corpus import Corpus
 from evenstep.errors import ConfigError
 
 

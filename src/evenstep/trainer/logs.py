@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from evenstep.core.archive import replace_file
+from evenstep.core.plan_file import replace_file
 from evenstep.errors import ConfigError
 
 _EVERY_S = 10.0  # seconds between two lines if standard error is not a terminal

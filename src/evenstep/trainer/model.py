@@ -15,7 +15,7 @@ from torch import nn
 from evenstep.config.settings import TrainerSettings
 from evenstep.config.training import LoraSettings, ModelSettings
 from evenstep.core.cost import Cost
-from evenstep.core.glimpse import listed
+from evenstep.core.text import listed
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError, FileError
 from evenstep.train.forwards import Forward, forward_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evenstep.core.gpu import GPUS
+from evenstep.core.cost import GPUS
 
 
 def peak_flops(device: Any, precision: str) -> float | None:

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 import torch
 
-from evenstep.core.world import World
+from evenstep.core.recipe import World
 from evenstep.errors import ConfigError, EvenstepError, FileError, RankError
 from evenstep.train.collectives import Alone, Collective, Distributed
 

@@ -12,8 +12,8 @@ import torch
 from evenstep.config.training import OptimizerSettings
 from evenstep.core.cost import Cost
 from evenstep.core.recipe import Recipe
-from evenstep.data.sources.token_file import TokenFile
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.data.planned import PlannedStream
+from evenstep.data.token_file import TokenFile
 from evenstep.errors import ConfigError, EvenstepError, FileError
 from evenstep.tensors.losses import cross_entropy
 from evenstep.train.runner import Runner

@@ -28,7 +28,7 @@ from evenstep.compat.nemo_rl.sharding import (
     packed_rows,
 )
 from evenstep.core.ragged import IntArray
-from evenstep.core.validate import whole_number
+from evenstep.core.text import whole_number
 from evenstep.errors import InputError
 
 _Batch = TypeVar("_Batch", bound="BatchedDataDict")

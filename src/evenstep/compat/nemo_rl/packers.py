@@ -7,8 +7,7 @@ from enum import Enum
 from typing import ClassVar
 
 from evenstep.compat.nemo_rl.packing_metrics import PackingMetrics
-from evenstep.core.glimpse import glimpse
-from evenstep.core.validate import seed_number, truth_value, whole_number
+from evenstep.core.text import seed_number, short_repr, truth_value, whole_number
 from evenstep.errors import ConfigError
 from evenstep.planning.packers import pack
 
@@ -171,6 +170,6 @@ def algorithm_of(name: object) -> PackingAlgorithm:
     found = known.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         raise ConfigError(
-            f"unknown packing algorithm {glimpse(name)}; expected one of: {', '.join(known)}."
+            f"unknown packing algorithm {short_repr(name)}; expected one of: {', '.join(known)}."
         )
     return found

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import IntArray, Ragged, divided_up
 
 
 class PackingMetrics:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.ragged import IntArray, Ragged, offsets_of
-from evenstep.core.rounding import divided_up, rounded_up
+from evenstep.core.ragged import IntArray, Ragged, divided_up, offsets_of, rounded_up
 from evenstep.errors import InputError
 from evenstep.planning.batching.cuts import greedy_cuts
 from evenstep.planning.packers import even_bins, pack

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from evenstep.compat.nemo_rl.packed_tensor import PackedTensor
-from evenstep.core.glimpse import glimpse
+from evenstep.core.text import short_repr
 from evenstep.errors import InputError
 
 _MEDIA = ("vllm_images", "vllm_videos", "vllm_audios")
@@ -31,7 +31,7 @@ class MissingKeyError(InputError, KeyError):
 def row_count(value: Any) -> int:
     """The number of rows of a value."""
     if not isinstance(value, Sized):
-        raise InputError(f"expected a tensor, a PackedTensor or a list, got {glimpse(value)}.")
+        raise InputError(f"expected a tensor, a PackedTensor or a list, got {short_repr(value)}.")
     return int(value.shape[0]) if isinstance(value, Tensor) else len(value)
 
 
@@ -52,7 +52,7 @@ def take_rows(key: str, value: Any, rows: Sequence[int] | Tensor) -> Any:
         return value.slice(rows)
     if isinstance(value, list | tuple | np.ndarray):
         return [value[int(row)] for row in rows]
-    raise InputError(f"{key} is {glimpse(value)}; expected a tensor, a PackedTensor or a list.")
+    raise InputError(f"{key} is {short_repr(value)}; expected a tensor, a PackedTensor or a list.")
 
 
 def join_rows(key: str, values: Sequence[Any], pad: float) -> Any:
@@ -63,7 +63,9 @@ def join_rows(key: str, values: Sequence[Any], pad: float) -> Any:
     if isinstance(first, PackedTensor):
         return PackedTensor.concat(values)
     if not isinstance(first, Tensor):
-        raise InputError(f"{key} is {glimpse(first)}; expected a tensor, a PackedTensor or a list.")
+        raise InputError(
+            f"{key} is {short_repr(first)}; expected a tensor, a PackedTensor or a list."
+        )
     if first.ndim < 2:
         return torch.cat(list(values))
     width = max(value.shape[1] for value in values)

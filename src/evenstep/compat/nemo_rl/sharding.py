@@ -12,9 +12,8 @@ from evenstep.compat.nemo_rl.packers import algorithm_of
 from evenstep.compat.nemo_rl.packing_metrics import bin_metrics
 from evenstep.compat.nemo_rl.rank_rows import RankRows, deal_bins, deal_sorted
 from evenstep.compat.nemo_rl.rows import BatchError
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.core.rounding import rounded_up
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.ragged import IntArray, Ragged, rounded_up
+from evenstep.core.text import one_of, whole_number
 
 _ORDERS = Literal["packer", "largest_first"]
 

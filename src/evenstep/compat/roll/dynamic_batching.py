@@ -17,11 +17,9 @@ import torch
 
 from evenstep.compat.roll.data_proto import BatchError, DataProto
 from evenstep.core.layout import Padded
-from evenstep.core.ragged import IntArray
-from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.topology import Topology
-from evenstep.core.validate import whole_number
+from evenstep.core.ragged import IntArray, rounded_up
+from evenstep.core.recipe import Recipe, Topology
+from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.batching.cuts import divide_cuts
 from evenstep.planning.planner import make_plan

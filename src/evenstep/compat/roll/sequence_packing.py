@@ -19,10 +19,9 @@ from evenstep.compat.over_ranks import most_over_ranks
 from evenstep.compat.rank_packs import WORK, packs_of
 from evenstep.compat.roll.data_proto import BatchError, DataProto
 from evenstep.core.layout import Packed
-from evenstep.core.ragged import IntArray
+from evenstep.core.ragged import IntArray, rounded_up
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.planner import make_plan
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from evenstep.compat.veomni.lengths import get_parallel_state
-from evenstep.core.micro_batch import MicroBatch
-from evenstep.core.rounding import rounded_up
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import rounded_up
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator

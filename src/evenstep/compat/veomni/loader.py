@@ -14,16 +14,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from evenstep.compat.cosmos_rl import ShardedIterableDataset
 from evenstep.compat.veomni.collator import MainCollator
-from evenstep.compat.veomni.dataset import DynamicBatchingSizeDataset
+from evenstep.compat.veomni.dataset import Buffered, DynamicBatchingSizeDataset, TokenBuffer
 from evenstep.compat.veomni.lengths import (
     Length,
     get_length_by_attention_mask_fn,
     get_length_fn_by_count_mode,
     get_parallel_state,
 )
-from evenstep.core.validate import one_of, truth_value, whole_number
-from evenstep.data.streams.pool import Pool
-from evenstep.data.streams.token_buffer import Buffered, TokenBuffer
+from evenstep.core.text import one_of, truth_value, whole_number
+from evenstep.data.pool import Pool
 from evenstep.errors import ConfigError, InputError
 
 

@@ -10,8 +10,8 @@ from evenstep.config.dialects.dialect import Dialect, anything, flag, number, wh
 from evenstep.config.dialects.draft import Draft
 from evenstep.config.dialects.parallel import set_topology
 from evenstep.config.dialects.reader import Reader
-from evenstep.core.summary import counted
-from evenstep.core.topology import Fp8Recipe, Topology
+from evenstep.core.recipe import Fp8Recipe, Topology
+from evenstep.core.text import counted
 
 PACKING, DYNAMIC = "policy.sequence_packing", "policy.dynamic_batching"
 DTENSOR, MEGATRON = "policy.dtensor_cfg", "policy.megatron_cfg"

@@ -11,7 +11,7 @@ from evenstep.config.dialects.draft import Draft
 from evenstep.config.faults import misspelt, not_a_mapping, unknown_key, unknown_word
 from evenstep.config.interpolate import Interpolated, UnresolvedError
 from evenstep.config.tree import Tree, has
-from evenstep.core.glimpse import cut, glimpse
+from evenstep.core.text import short_repr, shorten
 
 STAND_IN = 2**30
 """Stands for a number that is missing or wrong, so that other faults are found too."""
@@ -86,7 +86,7 @@ class Reader:
         if not self._present(name):
             return f"{name}, default of {self.dialect.system}"
         text = self._written(name)
-        formula = f", {cut(text)}" if isinstance(text, str) and "${" in text else ""
+        formula = f", {shorten(text)}" if isinstance(text, str) and "${" in text else ""
         return f"{name}, {self.tree.place(name.split('.'))}{formula}"
 
     def take(self, draft: Draft, path: str, name: str) -> None:
@@ -160,7 +160,7 @@ class Reader:
             sentence = (
                 unknown_word(name, value, words)
                 if words
-                else f"{name} must be {expected}, got {glimpse(value)}."
+                else f"{name} must be {expected}, got {short_repr(value)}."
             )
             self._fault(name, f"{sentence} ({place})")
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from evenstep.core.ragged import FloatArray, IntArray, Ragged, sum_by
-from evenstep.core.rounding import divided_up
+from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up, sum_by
 from evenstep.errors import PlanError
 from evenstep.planning.balance.construct import NONE
 from evenstep.planning.balance.deal import deal_packs

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.core.validate import MOST_RANKS, truth_value, whole_number
+from evenstep.core.text import MOST_RANKS, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.balance.descending import heaviest_first
 from evenstep.planning.balance.differencing import differenced

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.core.modelled_time import time_of_works
-from evenstep.core.ragged import IntArray, sum_by
+from evenstep.core.measures import time_of_works
+from evenstep.core.ragged import IntArray, rounded_up, sum_by
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import rounded_up
 from evenstep.planning.balance.packs import Movable, Room, Shape
 from evenstep.planning.units import Units
 

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from evenstep.core.bounds import bins_bound
-from evenstep.core.ragged import IntArray
-from evenstep.core.rounding import divided_up, rounded_up
+from evenstep.core.ragged import IntArray, divided_up, rounded_up
 from evenstep.errors import PlanError
 from evenstep.planning.balance import effort
 from evenstep.planning.balance.exact import search_all

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenstep.core.modelled_time import slowest
+from evenstep.core.measures import slowest
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.exchange import PackLimits, UnitArrays, WavePacks, refine_waves
 from evenstep.planning.kernels import kernel, nearest_free, rise, sink

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from evenstep.core.layout import Padded
-from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.ragged import IntArray, divided_up, offsets_of, rounded_up
 from evenstep.core.recipe import Recipe
-from evenstep.core.rounding import divided_up, rounded_up
 from evenstep.planning.balance.deal import deal_packs
 from evenstep.planning.batching.blocks import SortedUnits, block_costs, whole_prices
 from evenstep.planning.batching.cuts import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenstep.core.cost import Cost
-from evenstep.core.validate import real_field, truth_field, whole_field
+from evenstep.core.text import real_field, truth_field, whole_field
 from evenstep.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
     matrix products   6 FLOPs per weight and token; 8 for weights in layers that are recomputed
     attention         6 FLOPs per pair and layer width (2 forward, 4 backward), causal pairs only
-    other kernels     the bytes that they move (`core.model.sizes`), and 42 bytes per logit
+    other kernels     the bytes that they move (`core.models`), and 42 bytes per logit
     weights           gathered, cast and accumulated once per micro-batch: 30 bytes each
     host              launches kernels: 8.5 ms per layer at least
     update            AdamW in float32, clipping, the sums of a step: 125 bytes per weight, and
@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evenstep.core.cost import Cost
-from evenstep.core.gpu import Gpu
-from evenstep.core.model.named import named_config
-from evenstep.core.model.sizes import ModelSize
-from evenstep.core.topology import Topology
+from evenstep.core.cost import Cost, Gpu
+from evenstep.core.model_config import named_config
+from evenstep.core.models import ModelSize
+from evenstep.core.recipe import Topology
 from evenstep.report.simulation.cluster import Cluster
 
 MATRIX_SHARE = 0.8
@@ -39,7 +38,7 @@ def cluster_of(
 ) -> Cluster:
     """A cluster of these GPUs that trains a model.
 
-    >>> from evenstep.core.model.named import named_config
+    >>> from evenstep.core.model_config import named_config
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
     >>> cluster = cluster_of(size, Gpu.named("h200"), Topology())
     >>> round(16384 * cluster.cost.per_token, 2)  # seconds, without attention

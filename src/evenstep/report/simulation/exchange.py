@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.core.ragged import FloatArray
-from evenstep.core.topology import Topology
+from evenstep.core.recipe import Topology
 from evenstep.report.simulation.cluster import Cluster
 from evenstep.report.simulation.pipeline import FORWARD
 

@@ -8,7 +8,7 @@ and sharded over all ranks; layers compute in bfloat16.
     gradients      4 bytes per weight, sharded. They are summed over micro-batches before they are
                    scattered, so that steps of several micro-batches hold them whole
     gathered       2 bytes per weight of the embedding and the head, which stay gathered
-    activations    bytes per slot that the backward needs (`core.model.sizes`); with checkpointing,
+    activations    bytes per slot that the backward needs (`core.models`); with checkpointing,
                    2 bytes per hidden number and layer
     recomputed     with checkpointing, the activations of one layer in the backward
     logits         14 bytes per slot and word: logits in bfloat16 and float32, and two gradients
@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenstep.core.model.sizes import ModelSize
-from evenstep.core.topology import Topology
+from evenstep.core.models import ModelSize
+from evenstep.core.recipe import Topology
 
 LOGIT_BYTES = 14
 
@@ -67,7 +67,7 @@ def memory_of(
 ) -> Memory:
     """The memory of a model with at most `slots` in one of `micro_batches` per rank and step.
 
-    >>> from evenstep.core.model.named import named_config
+    >>> from evenstep.core.model_config import named_config
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
     >>> round(memory_of(size, Topology(), slots=16384, micro_batches=2).peak / 1e9)
     78

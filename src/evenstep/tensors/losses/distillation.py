@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.losses.options import positive

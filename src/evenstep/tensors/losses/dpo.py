@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.losses.head import Head

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.validate import whole_number
+from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.losses.options import positive

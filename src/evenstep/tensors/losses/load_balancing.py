@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.core.validate import one_of, whole_number
+from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.batch_shard import BatchShard

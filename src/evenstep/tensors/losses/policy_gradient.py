@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.validate import one_of
+from evenstep.core.text import one_of
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.tensors.losses.head import Head, Wanted

@@ -11,14 +11,12 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from evenstep.core import summary
 from evenstep.core.ragged import IntArray, frozen
-from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.core.validate import one_of, whole_number
-from evenstep.core.world import World
-from evenstep.data.sources.lengths import Lengths
-from evenstep.data.sources.source import LOSS_MASKS, check_masks_read
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.core.recipe import Recipe, World, check_recipe
+from evenstep.core.text import counted, line, one_of, whole_number
+from evenstep.data.dataset import Lengths
+from evenstep.data.planned import PlannedStream
+from evenstep.data.source import LOSS_MASKS, check_masks_read
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.inputs import checked_groups
 from evenstep.tensors.collate import Collator
@@ -193,10 +191,10 @@ class RolloutBatch:
         parts = (
             f"{len(self):,}{some} row{'' if len(self) == 1 and not some else 's'}",
             f"width {self.width:,}",
-            summary.counted(int(self.lengths.sum()), "token"),
+            counted(int(self.lengths.sum()), "token"),
             *self.tensors,
         )
-        return summary.line("RolloutBatch", parts)
+        return line("RolloutBatch", parts)
 
     def __getitem__(self, item: int, /) -> dict[str, Tensor]:
         """Row `item` without padding: views of its tensors, by name."""

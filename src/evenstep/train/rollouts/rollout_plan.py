@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evenstep.core import summary
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, ranges_of
+from evenstep.core.recipe import World
 from evenstep.core.step import Step
-from evenstep.core.world import World
-from evenstep.data.streams.planned import PlannedStream
+from evenstep.core.text import counted, line
+from evenstep.data.planned import PlannedStream
 from evenstep.errors import InputError, SampleError
 
 _ARRAYS = ("lengths", "row_digests")
@@ -76,13 +76,13 @@ class RolloutPlan:
         """Sizes and the padding that the plan removes, in one line."""
         found = self.metrics()
         parts = (
-            summary.counted(len(self.epochs), "epoch"),
-            summary.counted(int(found["num_steps"]), "step"),
-            summary.counted(self.num_ranks, "rank"),
-            summary.counted(len(self.lengths), "row"),
+            counted(len(self.epochs), "epoch"),
+            counted(int(found["num_steps"]), "step"),
+            counted(self.num_ranks, "rank"),
+            counted(len(self.lengths), "row"),
             f"removed padding {found['removed_padding_ratio']:.1%}",
         )
-        return summary.line("RolloutPlan", parts)
+        return line("RolloutPlan", parts)
 
     @property
     def num_ranks(self) -> int:

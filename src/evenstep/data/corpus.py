@@ -1,0 +1,665 @@
+"""Corpus: files of text, rows, chats or tokens -> one token file of all, or their lengths."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenstep.core.plan_file import replace_file
+from evenstep.core.ragged import IntArray
+from evenstep.core.text import one_of, whole_number
+from evenstep.data.files import (
+    Jsonl,
+    ParquetText,
+    SavedDataset,
+    dataset_list_lengths,
+    is_saved_dataset,
+    load_saved_dataset,
+    matches,
+    parquet_list_lengths,
+    refuse_compressed,
+)
+from evenstep.data.megatron import MegatronTokens
+from evenstep.data.source import (
+    LOSS_MASKS,
+    ItemTransform,
+    MeasuredSource,
+    Sample,
+    SampleSource,
+    SamplesWithoutLoss,
+    Transform,
+    length_of,
+    read_samples,
+)
+from evenstep.data.text import (
+    ChatEncoder,
+    ChatTransform,
+    RowDecoder,
+    as_tokenize,
+    check_folder,
+    load_tokenizer,
+    vocabulary,
+)
+from evenstep.data.token_file import TokenFile, TokenFileWriter
+from evenstep.errors import ConfigError, EvenstepError, FileError, InputError, SampleError
+
+# corpus.formats ----------------------------------------------------------------------------
+
+Format: TypeAlias = Literal["text", "jsonl", "chat", "parquet", "dataset", "tokens", "megatron"]
+
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".tokens": "tokens",
+    ".idx": "megatron",
+}
+"""By the end of a file's name; others are text. A folder that a Hugging Face dataset was saved to
+is a dataset."""
+
+TOKENIZED: tuple[Format, ...] = ("tokens", "megatron")
+"""Formats of tokens, which no tokenizer makes."""
+
+
+# corpus.files ------------------------------------------------------------------------------
+
+
+def corpus_files(paths: Iterable[str]) -> list[Path]:
+    """All files that the paths name, each once: a folder's in the order of their names.
+
+    A saved Hugging Face dataset is named by its folder, and a Megatron pair by its `.idx` file.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        new = [file for each in matches(path) for file in _files(each)]
+        if not new:
+            raise FileError(f"data.paths: {path} has no files. Check the path.")
+        for file in new:
+            refuse_compressed(file)
+        found.update(dict.fromkeys(new))
+    return list(found)
+
+
+def format_of(files: list[Path]) -> Format:
+    """The format of the files by their names; all must have the same.
+
+    >>> format_of([Path("a.jsonl"), Path("b.jsonl")])
+    'jsonl'
+    """
+    kinds = {_format(file): file for file in files}
+    if len(kinds) > 1:
+        named = " and ".join(f"{file.name} ({kind})" for kind, file in kinds.items())
+        raise ConfigError(
+            f"data.paths mix formats: {named}. Set data.format, or name files of one format."
+        )
+    (kind,) = kinds
+    return kind
+
+
+def statuses(files: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
+    """Every file on disk with its size and dates: those of a dataset, both of a Megatron pair."""
+    found: list[Path] = []
+    for file in files:
+        data = file.with_suffix(".bin") if file.suffix == ".idx" else file
+        found += sorted(file.iterdir()) if file.is_dir() else dict.fromkeys([file, data])
+    return [(path, path.stat()) for path in found if path.exists()]
+
+
+def _format(file: Path) -> Format:
+    return "dataset" if file.is_dir() else FORMATS.get(file.suffix.lower(), "text")
+
+
+def _files(path: Path) -> list[Path]:
+    if is_saved_dataset(path):
+        return [path]
+    if path.is_dir():
+        return [file for each in sorted(path.iterdir()) if _shown(each) for file in _files(each)]
+    if path.is_file():
+        return [_index(path)]
+    # Megatron's tools name both files by what they share.
+    index = path.with_name(f"{path.name}.idx")
+    return [index] if index.is_file() else []
+
+
+def _shown(path: Path) -> bool:
+    """Whether a file of a folder counts: hidden ones do not, nor linked folders (may be cycles)."""
+    return not path.name.startswith(".") and not (path.is_symlink() and path.is_dir())
+
+
+def _index(path: Path) -> Path:
+    """The `.idx` file of a `.bin` file, if there is one; any other file as it is."""
+    index = path.with_suffix(".idx")
+    return index if path.suffix == ".bin" and index.is_file() else path
+
+
+# corpus.known_counts -----------------------------------------------------------------------
+
+
+def known_counts(
+    kind: Format, files: list[Path], field: str, progress: Callable[[int, int], None]
+) -> IntArray | None:
+    """The number of tokens of every sample of these files; None if they hold text."""
+    match kind:
+        case "tokens":
+            return _lengths(TokenFile(files))
+        case "megatron":
+            return _lengths(MegatronTokens(files))
+        case "parquet":
+            return parquet_list_lengths(files, field, progress)
+        case "dataset":
+            datasets = {str(file): load_saved_dataset(file) for file in files}
+            return dataset_list_lengths(datasets, field, progress)
+    return None
+
+
+def _lengths(source: MeasuredSource) -> IntArray:
+    return source.lengths_of(np.arange(len(source)))
+
+
+# corpus.counting ---------------------------------------------------------------------------
+
+Engine: TypeAlias = Literal["processes", "ray"]
+Progress: TypeAlias = Callable[[int, int], None]
+
+_TASK_ITEMS = 512  # items that one task counts
+_PER_WORKER = 16  # tasks, so that none waits long for the last
+_BYTES_PER_WORKER = 1 << 22  # of files that are worth one more process
+
+
+def counted(
+    source: SampleSource, workers: int | None, engine: Engine, progress: Progress
+) -> IntArray:
+    """The number of tokens of every item: the same for any workers and engine."""
+    total, done = len(source), 0
+    counts = np.zeros(total, np.int64)
+    if engine == "ray" and total:
+        parts = counted_on_ray(source, workers)
+    else:
+        parts = _counted_here(source, workers or 1)
+    for items, found in parts:
+        counts[items] = found
+        done += len(items)
+        progress(done, total)
+    return counts
+
+
+def default_workers(files: Iterable[Path]) -> int:
+    """As many processes as this one has cores, and at most one per 4 MiB of files."""
+    size = sum(status.st_size for _, status in statuses(files))
+    free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(free or 1, 1 + size // _BYTES_PER_WORKER)
+
+
+def task_size(total: int, workers: int) -> int:
+    """Items per task.
+
+    >>> task_size(100, 2), task_size(10**6, 8)
+    (3, 512)
+    """
+    return min(_TASK_ITEMS, max(1, total // (workers * _PER_WORKER)))
+
+
+def count(source: SampleSource, item: int) -> int:
+    """The number of tokens of an item. An error names its file and line."""
+    try:
+        found = source[item]
+    except FileError:
+        raise
+    except Exception as error:
+        raise unreadable_item(item, error) from None
+    return sum(map(length_of, found if isinstance(found, list) else [found]))
+
+
+def unreadable_item(item: int, error: BaseException) -> InputError:
+    """The error for an item that raised `error`, with its file and line."""
+    notes = [note.removeprefix("raised for ") for note in getattr(error, "__notes__", ())]
+    where = notes[0] if notes else f"sample {item}"  # sources leave the place in a note
+    said = str(error) if isinstance(error, EvenstepError) else f"{type(error).__name__}: {error}"
+    return InputError(said if where in said else f"{where}: {said}")
+
+
+def _counted_here(source: SampleSource, workers: int) -> Iterator[tuple[IntArray, IntArray]]:
+    """Items and their numbers of tokens, in order."""
+    total = len(source)
+    size = task_size(total, workers)
+    tasks = [np.arange(start, min(start + size, total)) for start in range(0, total, size)]
+    if min(workers, len(tasks)) <= 1:
+        yield from ((items, _counts(source, items)) for items in tasks)
+    else:
+        yield from _in_processes(source, tasks, min(workers, len(tasks)))
+
+
+def _counts(source: SampleSource, items: IntArray) -> IntArray:
+    return np.array([count(source, item) for item in items.tolist()], np.int64)
+
+
+# Processes ---------------------------------------------------------------------------------------
+
+
+def _in_processes(
+    source: SampleSource, tasks: list[IntArray], workers: int
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """Every process unpickles the source once, from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "source")
+        path.write_bytes(pickle.dumps(source))
+        # Processes that are forked would inherit locks of the tokenizer's threads.
+        pool = ProcessPoolExecutor(
+            workers,
+            mp_context=get_context("spawn"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C ends them through this process
+        )
+        try:
+            with _without_main_module():  # the processes start here
+                counts = pool.map(partial(_stored_counts, path), tasks)
+            yield from zip(tasks, counts, strict=True)
+        except BrokenProcessPool:
+            raise InputError(
+                "a process that counts tokens was killed, perhaps for its memory. Use fewer "
+                "workers."
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Processes that start within do not import the user's script, which would run it again: a
+    source has nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _stored_counts(path: Path, items: IntArray) -> IntArray:
+    return _counts(_load(path), items)
+
+
+@cache
+def _load(path: Path) -> SampleSource:
+    source: SampleSource = pickle.loads(path.read_bytes())
+    return source
+
+
+# corpus.ray_counting -----------------------------------------------------------------------
+
+# Count the tokens of a source on Ray Data.
+#
+# Items are numbers, which every actor looks up in its own copy of the source. So the files must
+# have the same paths on all nodes.
+
+
+def counted_on_ray(
+    source: SampleSource, workers: int | None
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """Items and their numbers of tokens, in any order.
+
+    `workers` is the largest number of actors; None: as many as the cluster has CPUs.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise ConfigError(
+            "the engine ray needs ray, which is not installed. Install it with: "
+            "pip install 'ray[data]'."
+        ) from None
+    with _connected(ray):
+        most = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        size = task_size(len(source), most)
+        items = ray.data.range(len(source), override_num_blocks=-(-len(source) // size))
+        parts = items.map_batches(
+            _Counter,
+            fn_constructor_args=(source,),
+            batch_size=None,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
+        )
+        for part in parts.iter_batches(batch_size=None, batch_format="numpy"):
+            faults = [fault for fault in part["fault"].tolist() if fault]
+            if faults:
+                raise InputError(faults[0])
+            yield part["id"], part["tokens"]
+
+
+class _Counter:
+    """Counts the tokens of blocks of items, in an actor.
+
+    The first fault of a block travels as text, because Ray wraps what an actor raises.
+    """
+
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
+
+    def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        items, fault = block["id"], ""
+        tokens = np.zeros(len(items), np.int64)
+        try:
+            for at, item in enumerate(items.tolist()):
+                tokens[at] = count(self._source, item)
+        except EvenstepError as error:
+            fault = str(error)
+        return {"id": items, "tokens": tokens, "fault": np.array([fault] * len(items))}
+
+
+@contextmanager
+def _connected(ray: Any) -> Iterator[None]:
+    """Connect to a cluster, or start one on this machine. Ray's own progress is not shown."""
+    own, context = not ray.is_initialized(), ray.data.DataContext.get_current()
+    logger, bars = logging.getLogger("ray.data"), context.enable_progress_bars
+    level = logger.level
+    if own:
+        ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    logger.setLevel(logging.ERROR)
+    context.enable_progress_bars = False
+    try:
+        yield
+    finally:
+        context.enable_progress_bars = bars
+        logger.setLevel(level)
+        if own:
+            ray.shutdown()
+
+
+# corpus.corpus -----------------------------------------------------------------------------
+
+_REPORT_EVERY = 64  # samples between two reports
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Files, how to read them and how to turn their text into tokens.
+
+    paths      files, folders or globs; several are read one after the other
+    format     None: by the names of the files (.jsonl, .parquet, .tokens, Megatron's .bin and .idx;
+               others are text); the folder of a saved Hugging Face dataset is a dataset
+    field      the field of a row with its text or a list of token ids ("text" by default, or
+               "input_ids" if the rows of a JSONL file have no text), or with the messages of a chat
+               ("messages"). Labels and loss masks beside "input_ids" are read, except from Parquet
+    tokenizer  folder of a Hugging Face tokenizer; None: UTF-8 bytes
+    template   file with a chat template (Jinja); None: that of the tokenizer
+
+    A text file is one sample, and so is a row of a JSONL or Parquet file or a dataset, or a
+    document of a Megatron file. In a chat, only the tokens of the assistant count in the loss.
+    Samples without tokens are left out.
+
+    >>> Corpus(paths=("texts/",)).paths
+    ('texts/',)
+    """
+
+    paths: str | tuple[str, ...]
+    format: Format | None = None
+    field: str | None = None
+    tokenizer: str | None = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+        if not given or not all(given):
+            raise ConfigError("data.paths must name at least one file, folder or glob.")
+        object.__setattr__(self, "paths", given)
+        if self.format is not None:
+            one_of("data.format", self.format, Format)
+        if self.template is not None and self.format != "chat":
+            raise ConfigError("data.template is for chats. Set data.format to chat, or remove it.")
+        if self.format is not None:
+            self._refuse_idle(self.format)
+
+    def _refuse_idle(self, kind: Format) -> None:
+        """Refuse options that have no effect on a format."""
+        if kind in ("text", *TOKENIZED) and self.field is not None:
+            raise ConfigError(f"data.field has no effect on {kind} files. Remove it.")
+        if kind in TOKENIZED and self.tokenizer is not None:
+            raise ConfigError(f"data.tokenizer has no effect on {kind} files. Remove it.")
+
+    def _found(self) -> tuple[list[Path], Format]:
+        """The files and their format."""
+        files = corpus_files((self.paths,) if isinstance(self.paths, str) else self.paths)
+        kind = self.format or format_of(files)
+        self._refuse_idle(kind)
+        return files, kind
+
+    def faults(self) -> list[str]:
+        """What the settings name that does not exist, or has no effect on the files that do.
+
+        >>> Corpus(paths="nowhere/*.jsonl", tokenizer="nowhere").faults()[1]
+        'data.tokenizer: nowhere is not a folder. Give that of a tokenizer.'
+        """
+        found = []
+        for check in (self._found, lambda: check_folder(self.tokenizer), self._template_text):
+            try:
+                check()
+            except EvenstepError as error:
+                found.append(str(error))
+        return found
+
+    def token_counts(
+        self,
+        *,
+        workers: int | None = None,
+        engine: Engine = "processes",
+        progress: Progress | None = None,
+    ) -> IntArray:
+        """The number of tokens of every sample, 0 for those without, in the order of the files.
+
+        Text is tokenized in `workers` processes (None: as many as there are cores, fewer for small
+        files), or on Ray Data. Lengths of tokens are read without the tokens.
+
+            np.save("lengths.npy", Corpus(paths="texts/", tokenizer="models/llama").token_counts())
+        """
+        one_of("engine", engine, Engine)
+        if workers is not None:
+            workers = whole_number("workers", workers)
+        files, kind = self._found()
+        report = progress or (lambda done, total: None)
+        known = known_counts(kind, files, self.field or "text", report)
+        if known is None:
+            if workers is None and engine == "processes":
+                workers = default_workers(files)
+            with _in_words_of_settings():
+                source = self._source(kind, files, masked=False)
+                return counted(source, workers, engine, report)
+        if engine != "processes" or self.tokenizer is not None:
+            idle = "data.tokenizer" if self.tokenizer is not None else f"the engine {engine}"
+            raise ConfigError(f"{idle} has no effect on lists of tokens. Remove it.")
+        return known
+
+    def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
+        """All samples as one token file at `path`, written unless it already holds them."""
+        files, kind = self._found()
+        if kind == "tokens" and len(files) == 1:
+            return TokenFile(files[0])
+        key, beside = self._key(files), path.with_suffix(".json")
+        if path.exists() and _text(beside) == key:
+            return TokenFile(path)
+        with _in_words_of_settings():
+            self._write(path, kind, files, progress or (lambda done, total: None))
+        replace_file(beside, key.encode())
+        return TokenFile(path)
+
+    def _write(self, path: Path, kind: Format, files: list[Path], progress: Progress) -> None:
+        source = self._source(kind, files)
+        columns: dict[str, Any] = {"loss_mask": np.uint8}
+        if kind != "chat":
+            first: Sample = next(self._read(source, 0)) if len(source) else {}
+            columns = {name: _stored_type(name, first[name]) for name in _trained(first)}
+        total, empty, without_loss = len(source), 0, SamplesWithoutLoss()
+        with TokenFileWriter(path, dtype=np.int32, columns=columns) as writer:
+            for item in range(total):
+                for sample in self._read(source, item):
+                    for name in _trained(sample) ^ columns.keys():
+                        has = "has no" if name in columns else "has"
+                        raise InputError(
+                            f"data.paths: sample {item} {has} {name!r}, unlike the first one. Give "
+                            f"it to every row or to none."
+                        )
+                    if len(sample["input_ids"]):
+                        writer.append(sample)
+                        without_loss.add(sample)
+                    else:
+                        empty += 1
+                if item % _REPORT_EVERY == 0:
+                    progress(item, total)
+            if empty == total:
+                raise InputError("data.paths: no file has a token. Check the files.")
+            without_loss.end()
+
+    @staticmethod
+    def _read(source: SampleSource, item: int) -> Iterator[Sample]:
+        try:
+            for _, sample in read_samples(source, item):
+                yield sample
+        except SampleError as error:
+            raise unreadable_item(item, error.__cause__ or error) from None
+
+    def _source(self, kind: Format, files: list[Path], masked: bool = True) -> Any:
+        """The samples of the files; those of chats without a loss mask unless `masked`."""
+        tokenizer = load_tokenizer(self.tokenizer)
+        match kind:
+            case "text":
+                return TextFiles(files, tokenizer)
+            case "tokens":
+                return TokenFile(files)
+            case "megatron":
+                return MegatronTokens(files)
+            case "chat":
+                encoder = self._encoder(tokenizer)
+                chat = ChatTransform(self.field or "messages", encoder, masked)
+                return self._rows(format_of(files[:1]), files, None, chat, masked)
+        return self._rows(kind, files, tokenizer, None, masked)
+
+    def _rows(
+        self,
+        kind: Format,
+        files: list[Path],
+        tokenizer: Any,
+        transform: Transform | None,
+        masked: bool,
+    ) -> Any:
+        column = self.field or "text"
+        if kind == "dataset":
+            tokenize, made = as_tokenize(tokenizer), ItemTransform.of(transform)
+            decoder = RowDecoder(column, tokenize, made, counting=not masked)
+            return Joined([SavedDataset(file, decoder) for file in files])
+        if kind == "parquet":
+            return ParquetText(files, field=column, tokenizer=tokenizer, transform=transform)
+        source = Jsonl(files, field=self.field, tokenizer=tokenizer, transform=transform)
+        return source if masked else source.counting()
+
+    def _encoder(self, tokenizer: Any) -> ChatEncoder:
+        return ChatEncoder(tokenizer, self._template_text())
+
+    def _template_text(self) -> str | None:
+        template = None if self.template is None else _text(Path(self.template))
+        if self.template is not None and template is None:
+            raise FileError(f"data.template: {self.template} cannot be read. Check the path.")
+        return template
+
+    def vocabulary(self) -> int:
+        """One more than the largest token id that the tokenizer gives."""
+        return vocabulary(load_tokenizer(self.tokenizer))
+
+    def _key(self, files: list[Path]) -> str:
+        """What the token file depends on, as JSON."""
+        named = [Path(each) for each in (self.tokenizer, self.template) if each is not None]
+        found = statuses([*files, *named])
+        seen = [[str(file), status.st_size, status.st_mtime_ns] for file, status in found]
+        digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
+        options = {**asdict(self), "paths": list(self.paths)}
+        return json.dumps({"options": options, "files": len(files), "digest": digest}, indent=1)
+
+
+class TextFiles:
+    """Every file is one sample: the tokens of its text."""
+
+    def __init__(self, files: list[Path], tokenizer: Any) -> None:
+        self._files, self._tokenize = files, as_tokenize(tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """The names of the files."""
+        return ",".join(map(str, self._files))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, item: int, /) -> Sample:
+        path = self._files[item]
+        text = _text(path)
+        if text is None:
+            raise FileError(f"{path} is not UTF-8 text. Leave it out, or set data.format.")
+        return {"input_ids": np.asarray(self._tokenize(text))}
+
+
+class Joined:
+    """Several sources, one after the other."""
+
+    def __init__(self, sources: list[Any]) -> None:
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources])
+
+    @property
+    def fingerprint(self) -> str:
+        """Those of the sources."""
+        return ",".join(source.fingerprint for source in self._sources)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, item: int, /) -> Any:
+        which = int(np.searchsorted(self._ends, item, "right"))
+        before = int(self._ends[which - 1]) if which else 0
+        return self._sources[which][item - before]
+
+
+def _trained(sample: Sample) -> set[str]:
+    """The names of the labels and loss masks that a sample has."""
+    return {name for name in ("labels", *LOSS_MASKS) if name in sample}
+
+
+def _stored_type(name: str, values: Any) -> np.dtype[Any]:
+    """The dtype that labels or a mask are stored in."""
+    if not isinstance(values, list):
+        return np.asarray(values).dtype
+    if name == "labels":
+        return np.dtype(np.int64)
+    return np.dtype(np.float64 if np.array([0, *values]).dtype.kind == "f" else np.uint8)
+
+
+@contextmanager
+def _in_words_of_settings() -> Iterator[None]:
+    """Errors about rows name the settings of a corpus, which has no transform."""
+    try:
+        yield
+    except EvenstepError as error:
+        said = str(error).replace("Set field to", "Set data.field to")
+        raise type(error)(said.replace(", or pass a transform", "")) from None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,306 @@
+"""Feed: samples that are still being produced -> micro-batches, as soon as one is full."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from evenstep.core.plan import MicroBatch
+from evenstep.core.recipe import Recipe, check_recipe
+from evenstep.core.text import MOST
+from evenstep.data.pool import Entry, Measure, Pool, entries_of
+from evenstep.data.reader import PoolBatcher
+from evenstep.data.source import Sample, length_of
+from evenstep.errors import ConfigError, InputError, SampleError
+from evenstep.planning.overflow import refusal
+
+# streams.producers -------------------------------------------------------------------------
+
+_GRACE = 5.0  # seconds after the last sample in which a feed is closed, once all have ended
+
+
+@dataclass(slots=True)
+class Producers:
+    """What a feed knows about those that fill it, to detect that no sample will follow."""
+
+    timeout: float | None = None
+    watched: list[Any] = field(default_factory=list)
+    active: float = field(default_factory=time.monotonic)
+    """When a sample was put, or waiting for one began."""
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout must be above 0 seconds, got {self.timeout!r}.")
+
+    def watch(self, producers: Iterable[Any]) -> None:
+        """Also watch these."""
+        for producer in producers:
+            if not hasattr(producer, "is_alive") and not hasattr(producer, "exception"):
+                raise ConfigError(
+                    f"expected a thread, a process or a future to watch, got "
+                    f"{type(producer).__name__}."
+                )
+            self.watched.append(producer)
+
+    def fault(self) -> SampleError | None:
+        """Why no further sample can be expected although the feed is not closed; else None."""
+        ended = [producer for producer in self.watched if _ended(producer)]
+        for producer in ended:
+            reason, cause = _failure(producer)
+            if reason:
+                fault = SampleError(
+                    f"{reason} before the feed was closed, so samples of the step are missing. "
+                    f"Start it again, and put its samples into the feed of a new step."
+                )
+                fault.__cause__ = cause
+                return fault
+        idle = time.monotonic() - self.active
+        if ended and len(ended) == len(self.watched) and idle > _GRACE:
+            return SampleError(
+                f"all {len(ended)} producers of the feed have ended, but it was not closed. Call "
+                f"close() after the last sample and fail(error) on an error, or produce samples "
+                f"inside `with feed:`."
+            )
+        if self.timeout is not None and idle > self.timeout:
+            return SampleError(
+                f"the feed got no sample for {self.timeout:g} seconds and was not closed. Check "
+                f"its producers, or raise timeout."
+            )
+        return None
+
+
+def _ended(producer: Any) -> bool:
+    """Whether a producer was started and has ended."""
+    if hasattr(producer, "done"):
+        return bool(producer.done())
+    if hasattr(producer, "exitcode"):
+        return producer.exitcode is not None
+    return producer.ident is not None and not producer.is_alive()
+
+
+def _failure(producer: Any) -> tuple[str, BaseException | None]:
+    """(how an ended producer failed, its error); ("", None) if it did not."""
+    if hasattr(producer, "done"):
+        if producer.cancelled():
+            return "a future that fills the feed was cancelled", None
+        error = producer.exception()
+        return (f"a future that fills the feed failed ({error!r})" if error else ""), error
+    status = getattr(producer, "exitcode", 0)
+    name = getattr(producer, "name", "")
+    return (f"the process {name!r} ended with exit code {status}" if status else ""), None
+
+
+# streams.feed ------------------------------------------------------------------------------
+
+_WAKE_UP = 0.5  # seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FedMicroBatch:
+    """A micro-batch, its samples by id, and when each was produced (`time.time()`).
+
+    >>> from evenstep import Packed
+    >>> feed = Feed(Recipe(layout=Packed(max_tokens=4)))
+    >>> feed.put({"input_ids": [1, 2]}, born=0.0)
+    >>> feed.close()
+    >>> [(fed.micro.tokens, fed.born) for fed in feed]
+    [(2, {0: 0.0})]
+    """
+
+    micro: MicroBatch
+    samples: dict[int, Sample]
+    born: dict[int, float]
+
+
+class Feed:
+    """A step whose samples arrive while it runs: `put` adds them, iterating gives micro-batches.
+
+    Producers call `put` from any thread and `close` after the last sample; the runner iterates. A
+    micro-batch is yielded as soon as the pool holds enough for a full one, so that samples are
+    used early. The remaining samples follow when the feed is closed.
+
+    With context-, tensor- or pipeline-parallel ranks, micro-batches depend on the samples and their
+    order alone, not on when they are taken. Put the same samples in the same order on all ranks
+    that share a batch.
+
+    `with feed:` closes the feed at the end of the block and passes an error on to the runner. A
+    producer that ends without `close` or `fail` would be waited for without end: pass its thread,
+    process or future to `watch`, or set `timeout`, the most seconds without a new sample.
+
+    >>> from evenstep import Packed
+    >>> feed = Feed(Recipe(layout=Packed(max_tokens=4)))
+    >>> for n in (3, 1, 2):
+    ...     feed.put({"input_ids": [0] * n})
+    >>> feed.close()
+    >>> [sorted(fed.samples) for fed in feed]
+    [[0, 1], [2]]
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        pool: Pool | None = None,
+        length_of: Measure = length_of,
+        timeout: float | None = None,
+    ) -> None:
+        check_recipe(recipe)
+        if pool is not None and pool.warmup_tokens is not None:
+            raise ConfigError(
+                "pool.warmup_steps has no effect in a feed, which is one step. Leave it out."
+            )
+        # Without a pool from the caller, as many samples as fit also fill a micro-batch.
+        self._samples = _most_samples(recipe) if pool is None else MOST
+        pool = _just_enough(recipe) if pool is None else pool
+        self._batcher, self._length_of = PoolBatcher(recipe, pool), length_of
+        topology = recipe.topology
+        self._shared = topology.cp * topology.tp * topology.pp > 1
+        self._formed: deque[FedMicroBatch] = deque()  # if shared, micro-batches not yet taken
+        self._waiting: list[Entry] = []
+        self._producers = Producers(timeout)
+        self._born: dict[int, float] = {}
+        self._count = 0
+        self._closed = self._abandoned = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def put(self, sample: Sample, born: float | None = None) -> None:
+        """Add a sample; `born` is when it was produced (default: now)."""
+        length = self._length_of(sample)
+        segments = self._batcher.segments(length) if length > 0 else None
+        with self._changed:
+            if self._closed:
+                raise InputError(
+                    "the feed is closed and takes no more samples. Put the sample into the feed of "
+                    "the next step."
+                )
+            if self._abandoned:
+                raise InputError(
+                    "the step of this feed has failed, so the feed takes no more samples. Put the "
+                    "sample into the feed of the next step."
+                )
+            if self._failure is not None:
+                raise InputError(
+                    f"producing samples for this feed has failed ({self._failure!r}), so it takes "
+                    f"no more. Put the sample into the feed of the next step."
+                )
+            sample_id = self._count
+            if segments is None:
+                if length < 1:
+                    raise SampleError(
+                        f"sample {sample_id} has length {length}; expected at least 1."
+                    )
+                raise SampleError(refusal(sample_id, length, self._batcher.recipe))
+            self._count += 1
+            self._born[sample_id] = time.time() if born is None else born
+            columns = self._batcher.sample_columns
+            self._waiting += entries_of(0, sample_id, sample, length, segments, columns)
+            self._producers.active = time.monotonic()
+            while self._shared and self._full():
+                self._formed.append(self._taken())
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Declare that no more samples follow in this step."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close the feed, or pass an error on."""
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+    def watch(self, *producers: Any) -> None:
+        """Raise in the runner if these threads, processes or futures end without closing the feed.
+
+        A process with an exit code other than 0 or a future with an error fails the step at once.
+        Otherwise it fails when all of them have ended and the feed is not closed soon after.
+        """
+        with self._changed:
+            self._producers.watch(producers)
+
+    def fail(self, error: BaseException) -> None:
+        """Report that producing samples failed. Iterating raises `error`."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Stop consuming: iterating ends, and `put` raises."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
+    @property
+    def budget(self) -> int | None:
+        """The most slots of a micro-batch."""
+        return self._batcher.recipe.layout.budget
+
+    @property
+    def empty_micro_batch(self) -> MicroBatch:
+        """An empty micro-batch of a width that the recipe's topology can shard."""
+        return self._batcher.take([], 0)[0]
+
+    def __iter__(self) -> Iterator[FedMicroBatch]:
+        while True:
+            with self._changed:
+                self._wait()
+                if self._failure is not None:
+                    raise self._failure
+                if self._abandoned or not (self._formed or self._waiting):
+                    return
+                fed = self._formed.popleft() if self._formed else self._taken()
+            yield fed
+            del fed
+
+    def _wait(self) -> None:
+        """Wait for a full micro-batch or the end. Called with the lock."""
+        self._producers.active = time.monotonic()
+        # Wake up regularly: for producers that ended, and so that signals can interrupt.
+        while not self._changed.wait_for(self._ready, timeout=_WAKE_UP):
+            self._failure = self._producers.fault()
+
+    def _taken(self) -> FedMicroBatch:
+        micro, taken = self._batcher.take(self._waiting, 0)
+        samples = {entry.sample_id: entry.sample for entry in taken}
+        return FedMicroBatch(micro, samples, {number: self._born[number] for number in samples})
+
+    def _ready(self) -> bool:
+        """Whether there is a micro-batch to take, or nothing to wait for."""
+        there = bool(self._formed) or (not self._shared and self._full())
+        return there or self._closed or self._abandoned or self._failure is not None
+
+    def _full(self) -> bool:
+        """Whether the waiting samples are enough for a micro-batch."""
+        count, pool = len(self._waiting), self._batcher.pool
+        if count >= self._samples:
+            return True
+        enough = self._batcher.enough
+        return count >= pool.samples and sum(entry.length for entry in self._waiting) >= enough
+
+
+def _most_samples(recipe: Recipe) -> int:
+    """The most segments that a micro-batch can hold, however short."""
+    layout = recipe.layout
+    _, most = layout.pack_bounds(recipe, np.array([recipe.topology.alignment]))
+    return int(most[0]) * layout.packs_per_micro_batch
+
+
+def _just_enough(recipe: Recipe) -> Pool:
+    """A pool that yields a micro-batch as soon as it can be full."""
+    layout = recipe.layout
+    if layout.budget is None:
+        return Pool(samples=layout.samples or 1, tokens=0)
+    return Pool(samples=1, tokens=layout.budget)

@@ -1,0 +1,480 @@
+"""Stream: what planned and pooled streams share."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import reprlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.ragged import IntArray, offsets_of, rounded_up, sample_name
+from evenstep.core.recipe import Recipe, World
+from evenstep.core.step import Cursor, Step
+from evenstep.core.text import one_of, whole_number
+from evenstep.data.pool import micro_batch
+from evenstep.data.source import (
+    Draw,
+    MeasuredSource,
+    Sample,
+    SampleSource,
+    Source,
+    cause_of,
+    has_random_access,
+    is_seeded,
+    read_samples,
+)
+from evenstep.errors import ConfigError, InputError, PlanError, SampleError
+from evenstep.planning.inputs import check_exact, flat_array, numbered
+from evenstep.planning.overflow import refusal, refused
+
+# streams.estimate --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number of steps. Not `exact` if it depends on lengths that have not been read.
+
+    >>> str(Estimate(120, exact=False))
+    'about 120'
+    """
+
+    steps: int
+    exact: bool
+
+    def __str__(self) -> str:
+        return str(self.steps) if self.exact else f"about {self.steps}"
+
+
+# streams.digests ---------------------------------------------------------------------------
+
+_ALL_DIGESTED, _SOME_DIGESTED = 2**18, 4096
+
+
+def lengths_digest(source: MeasuredSource) -> str:
+    """A digest of all lengths of up to 262,144 samples; of 4096, evenly spread, of more.
+
+    A sample that was edited usually has another length.
+    """
+    return _values_digest(len(source), source.lengths_of(_spread(len(source))))
+
+
+def values_digest(values: NDArray[Any]) -> str:
+    """A digest of a column with one entry per sample, of as many entries as `lengths_digest`."""
+    return _values_digest(len(values), values[_spread(len(values))])
+
+
+def _spread(count: int) -> IntArray:
+    if count <= _ALL_DIGESTED:
+        return np.arange(count)
+    return np.linspace(0, count - 1, _SOME_DIGESTED).astype(np.int64)
+
+
+def _values_digest(count: int, seen: NDArray[Any]) -> str:
+    numbers = seen.dtype.kind in "biuf"
+    kept = seen.astype("<f8" if seen.dtype.kind == "f" else "<i8").tobytes() if numbers else b""
+    body = kept if numbers else repr(seen.tolist()).encode()
+    return hashlib.blake2b(b"%d " % count + body, digest_size=8).hexdigest()
+
+
+# streams.known_lengths ---------------------------------------------------------------------
+
+_CHUNK, _SAMPLED_LENGTHS = 1 << 20, 4096
+
+
+def knows_lengths(source: Source) -> TypeGuard[MeasuredSource]:
+    """Whether the source knows the lengths of all its items, each of which is one sample."""
+    if not (has_random_access(source) and hasattr(source, "lengths_of")):
+        return False
+    try:
+        source.lengths_of(np.arange(min(1, len(source))))
+    except InputError:  # an item of several samples, or one without a length
+        return False
+    return True
+
+
+def check_lengths(source: MeasuredSource, recipe: Recipe) -> None:
+    """Raise if a sample is empty or too long for the recipe."""
+    limit, first, count = recipe.longest_segment, None, 0
+    for begin in range(0, len(source), _CHUNK):
+        items = np.arange(begin, min(begin + _CHUNK, len(source)))
+        lengths = source.lengths_of(items)
+        if len(lengths) and lengths.min() < 1:
+            at = int(np.argmax(lengths < 1))
+            raise SampleError(
+                f"sample {begin + at} has length {lengths[at]}; expected at least 1. Remove it, or "
+                f"skip such samples with on_error='skip' of a PooledStream."
+            )
+        long = refused(lengths, limit, recipe.overflow)
+        count += len(long)
+        if len(long) and first is None:
+            first = begin + int(long[0]), int(lengths[long[0]])
+    if first is not None:
+        raise SampleError(refusal(*first, recipe, more=count - 1))
+
+
+def estimated_tokens(source: MeasuredSource) -> float:
+    """The number of tokens of all samples, from the lengths of up to 4096 of them."""
+    if not len(source):
+        return 0.0
+    spread = np.linspace(0, len(source) - 1, min(len(source), _SAMPLED_LENGTHS)).astype(np.int64)
+    return float(source.lengths_of(spread).mean()) * len(source)
+
+
+# streams.per_sample ------------------------------------------------------------------------
+
+
+def per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[Any]:
+    """`values` as an array with one entry per sample. Arrays are not copied, nor read if mapped.
+
+    >>> per_sample("images", [0, 2], 2)
+    array([0, 2])
+    """
+    array = flat_array(name, values)
+    if array.ndim != 1:
+        raise InputError(
+            f"{name} must have one dimension, got shape {array.shape}. Pass one entry per sample, "
+            f"in a flat list or array."
+        )
+    if len(array) != samples:
+        raise InputError(
+            f"{name} must have one entry per sample, got {len(array)} entries for {samples} "
+            f"samples."
+        )
+    return array
+
+
+def whole_per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[np.integer]:
+    """`values` as an array of one integer per sample. Floats without fraction are converted, and
+    texts as groups are numbered.
+
+    >>> whole_per_sample("groups", [7.0, 5.0], 2), whole_per_sample("groups", ["b", "a"], 2)
+    (array([7, 5]), array([1, 0]))
+    """
+    array = per_sample(name, numbered(values) if name == "groups" else values, samples)
+    if array.dtype.kind in "iu":
+        return array
+    whole = np.zeros(len(array), bool)
+    if array.dtype.kind == "f":
+        whole = (np.abs(array) < 2.0**63) & (array == np.floor(array))  # neither holds for nan
+        check_exact(name, array, whole)
+    elif array.dtype.kind == "O":  # a list of mixed types
+        whole = np.array([type(v) is int and -(2**63) <= v < 2**63 for v in array], bool)
+    if whole.all():
+        return array.astype(np.int64)
+    at = int(np.argmin(whole))
+    texts = " or texts" if name == "groups" else ""
+    raise InputError(
+        f"{name} must be 64-bit integers{texts}, got "
+        f"{reprlib.repr(array[at : at + 1].tolist()[0])} for sample {at}."
+    )
+
+
+# streams.lookup ----------------------------------------------------------------------------
+
+OnError: TypeAlias = Literal["raise", "skip"]
+
+_MANY = 1000  # samples that cannot all be unreadable by chance
+
+
+class SampleLookup:
+    """Reads the samples of a planned stream. With `on_error="skip"` an unreadable one is None. That
+    all samples are unreadable, or the first 1000, is an error.
+
+    >>> from evenstep.data import InMemory
+    >>> SampleLookup(InMemory(["zero", "one"]), "raise")[1]
+    'one'
+    """
+
+    __iter__ = None  # indices are not tried one after another
+
+    def __init__(self, source: SampleSource, on_error: OnError, seed: int = 0) -> None:
+        one_of("on_error", on_error, OnError)
+        self.source, self.on_error = source, on_error
+        self.seed, self.epoch, self._seeded = seed, 0, is_seeded(source)
+        self._tally = _Tally()
+
+    def in_epoch(self, epoch: int) -> SampleLookup:
+        """The samples as they are in this epoch."""
+        if epoch == self.epoch or not self._seeded:
+            return self
+        other = copy.copy(self)
+        other.epoch = epoch
+        return other
+
+    def __getitem__(self, sample_id: int) -> Sample | None:
+        try:
+            found = self._read(sample_id)
+        except SampleError as error:
+            if self.on_error == "raise":
+                raise
+            self._skip(sample_id, error)
+            return None
+        self._tally.any_read = True
+        return found
+
+    def _skip(self, sample_id: int, error: SampleError) -> None:
+        tally = self._tally
+        if not tally.first:
+            tally.first = cause_of(error)
+            warnings.warn(f"skipping unreadable samples. The first: {tally.first}", stacklevel=3)
+        if tally.any_read:
+            return
+        tally.skipped.add(sample_id)
+        if len(tally.skipped) >= min(len(self.source), _MANY):
+            raise InputError(
+                f"all of the first {len(tally.skipped)} samples were skipped. The first error: "
+                f"{tally.first}"
+            ) from error
+
+    def _read(self, sample_id: int) -> Sample:
+        draw = Draw(sample_id, self.epoch, self.seed) if self._seeded else None
+        found = read_samples(self.source, sample_id, None, draw)
+        if len(found) != 1:
+            raise SampleError(
+                f"item {sample_name(sample_id)} has {len(found)} samples; a planned stream expects "
+                f"one per item. Use a PooledStream for items of several samples."
+            )
+        return found[0][1]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What this process has read and skipped so far, over all epochs."""
+
+    any_read: bool = False
+    skipped: set[int] = field(default_factory=set)
+    """Ids of the samples skipped before any was read. A sample is read for each part of it."""
+    first: str = ""
+
+
+# streams.stream ----------------------------------------------------------------------------
+
+
+class Stream(Protocol):
+    """Steps of one rank, from a start that the caller sets. Iterating does not move the start."""
+
+    world: World
+    recipe: Recipe
+    infinite_loop: bool
+    max_num_steps: int | None
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of what must be the same on all ranks: data, order, recipe, ranks."""
+
+    @property
+    def done(self) -> int:
+        """Steps before the start, over all epochs."""
+
+    @property
+    def steps_per_epoch(self) -> Estimate:
+        """Number of steps in an epoch; may be an estimate."""
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether all ranks of a finite stream end after the same step."""
+
+    def __iter__(self) -> Iterator[Step]: ...
+
+    def __len__(self) -> int:
+        """Steps of one pass; an estimate if they depend on lengths."""
+
+    def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
+        """The steps of one of several workers of this rank, which take turns."""
+
+    def start(self, workers: int = 1) -> Cursor:
+        """The cursor of this rank before its first step."""
+
+    def join(self, cursors: Sequence[Cursor]) -> Cursor:
+        """Merge cursors of several workers, old and new, into one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor after the step that was yielded last, as plain data."""
+
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start after the step that the state was taken at. `allow` names what has changed."""
+
+    def set_epoch(self, epoch: int, done: int | None = None) -> None:
+        """Start at the beginning of an epoch, or at a loaded position within it."""
+
+    def skip_batches(self, steps: int) -> None:
+        """Start `steps` steps later."""
+
+
+def world_for(recipe: Recipe, world: World | None) -> World:
+    """The world of a stream (default: a single rank). Its size must be `recipe.topology.dp`."""
+    found, topology = World() if world is None else world, recipe.topology
+    if found.size != topology.dp:
+        remedy = f"Set topology.dp to {found.size}."
+        if found.size == 1:
+            alone = topology.cp * topology.tp * topology.pp == 1
+            detected = f"World.detect({'' if alone else 'recipe.topology'})"
+            remedy = f"Under torchrun pass world={detected}, or set topology.dp to 1."
+        raise ConfigError(
+            f"the recipe plans for {topology.dp} data-parallel ranks but the world has "
+            f"{found.size}. {remedy}"
+        )
+    return found
+
+
+def steps_of_pass(stream: Stream, endless: bool) -> int:
+    """Steps of one pass: those of an epoch, but no more than are left of `max_num_steps`; all that
+    are left if the stream is `endless`."""
+    most = stream.max_num_steps
+    left = None if most is None else max(most - stream.done, 0)
+    if not endless:
+        steps = stream.steps_per_epoch.steps
+        return steps if left is None else min(steps, left)
+    if left is None:
+        raise TypeError(
+            "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
+        )
+    return left
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """A digest of plain data, for `Cursor.belongs`."""
+    text = json.dumps(data, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def until_all_end(
+    steps: Iterator[Step], anyone: Callable[[bool], bool], recipe: Recipe
+) -> Iterator[Step]:
+    """The steps of this rank, followed by empty steps until every rank has ended.
+
+    `anyone(mine)` returns whether any rank has a step: a reduction over all ranks, called once
+    per step. So no rank waits for one that has ended, and no sample is dropped.
+
+    >>> from evenstep import Packed
+    >>> others = iter([True, False])  # they have one more step, this rank has none
+    >>> recipe = Recipe(layout=Packed(max_tokens=8))
+    >>> steps = until_all_end(iter([]), lambda mine: mine or next(others), recipe)
+    >>> [step.micro_batches[0].is_empty for step in steps]
+    [True]
+    """
+    before: Step | None = None
+    while True:
+        step = next(steps, None)
+        if not anyone(step is not None):
+            return
+        if step is None:
+            step = empty_step(before, recipe)
+        before = step
+        yield step
+
+
+def empty_step(before: Step | None, recipe: Recipe) -> Step:
+    """A step without work for this rank: as many empty micro-batches as the step before had."""
+    empty: MicroBatch = micro_batch([], recipe)
+    if before is None:
+        count = recipe.steps.micro_batches or 1
+        return Step(
+            number=0,
+            epoch=0,
+            micro_batches=(empty,) * count,
+            samples={},
+            cursor=Cursor(belongs={}, step=0, place={}),
+            budget=recipe.layout.budget,
+            ranks=recipe.topology.dp,
+        )
+    return replace(
+        before,
+        number=before.number + 1,
+        micro_batches=(empty,) * len(before),
+        samples={},
+        cursor=replace(before.cursor, step=before.cursor.step + 1),
+        lost={},
+        batches=None,
+        plan=None,
+        sample_ids=None,
+    )
+
+
+# streams.separate --------------------------------------------------------------------------
+
+
+def separate_lengths(step: Step, limit: int) -> Step:
+    """The same step; no micro-batch holds both segments of up to `limit` tokens and longer ones.
+
+    For models whose RoPE depends on the longest segment of a micro-batch; see `rope_limit` of
+    `evenstep.integrations.huggingface`. A micro-batch with both becomes two, on all ranks of its
+    wave, so that counts stay equal. The samples of a step, its loss and its gradient stay as they
+    are. A pooled step has no plan of all ranks: there, each micro-batch becomes two.
+
+        for step in stream:
+            runner.run(separate_lengths(step, rope_limit(model).tokens))
+    """
+    limit = whole_number("limit", limit)
+    if step.batches is not None:
+        raise ConfigError(
+            "separate_lengths needs micro-batches that are not collated yet. Collate with the "
+            "Runner."
+        )
+    waves = [True] * len(step) if step.plan is None else _mixed_waves(step.plan, limit)
+    if step.plan is not None:
+        _check_groups(step.plan, limit)
+    parts = [part for micro, mixed in zip(step.micro_batches, waves, strict=True)
+             for part in (_sides(micro, limit) if mixed else [micro])]  # fmt: skip
+    if step.plan is not None and parts:
+        missing = -len(parts) % step.plan.recipe.topology.multiple
+        parts += [_part(parts[0], np.zeros(len(parts[0].segments), bool))] * missing
+    totals = {name: value for name, value in step.totals.items() if "imbalance" not in name}
+    return replace(step, micro_batches=tuple(parts), totals=totals, _read={})
+
+
+def _mixed_waves(plan: Plan, limit: int) -> list[bool]:
+    """Per wave, whether the micro-batch of any rank holds both short and long segments."""
+    (ranks,) = list(plan)
+    waves = zip(*ranks, strict=True)
+    return [any(_is_mixed(micro.segments.length > limit) for micro in wave) for wave in waves]
+
+
+def _is_mixed(long: NDArray[np.bool_]) -> bool:
+    return bool(long.any() and not long.all())
+
+
+def _check_groups(plan: Plan, limit: int) -> None:
+    if plan.groups is None or plan.recipe.groups != "micro_batch":
+        return
+    group = plan.groups[plan.segments.sample]
+    long = plan.segments.length > limit
+    torn = np.intersect1d(group[long], group[~long])
+    if len(torn):
+        raise PlanError(
+            f"group {torn[0]} holds segments of up to {limit} tokens and longer ones, which cannot "
+            f"share a micro-batch. Set groups='step', or truncate samples to {limit} tokens."
+        )
+
+
+def _sides(micro: MicroBatch, limit: int) -> Iterator[MicroBatch]:
+    """The short segments, then the long ones; either may be empty."""
+    long = micro.segments.length > limit
+    yield from (_part(micro, side) for side in (~long, long))
+
+
+def _part(micro: MicroBatch, keep: NDArray[np.bool_]) -> MicroBatch:
+    """Some of the segments in the same rows; rows are as wide as needed, and none is empty unless
+    all are."""
+    rows = np.repeat(np.arange(micro.rows), np.diff(micro.row_offsets))[keep]
+    held = np.bincount(rows, minlength=micro.rows)
+    held = held[held > 0] if len(rows) else np.zeros(1, np.int64)
+    offsets = offsets_of(held.astype(np.int64))
+    aligned = rounded_up(micro.segments.length[keep], micro.alignment)
+    used = np.diff(np.concatenate(([0], np.cumsum(aligned)))[offsets])
+    return replace(
+        micro,
+        segments=micro.segments.take(np.flatnonzero(keep)),
+        row_offsets=offsets,
+        width=max(int(used.max()), micro.alignment),
+        sample_lengths=micro.sample_lengths[keep],
+        truncated_to=micro.sample_ends[keep],
+    )

@@ -1,0 +1,376 @@
+"""Text and chats -> tokens: any tokenizer as a function, and rows of files as samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenstep.core.text import short_repr
+from evenstep.data.source import LOSS_MASKS, Draw, ItemTransform, Sample
+from evenstep.errors import ConfigError, FileError, InputError
+
+# corpus.tokenizer --------------------------------------------------------------------------
+
+BYTES = 256
+
+
+def check_folder(folder: str | None) -> None:
+    """Raise unless the folder exists; None needs none."""
+    if folder is not None and not Path(folder).is_dir():
+        raise FileError(f"data.tokenizer: {folder} is not a folder. Give that of a tokenizer.")
+
+
+def load_tokenizer(folder: str | None) -> Any:
+    """The Hugging Face tokenizer in a folder; None for None, which means UTF-8 bytes.
+
+    Nothing is downloaded and no code of the folder is run.
+    """
+    if folder is None:
+        return None
+    check_folder(folder)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            'data.tokenizer needs transformers. Install it with pip install "evenstep[hf]".'
+        ) from None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FileError(f"data.tokenizer: {folder} holds no tokenizer ({reason}).") from None
+
+
+def vocabulary(tokenizer: Any) -> int:
+    """One more than the largest token id.
+
+    >>> vocabulary(None)
+    256
+    """
+    return BYTES if tokenizer is None else len(tokenizer)
+
+
+# sources.text ------------------------------------------------------------------------------
+
+Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+Tokenize: TypeAlias = Callable[[str], Tokens]
+
+
+def as_tokenize(tokenizer: Any = None) -> Tokenize:
+    """A function from text to token ids, for any kind of tokenizer.
+
+    None gives UTF-8 bytes as tokens. A callable is called; it returns ids or, as in
+    `transformers`, a mapping with `input_ids`. Of other objects (`tokenizers`, `tiktoken`,
+    `sentencepiece`), `encode` is called. The function can be pickled if the tokenizer can.
+
+    >>> as_tokenize()("hé").tolist()
+    [104, 195, 169]
+    >>> as_tokenize(lambda text: {"input_ids": [ord(c) for c in text]})("ab")
+    [97, 98]
+    """
+    if tokenizer is None:
+        return _utf8
+    if callable(tokenizer):
+        return partial(_called, tokenizer)
+    if callable(getattr(tokenizer, "encode", None)):
+        return partial(_encoded, tokenizer)
+    raise ConfigError(
+        f"expected a tokenizer, got {type(tokenizer).__name__}. Pass a function from str to ids, "
+        f"an object with an encode method, or None for UTF-8 bytes."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowDecoder:
+    """Turns a row of a file into samples: by `transform`, or as the tokens of its `field`, which is
+    text or, without a tokenizer, a list of token ids. Without a field it is `text`, or `input_ids`
+    of a row without text. A row with a list of `input_ids` is a sample as it is; labels and loss
+    masks beside another field are an error, unless only tokens are counted.
+
+    >>> decoder = RowDecoder(None, as_tokenize(None), ItemTransform(None))
+    >>> decoder.decode({"text": "ab"}, "a.jsonl, line 1")
+    {'input_ids': array([97, 98], dtype=int32)}
+    """
+
+    field: str | None
+    tokenize: Tokenize
+    transform: ItemTransform
+    counting: bool = False
+
+    def decode(
+        self, row: Any, where: str, draw: Draw | None = None, first_kind: str | None = None
+    ) -> Sample | list[Sample]:
+        """The samples of `row`. Errors get a note that names `where`.
+
+        `first_kind` is the `kind_of` the first row, if it is known.
+        """
+        try:
+            self._check_kind(row, first_kind, where)
+            if self.transform.function is not None:
+                return self.transform(row, draw)
+            value = self._value(row, where)
+            if not self.counting and not self.has_tokens(row):
+                self._check_masks(row, where)
+            if isinstance(value, str):
+                return {"input_ids": _integers(self.tokenize(value), where)}
+            tokens = self._listed(value, where, self._field_of(row))
+            return {**row, "input_ids": tokens} if self.has_tokens(row) else {"input_ids": tokens}
+        except Exception as error:
+            error.add_note(f"raised for {where}")
+            raise
+
+    def has_tokens(self, row: Any) -> bool:
+        """Whether a row is a sample as it is, with a list of `input_ids`."""
+        if self.transform.function is not None or not isinstance(row, Mapping):
+            return False
+        return self._field_of(row) == "input_ids" and isinstance(row.get("input_ids"), list)
+
+    def kind_of(self, row: Any) -> str | None:
+        """Which of `text` and `input_ids` is read of a row, if the row decides that."""
+        plain = self.field is None and self.transform.function is None
+        if not plain or not isinstance(row, Mapping):
+            return None
+        field = self._field_of(row)
+        return field if field in row else None
+
+    def _check_kind(self, row: Any, first: str | None, where: str) -> None:
+        """Raise if a row has tokens and the first one has text, or the other way round."""
+        kind = self.kind_of(row)
+        if kind is not None and first is not None and kind != first:
+            raise InputError(
+                f"{where}: the row has {kind!r}, but the first one has {first!r}. Keep rows of "
+                f"text and rows of tokens in separate files, or pass a transform."
+            )
+
+    def _field_of(self, row: Mapping[str, Any]) -> str:
+        return self.field or ("input_ids" if "input_ids" in row and "text" not in row else "text")
+
+    def _value(self, row: Any, where: str) -> Any:
+        if not isinstance(row, Mapping):
+            raise InputError(
+                f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
+                f"per row, or pass a transform."
+            )
+        field = self._field_of(row)
+        if self.field is None and self.tokenize is _utf8 and {"text", "input_ids"} <= row.keys():
+            raise InputError(
+                f"{where}: the row has both 'text' and 'input_ids'. Set field to one of them, or "
+                f"pass a transform."
+            )
+        if field not in row:
+            has = ", ".join(map(repr, list(row)[:20])) or "none"
+            raise InputError(
+                f"{where}: no field {field!r}; the row has {has}. {other_field(row)}, or pass a "
+                f"transform."
+            )
+        return row[field]
+
+    def _check_masks(self, row: Mapping[str, Any], where: str) -> None:
+        """Raise if a row says which tokens are trained, and that would be lost."""
+        field = self._field_of(row)
+        for name in ("labels", *LOSS_MASKS):
+            value = row.get(name)
+            if value is None or (name == "labels" and not isinstance(value, list)):
+                continue  # a label of the whole text is not about tokens
+            remedy = f"Remove {name!r}"
+            if "input_ids" in row:
+                remedy = f"Set field to 'input_ids', which is read with {name!r}"
+            elif isinstance(row[field], list):
+                remedy = f"Rename {field!r} to 'input_ids', or remove {name!r}"
+            raise InputError(
+                f"{where}: the row has {name!r}, but only {field!r} is read. {remedy}, or pass a "
+                f"transform."
+            )
+
+    def _listed(self, value: Any, where: str, field: str) -> NDArray[np.integer[Any]]:
+        """Token ids that a row has as a list in `field`."""
+        if not isinstance(value, list):
+            raise InputError(
+                f"{where}: field {field!r} must be a str, got {type(value).__name__}. Correct "
+                f"the row, or pass a transform."
+            )
+        odd = [token for token in value if type(token) is not int]
+        if odd:
+            raise InputError(
+                f"{where}: field {field!r} has {short_repr(odd[0])} in its list, expected token "
+                f"ids. Correct the row, or pass a transform."
+            )
+        if self.tokenize is not _utf8:
+            raise InputError(
+                f"{where}: field {field!r} is a list of token ids, on which the tokenizer has "
+                f"no effect. Remove the tokenizer, or choose another field."
+            )
+        return np.array(value, np.int64)
+
+
+def other_field(names: Collection[str]) -> str:
+    """What to do about a row that lacks a field, but has fields of these names.
+
+    >>> other_field(["messages", "id"])
+    'This looks like chat data: set data.format to chat'
+    """
+    if "messages" in names:
+        return "This looks like chat data: set data.format to chat"
+    return "Set field to one of them"
+
+
+def _utf8(text: str) -> Tokens:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def _called(tokenizer: Any, text: str) -> Tokens:
+    found = tokenizer(text)
+    tokens: Tokens = found["input_ids"] if isinstance(found, Mapping) else found
+    return tokens
+
+
+def _encoded(tokenizer: Any, text: str) -> Tokens:
+    found = tokenizer.encode(text)
+    tokens: Tokens = getattr(found, "ids", found)
+    return tokens
+
+
+def _integers(tokens: Any, where: str) -> NDArray[np.integer[Any]]:
+    array = np.asarray(tokens)
+    if array.ndim == 1 and not len(array):
+        return np.zeros(0, np.int64)  # numpy makes [] floats
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(
+            f"{where}: the tokenizer must return a flat sequence of integer ids, got {array.dtype} "
+            f"of shape {array.shape}. Pass a function from one text to its ids."
+        )
+    return array
+
+
+# corpus.chat -------------------------------------------------------------------------------
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+_MARK = "{% generation %}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEncoder:
+    """Turns the messages of a chat into `input_ids` and a `loss_mask`.
+
+    With a Hugging Face tokenizer, its chat template is applied, or `template`. If the template
+    marks what the assistant generates, these tokens count in the loss. Otherwise those that an
+    assistant's message adds to the text before it do. Without a tokenizer, tokens are bytes and
+    each message is `<role>\\n`, its content and `</role>\\n`.
+
+    >>> chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    >>> sample = ChatEncoder().encode(chat)
+    >>> bytes(sample["input_ids"][sample["loss_mask"] == 1].tolist())
+    b'2</assistant>\\n'
+    """
+
+    tokenizer: Any = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None and self.template is not None:
+            raise ConfigError("data.template needs data.tokenizer. Set it, or remove the template.")
+        if self.tokenizer is not None and self._template is None:
+            raise ConfigError(
+                "the tokenizer has no chat template. Set data.template to a file with one."
+            )
+
+    @property
+    def _template(self) -> str | None:
+        found: str | None = self.template or getattr(self.tokenizer, "chat_template", None)
+        return found
+
+    def encode(self, messages: Messages, masked: bool = True) -> dict[str, NDArray[Any]]:
+        """The sample of one chat. Unless it is `masked`, the template is applied only once."""
+        _check_chat(messages)
+        if self.tokenizer is None:
+            return _as_bytes(messages)
+        if not masked:
+            return {"input_ids": np.asarray(self._apply(messages)["input_ids"], np.int64)}
+        if _MARK in str(self._template):
+            found = self._apply(messages, return_assistant_tokens_mask=True)
+            mask = found.get("assistant_masks", found.get("assistant_tokens_mask"))
+        else:
+            found = self._apply(messages)
+            mask = self._added(messages, found["input_ids"])
+        return {
+            "input_ids": np.asarray(found["input_ids"], np.int64),
+            "loss_mask": np.asarray(mask, np.uint8),
+        }
+
+    def _apply(self, messages: Messages, **options: Any) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.tokenizer.apply_chat_template(
+            list(messages), chat_template=self.template, tokenize=True, return_dict=True, **options
+        )
+        return found
+
+    def _added(self, messages: Messages, whole: Sequence[int]) -> NDArray[np.uint8]:
+        """1 for the tokens that each message of the assistant adds."""
+        mask = np.zeros(len(whole), np.uint8)
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._apply(messages[:number], add_generation_prompt=True)["input_ids"]
+            after = self._apply(messages[: number + 1])["input_ids"]
+            whole_so_far = list(whole[: len(after)])
+            if list(after[: len(before)]) != list(before) or whole_so_far != list(after):
+                raise InputError(
+                    "the chat template changes earlier messages when later ones are added, so the "
+                    "assistant's tokens are unknown. Mark them in the template with "
+                    "{% generation %} and {% endgeneration %}."
+                )
+            mask[len(before) : len(after)] = 1
+        return mask
+
+
+def _check_chat(messages: object) -> None:
+    listed = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+    if not listed or not all(_is_message(each) for each in messages):  # type: ignore[attr-defined]
+        raise InputError(
+            "a chat must be a list of messages, each with a role and a content that is text."
+        )
+
+
+def _is_message(value: object) -> bool:
+    keys = ("role", "content")
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in keys)
+
+
+def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
+    pieces: list[tuple[bytes, int]] = []
+    for message in messages:
+        role, own = message["role"], int(message["role"] == "assistant")
+        pieces.append((f"<{role}>\n".encode(), 0))
+        pieces.append((f"{message['content']}</{role}>\n".encode(), own))
+    text = b"".join(piece for piece, _ in pieces)
+    return {
+        "input_ids": np.frombuffer(text, np.uint8).astype(np.int64),
+        "loss_mask": np.repeat(
+            np.array([own for _, own in pieces], np.uint8), [len(piece) for piece, _ in pieces]
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTransform:
+    """From a row with messages in `field` to a sample; without a loss mask if it is only counted.
+
+    It is sent to other processes, so it is a class: an inner function cannot be pickled.
+    """
+
+    field: str
+    encoder: ChatEncoder
+    masked: bool = True
+
+    def __call__(self, row: Any) -> dict[str, NDArray[Any]]:
+        if not isinstance(row, Mapping) or self.field not in row:
+            raise InputError(
+                f"a chat must have a field {self.field!r} with its messages. Set data.field."
+            )
+        return self.encoder.encode(row[self.field], masked=self.masked)

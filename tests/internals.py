@@ -1,0 +1,263 @@
+"""Names inside packages that tests use: where each lives is said here alone.
+
+Tests import public names from their packages and all others from this file, so that moving code
+inside a package changes one line of the tests. A name is imported on first use.
+"""
+
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenstep.cli import strategies
+    from evenstep.cli.job import Job
+    from evenstep.cli.overrides import number_of, overrides_of, resolved
+    from evenstep.cli.run_folder import read_run
+    from evenstep.cli.samples import Samples
+    from evenstep.cli.whole_report import of_run
+    from evenstep.compat.rank_packs import WORK
+    from evenstep.compat.roll import sequence_packing
+    from evenstep.compat.veomni import collator, loader
+    from evenstep.config.dialects import DIALECTS
+    from evenstep.config.dialects.dialect import Key
+    from evenstep.config.document import read_document
+    from evenstep.config.inherit import read_tree
+    from evenstep.config.interpolate import Interpolated, UnresolvedError
+    from evenstep.config.native import PARTS, SECTIONS, leaves, unflattened
+    from evenstep.core import measures as measures_module
+    from evenstep.core import plan_file
+    from evenstep.core.bounds import (
+        Floor,
+        StepFloor,
+        bins_bound,
+        lock_step_bound,
+        lock_steps,
+        makespan_bound,
+        makespans,
+        pack_bound,
+        pack_bounds,
+        packs_of_first,
+    )
+    from evenstep.core.checks import CHECKS, violations_by_check
+    from evenstep.core.cost import GPUS, Gpu, Part
+    from evenstep.core.layout import PACKER_NAMES, Layout
+    from evenstep.core.layout import Cut as CutName
+    from evenstep.core.measures import Floors, StepTable, TimeParts, step_times, time_parts
+    from evenstep.core.model_config import (
+        DEFAULTS,
+        PRESETS,
+        ModelConfig,
+        named_config,
+        read_model_config,
+    )
+    from evenstep.core.models import (
+        KINDS,
+        ModelSize,
+        mixing_of,
+        sparse_layers,
+        text_work,
+        vision_work,
+    )
+    from evenstep.core.plan import join_plans, on_fewer_ranks, samples_by_step, step_plan
+    from evenstep.core.ragged import (
+        FloatArray,
+        IntArray,
+        Segments,
+        frozen,
+        item_and_part,
+        offsets_of,
+        rounded_up,
+        sample_number,
+        sum_by,
+    )
+    from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery
+    from evenstep.core.text import one_of, truth_value, whole_number
+    from evenstep.data import dataset as measure
+    from evenstep.data import feed as feed_module
+    from evenstep.data import feed as producers_module
+    from evenstep.data import files as lines
+    from evenstep.data import planned as epoch_steps_module
+    from evenstep.data.corpus import default_workers, task_size
+    from evenstep.data.dataset import as_measured
+    from evenstep.data.files import (
+        files_digest,
+        files_of,
+        is_token_list,
+        list_lengths,
+        parquet_list_lengths,
+    )
+    from evenstep.data.megatron import CODES
+    from evenstep.data.order import (
+        Deal,
+        EpochOrder,
+        ReaderState,
+        RemainingEpoch,
+        all_waiting,
+        merged,
+        redealt,
+    )
+    from evenstep.data.planned import StreamPosition
+    from evenstep.data.pool import Cut
+    from evenstep.data.pooled import common_steps
+    from evenstep.data.source import (
+        LOSS_MASKS,
+        ItemTransform,
+        check_some_loss,
+        loss_tokens_of,
+        read_samples,
+        samples_digest,
+    )
+    from evenstep.data.stream import Stream
+    from evenstep.data.text import RowDecoder, as_tokenize
+    from evenstep.data.token_file import HEADER_SIZE, Header
+    from evenstep.demo import run
+    from evenstep.demo.decoder import Block, rotate, rotation
+    from evenstep.integrations import hf_boundaries
+    from evenstep.integrations.hf_attention import attention_function
+    from evenstep.integrations.hf_boundaries import Hints, _read, _traced
+    from evenstep.integrations.hf_mask import rule_of
+    from evenstep.integrations.hf_router import RouterLoss
+    from evenstep.integrations.parcel import Parcel, _is_plain
+    from evenstep.integrations.parcel import register as register_parcels
+    from evenstep.integrations.ray_job import LARGE
+    from evenstep.integrations.step_sampler import PartDataset, StepSampler
+    from evenstep.planning import best_fit as best_fit_module
+    from evenstep.planning import decide_step, simpler, vector_packing
+    from evenstep.planning import kernels as kernel
+    from evenstep.planning.balance import construct
+    from evenstep.planning.balance.deal import deal_packs
+    from evenstep.planning.balance.descending import by_digits_kernel, heaviest_first
+    from evenstep.planning.balance.exact import search_all
+    from evenstep.planning.balance.exact_ranks import search_ranks, without_empty
+    from evenstep.planning.balance.improve import improve
+    from evenstep.planning.balance.lowering import heaviest_bound
+    from evenstep.planning.balance.multifit import best_fit_parts, multifit_kernel
+    from evenstep.planning.balance.packs import Movable, Room, Shape
+    from evenstep.planning.balance.partition import DEALS
+    from evenstep.planning.balance.parts import exchange_items, gather_parts
+    from evenstep.planning.balance.swapping import swap_kernel
+    from evenstep.planning.batching.blocks import (
+        SortedUnits,
+        block_cost,
+        block_costs,
+        block_start,
+        even_blocks,
+        step_time,
+        whole_prices,
+    )
+    from evenstep.planning.batching.cuts import (
+        divide_cuts,
+        feasible_starts,
+        fewest_cuts,
+        optimal_cuts,
+    )
+    from evenstep.planning.batching.dynamic import cut_optimal
+    from evenstep.planning.batching.levels import levels_of, lower_levels
+    from evenstep.planning.batching.lock_step import levels_to_try, wave_cuts, wave_table
+    from evenstep.planning.batching.rank_sums import deal_blocks
+    from evenstep.planning.batching.shifts import slowest_lowered
+    from evenstep.planning.best_fit import best_fit, best_fit_few, check_items
+    from evenstep.planning.filled import filled_packs
+    from evenstep.planning.kernels import kernel as kernel_decorator
+    from evenstep.planning.optimal import at_most, by_length, take
+    from evenstep.planning.overflow import segments_of
+    from evenstep.planning.packers import divide_bins, even_bins
+    from evenstep.planning.planner import plan_step, step_size
+    from evenstep.planning.pool import (
+        PADDED,
+        STRATEGIES,
+        fill_space,
+        fill_under_weight,
+        from_records,
+        from_stages,
+        search,
+        select,
+    )
+    from evenstep.planning.pool import Room as PoolRoom
+    from evenstep.planning.units import Units, units_of
+    from evenstep.planning.vector_packing import LimitedPacker, spread_over, spread_units
+    from evenstep.planning.vector_packing import vector_pack as pack_vectors
+    from evenstep.report.bars import bars_of
+    from evenstep.report.charts import Bins, Thinned, histogram
+    from evenstep.report.charts import lines as line_chart
+    from evenstep.report.comparison import HEADER, cells, closing, one_step_warning
+    from evenstep.report.fitting import fitted_error
+    from evenstep.report.ink import SHADES, Shading
+    from evenstep.report.markup import shortened
+    from evenstep.report.numbers import factor, percent, seconds, times
+    from evenstep.report.run_log import typical_error
+    from evenstep.report.simulation.device import cluster_of
+    from evenstep.report.simulation.exchange import Exchange
+    from evenstep.report.simulation.memory import Memory, memory_of
+    from evenstep.report.simulation.pipeline import pipeline_times
+    from evenstep.report.simulation.schedule import run_order, stage_order
+    from evenstep.report.simulation.simulate import PARTS as SIMULATED_PARTS
+    from evenstep.report.suggestions import of_ranks
+    from evenstep.report.tables import cost_line, step_table
+    from evenstep.report.time_bars import shared_end, time_bars
+    from evenstep.report.timeline import timelines
+    from evenstep.screen import print_grid, progress
+    from evenstep.tensors import boundaries, flex_backend, varlen_backend
+    from evenstep.tensors.attention_backends import BACKENDS, choose
+    from evenstep.tensors.attention_call import Call
+    from evenstep.tensors.batch import IGNORE_INDEX
+    from evenstep.tensors.batch_shard import Sharding, join_shards
+    from evenstep.tensors.boundaries import Boundaries
+    from evenstep.tensors.columns import Columns
+    from evenstep.tensors.context_parallel import context_work
+    from evenstep.tensors.losses.head import Wanted
+    from evenstep.tensors.losses.scores import score
+    from evenstep.tensors.metrics import merge
+    from evenstep.tensors.origin import Key as OriginKey
+    from evenstep.tensors.per_sequence import Outcome
+    from evenstep.testing.content import content_of
+    from evenstep.testing.gradients import errors_of_parameters
+    from evenstep.testing.plans import shortest_first
+    from evenstep.train import context_exchange
+    from evenstep.train import prefetch as prefetch_module
+    from evenstep.train.bundle import Bundle
+    from evenstep.train.context_exchange import gather
+    from evenstep.train.forwards import call, forward_of
+    from evenstep.train.framework import device_of, sum_gradients
+    from evenstep.train.gradients import SeparateGradients, rescale, set_aside
+    from evenstep.train.normalization import NORMALIZATIONS, weighted
+    from evenstep.train.prefetch import Prefetch
+    from evenstep.train.result import Timings
+    from evenstep.train.rollouts.arrays import array_of, tensor_of
+    from evenstep.train.runner import LossFunction
+    from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
+    from evenstep.train.watch import _is_consequence
+    from evenstep.train.work import empty_micro_batch
+    from evenstep.trainer import run as run_module
+    from evenstep.trainer import state
+    from evenstep.trainer.checkpoints import complete, read_place
+    from evenstep.trainer.job import Job as TrainJob
+    from evenstep.trainer.run import record
+    from evenstep.trainer.state import State
+
+
+def _homes() -> dict[str, tuple[str, str]]:
+    """Each name with its module and its name there, as the block above says."""
+    block = next(
+        node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If)
+    )
+    return {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+if not TYPE_CHECKING:
+    _HOMES = _homes()
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, there = _HOMES[name]
+        home = import_module(module)
+        value = getattr(home, there) if hasattr(home, there) else import_module(f"{module}.{there}")
+        globals()[name] = value
+        return value
