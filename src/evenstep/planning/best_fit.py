@@ -185,7 +185,7 @@ def bit(number: int) -> np.uint64:
 
 @kernel
 def smallest_space(low: Natural, high: Natural, length: int) -> int:
-    """The smallest space of `length` or more that some open bin has, or -1.
+    """The smallest space of `length` or more that an open bin has, or -1.
 
     `low` has a bit per space, 64 to a word; `high` has a bit per word of `low`.
     """
@@ -221,6 +221,11 @@ def fit_items(
     number of bins.
 
     `below` links the bins of a stack: bins of equal space, the newest on top.
+
+        capacity 10, lengths 6, 6, 3, 2    bins            stacks by space
+        6 opens a bin for each of its two  [6] [6]         4: 1 -> 0
+        3 goes onto the newest of space 4  [6] [6, 3]      4: 0      1: 1
+        2 has space 4, not 1               [6, 2] [6, 3]   2: 0      1: 1
     """
     top = np.full(capacity + 1, NONE, np.uint32)  # the newest bin of each remaining space
     low = np.zeros((capacity >> 6) + 1, np.uint64)
@@ -230,6 +235,7 @@ def fit_items(
     for at in range(present.shape[0]):
         length, stop = int(present[at]), int(stops[at])
         while item < stop:
+            # The stack whose bins fit best, how many items each of them takes, and their new stack.
             space = smallest_space(low, high, length)
             fresh = space < 0  # no open bin is large enough: open new ones
             if fresh:
@@ -239,6 +245,7 @@ def fit_items(
             rest = space - each * length
             newest = top[rest]
             if fresh:
+                # Open bins while each can be given `each` items of this length.
                 while item + each <= stop:
                     size[bins] = each
                     below[bins] = newest
@@ -249,6 +256,7 @@ def fit_items(
                     item += each
                     bins += 1
             else:
+                # Move bins from their stack to the one of the space that they have left.
                 chosen = top[space]
                 while chosen != NONE and item + each <= stop:
                     size[chosen] += each
@@ -344,7 +352,8 @@ def place_of(spaces: IntArray, count: int, wanted: int) -> int:
 def fit_few_items(present: IntArray, stops: IntArray, capacity: int) -> IntArray:
     """The bin of each item, longest first, as `fit_items` finds it.
 
-    Items of length `present[k]` end at `stops[k]`. Bins of equal space are a stack.
+    A sorted list of spaces takes the place of its tables over the capacity. Items of length
+    `present[k]` end at `stops[k]`. Bins of equal space are a stack.
     """
     n = stops[-1]
     bin_of = np.empty(n, np.int64)
@@ -355,6 +364,7 @@ def fit_few_items(present: IntArray, stops: IntArray, capacity: int) -> IntArray
     for at in range(present.shape[0]):
         length, stop = present[at], stops[at]
         while item < stop:
+            # The stack whose bins fit best, how many items each of them takes, and their new stack.
             place = place_of(spaces, count, length)
             fresh = place == count  # no open bin is large enough: open new ones
             space = capacity if fresh else spaces[place]
@@ -363,6 +373,7 @@ def fit_few_items(present: IntArray, stops: IntArray, capacity: int) -> IntArray
             target = place_of(spaces, count, rest)
             known = target < count and spaces[target] == rest
             newest = tops[target] if known else -1
+            # Move bins to it, from their stack or newly opened.
             chosen = bins if fresh else tops[place]
             while chosen >= 0 and item + each <= stop:
                 after = bins + 1 if fresh else below[chosen]
@@ -372,6 +383,7 @@ def fit_few_items(present: IntArray, stops: IntArray, capacity: int) -> IntArray
                 bin_of[item : item + each] = chosen
                 item += each
                 chosen = after
+            # Take an empty stack off the list, and put a new one onto it.
             if not fresh:
                 tops[place] = chosen
                 if chosen < 0:

@@ -91,14 +91,14 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         _CLOCK.on_start(None)
         try:
-            found = super().load_overload(signature, target_context)
+            compiled = super().load_overload(signature, target_context)
         except Exception:  # unpickling damaged bytes can raise any error
-            found = None
+            compiled = None
         finally:
             _CLOCK.on_end(None)
-        if found is None:
+        if compiled is None:
             _log("compiling planning kernels (once per machine; about 10 s for the first plan)")
-        return found
+        return compiled
 
     def save_overload(self, signature: Any, data: Any) -> None:
         with suppress(OSError):  # for example a full disk or a read-only folder
@@ -215,6 +215,9 @@ if not config.DISABLE_JIT:
     prefetch = cast(Callable[[NDArray[Any], int], None], intrinsic(_prefetch_line))
 
 
+# A binary heap of numbers, ordered by a key, least first: keys [5, 1, 3] -> heap [1, 0, 2].
+
+
 @kernel
 def comes_before(a: int, b: int, key: FloatArray, by_number: bool) -> bool:
     """Whether a comes before b. At equal keys the lower number does, if `by_number`."""
@@ -238,7 +241,10 @@ def sink(heap: IntArray, count: int, key: FloatArray, node: int, by_number: bool
 
 @kernel
 def rise(heap: IntArray, count: int, key: FloatArray, by_number: bool) -> None:
-    """Move the last of `count` entries up until it does not come before its parent."""
+    """Move the last of `count` entries up until it does not come before its parent.
+
+    keys [5, 4, 3], heap [1, 0, 2]: 2 comes before 1, its parent, so the heap becomes [2, 0, 1]
+    """
     node = count - 1
     while node > 0 and comes_before(heap[node], heap[(node - 1) // 2], key, by_number):
         parent = (node - 1) // 2
@@ -251,7 +257,8 @@ def nearest_free(link: IntArray, index: int) -> int:
     """The nearest free entry from `index` on, in the direction of the links.
 
     `link[i]` is i for a free entry and points towards a neighbour once the entry is taken. Paths
-    are shortened on the way. The entry at the end of the array is never taken and means "none".
+    are shortened on the way. The entry at the end of the array is never taken and means "none":
+    links [1, 2, 2] have entries 0 and 1 taken, and lead from anywhere to 2.
     """
     while link[index] != index:
         link[index] = link[link[index]]

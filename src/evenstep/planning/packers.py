@@ -1,6 +1,7 @@
-"""The packers by name, `pack`, and the check of a caller's own packer.
+"""`pack`, the packers by name, and more bins than a packer needs.
 
-A packer is a pure function (lengths, capacity, seed) -> the items of each bin.
+A packer is a pure function (lengths, capacity, seed) -> the items of each bin. Next fit and the
+first-fit family are here; `best_fit` and `optimal` have modules of their own.
 """
 
 from operator import index
@@ -144,7 +145,12 @@ def next_fit_kernel(lengths: IntArray, capacity: int) -> IntArray:
 def first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int, first: int) -> IntArray:
     """The bin of each item in `order` (-1 for the others), bins numbered from `first`.
 
-    order [2, 0] packs item 2, then item 0; item 1 keeps -1.
+    An item goes to the lowest-numbered bin with room. A tree finds it in log(bins) steps: its
+    leaves are the bins, and each inner node holds the largest space below it.
+
+    order [2, 0] packs item 2, then item 0; item 1 keeps -1. Lengths [5, 6, 4], capacity 8, two
+    bins: the tree [8; 8, 8] becomes [8; 4, 8] with item 2 in bin 0, then [4; 4, 3] with item 0 in
+    bin 1.
     """
     bin_of = np.full(lengths.shape[0], -1, np.int64)
     leaves = 1
@@ -154,12 +160,14 @@ def first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int, first: i
     space = np.full(2 * leaves, capacity, np.int64)
     for i in order:
         length = lengths[i]
+        # Go down to the leftmost leaf with room: left wherever that side has it.
         node = 1
         while node < leaves:
             node *= 2
             if space[node] < length:
                 node += 1
         bin_of[i] = first + node - leaves
+        # Correct the largest space of every node above.
         space[node] -= length
         node //= 2
         while node >= 1:
@@ -181,36 +189,56 @@ def first_at_most(lengths: IntArray, order: IntArray, start: int, stop: int, mos
 
 
 @kernel
+def put_item(
+    at: int,
+    b: int,
+    lengths: IntArray,
+    order: IntArray,
+    bin_of: IntArray,
+    space: IntArray,
+    after: IntArray,
+    before: IntArray,
+) -> None:
+    """Put item `order[at]` into bin `b`, and take it off the links of unpacked items."""
+    bin_of[order[at]] = b
+    space[b] -= lengths[order[at]]
+    after[at] = at + 1
+    before[at + 1] = at
+
+
+@kernel
 def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int) -> IntArray:
     """The bin of each item, by Johnson and Garey's rules. `order` is longest first.
 
-    Each large item (over a half) opens a bin. In turn, each bin gets the largest medium item (over
-    a third) that fits. From the last bin back, bins without one get a pair of small items (over a
-    sixth): the smallest, and the largest that fits with it. Then each bin gets whatever fits,
-    largest first. The remaining items are packed first-fit decreasing.
+    Bins of 100 and the lengths 88, 73, 55 | 46 | 24, 17 | 14, 11 (large, medium, small, rest):
+
+        large items open bins                       [88] [73] [55]
+        each the largest medium item that fits      46 fits beside none
+        from the last back, a pair of small items   [88] [73] [55, 17, 24]
+        each bin what fits, largest first           [88, 11] [73, 14] [55, 17, 24]
+        the rest by first fit                       [46]
     """
     n = lengths.shape[0]
     bin_of = np.full(n, -1, np.int64)
+    # Large items are over a half of a bin, medium ones over a third, small ones over a sixth.
     large = first_at_most(lengths, order, 0, n, capacity // 2)
     medium = first_at_most(lengths, order, large, n, capacity // 3)
     small = first_at_most(lengths, order, medium, n, capacity // 6)
-    space = np.empty(large, np.int64)
-    paired = np.zeros(large, np.bool_)
     after = np.arange(n + 1)  # leads to the next unpacked index of `order`
     before = np.arange(n + 1)  # to the previous one; entry i + 1 is index i
+    # 1. Each large item opens a bin.
+    space = np.full(large, capacity, np.int64)
+    paired = np.zeros(large, np.bool_)
     for b in range(large):
-        space[b] = capacity - lengths[order[b]]
-        bin_of[order[b]] = b
-        after[b] = b + 1
-        before[b + 1] = b
+        put_item(b, b, lengths, order, bin_of, space, after, before)
+    # 2. In turn, each bin gets the largest medium item that fits.
     for b in range(large):
         at = nearest_free(after, first_at_most(lengths, order, large, medium, space[b]))
         if at < medium:
-            space[b] -= lengths[order[at]]
-            bin_of[order[at]] = b
-            after[at] = at + 1
-            before[at + 1] = at
+            put_item(at, b, lengths, order, bin_of, space, after, before)
             paired[b] = True
+    # 3. From the last bin back, those without one get the smallest of the small items and the
+    #    largest that fits with it. If the two smallest do not fit, no pair does.
     for b in range(large - 1, -1, -1):
         if paired[b]:
             continue
@@ -220,31 +248,23 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
         second = nearest_free(before, least) - 1
         if second < medium or lengths[order[least]] + lengths[order[second]] > space[b]:
             continue
-        room = space[b] - lengths[order[least]]
-        after[least] = least + 1
-        before[least + 1] = least
-        mate = nearest_free(after, first_at_most(lengths, order, medium, small, room))
-        after[mate] = mate + 1
-        before[mate + 1] = mate
-        bin_of[order[least]] = b
-        bin_of[order[mate]] = b
-        space[b] = room - lengths[order[mate]]
+        put_item(least, b, lengths, order, bin_of, space, after, before)
+        mate = nearest_free(after, first_at_most(lengths, order, medium, small, space[b]))
+        put_item(mate, b, lengths, order, bin_of, space, after, before)
+    # 4. Each bin gets whatever fits, largest first.
     for b in range(large):
         while True:
             at = nearest_free(after, first_at_most(lengths, order, large, n, space[b]))
             if at >= n:
                 break
-            space[b] -= lengths[order[at]]
-            bin_of[order[at]] = b
-            after[at] = at + 1
-            before[at + 1] = at
+            put_item(at, b, lengths, order, bin_of, space, after, before)
+    # 5. The others are packed first-fit decreasing, into bins of their own.
     left = np.empty(n, np.int64)
     count = 0
-    at = nearest_free(after, 0)
-    while at < n:
-        left[count] = order[at]
-        count += 1
-        at = nearest_free(after, at + 1)
+    for i in order:
+        if bin_of[i] < 0:
+            left[count] = i
+            count += 1
     rest = first_fit_kernel(lengths, left[:count], capacity, large)
     for i in left[:count]:
         bin_of[i] = rest[i]

@@ -1,4 +1,4 @@
-"""Select the samples of a pool that form the next micro-batch.
+"""What leaves a pool together: the samples of the next micro-batch.
 
 A pool holds samples in order of arrival; index 0 is the oldest. Every strategy takes the oldest, so
 a sample waits for at most as many micro-batches as there were samples before it. The oldest sample
@@ -7,6 +7,7 @@ alone is always allowed, however long it is.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -19,10 +20,13 @@ from evenstep.planning.kernels import kernel
 WordArray: TypeAlias = NDArray[np.uint64]
 
 _ANY = 2**62  # more than any limit
-_UNCOUNTED = np.empty(0, np.int64)
+_NEVER = 2**30  # the weight of values that no set reaches
+_KEPT_WEIGHTS = 2**20  # weights over all stages of `lightest`: about half a millisecond
+_KEPT_WORDS = 2**21  # words over all stages of `from_stages`: 16 MiB
+_STEPS = 100_000  # items that `search` tries: a tenth of a millisecond or more
 _OLDEST = np.zeros(1, np.int64)
 
-# sizes, counted (empty if nothing is), capacity, unit, most counted, most samples -> indices
+# sizes, counted (zeros if nothing is), capacity, unit, most counted, most samples -> indices
 Strategy: TypeAlias = Callable[[IntArray, IntArray, int, int, int, int], IntArray]
 
 
@@ -60,17 +64,14 @@ def greedy(
     """
     n = sizes.shape[0]
     chosen = np.zeros(n, np.int64)
-    count, used = 1, sizes[0]
-    counts = counted.shape[0] > 0
-    spent = counted[0] if counts else 0
+    count, used, spent = 1, sizes[0], counted[0]
     i = 1
     while i < n and count < most and used < capacity:
-        more = counted[i] if counts else 0
-        if used + sizes[i] <= capacity and spent + more <= limit:
+        if used + sizes[i] <= capacity and spent + counted[i] <= limit:
             chosen[count] = i
             count += 1
             used += sizes[i]
-            spent += more
+            spent += counted[i]
         i += 1
     return chosen[:count]
 
@@ -84,11 +85,11 @@ def subset_sum(
     bounded search that is no worse than greedy handles larger cases and those where `most` binds.
     Of equally full choices, the older samples are taken.
 
-    >>> subset_sum(np.array([7, 2, 3]), np.empty(0, np.int64), 10, 1, 9, 9).tolist()
-    [0, 2]
+    >>> subset_sum(np.array([7, 2, 3]), np.array([0, 5, 4]), 10, 1, 9, 9).tolist()
+    [0, 1]
     """
     rest, space = sizes[1:], capacity - int(sizes[0])
-    values, goal = (counted[1:], limit - int(counted[0])) if len(counted) else (rest, space)
+    values, goal = (counted[1:], limit - int(counted[0])) if limit < _ANY else (rest, space)
     if space <= 0 or goal < 0 or most <= 1:
         return np.zeros(1, np.int64)
     filled = fill_space(values, goal)
@@ -118,53 +119,40 @@ def closest(
     near: bool,
 ) -> IntArray:
     """Add, while it fits, the sample that gives the fewest slots; of equals, the one closest in
-    length if `near`, else the first."""
+    length if `near`, else the first.
+
+    sizes [5, 9, 3, 4], capacity 16: 3 and 4 both make 2 rows of 5, 9 makes 2 of 9. If `near`, 4 is
+    added before 3, else 3 before 4. Three rows of 5 are full.
+    """
     n = sizes.shape[0]
     chosen = np.zeros(n, np.int64)
-    counts = counted.shape[0] > 0
-    spent = counted[0] if counts else 0
-    waiting = np.arange(1, n)
+    waiting = np.arange(1, n)  # the first `left` entries: samples not chosen, in order
     left = n - 1
-    longest = sizes[0]
+    longest, spent = sizes[0], counted[0]
     count = 1
     while count < most and left > 0:
+        # Look at all that wait for the one with the fewest slots.
         best, fewest, distance = -1, capacity + 1, 0
         for at in range(left):
             i = waiting[at]
             width = row_width(max(longest, sizes[i]), unit)
             slots = width * (count + 1)
-            away = abs(sizes[i] - longest) if near else 0
-            if slots < fewest or (slots == fewest and away < distance and best >= 0):
-                if counts and spent + counted[i] > limit:
-                    continue
+            if slots > fewest or spent + counted[i] > limit:
+                continue
+            away = abs(sizes[i] - longest)
+            if slots < fewest or (near and best >= 0 and away < distance):
                 best, fewest, distance = at, slots, away
         if best < 0:
             break
+        # Choose it; those behind it move up.
         i = waiting[best]
         waiting[best : left - 1] = waiting[best + 1 : left].copy()
         left -= 1
         chosen[count] = i
         count += 1
         longest = max(longest, sizes[i])
-        if counts:
-            spent += counted[i]
+        spent += counted[i]
     return chosen[:count]
-
-
-@kernel
-def prefer_closest(
-    sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
-) -> IntArray:
-    """Add the sample that gives the fewest slots; of equals, the closest to the longest."""
-    return closest(sizes, counted, capacity, unit, limit, most, True)
-
-
-@kernel
-def prefer_first(
-    sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
-) -> IntArray:
-    """Add the sample that gives the fewest slots; of equals, the first in the pool."""
-    return closest(sizes, counted, capacity, unit, limit, most, False)
 
 
 @kernel
@@ -175,36 +163,38 @@ def fullest(
 
     At any width, the longest rows up to it are the fullest. Where a counted column excludes one of
     them, the next shorter row that fits is taken, which need not be the best.
+
+    sizes [5, 9, 4, 3], capacity 18: width 9 holds two rows, 9 + 5 tokens; width 5 holds three,
+    5 + 4 + 3. So rows 0 and 1 are chosen.
     """
     n = sizes.shape[0]
-    counts = counted.shape[0] > 0
     best = np.zeros(1, np.int64)
     best_tokens, best_slots, youngest = sizes[0], row_width(sizes[0], unit), 0
-    order = (
-        np.argsort(-sizes[1:], kind="mergesort") + 1
-    )  # longest first; of equals, the oldest first
+    # Longest first; of equals, the oldest first.
+    order = np.argsort(-sizes[1:], kind="mergesort") + 1
     rows = np.zeros(n, np.int64)
     for start in range(n - 1):
+        # The next width, unless it is the one before.
         longest = max(sizes[0], sizes[order[start]])
         width = row_width(longest, unit)
         if start > 0 and width == row_width(max(sizes[0], sizes[order[start - 1]]), unit):
             continue
+        # The oldest row and the longest others of this width, as many as fit.
         fit = min(most, capacity // max(width, 1))
-        count, tokens = 1, sizes[0]
-        spent = counted[0] if counts else 0
+        count, tokens, spent = 1, sizes[0], counted[0]
         for at in range(start, n - 1):
             if count >= fit:
                 break
             i = order[at]
-            if counts:
-                if spent + counted[i] > limit:
-                    continue
-                spent += counted[i]
+            if spent + counted[i] > limit:
+                continue
             rows[count] = i
             count += 1
             tokens += sizes[i]
+            spent += counted[i]
         if count < 2 or tokens < best_tokens:
             continue
+        # Compare by tokens, then slots, then how long the youngest row has waited.
         longest = max(sizes[0], sizes[rows[1]])  # less than the width if its rows were excluded
         slots = row_width(longest, unit) * count
         last = rows[:count].max()
@@ -217,8 +207,8 @@ def fullest(
 PACKED: dict[str, Strategy] = {"subset_sum": subset_sum, "greedy": greedy}
 PADDED: dict[str, Strategy] = {
     "fullest": fullest,
-    "prefer_closest": prefer_closest,
-    "prefer_first": prefer_first,
+    "prefer_closest": partial(closest, near=True),
+    "prefer_first": partial(closest, near=False),
 }
 STRATEGIES: dict[str, Strategy] = {**PACKED, **PADDED}
 
@@ -237,9 +227,9 @@ def select(strategy: str, sizes: IntArray, room: Room, counted: IntArray | None 
         )
     assert len(sizes), "a pool holds at least one sample"
     if room.counted is None:
-        column, limit = _UNCOUNTED, _ANY
+        column, limit = np.zeros(len(sizes), np.int64), _ANY
     else:
-        assert counted is not None, "a limited column must be given"
+        assert counted is not None, "a limited column has counts"
         assert len(counted) == len(sizes), "one count per sample"
         column, limit = np.ascontiguousarray(counted, np.int64), room.counted
     return STRATEGIES[strategy](
@@ -252,19 +242,16 @@ def select(strategy: str, sizes: IntArray, room: Room, counted: IntArray | None 
     )
 
 
-_KEPT_WEIGHTS = 2**20  # table entries over all stages: about half a millisecond
-_STEPS = 100_000  # items a search tries: some tenths of a millisecond
-_NEVER = 2**30  # the weight of values that no set reaches
-
-
 @kernel
 def fill_under_weight(
     values: IntArray, weights: IntArray, most_value: int, most_weight: int
 ) -> IntArray:
     """Ascending indices of the set with the most value within both limits.
 
-    Of equal sets, the one whose last item comes first. Empty if the table would be too large, or
-    if nothing fits.
+    By the classical table: for every value the least weight that reaches it. As in `fill_space`,
+    items are added in order, every stage is kept, and a narrow window below the running total is
+    tried first. Of equal sets, the one whose last item comes first. Empty if the table would be too
+    large, or if nothing fits.
     """
     taken = np.empty(0, np.int64)
     if most_weight >= _NEVER:
@@ -298,18 +285,25 @@ def lightest(
 
     Stage k holds the least weight of every value of the first k items, from their total less
     `window` up to `most_value`.
+
+        values 3, 2, 4 with weights 5, 1, 2; x is a value that no set reaches
+        value     0  1  2  3  4  5  6
+        stage 1   0  x  x  5
+        stage 2   0  x  1  5  x  6
+        stage 3   0  x  1  5  2  6  3     value 6 with a weight of at most 4: items 2 and 1
     """
     n = values.shape[0]
     width = min(most_value, window) + 1
     stages = np.empty((min(n, _KEPT_WEIGHTS // width) + 1, width), np.int32)
     totals = np.zeros(n + 1, np.int64)
     stages[0, 0] = 0
-    stage, found = 0, False
-    while stage < n and not found:
+    stage, complete = 0, False
+    while stage < n and not complete:
         before, value, weight = totals[stage], values[stage], np.int32(weights[stage])
         total = before + value
         if total - window > most_value or stage + 1 == stages.shape[0]:
             return np.empty(0, np.int64)
+        # The next stage: as before, or with this item where that is lighter.
         old_base, base = max(0, before - window), max(0, total - window)
         old, new = stages[stage], stages[stage + 1]
         old_end, end = min(before, most_value) + 1, min(total, most_value) + 1
@@ -324,9 +318,11 @@ def lightest(
             target[i] = min(target[i], source[i] + weight)
         stage += 1
         totals[stage] = total
-        found = total >= most_value and new[most_value - base] <= most_weight
-    if not found and window < totals[n]:
+        complete = total >= most_value and new[most_value - base] <= most_weight
+    if not complete and window < totals[n]:
         return np.empty(0, np.int64)
+    # The highest value that is light enough, then back through the stages: an item was needed where
+    # the stage before it does not reach the value as lightly.
     reached, spare = min(most_value, totals[stage]), most_weight
     base = max(0, totals[stage] - window)
     while stages[stage, reached - base] > spare:
@@ -361,9 +357,10 @@ def search(
         largest[i] = max(largest[i + 1], values[i])
     taken = np.empty(n, np.int64)
     best = np.empty(n, np.int64)
-    count, held, best_value = 0, 0, -1
+    count, best_count, best_value = 0, 0, -1
     value, size, i, steps = 0, 0, 0, 0
     while True:
+        # Down: take all that fits, unless what is left cannot beat the best set.
         while i < n and count < most:
             could = value + min(left[i], largest[i] * (most - count))
             if could <= best_value:
@@ -376,10 +373,11 @@ def search(
             i += 1
             steps += 1
         if value > best_value:
-            best_value, held = value, count
+            best_value, best_count = value, count
             best[:count] = taken[:count]
         if count == 0 or best_value == most_value or steps > _STEPS:
-            return best[:held].copy()
+            return best[:best_count].copy()
+        # Up: leave out the item taken last, and go on behind it.
         count -= 1
         i = taken[count]
         value -= values[i]
@@ -388,12 +386,21 @@ def search(
         steps += 1
 
 
-_KEPT_WORDS = 2**21  # words over all stages (16 MiB); beyond it, one stage and the item of each sum
-
-
 @kernel
 def fill_space(sizes: IntArray, space: int) -> IntArray:
-    """Ascending indices of the set with the largest sum within `space`."""
+    """Ascending indices of the set with the largest sum within `space`, exactly.
+
+    The reachable sums are a bitset, and adding an item shifts all of them at once. Items are added
+    in order and every stage is kept, so the first stage that has a sum shows which item completed
+    it. That makes the choice unique: of all sets with the largest sum, the one whose last item
+    comes first, then the one whose last but one does, and so on.
+
+        sizes 3, 5, 2, space 7    {0} -> {0, 3} -> {0, 3, 5} -> {0, 2, 3, 5, 7}    7 = 2 + 5
+
+    A set that leaves out little has a sum close to the running total. So a narrow window below that
+    total is tried first, where an item needs only a few words.
+    """
+    # Leave out what is too large, and divide by what divides all sizes.
     indices = np.empty(sizes.shape[0], np.int64)
     units = np.empty(sizes.shape[0], np.int64)
     n, total, divisor = 0, 0, 0
@@ -416,6 +423,7 @@ def fill_space(sizes: IntArray, space: int) -> IntArray:
     for i in range(n):
         units[i] //= divisor
         largest = max(largest, units[i])
+    # Ever wider windows, then all sums: kept by stage, or beyond that memory by their last item.
     window = 2 * largest
     taken = np.empty(0, np.int64)
     while 2 * window < space and taken.shape[0] == 0:
@@ -443,8 +451,9 @@ def from_stages(units: IntArray, space: int, window: int) -> IntArray:
     stages = np.empty((n + 1, words), np.uint64)
     stages[0, :2] = np.uint64(1), np.uint64(0)
     totals = np.zeros(n + 1, np.int64)
-    stage, found = 0, False
-    while stage < n and not found:
+    stage, complete = 0, False
+    # Add items until a stage has the sum `space`.
+    while stage < n and not complete:
         before = totals[stage]
         total = before + units[stage]
         if total - window > space:
@@ -460,9 +469,12 @@ def from_stages(units: IntArray, space: int, window: int) -> IntArray:
         )
         stage += 1
         totals[stage] = total
-        found = holds(stages[stage], total, window, space)
-    if not found and window < totals[n]:
+        complete = holds(stages[stage], total, window, space)
+    if not complete and window < totals[n]:
         return np.empty(0, np.int64)
+    # The largest sum, then back through the stages: an item was needed where the stage before it
+    # does not have the sum. Sizes 3, 5, 2, space 7: stage 3 has 7, stage 2 does not, so 2 is taken;
+    # stage 2 has 5 and stage 1 does not, so 5 is taken; 0 remains.
     reached = space
     while not holds(stages[stage], totals[stage], window, reached):
         reached -= 1
@@ -522,6 +534,7 @@ def from_records(units: IntArray, space: int) -> IntArray:
     words[0] = np.uint64(1)
     made_by = np.empty(space + 1, np.int32)
     total = 0
+    # Add items in place, from the top word down, so that no item is added twice.
     for k in range(units.shape[0]):
         whole, part = units[k] >> 6, np.uint64(units[k] & 63)
         total += units[k]
@@ -529,6 +542,7 @@ def from_records(units: IntArray, space: int) -> IntArray:
             moved = words[i - whole] << part
             if i > whole:
                 moved |= (words[i - whole - 1] >> np.uint64(1)) >> (np.uint64(63) - part)
+            # The sums that this item is the first to make.
             fresh = moved & ~words[i]
             if fresh != np.uint64(0):
                 words[i] |= fresh
@@ -540,6 +554,7 @@ def from_records(units: IntArray, space: int) -> IntArray:
     reached = space
     while not holds(words, total, total, reached):
         reached -= 1
+    # Back from the largest sum, item by item.
     taken = np.empty(units.shape[0], np.int64)
     count = 0
     while reached > 0:
