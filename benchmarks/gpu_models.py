@@ -49,8 +49,8 @@ from evenstep import Cost, Packed, Padded, Recipe
 from evenstep.integrations import hf_attention
 from evenstep.integrations.hf_attention import use_attention
 from evenstep.integrations.huggingface import hf_kwargs
-from evenstep.tensors.attention_backends import BACKENDS, attend
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.segment_attention import BACKENDS, attend
 from evenstep.train.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,6 +3,7 @@
 Test processes share the compilation of kernels.
 """
 
+import gc
 from contextlib import suppress
 
 import pytest
@@ -60,3 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
                 make_plan(lengths, recipe)
             else:
                 next(iter(PooledStream(samples, recipe)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports have made out of garbage collections, which Trainers and loaders run often
+    and which write to all of it in forked processes."""
+    gc.collect()
+    gc.freeze()

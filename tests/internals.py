@@ -113,15 +113,19 @@ if TYPE_CHECKING:
     from evenstep.data.token_file import HEADER_SIZE, Header
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
-    from evenstep.integrations import hf_boundaries
-    from evenstep.integrations.hf_attention import attention_function
-    from evenstep.integrations.hf_boundaries import Hints, _read, _traced
-    from evenstep.integrations.hf_mask import rule_of
-    from evenstep.integrations.hf_router import RouterLoss
-    from evenstep.integrations.parcel import Parcel, _is_plain
-    from evenstep.integrations.parcel import register as register_parcels
-    from evenstep.integrations.ray_job import LARGE
-    from evenstep.integrations.step_sampler import PartDataset, StepSampler
+    from evenstep.integrations import hf_attention as hf_boundaries
+    from evenstep.integrations.dataloader import Parcel, _is_plain
+    from evenstep.integrations.dataloader import register as register_parcels
+    from evenstep.integrations.hf_attention import (
+        Hints,
+        _read,
+        _traced,
+        attention_function,
+        rule_of,
+    )
+    from evenstep.integrations.ray import LARGE
+    from evenstep.integrations.sampler import PartDataset, StepSampler
+    from evenstep.integrations.trainer import RouterLoss
     from evenstep.planning import best_fit as best_fit_module
     from evenstep.planning import decide_step, simpler, vector_packing
     from evenstep.planning import kernels as kernel
@@ -198,19 +202,15 @@ if TYPE_CHECKING:
     from evenstep.report.time_bars import shared_end, time_bars
     from evenstep.report.timeline import timelines
     from evenstep.screen import print_grid, progress
-    from evenstep.tensors import boundaries, flex_backend, varlen_backend
-    from evenstep.tensors.attention_backends import BACKENDS, choose
-    from evenstep.tensors.attention_call import Call
-    from evenstep.tensors.batch import IGNORE_INDEX
-    from evenstep.tensors.batch_shard import Sharding, join_shards
-    from evenstep.tensors.boundaries import Boundaries
-    from evenstep.tensors.columns import Columns
-    from evenstep.tensors.context_parallel import context_work
-    from evenstep.tensors.losses.head import Wanted
-    from evenstep.tensors.losses.scores import score
-    from evenstep.tensors.metrics import merge
-    from evenstep.tensors.origin import Key as OriginKey
-    from evenstep.tensors.per_sequence import Outcome
+    from evenstep.tensors import batch as batch_module
+    from evenstep.tensors import segment_attention, varlen
+    from evenstep.tensors.batch import IGNORE_INDEX, Boundaries, Sharding
+    from evenstep.tensors.collate import Columns
+    from evenstep.tensors.head import Wanted, score
+    from evenstep.tensors.losses import Outcome, merge
+    from evenstep.tensors.parallel import join_shards
+    from evenstep.tensors.restore import Key as OriginKey
+    from evenstep.tensors.segment_attention import BACKENDS, Call, choose
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first

@@ -2,7 +2,8 @@
 
 import gc
 import math
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ from tests.internals import (
     BACKENDS,
     Boundaries,
     Call,
-    boundaries,
+    batch_module,
     choose,
-    flex_backend,
-    varlen_backend,
+    segment_attention,
+    varlen,
 )
 from tests.tensors.batches import RECIPES, batch_of, distance
 
@@ -319,9 +320,9 @@ def test_the_block_mask_is_built_once_per_batch_and_goes_with_it(
         built.append(kwargs)
         return block_mask(*args, **kwargs)
 
-    monkeypatch.setattr(flex_backend, "block_mask", build)
+    monkeypatch.setattr(segment_attention, "block_mask", build)
     gc.collect()
-    before = len(boundaries._known)
+    before = len(batch_module._boundaries)
     batch = batch_of([5, 3], "packed")
     q, k, v = tensors_for(batch)
     for _ in range(3):
@@ -331,7 +332,7 @@ def test_the_block_mask_is_built_once_per_batch_and_goes_with_it(
     assert len(built) == 2
     del batch
     gc.collect()
-    assert len(boundaries._known) == before
+    assert len(batch_module._boundaries) == before
 
 
 # Choosing and refusing -----------------------------------------------------------------------
@@ -401,7 +402,7 @@ def test_the_operators_of_flash_attention_take_what_they_are_given() -> None:
 
 
 def test_windows_are_given_to_flash_attention_as_sides() -> None:
-    sides = varlen_backend._sides
+    sides = varlen._sides
     assert sides(True, 0) == {"window_size_left": -1, "window_size_right": 0}
     assert sides(True, 4) == {"window_size_left": 3, "window_size_right": 0}
     assert sides(False, 0) == {"window_size_left": -1, "window_size_right": -1}
@@ -413,6 +414,49 @@ def test_the_operator_has_the_right_shapes_and_gradients_when_it_is_traced() -> 
     cu_seqlens = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     sinks = torch.randn(4, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(
-        varlen_backend.varlen, (*leaves, cu_seqlens, 4, True, 2, 0.3, 0.0, sinks.requires_grad_())
-    )
+    how = (4, 4, True, 2, 0.3, 0.0, sinks.requires_grad_())
+    torch.library.opcheck(varlen.varlen, (*leaves, cu_seqlens, cu_seqlens, *how))
+
+
+# Segments that see others in front of themselves ---------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["segments", "varlen"])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None), (False, 4)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_segment_attends_to_the_keys_before_its_own_as_in_one_sequence(
+    name: str, causal: bool, window: int | None, softcap: float | None
+) -> None:
+    """A prefix of 5 tokens and two answers of 70 and 2: each answer sees the prefix."""
+    torch.manual_seed(0)
+    lengths = (5, 70, 2)
+    q, k, v = (torch.randn(1, n, 77, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    queries = offsets(lengths)
+    paths = [torch.arange(5), torch.arange(75), torch.cat((torch.arange(5), torch.arange(75, 77)))]
+    seen = Boundaries(1, 87, offsets([len(path) for path in paths]), 75)
+    bounds = Boundaries(1, 77, queries, 70, seen=seen)
+    index = torch.cat(paths)
+    call = Call(q, k[:, :, index], v[:, :, index], bounds, causal, window, None, softcap, sinks)
+    assert choose(call) == "segments"
+    for other in ("causal", "mask", "flex"):
+        assert BACKENDS[other].refuses(call) is not None
+    # Each path as one sequence, of which the last tokens are the answer.
+    parts = []
+    for path, length in zip(paths, lengths, strict=True):
+        whole = Boundaries(1, len(path), offsets([len(path)]), len(path))
+        query, key, value = (x[:, :, path] for x in (q, k, v))
+        alone = Call(query, key, value, whole, causal, window, None, softcap, sinks)
+        parts.append(BACKENDS["mask"].run(alone)[:, :, len(path) - length :])
+    expected, found = torch.cat(parts, dim=2), BACKENDS[name].run(call)
+    assert distance(found.detach(), expected.detach()) < 1e-12
+    weights = torch.randn_like(expected)
+    gradients = [
+        torch.autograd.grad((out * weights).sum(), (q, k, v, sinks)) for out in (expected, found)
+    ]
+    for right, mine in zip(*gradients, strict=True):
+        assert distance(mine, right, least=1.0) < 1e-10
+
+
+def offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -12,9 +12,16 @@ from torch.nn import functional
 
 from evenstep import Packed, Padded, Recipe, Topology
 from evenstep.errors import InputError
-from evenstep.tensors import Batch, BatchShard, RaggedTensor, join_context, shard_context
+from evenstep.tensors import (
+    Batch,
+    BatchShard,
+    RaggedTensor,
+    join_context,
+    shard_context,
+    shard_sequence,
+)
 from tests.examples import examples
-from tests.internals import context_work, join_shards
+from tests.internals import join_shards
 from tests.tensors.works import VOCABULARY, Work, handmade, make_work, same, works
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
@@ -83,20 +90,21 @@ def test_labels_at_chunk_boundaries_are_tokens_of_other_ranks() -> None:
     ]
 
 
+def causal_work(shards: list[BatchShard]) -> list[int]:
+    """(query, key) pairs of each rank under a causal mask, padding included."""
+    return [int((shard.places + 1).sum()) for shard in shards]
+
+
 def test_the_work_of_that_example_is_even() -> None:
-    work = context_work(handmade([8], [6], [*range(6), 0, 0]), 2)
-    assert work.zigzag.tolist() == [18, 18]
-    assert work.contiguous.tolist() == [10, 26]
-    assert work.zigzag_imbalance == 1.0
-    assert work.contiguous_imbalance == pytest.approx(26 / 18)
+    batch = handmade([8], [6], [*range(6), 0, 0])
+    assert causal_work(shards_of(batch, 2)) == [18, 18]
+    assert causal_work([shard_sequence(batch, rank, 2) for rank in range(2)]) == [10, 26]
 
 
 def test_a_tile_that_does_not_divide_is_an_error_that_names_its_sample() -> None:
     batch = make_work([8, 6], Recipe(layout=Packed(max_tokens=16))).batches[0]
     with pytest.raises(InputError, match=r"of sample 1 has 6 slots.*a multiple of 4.*cp=2"):
         shard_context(batch, 0, 2)
-    with pytest.raises(InputError, match="of sample 1 has 6 slots"):
-        context_work(batch, 2)
 
 
 def test_faults_say_what_was_expected() -> None:
@@ -157,15 +165,13 @@ def test_local_lengths_describe_the_slots_of_a_shard(work: Work) -> None:
 
 @examples(60)
 @given(works())
-def test_zigzag_work_is_even_and_agrees_with_positions(work: Work) -> None:
+def test_zigzag_work_is_even_and_that_of_the_whole_batch(work: Work) -> None:
     size = work.plan.recipe.topology.cp
     for batch in work.batches:
-        found = context_work(batch, size)
-        counted = [int((shard.position_ids + 1).sum()) for shard in shards_of(batch, size)]
-        assert found.zigzag.tolist() == counted
-        assert found.zigzag_imbalance == 1.0
-        assert found.contiguous.sum() == found.zigzag.sum()
-        assert found.contiguous_imbalance >= 1.0
+        found = causal_work(shards_of(batch, size))
+        slots = batch.cu_seqlens.diff().long()
+        assert sum(found) == int((slots * (slots + 1) // 2).sum())
+        assert len(set(found)) == 1
 
 
 @examples(30)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -21,6 +23,7 @@ from evenstep.errors import InputError
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.tensors import Collator
 from evenstep.testing import ResumeError, assert_elastic_resume, assert_exact_resume
+from tests.examples import examples
 from tests.internals import content_of
 
 LENGTHS = [5, 1, 9, 2, 7, 3, 3, 8, 12, 1, 4, 6]
@@ -47,6 +50,48 @@ def test_our_streams_resume_exactly(stream: Callable[..., Any]) -> None:
     assert_exact_resume(lambda: stream(World()))
     assert_exact_resume(lambda: stream(World(1, 2), infinite_loop=True), steps=9)
     assert_exact_resume(lambda: stream(World(), max_num_steps=2))
+
+
+def test_a_rank_of_a_pool_without_a_step_left_has_a_state_of_its_own() -> None:
+    # Two samples: of four ranks, two have nothing to run.
+    source = InMemory([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+
+    def make(world: World, workers: int = 1) -> PooledStream:
+        recipe = Recipe(layout=Packed(max_tokens=4), topology=Topology(dp=world.size))
+        return PooledStream(source, recipe, pool=Pool(samples=1, tokens=0), world=world)
+
+    before = make(World()).state_dict()
+    streams = [make(World(rank, 4)) for rank in range(4)]
+    states = []
+    for stream in streams:
+        stream.load_state_dict(before)
+        assert stream.state_dict()["place"]["ranks"] == 4
+        assert len(list(stream)) <= 1
+        states.append(stream.state_dict())
+    assert [list(state["place"]["readers"]) for state in states] == [["0"], ["1"], ["2"], ["3"]]
+    assert_elastic_resume(make, [(1, 1), (4, 1), (4, 1), (2, 1)])
+
+
+@examples(40)
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=12),
+    ranks=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    micro_batches=st.integers(1, 3),
+    samples=st.integers(1, 4),
+    count_ahead=st.booleans(),
+)
+def test_pools_change_their_ranks_anywhere(
+    lengths: list[int], ranks: list[int], micro_batches: int, samples: int, count_ahead: bool
+) -> None:
+    source = InMemory([{"input_ids": [0] * length} for length in lengths])
+
+    def make(world: World, workers: int) -> PooledStream:
+        steps, topology = Steps(micro_batches=micro_batches), Topology(dp=world.size)
+        recipe = Recipe(layout=Packed(max_tokens=8), steps=steps, topology=topology)
+        pool = Pool(samples=samples, tokens=0)
+        return PooledStream(source, recipe, pool=pool, world=world, count_ahead=count_ahead)
+
+    assert_elastic_resume(make, [(each, 1) for each in ranks], epoch=range(len(lengths)))
 
 
 @pytest.mark.parametrize("stream", [planned, pooled])

@@ -22,12 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from evenstep import Packed, Recipe, Topology
-from evenstep.data import Feed
+from evenstep import EvenstepError, Packed, PlannedStream, Recipe, Topology, World
+from evenstep.data import Feed, InMemory
 from evenstep.demo import Decoder
-from evenstep.errors import EvenstepError
 from evenstep.tensors import Metric, cross_entropy, shard_context
-from evenstep.train import Distributed, Runner, StepResult, Watch, compute_log_probs
+from evenstep.train import Distributed, Loss, Runner, StepResult, Watch, compute_log_probs
 from tests.internals import Block, Bundle
 from tests.train.running import Plan, steps_of
 from tests.train.steps import (
@@ -249,6 +248,67 @@ def bundled(rank: int, size: int) -> tuple[float, float]:
     metrics = {"most": Metric.max(torch.tensor([rank + 1.0]))}
     reduced = Bundle({"loss": torch.tensor(rank + 0.5)}, metrics).reduce(ranks)
     return float(reduced.sums["loss"]), float(reduced.metrics["most"].value)
+
+
+# Steps without a loss token -----------------------------------------------------------------------
+
+
+def unreduced_steps(
+    rank: int, size: int, wraps: list[str], samples: Samples
+) -> dict[tuple[str, str], list[str]]:
+    """By wrapper and kind of step: the error of a step with loss tokens on rank 0 alone, of one
+    without any, and of one with them again. No result is reduced."""
+    masked = [{**sample, "loss_mask": sample["loss_mask"] & False} for sample in samples]
+    constant = NORMALIZATIONS["constant"]
+    kinds: dict[str, dict[str, Any]] = {
+        "constant": {"normalization": constant},
+        "split": {"normalization": constant, "on_memory": "split"},
+        "fixed length": {"normalization": NORMALIZATIONS["fixed length"]},
+        "counted": {
+            "loss": {
+                "nll": Loss(function=cross_entropy()),
+                "sum": Loss(function=cross_entropy(), normalization=constant),
+            }
+        },
+        "fed": {"normalization": constant},
+    }
+    found: dict[tuple[str, str], list[str]] = {}
+    for wrap in wraps:
+        for kind, options in kinds.items():
+            if kind == "split" and wrap == "fsdp":
+                continue  # not supported
+            model, _ = wrapped(decoder(torch.float64), wrap, size)
+            options = {"loss": cross_entropy(), **options, "collective": Distributed()}
+            runner = Runner(model=model, collate=COLLATOR, **options)
+            errors = found[wrap, kind] = []
+            for number, held in enumerate((samples, masked, samples)):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.5)
+                try:
+                    _run_unreduced(runner, rank, size, held, kind)
+                    errors.append("")
+                except EvenstepError as error:
+                    errors.append(str(error))
+                changed = any(bool((each.grad != 0.5).any()) for each in model.parameters())
+                assert changed == (number != 1), (wrap, kind, number)
+    return found
+
+
+def _run_unreduced(runner: Runner, rank: int, size: int, samples: Samples, kind: str) -> None:
+    recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=size))
+    if kind != "fed":
+        stream = PlannedStream(InMemory(samples), recipe, world=World(rank, size))
+        assert not runner.run(next(iter(stream))).reduced
+        return
+    feed = Feed(recipe)
+
+    def fill() -> None:
+        with feed:
+            for sample in samples[rank::size]:
+                feed.put(sample)
+
+    with feeding(fill):
+        assert not runner.run_fed(feed).reduced
 
 
 # Sparse gradients -------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
-"""What users combine: kinds of steps, layouts, ranks, overflow, groups, skipped samples, memory."""
+"""What users combine: kinds of steps, layouts, ranks, overflow, groups, skipped samples, memory,
+mixed precision and what wraps the model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,15 +35,32 @@ from evenstep.data import Feed, InMemory, until_all_end
 from evenstep.errors import InputError, MicroBatchError, PlanError, SampleError
 from evenstep.tensors import cross_entropy
 from evenstep.testing import run_ranks
-from evenstep.train import Collective, GroupMean, Normalization, Runner, SequenceMean, TokenMean
+from evenstep.train import (
+    Collective,
+    Distributed,
+    GroupMean,
+    Normalization,
+    Runner,
+    SequenceMean,
+    StepResult,
+    TokenMean,
+)
 from tests.examples import examples
 from tests.internals import Layout, Overflow, Scope, Segments
-from tests.train.on_ranks import Small, feeding
+from tests.train.on_ranks import Small, feeding, wrapped
+from tests.train.processes import results_of
 from tests.train.running import Context, samples_of
 from tests.train.steps import COLLATOR, LIMIT, Gradient, distance, gradient_of, model_of
 from tests.train.test_memory import without_group_tokens
 
 Kind = Literal["planned", "loaded", "pooled", "fed"]
+Autocast = Literal["none", "inside", "around"]
+Wrapper = Literal["plain", "ddp", "fsdp"]
+
+ROUNDING = 0.05
+"""The largest error of a parameter under autocast. bfloat16 has 8 bits; layouts round otherwise:
+1.5 % at most in 1,171 gradients. Where casts of weights outlive a step, errors are 50 %; where they
+outlive a micro-batch of fully_shard, up to 45 %."""
 
 LAYOUTS: list[Layout] = [
     Packed(max_tokens=3 * LIMIT),
@@ -75,6 +95,9 @@ class Choice:
     normalization: Normalization
     prefetch: int
     lock_step: bool | None
+    autocast: Autocast = "none"
+    """`around` two steps between which weights change, `inside` the forward, or `none`."""
+    wrapper: Wrapper = "plain"
 
     @property
     def recipe(self) -> Recipe:
@@ -114,6 +137,7 @@ def choices() -> SearchStrategy[Choice]:
             normalization=draw(st.sampled_from(means)),
             prefetch=draw(st.integers(0, 2)),
             lock_step=draw(st.sampled_from([None, True])),
+            autocast=draw(st.sampled_from(["none", "none", "inside", "around"])),
         )
 
     return choice()
@@ -183,8 +207,9 @@ def by_definition(
     samples: list[dict[str, Any]],
     segments: set[tuple[int, int, int, int]],
     normalization: Normalization,
+    cast: bool,
 ) -> tuple[float, Gradient]:
-    """(loss, gradient) of these segments, one at a time."""
+    """(loss, gradient) of these segments, one at a time; `cast` runs the model under autocast."""
     grouped = isinstance(normalization, GroupMean)
     by_sample: dict[int, list[Tensor]] = {}  # or by group
     for number, start, end, stop in sorted(segments):
@@ -193,7 +218,9 @@ def by_definition(
         length, zero = np.array([end - start]), np.zeros(1, np.int64)
         alone = MicroBatch(Segments(zero, zero, length), np.array([0, 1]), end - start, length)
         batch = COLLATOR(alone, {0: {**samples[number], **_cut(samples[number], start, end)}})
-        log_probs = model(batch)[0].log_softmax(-1)
+        with autocast(cast):
+            logits = model(batch)[0]
+        log_probs = (logits.float() if cast else logits).log_softmax(-1)
         labels = ids[start + 1 : min(end + 1, stop)]
         nll = -log_probs[torch.arange(len(labels)), labels]
         key = samples[number]["group"] if grouped else number
@@ -251,8 +278,13 @@ def check(choice: Choice, lengths: list[int], seed: int) -> None:
     if choice.kind != "fed" and not steps:
         event("no step")
         return
-    model = model_of()
+    model = model_for(choice)
     ran = run_ranks(choice.dp * choice.cp, lambda ranks: run(choice, ranks, model, steps, samples))
+    judge(choice, samples, ran)
+
+
+def judge(choice: Choice, samples: list[dict[str, Any]], ran: Sequence[Ran | str]) -> None:
+    """Compare what all ranks found with the definition."""
     errors = [found for found in ran if isinstance(found, str)]
     if errors and all("counts in the loss, on any rank" in error for error in errors):
         event("no loss token")
@@ -269,17 +301,34 @@ def check(choice: Choice, lengths: list[int], seed: int) -> None:
         return
     done = [found for found in ran if not isinstance(found, str)]
     held = set().union(*(found.segments for found in done))
-    loss, gradient = by_definition(model, samples, held, choice.normalization)
+    cast, model = choice.autocast != "none", model_for(choice)
+    loss, gradient = by_definition(model, samples, held, choice.normalization, cast)
     for found in done:
-        assert abs(found.loss - loss) < 1e-12 * max(1.0, abs(loss))
-        assert distance(found.gradient, gradient) < 1e-12
+        assert abs(found.loss - loss) < (0.01 if cast else 1e-12) * max(1.0, abs(loss))
+        assert distance(found.gradient, gradient) < (ROUNDING if cast else 1e-12)
     if choice.cp == 1:
         total = sum(float(values.sum()) for found in done for values in found.kept.values())
-        assert abs(total - done[0].total) < 1e-10 * max(1.0, abs(total))
+        assert abs(total - done[0].total) < (1e-5 if cast else 1e-10) * max(1.0, abs(total))
         assert {n for found in done for n in found.kept} == {number for number, *_ in held}
     if choice.overflow != "drop":
         missing = set(range(len(samples))) - choice.broken
         assert {number for number, *_ in held} == missing
+
+
+def model_for(choice: Choice) -> Any:
+    """In double precision, or in single precision for autocast."""
+    model = model_of()
+    return model if choice.autocast == "none" else model.float()
+
+
+def autocast(enabled: bool) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if enabled else nullcontext()
+
+
+def multiply_weights(model: Any, factor: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
 
 
 @dataclass(frozen=True)
@@ -303,11 +352,20 @@ def run(
     samples: list[dict[str, Any]],
 ) -> Ran | str:
     """The step of one rank, or its error."""
-    own = Small(copy.deepcopy(model), choice.most or 10**9, choice.where)
+    own: Any = Small(copy.deepcopy(model), choice.most or 10**9, choice.where)
+    if choice.wrapper != "plain":
+        own, _ = wrapped(own, choice.wrapper, ranks.size)
     rank, options = ranks.rank // choice.cp, dict[str, Any]()
     if choice.cp > 1:
         context = Context(ranks.rank % choice.cp, choice.cp)
         options = {"shard": context.shard, "forward": context.forward}
+    inner = options.get("forward", lambda model, batch: model(batch))
+
+    def forward(model: Any, batch: Any) -> Any:
+        with autocast(choice.autocast == "inside"):
+            return inner(model, batch)
+
+    options["forward"] = forward
     held: list[MicroBatch] = []
 
     def collate(micro: MicroBatch, samples: Any) -> Any:
@@ -327,19 +385,14 @@ def run(
         **options,
     )
     try:
-        if choice.kind == "fed":
-            feed = Feed(replace(choice.recipe, steps=Steps()))
-
-            def fill() -> None:
-                with feed:
-                    for sample in samples[rank :: choice.dp]:
-                        feed.put(sample)
-
-            with feeding(fill):
-                result = runner.run_fed(feed, lock_step=choice.lock_step)
-        else:
-            result = runner.run(steps[rank])
-        result = result.reduce(ranks)
+        with autocast(choice.autocast == "around"):
+            if choice.autocast == "around":
+                multiply_weights(own, 0.5)  # exact in binary
+                run_once(choice, runner, rank, steps, samples)
+                multiply_weights(own, 2.0)
+                own.zero_grad()
+                held.clear()
+            result = run_once(choice, runner, rank, steps, samples).reduce(ranks)
     except (MicroBatchError, InputError) as error:
         return str(error)
     numbers = np.arange(rank, len(samples), choice.dp)
@@ -353,3 +406,88 @@ def run(
     named = held if choice.kind != "fed" else [micro.renumbered(numbers) for micro in held]
     total = result.loss * denominator
     return Ran(result.loss, gradient_of(own), segments_of(named), kept, total)
+
+
+def run_once(
+    choice: Choice, runner: Runner, rank: int, steps: list[Step], samples: list[dict[str, Any]]
+) -> StepResult:
+    if choice.kind != "fed":
+        return runner.run(steps[rank])
+    feed = Feed(replace(choice.recipe, steps=Steps()))
+
+    def fill() -> None:
+        with feed:
+            for sample in samples[rank :: choice.dp]:
+                feed.put(sample)
+
+    with feeding(fill):
+        return runner.run_fed(feed, lock_step=choice.lock_step)
+
+
+# In processes, with wrappers ----------------------------------------------------------------------
+
+
+Case = tuple[Choice, list[int], int]
+"""A choice, the lengths of its samples and the seed of their contents."""
+
+
+def wrapped_cases(count: int) -> list[Case]:
+    """Random cases on two ranks, every wrapper with every place of autocast in turn."""
+    rng = np.random.default_rng(0)
+
+    def one_of(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    wrappers: list[Wrapper] = ["plain", "ddp", "fsdp"]
+    places: list[Autocast] = ["around", "inside", "none"]
+    turns = list(product(wrappers, places))
+    cases: list[Case] = []
+    for wrapper, place in (turns[at % len(turns)] for at in range(count)):
+        kind: Kind = one_of("planned", "planned", "loaded", "loaded", "pooled", "fed")
+        planned = kind in ("planned", "loaded")
+        choice = Choice(
+            kind=kind,
+            layout=one_of(*LAYOUTS),
+            dp=2,
+            cp=1,
+            overflow=one_of("split", "truncate"),
+            groups=one_of(None, "step") if planned else None,
+            broken=frozenset(),
+            known=planned and one_of(True, False),
+            most=None,
+            where="forward",
+            normalization=one_of(TokenMean(), SequenceMean()),
+            prefetch=one_of(0, 1, 2),
+            lock_step=None,
+            autocast=place,
+            wrapper=wrapper,
+        )
+        lengths = rng.integers(1, 2 * LIMIT + 3, rng.integers(8, 24)).tolist()
+        cases.append((choice, lengths, int(rng.integers(100))))
+    return cases
+
+
+def run_wrapped(rank: int, size: int, cases: list[Case]) -> list[Ran | str]:
+    """What this process found in each case."""
+    found = []
+    for choice, lengths, seed in cases:
+        samples = samples_of(lengths, seed=seed).samples
+        steps = [] if choice.kind == "fed" else steps_of(choice, samples)
+        found.append(run(choice, Distributed(), model_for(choice), steps, samples))
+    return found
+
+
+def check_wrapped(cases: list[Case], folder: Path) -> None:
+    ran = results_of(2, run_wrapped, folder, cases)
+    for at, (choice, lengths, seed) in enumerate(cases):
+        print(choice, lengths, seed)  # shown if it is wrong
+        judge(choice, samples_of(lengths, seed=seed).samples, [found[at] for found in ran])
+
+
+def test_every_wrapper_has_the_exact_gradient_with_and_without_autocast(tmp_path: Path) -> None:
+    check_wrapped(wrapped_cases(36), tmp_path)
+
+
+@pytest.mark.slow
+def test_many_wrapped_combinations_have_the_exact_gradient(tmp_path: Path) -> None:
+    check_wrapped(wrapped_cases(180), tmp_path)

@@ -117,6 +117,18 @@ def test_a_runner_without_a_collective_is_an_error_on_several_ranks(tmp_path: Pa
         assert own == ""
 
 
+def test_later_steps_without_a_loss_token_are_errors_without_a_reduce(tmp_path: Path) -> None:
+    samples = samples_of([4, 4, 4, 4, 4, 4, 4, 4], masked=0.0).samples
+    for sample in samples[1:]:
+        sample["loss_mask"] = sample["loss_mask"] & False  # one rank has all loss tokens
+    wraps = ["plain", "ddp", "fsdp"]
+    for by_kind in results_of(2, on_ranks.unreduced_steps, tmp_path / "ranks", wraps, samples):
+        assert len(by_kind) == 14
+        for case, (before, without, after) in by_kind.items():
+            assert (before, after) == ("", ""), case
+            assert "counts in the loss, on any rank. In one of its samples" in without, case
+
+
 # Fed steps --------------------------------------------------------------------------------
 
 

@@ -144,6 +144,45 @@ def test_groups_of_a_plan_are_those_of_the_extra(planned: list[int], known: bool
             assert fault in said
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("collated", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_groups_that_stay_in_a_step_are_those_of_the_extra(
+    size: int, collated: bool, known: bool
+) -> None:
+    """As many groups in the plan as in the extra, so that the denominator does not tell."""
+    groups = [0, 1, 0, 1] * size
+    groups = [group + at // 4 * 2 for at, group in enumerate(groups)]
+    samples = [{"input_ids": np.arange(5), "group": group} for group in groups]
+    collate = Collator(extras={"group": Extra(aligned="sequence", dtype=torch.int64)})
+    counts = [4] * len(samples) if known else None
+
+    def rank(ranks: Collective, planned: list[int]) -> str:
+        topology, layout = Topology(dp=ranks.size), Packed(max_tokens=20)
+        recipe = Recipe(layout=layout, topology=topology, groups="step", balance="none")
+        world = World(ranks.rank, ranks.size)
+        options: dict[str, Any] = {"groups": planned, "loss_tokens": counts, "shuffle": False}
+        (step,) = PlannedStream(InMemory(samples), recipe, world=world, **options)
+        runner = Runner(
+            model=model_of(),
+            loss=cross_entropy(),
+            normalization=GroupMean(),
+            collective=ranks,
+            collate=collate,
+        )
+        try:
+            runner.run(step.collated(collate) if collated else step)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    others = [group // 2 * 2 + (at // 2) % 2 for at, group in enumerate(groups)]
+    for said in run_ranks(size, lambda ranks: rank(ranks, others)):
+        assert "not the same division into groups" in said
+    same = [7 - group for group in groups]
+    assert run_ranks(size, lambda ranks: rank(ranks, same)) == [""] * size
+
+
 def in_process(rank: int, size: int, planned: bool) -> tuple[float, float] | str:
     """A process of the test below. Groups of 3, 3 and 2 cannot be divided into halves."""
     samples = [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, World
 from evenstep.errors import ConfigError, InputError, SampleError
-from evenstep.tensors import policy_gradient, restore_ragged, restore_sequences
+from evenstep.tensors import Collator, Extra, policy_gradient, restore_ragged, restore_sequences
 from evenstep.testing import run_ranks
 from evenstep.train import Collective, RolloutBatch, Runner, compute_log_probs
 from tests.examples import examples
@@ -404,7 +404,7 @@ class TestMasks:
         batch = RolloutBatch({"input_ids": ids, "attention_mask": mask})
         assert batch[0]["input_ids"].tolist() == [5, 6]
 
-    @pytest.mark.parametrize("name", ["prompt_mask", "loss_masks", "env_mask", "teacher_mask"])
+    @pytest.mark.parametrize("name", ["prompt_mask", "value_mask", "env_mask", "teacher_mask"])
     def test_a_mask_that_nothing_reads_is_refused(self, name: str) -> None:
         ids = torch.ones((2, 3), dtype=torch.int64)
         tensors = {"input_ids": ids, "attention_mask": ids, name: ids}
@@ -415,6 +415,27 @@ class TestMasks:
             RolloutBatch({"input_ids": ids, "attention_mask": ids}).with_tensors({name: ids})
         batch = RolloutBatch(tensors, aligned={name: "token"})  # a loss of the caller reads it
         assert name in batch.collator().extras
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("reponse_mask", "response_mask"),
+            ("response_masks", "response_mask"),
+            ("ResponseMask", "response_mask"),
+            ("loss_masks", "loss_mask"),
+            ("assistant_mask", "assistant_masks"),
+        ],
+    )
+    def test_a_misspelt_mask_is_refused_though_it_is_named(self, name: str, meant: str) -> None:
+        ids, mask = torch.ones((2, 3), dtype=torch.int64), torch.ones((2, 2))
+        fault = f"'{name}' is almost the loss mask '{meant}'.*Correct its name"
+        tensors = {"input_ids": ids, "attention_mask": ids}
+        with pytest.raises(InputError, match=fault):
+            RolloutBatch({**tensors, name: mask}, aligned={name: "last"})
+        with pytest.raises(InputError, match=fault):
+            RolloutBatch(tensors).with_tensors({name: mask}, aligned={name: "last"})
+        with pytest.raises(InputError, match=fault):
+            Collator(extras={name: Extra(aligned="token")})
 
     @pytest.mark.parametrize("system", MASKS)
     def test_loss_masks_of_other_systems_are_no_extras_and_hide_the_prompt(
@@ -567,6 +588,26 @@ def test_a_sample_mask_of_one_column_is_one_number_per_row() -> None:
     assert [column[row]["sample_mask"].item() for row in range(2)] == [1, 0]
     with pytest.raises(InputError, match=r"'sample_mask' has shape \(2, 2\)"):
         RolloutBatch({**tensors, "sample_mask": torch.ones((2, 2))})
+
+
+def test_tokens_that_change_in_place_are_not_those_that_were_planned() -> None:
+    ids = torch.arange(12).view(3, 4)
+    batch = RolloutBatch({"input_ids": ids}, lengths=[4, 4, 3], padding_side="right")
+    plan = batch.plan(recipe_of("packed"))
+    ids[2, 3] = 99  # padding
+    plan.check(batch)
+    before, copied = batch.select([1, 2]), pickle.loads(pickle.dumps(batch))
+    ids[1, 2] = 99
+    for changed in (batch, batch.select([0, 1]), pickle.loads(pickle.dumps(batch))):
+        with pytest.raises(InputError, match="row 1 has other tokens than the row that was"):
+            plan.check(changed)
+    for same in (before, copied):
+        plan.check(same)
+    batch.tensors["input_ids"][1, 2] = 6
+    plan.check(batch)
+    with torch.inference_mode():
+        made = RolloutBatch({"input_ids": ids.clone()}, lengths=[4, 4, 3], padding_side="right")
+    made.plan(recipe_of("packed")).check(made.select([0, 2]))
 
 
 def test_masks_of_any_case_are_refused_if_nothing_reads_them() -> None:

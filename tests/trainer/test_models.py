@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from evenstep import EvenstepError
 from evenstep.config import ModelSettings
-from evenstep.errors import EvenstepError
 from evenstep.trainer import train
 from tests.trainer.runs import losses, settings, texts
 
@@ -132,6 +132,25 @@ def test_weights_that_are_not_all_there_are_refused(
         first_loss(tmp_path, tmp_path / "model", "run")
 
     assert "\n" not in str(caught.value)
+
+
+def test_constants_that_earlier_versions_stored_are_no_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    torch.manual_seed(7)
+    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    expected = first_loss(tmp_path, folder, "before")
+
+    def add(weights: dict[str, Any]) -> None:
+        for layer in ("transformer.h.0", "transformer.h.1"):
+            weights[f"{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+            weights[f"{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    _edit(add)(folder)
+    assert first_loss(tmp_path, folder, "after") == expected
+    _edit(lambda weights: weights.update({"transformer.h.0.attn.gate": torch.ones(1)}))(folder)
+    with pytest.raises(EvenstepError, match=r"have transformer.h.0.attn.gate, which GPT2LMHead"):
+        first_loss(tmp_path, folder, "gate")
 
 
 def test_a_config_alone_gives_random_weights(tmp_path: Path) -> None:

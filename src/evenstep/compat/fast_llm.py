@@ -20,8 +20,7 @@ from evenstep.core.text import truth_field, whole_field
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.metrics import Metric
-from evenstep.tensors.per_sequence import Sums
+from evenstep.tensors.losses import Metric, Sums
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.normalization import ByLoss

@@ -462,7 +462,7 @@ class PooledStream:
     # Iterating ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
-        self._now = None if self._skip else self._begin
+        self._now = None
         for step in self.walk():
             self._now = step.cursor
             yield step
@@ -614,7 +614,9 @@ class PooledStream:
         cursor = Cursor.from_dict(state)
         check_changes(cursor, self._belongs, allow)
         states_of(cursor.place)
-        self._begin = self._now = replace(cursor, belongs=self._belongs)
+        # Before its first step, a rank has the state of its own reader, among the ranks of today:
+        # a rank without a step left would otherwise keep a cursor of other ranks, or of all.
+        self._begin, self._now = replace(cursor, belongs=self._belongs), None
         self._skip, self._iterated = 0, False
         self._changed = bool(cursor.differences(self._belongs))
         self._counts.clear()

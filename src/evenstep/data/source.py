@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
@@ -163,20 +164,40 @@ LOSS_MASKS = (
 several systems. A token counts if no mask that the sample has is 0. An entry belongs to the token
 that is predicted, not to the one before it."""
 
+_SPELLINGS = {name.replace("_", ""): name for name in LOSS_MASKS}
 _OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # endings; say nothing about the loss
 
 
 def check_masks_read(names: Iterable[str], read: Collection[str], remedy: str) -> None:
     """Raise if one of `names` looks like a mask and is not in `read`, so that it has no effect."""
     for name in names:
-        ending = name.lower()
-        mask = ending.endswith(("mask", "masks")) and not ending.endswith(_OTHER_MASKS)
-        if mask and name not in read and name not in LOSS_MASKS:
+        if _looks_like_mask(name) and name not in read:
             raise InputError(
                 f"{name!r} looks like a mask, but nothing reads it. A loss mask is 1 for tokens "
                 f"that count in the loss and is named {', '.join(LOSS_MASKS[:-1])} or "
                 f"{LOSS_MASKS[-1]}. {remedy}"
             )
+
+
+def check_masks_spelt(names: Iterable[str]) -> None:
+    """Raise if one of the `names` of extras seems to be a misspelt loss mask.
+
+    >>> check_masks_spelt(["prompt_mask"])
+    """
+    for name in names:
+        plain = name.lower().replace("_", "")
+        meant = get_close_matches(plain, _SPELLINGS, n=1, cutoff=0.9)
+        if meant and _looks_like_mask(name):
+            raise InputError(
+                f"{name!r} is almost the loss mask {_SPELLINGS[meant[0]]!r}, but it would not mask "
+                f"the loss. Correct its name, or give it another one if it is not a loss mask."
+            )
+
+
+def _looks_like_mask(name: str) -> bool:
+    ending = name.lower()
+    mask = ending.endswith(("mask", "masks")) and not ending.endswith(_OTHER_MASKS)
+    return mask and name not in LOSS_MASKS
 
 
 def length_of(sample: Sample) -> int:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from evenstep.errors import ConfigError
-from evenstep.tensors.attention_backends import attention
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
+from evenstep.tensors.batch import Batch, BatchShard
+from evenstep.tensors.segment_attention import attention
 from evenstep.train.context_exchange import context_attention
 
 

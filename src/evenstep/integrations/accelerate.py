@@ -15,8 +15,8 @@ from evenstep.data.planned import PlannedStream, Progress
 from evenstep.data.source import check_some_loss
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, InputError
-from evenstep.integrations.hf_collate import HfCollate
-from evenstep.integrations.step_sampler import Part, PartDataset, StepSampler
+from evenstep.integrations.hf_arguments import HfCollate
+from evenstep.integrations.sampler import Part, PartDataset, StepSampler
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.train.result import ANY_CAUSE
 

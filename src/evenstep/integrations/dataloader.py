@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
+import math
+import pickle
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice, pairwise
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from evenstep.core.recipe import Recipe
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.planned import PlannedStream, Progress
 from evenstep.data.pooled import PooledStream
-from evenstep.data.stream import Stream
+from evenstep.data.stream import Stream, empty_step
 from evenstep.errors import ConfigError, CursorError
-from evenstep.integrations.dispatching import refuse_dispatching
-from evenstep.integrations.last_steps import LastSteps
-from evenstep.integrations.parcel import Parcel, register
-from evenstep.integrations.run_state import Gather
+from evenstep.integrations.run_state import Gather, all_gather
 from evenstep.train.collectives import Distributed
 from evenstep.train.step_checks import check_fingerprints
 
@@ -59,6 +63,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         self._applied: list[int] = [-1, 0]
         self._now: Cursor | None = None
         self._turn: int | None = None  # of the state that was loaded into this worker
+        self._loaded: dict[str, Any] = {}  # its cursor
 
     def __iter__(self) -> Iterator[Step]:
         # Not in a generator: the state may be read before the first step.
@@ -104,7 +109,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         if self._now is not None:
             return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
         if self._turn is not None:  # the worker's own state was loaded
-            cursor = self.stream.state_dict()
+            cursor = self._loaded
         else:
             cursor = self.stream.start(workers).to_dict()
         return {"cursor": cursor, "turn": self._turn, "workers": workers}
@@ -125,7 +130,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
                 f"any number."
             )
         self.stream.load_state_dict(state["cursor"])
-        self._turn = state["turn"]
+        self._turn, self._loaded = state["turn"], dict(state["cursor"])
 
 
 class _SentDataset(StreamDataset):
@@ -155,7 +160,7 @@ class StreamLoader:
     if one differs. All ranks must iterate then.
 
     >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data import InMemory
+    >>> from evenstep.data.dataset import InMemory
     >>> from evenstep.data.planned import PlannedStream
     >>> source = InMemory([{"input_ids": [7] * n} for n in (5, 3, 4, 2)])
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
@@ -337,3 +342,207 @@ def _seed_of_workers(start: Cursor) -> int:
 def _worker() -> tuple[int, int]:
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+_NOWHERE = Cursor(belongs={}, step=0, place={})
+
+Share = Callable[[list[Cursor]], Iterator[Step]]
+"""From the cursors of all ranks to the steps of this rank, if what is left is shared anew."""
+
+
+@dataclass(frozen=True)
+class LastSteps:
+    """Steps of this rank until all ranks have ended.
+
+    When the first rank has no step left, what is left on the others is shared by all. This happens
+    again until less than a step is left; then ranks without work get empty steps. A rank that
+    shares drops the step that it has at hand, which has not run yet.
+
+    anyone  `anyone(mine)` returns whether any rank has a step; default: torch.distributed
+    gather  an all-gather of objects; default: torch.distributed, if `anyone` is not given
+    """
+
+    anyone: Callable[[bool], bool] | None
+    gather: Gather | None
+    recipe: Recipe
+    share: Share | None
+    """None if the source cannot be shared anew."""
+    now: list[Cursor] = field(default_factory=list)
+    """The cursor of this rank after its last step."""
+
+    def until_all_end(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps, then those of a share, or empty ones."""
+        before: Step | None = None
+        shared_at = -1
+        while True:
+            step = next(steps, None)
+            some, every = self._ranks_with_steps(step is not None)
+            if not some:
+                return
+            at = self.now[-1].step
+            if not every and self._gather is not None and self.share and at != shared_at:
+                shared_at = at
+                states = self._gather(self.now[-1].to_dict())
+                steps = self.share([Cursor.from_dict(state) for state in states])
+                continue
+            if step is None:  # the position is `now`, also after a share
+                step = replace(empty_step(before, self.recipe), cursor=_NOWHERE)
+            before = step
+            yield step
+
+    @property
+    def _gather(self) -> Gather | None:
+        return all_gather if self.gather is None and self.anyone is None else self.gather
+
+    def _ranks_with_steps(self, mine: bool) -> tuple[bool, bool]:
+        """Whether any rank has a step, and whether every rank has."""
+        if self.anyone is not None:
+            some = self.anyone(mine)
+            return some, self.gather is None or not some or not self.anyone(not mine)
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise ConfigError(
+                "ranks of a finite pooled stream must agree on its end, but there is no process "
+                "group. Initialise torch.distributed, pass `anyone`, or set infinite_loop=True "
+                "with max_num_steps."
+            )
+        count = torch.tensor([int(mine)])
+        if distributed.get_backend() == "nccl":
+            count = count.cuda()
+        distributed.all_reduce(count)
+        return bool(count > 0), int(count) == distributed.get_world_size()
+
+
+_ALIGN = 64  # bytes: suits any dtype, and the size of a cache line
+_DTYPES = {
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def register() -> None:
+    """Let queues of `torch.multiprocessing` send steps as parcels, in this process.
+
+    Loaders call it in their workers, so that importing this module has no effect on pickling.
+    """
+    ForkingPickler.register(Step, lambda step: Parcel(step).__reduce__())
+
+
+class Parcel:
+    """A pickled step. Unpickling it gives the step.
+
+    The constructor pickles, so that its errors (out of memory, something that cannot be pickled)
+    are raised to the caller. A queue pickles in a thread, which prints errors and drops the step.
+    """
+
+    def __init__(self, step: Step) -> None:
+        file = io.BytesIO()
+        pickler = _TensorPickler(file)
+        pickler.dump({field.name: getattr(step, field.name) for field in fields(step)})
+        memory = torch.empty(pickler.size, dtype=torch.uint8, device="cpu")
+        if pickler.size:
+            memory.share_memory_()
+        for span, tensor in zip(pickler.spans, pickler.tensors, strict=True):
+            span.of(memory).copy_(tensor)
+        self._arguments = (file.getvalue(), pickler.spans, memory)
+
+    def __reduce__(self) -> tuple[Callable[..., Step], tuple[bytes, list[TensorSpan], Tensor]]:
+        return unpacked, self._arguments
+
+
+def unpacked(pickled: bytes, spans: list[TensorSpan], memory: Tensor) -> Step:
+    """The step in a parcel."""
+    return Step(**_TensorUnpickler(pickled, [span.of(memory) for span in spans]).load())
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where a tensor is in the memory of a parcel."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The tensor over this memory. Not a view: pickling a view would pickle all of it."""
+        count = math.prod(self.shape)
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        flat = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start)
+        return flat.view(self.shape)
+
+
+class _TensorPickler(ForkingPickler):
+    """Pickles as torch's queues do, but collects plain tensors instead of pickling them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self.spans: list[TensorSpan] = []
+        self.size = 0
+
+    def reducer_override(self, value: Any) -> Any:
+        """Called by pickle once for each object that is not of a built-in type."""
+        if not _is_plain(value):
+            return NotImplemented
+        self.spans.append(TensorSpan(self.size, value.dtype, tuple(value.shape)))
+        self.tensors.append(value)
+        self.size += math.ceil(value.nbytes / _ALIGN) * _ALIGN
+        return _tensor, (len(self.tensors) - 1,)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Puts the collected tensors back."""
+
+    def __init__(self, pickled: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        here = (module, name) == (__name__, _tensor.__name__)
+        return self._tensors.__getitem__ if here else super().find_class(module, name)
+
+
+def _tensor(number: int) -> Tensor:
+    raise AssertionError(f"tensor {number} was unpickled without its parcel")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether copying the values preserves the tensor. Not so for expanded tensors, which would
+    grow, nor for transposed ones, subclasses and leaves, which would change."""
+    return (
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and value.dtype in _DTYPES
+        and not (value.requires_grad or value.is_nested)
+        and (value.is_contiguous() or _is_slice(value))
+    )
+
+
+def _is_slice(value: Tensor) -> bool:
+    """Whether its elements are in memory order, possibly with gaps, as in x[:, 1:]."""
+    strides = value.stride()
+    return strides[-1] == 1 and all(outer >= inner for outer, inner in pairwise(strides))
+
+
+def refuse_dispatching(*, batch_sampler: Any = None, dataset: Any = None) -> None:
+    """Raise if a `DataLoaderDispatcher` of accelerate iterates this sampler or dataset: process 0
+    would read for all processes, concatenate batches and cut them by rows."""
+    accelerate = sys.modules.get("accelerate")
+    if accelerate is None:
+        return
+    active: Any = accelerate.state.GradientState().active_dataloader
+    if type(active).__name__ != "DataLoaderDispatcher":
+        return
+    loader = active.base_dataloader
+    if (batch_sampler is not None and loader.batch_sampler is batch_sampler) or (
+        dataset is not None and loader.dataset is dataset
+    ):
+        raise ConfigError(
+            "dispatch_batches=True reads all batches on process 0 and divides them by rows, but "
+            "each process has its own planned micro-batches. Use accelerate_loader of "
+            "evenstep.integrations.accelerate, and do not prepare this loader."
+        )

@@ -13,7 +13,10 @@ other shapes, and every keyword that is not understood.
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +24,407 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.hf_boundaries import Hints
-from evenstep.integrations.hf_mask import mask_function, padding_of, rule_of, window_of
-from evenstep.integrations.hf_probe import Seen, probed, switch
-from evenstep.tensors.attention_backends import attend
-from evenstep.tensors.attention_call import Call
+from evenstep.integrations.packing import Seen, probed, switch
+from evenstep.tensors.batch import Boundaries
+from evenstep.tensors.segment_attention import Call, attend
+
+__all__ = ["register_attention", "use_attention"]
+
+
+class Rule(NamedTuple):
+    """What a mask stands for."""
+
+    causal: bool
+    window: int | None
+    padded: bool  # whether the tensor is a padding mask, not just ones
+
+
+# Rules of transformers.masking_utils that attention within segments follows.
+_FOLLOWED = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+    "padding_mask_function.<locals>.inner_mask",
+}
+_AND, _OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
+
+
+def mask_function(
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: Any = None,
+    device: Any = None,
+    **options: Any,
+) -> Tensor:
+    """A (rows, width) bool tensor, the padding mask or ones, that carries its `Rule`."""
+    if rule_of(attention_mask) is not None:
+        # A model that made its mask passes it to its language model, which keeps it as it is.
+        assert attention_mask is not None
+        return attention_mask
+    _refuse_chunks(local_size, config, kv_length)
+    causal = "allow_is_bidirectional_skip" not in options
+    if device is None:
+        device = "cpu" if attention_mask is None else attention_mask.device
+    if mask_function is not None:
+        custom = options.get("use_vmap")
+        _refuse_unknown(mask_function, batch_size, kv_length, device, custom, causal)
+    window = local_size
+    if window is not None and not causal:
+        window += 1  # a window of transformers that sees both ways includes this distance
+    if attention_mask is None:
+        mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    else:
+        mask = attention_mask.view(attention_mask.shape)  # the caller's own gets no attribute
+    mask._evenstep_rule = Rule(causal, window, attention_mask is not None)
+    return mask
+
+
+def rule_of(mask: Any) -> Rule | None:
+    """The rule that a mask carries; None for other masks."""
+    rule: Rule | None = getattr(mask, "_evenstep_rule", None)
+    return rule
+
+
+def padding_of(mask: Any) -> Tensor | None:
+    """The padding that a mask stands for: None without padding. Refuses other masks."""
+    rule = rule_of(mask)
+    if mask is None or (rule is not None and not rule.padded):
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+        shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
+        raise ConfigError(
+            f"attn_implementation='evenstep' takes a 2-D padding mask or none, got "
+            f"{type(mask).__name__}{shape}. Give boundaries as cu_seq_lens_q or position_ids, or "
+            f"use attn_implementation='sdpa'."
+        )
+    return mask
+
+
+def window_of(mask: Any, sliding_window: int | None) -> int | None:
+    """The window of a layer: that of its mask, which must agree with what the layer passes."""
+    rule = rule_of(mask)
+    if rule is None or rule.window == sliding_window:
+        return sliding_window
+    if sliding_window is not None:
+        raise ConfigError(
+            f"a layer passes sliding_window={sliding_window}, but its mask has "
+            f"{'no window' if rule.window is None else f'a window of {rule.window}'}. Use "
+            f"attn_implementation='sdpa' for this model."
+        )
+    return rule.window
+
+
+def _refuse_chunks(local_size: int | None, config: Any, length: int) -> None:
+    chunk = getattr(config, "attention_chunk_size", None)
+    if local_size is None or local_size != chunk:
+        return
+    if getattr(config, "sliding_window", None) != chunk or length > chunk:
+        raise ConfigError(
+            f"attn_implementation='evenstep' does not support chunked attention "
+            f"(attention_chunk_size={chunk}). Use attn_implementation='sdpa' and the padded "
+            f"layout."
+        )
+
+
+def _refuse_unknown(
+    rule: Callable[..., Tensor],
+    rows: int,
+    width: int,
+    device: Any,
+    custom: bool | None,
+    causal: bool,
+) -> None:
+    """Refuse rules that are not followed. Additions that make nothing more visible pass."""
+    if torch.compiler.is_compiling():
+        if custom:
+            raise ConfigError(
+                "a compiled model must not add rules of its own to the attention mask. Use "
+                "attn_implementation='sdpa' or do not compile it."
+            )
+        if causal:
+            torch._assert_async(~_ahead(rule, rows, width, device), "tokens see later tokens")
+        return
+    added = _added(rule)
+    if causal and added and bool(_ahead(rule, rows, width, device)):
+        raise ConfigError(
+            "attn_implementation='evenstep' is causal, but in this batch some tokens see later "
+            "ones, such as image blocks that see both ways. Use attn_implementation='sdpa' and "
+            "the padded layout."
+        )
+
+
+def _added(rule: Any) -> bool:
+    """Whether a rule adds to what causal attention sees. Raises if it is not known."""
+    name = getattr(rule, "__qualname__", "")
+    if not getattr(rule, "__module__", "").startswith("transformers."):
+        name = ""
+    if name in _FOLLOWED:
+        return False
+    if name in (_AND, _OR):
+        parts = rule.__closure__[0].cell_contents
+        if name == _AND:
+            return sum(map(_added, parts)) > 0  # all of them, so that an unknown one raises
+        return not all(_known(part) for part in parts)
+    raise ConfigError(
+        f"attn_implementation='evenstep' does not know the attention rule "
+        f"{getattr(rule, '__qualname__', rule)!r}. Use attn_implementation='sdpa' and the padded "
+        f"layout."
+    )
+
+
+def _known(rule: Any) -> bool:
+    return getattr(rule, "__qualname__", "") in _FOLLOWED
+
+
+def _ahead(rule: Callable[..., Tensor], rows: int, width: int, device: Any) -> Tensor:
+    """Whether any token sees the one after it; () bool."""
+    if width < 2:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    row = torch.arange(rows, device=device)[:, None]
+    head = torch.zeros_like(row)
+    slot = torch.arange(width - 1, device=device)[None, :]
+    return rule(row, head, slot, slot + 1).any()
+
+
+PLANES = (3, 4)
+"""Leading sizes of the position ids of multimodal RoPE: temporal, height, width; text before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hints:
+    """What says where segments begin and end in rows × width slots.
+
+    cu_seqlens  boundaries over all slots, row by row
+    longest     at least the length of the longest segment, or None
+    padding     (rows, width) True for tokens, False for padding
+    positions   (rows, width) or (planes, rows, width); they restart with each segment
+    """
+
+    rows: int
+    width: int
+    device: torch.device
+    cu_seqlens: Tensor | None = None
+    longest: int | None = None
+    padding: Tensor | None = None
+    positions: Tensor | None = None
+
+    def boundaries(self) -> Boundaries:
+        """The boundaries, computed once per batch: all layers pass the same tensors."""
+        self._check()
+        if torch.compiler.is_compiling():
+            return _traced(self)
+        given = (self.cu_seqlens, self.padding, self.positions)
+        found = _recall(given, self.rows, self.width)
+        if found is None:
+            found = _read(self)
+            _remember(given, found)
+        return found
+
+    def _check(self) -> None:
+        shape = (self.rows, self.width)
+        if self.padding is not None and tuple(self.padding.shape) != shape:
+            raise ConfigError(
+                f"the attention mask has shape {tuple(self.padding.shape)}, but the queries are "
+                f"{self.rows} rows of {self.width} tokens. Pass a mask of that shape, without a "
+                f"cache or a prefix."
+            )
+        at = self.positions
+        if at is None:
+            return
+        fits = at.ndim in (2, 3) and at.shape[-1] == self.width and at.shape[-2] in (1, self.rows)
+        if not fits or (at.ndim == 3 and at.shape[0] not in PLANES):
+            raise ConfigError(
+                f"position_ids has shape {tuple(at.shape)}, expected {shape} or 3 or 4 planes of "
+                f"that. Pass one position per token."
+            )
+
+    def restarts(self) -> Tensor:
+        """(rows, width) bool: slots whose position does not continue that of the slot before."""
+        assert self.positions is not None
+        at = self.positions
+        if at.ndim == 3 and at.shape[0] == 4:
+            at = at[0]  # text positions
+        if at.ndim == 3:
+            # Within a sample the planes of an image stand still and jump. They are all 0 only at
+            # the beginning, and time never runs backwards.
+            begins = (at == 0).all(0)
+            begins[:, 1:] |= at[0].diff(dim=1) < 0
+        else:
+            begins = torch.zeros_like(at, dtype=torch.bool)
+            begins[:, 1:] = at.diff(dim=1) != 1
+        return begins.expand(self.rows, -1)
+
+
+def _whole_rows(hints: Hints) -> Boundaries:
+    ends = torch.arange(hints.rows + 1, device=hints.device, dtype=torch.int32) * hints.width
+    return Boundaries(hints.rows, hints.width, ends, hints.width)
+
+
+def _read(hints: Hints) -> Boundaries:
+    """Boundaries with the number of segments read on the host."""
+    rows, width, ends = hints.rows, hints.width, hints.cu_seqlens
+    if ends is not None:
+        ends = ends.to(hints.device, torch.int32)
+        _check_ends(ends, rows, width)
+        if hints.padding is None:
+            return Boundaries(rows, width, ends, hints.longest or int(ends.diff().max()))
+    if hints.padding is None and hints.positions is None:
+        return _whole_rows(hints)
+    begins = torch.zeros(rows, width, dtype=torch.bool, device=hints.device)
+    begins[:, 0] = True
+    if ends is not None:
+        begins.view(-1)[ends[:-1][ends.diff() > 0].long()] = True
+    elif hints.positions is not None and hints.padding is None:
+        begins |= hints.restarts()
+    real = None
+    if hints.padding is not None:
+        begins, real = _split_padding(hints, begins)
+    first = begins.view(-1).nonzero().flatten()
+    real = None if real is None else real.reshape(-1)[first]
+    ends = torch.cat((first, first.new_tensor([rows * width]))).to(torch.int32)
+    return Boundaries(rows, width, ends, int(ends.diff().max()), real)
+
+
+def _split_padding(hints: Hints, begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Padding becomes tiles of its own. Refuses tokens of one segment on both sides of padding."""
+    assert hints.padding is not None
+    real = hints.padding.bool()
+    if hints.positions is not None and hints.cu_seqlens is None:
+        # A position that goes back, or stays at the first of its row, begins a segment. A jump need
+        # not, nor a repetition: some models pass the temporal plane, which stands still in images.
+        at = hints.positions[0] if hints.positions.ndim == 3 else hints.positions
+        both = real[:, 1:] & real[:, :-1]
+        if hints.positions.ndim == 3 and len(hints.positions) == 3:
+            begins[:, 1:] |= hints.restarts()[:, 1:] & both
+        else:
+            at, step = at.expand_as(real), at.diff(dim=1)
+            first = at.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
+            begins[:, 1:] |= ((step < 0) | ((step == 0) & (at[:, 1:] == first))) & both
+    segment = begins.view(-1).cumsum(0)
+    changes = torch.zeros_like(begins)
+    changes[:, 1:] = real[:, 1:] != real[:, :-1]
+    tiles = begins | changes
+    runs = torch.bincount(segment[(tiles & real).view(-1)])
+    if bool((runs > 1).any()):
+        raise ConfigError(
+            "the attention mask has padding between the tokens of a sequence. Pad on the left or "
+            "on the right."
+        )
+    return tiles, real
+
+
+def _check_ends(ends: Tensor, rows: int, width: int) -> None:
+    slots = rows * width
+    if ends.ndim != 1 or len(ends) < 2:
+        raise ConfigError(
+            f"cu_seq_lens_q has shape {tuple(ends.shape)}, expected (segments + 1,). Pass "
+            f"Batch.cu_seqlens."
+        )
+    if ends.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    begins = torch.arange(rows, device=ends.device) * width
+    inside = torch.isin(begins, ends).all() & (ends.diff() >= 0).all()
+    # One transfer from the device.
+    first, last, fits = torch.stack((ends[0], ends[-1], inside.to(ends.dtype))).tolist()
+    if first != 0 or last != slots:
+        raise ConfigError(
+            f"cu_seq_lens_q ends at {last}, but there are {slots} tokens ({rows} × {width}). Give "
+            f"boundaries of all tokens that the model sees, virtual ones of prompt tuning "
+            f"included, or use the padded layout."
+        )
+    if not fits:
+        raise ConfigError(
+            "cu_seq_lens_q must not decrease, and every row must begin a segment. Pass "
+            "Batch.cu_seqlens."
+        )
+
+
+# Compiled ------------------------------------------------------------------------------------
+
+
+def _traced(hints: Hints) -> Boundaries:
+    """Boundaries of a fixed number of tiles, some of them empty, without reading the device."""
+    rows, width = hints.rows, hints.width
+    slots = rows * width
+    if hints.cu_seqlens is not None:
+        if hints.padding is not None:
+            raise ConfigError(
+                "a compiled model takes cu_seq_lens_q or an attention mask, not both. Leave out "
+                "the attention mask of packed rows."
+            )
+        torch._assert_async(
+            hints.cu_seqlens[-1] == slots, "cu_seq_lens_q must end at the number of tokens"
+        )
+        ends = hints.cu_seqlens.to(hints.device, torch.int32)
+        return Boundaries(rows, width, ends, hints.longest or width)
+    if hints.padding is not None:
+        real = hints.padding.bool()
+        count = real.sum(1)
+        first = real.long().argmax(1)
+        run = torch.arange(width, device=hints.device)
+        run = (run >= first[:, None]) & (run < (first + count)[:, None])
+        torch._assert_async((run == real).all(), "the attention mask has padding between tokens")
+        row = torch.arange(rows, device=hints.device) * width
+        ends = torch.stack((row + first, row + first + count, row + width), dim=1).flatten()
+        ends = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+        return Boundaries(rows, width, ends, width)
+    if hints.positions is not None:
+        begins = hints.restarts().clone()
+        begins[:, 0] = True
+        ends = torch.nonzero_static(begins.flatten(), size=slots + 1, fill_value=slots)
+        return Boundaries(rows, width, ends.flatten().to(torch.int32), width)
+    return _whole_rows(hints)
+
+
+# Remembered ----------------------------------------------------------------------------------
+
+_Given: TypeAlias = tuple[Tensor | None, ...]
+_MOST = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Memory:
+    """Boundaries and the tensors that they were read from, which it does not keep alive."""
+
+    sources: tuple[Any, ...]
+    versions: tuple[int, ...]
+    bounds: Boundaries
+
+    def matches(self, given: _Given) -> bool:
+        same = (
+            source is None if tensor is None else source is not None and source() is tensor
+            for source, tensor in zip(self.sources, given, strict=True)
+        )
+        return all(same) and self.versions == _versions(given)
+
+
+_memories: list[_Memory] = []
+
+
+def _versions(given: _Given) -> tuple[int, ...]:
+    """How often each tensor was changed in place."""
+    return tuple(0 if t is None or t.is_inference() else t._version for t in given)
+
+
+def _recall(given: _Given, rows: int, width: int) -> Boundaries | None:
+    for memory in tuple(_memories):
+        if (memory.bounds.rows, memory.bounds.width) == (rows, width) and memory.matches(given):
+            return memory.bounds
+    return None
+
+
+def _remember(given: _Given, bounds: Boundaries) -> None:
+    if all(tensor is None for tensor in given):
+        return
+    sources = tuple(None if tensor is None else weakref.ref(tensor) for tensor in given)
+    alive = [m for m in _memories if all(s is None or s() is not None for s in m.sources)]
+    _memories[:] = [*alive[1 - _MOST :], _Memory(sources, _versions(given), bounds)]
+
 
 NAME = "evenstep"
 
@@ -174,5 +573,3 @@ def _refuse_lengths(
 
 
 register_attention()
-
-__all__ = ["register_attention", "use_attention"]

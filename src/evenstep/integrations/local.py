@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.recipe import World
-from evenstep.errors import ConfigError
-from evenstep.integrations.gathered import Gathered, check_job, no_method
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.batch import RaggedTensor
+from evenstep.train.rollouts.arrays import over
 from evenstep.train.rollouts.rollout_batch import RolloutBatch
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 
@@ -91,3 +98,106 @@ class LocalDispatcher:
                 error.add_note(f"in {method} of rank {rank}")
                 raise
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """The results of a dispatched method, one for each rank.
+
+    `tokens` and `sequences` put results per row into the order, width and padding of the batch. A
+    worker returns them for `plan.rows_of(rank)`, in that order. Every row is needed once.
+
+    >>> ids = torch.tensor([[5, 6, 0], [7, 0, 0]])
+    >>> batch = RolloutBatch({"input_ids": ids}, lengths=[2, 1], padding_side="right")
+    >>> from evenstep import Packed, Recipe, Topology
+    >>> plan = batch.plan(Recipe(layout=Packed(max_tokens=3), topology=Topology(dp=1)))
+    >>> Gathered(plan, batch, ([torch.tensor([1, 2]), torch.tensor([3])],)).tokens().tolist()
+    [[1, 2, 0], [3, 0, 0]]
+    """
+
+    plan: RolloutPlan
+    batch: RolloutBatch
+    by_rank: tuple[Any, ...]
+    """What each worker returned, in order of ranks."""
+
+    def tokens(self, *, pad: float = 0.0) -> Tensor:
+        """(rows, width, ...), from a value per token of each row; padding gets `pad`.
+
+        A worker returns one tensor per row, as `compute_log_probs(model, step)` does, or a single
+        tensor with the tokens of its rows end to end, which is faster to send.
+        """
+        rows = self._rows()
+        parts = [self._end_to_end(rank, own) for rank, own in enumerate(rows)]
+        lengths = np.concatenate([lengths for _, lengths in parts])
+        ragged = RaggedTensor(
+            _joined([values for values, _ in parts]), torch.from_numpy(offsets_of(lengths))
+        )
+        return self.batch.restore_tokens(ragged, np.concatenate(rows), pad=pad)
+
+    def sequences(self, *, pad: float = 0.0) -> Tensor:
+        """(rows, ...), from a value per row; empty rows get `pad`."""
+        rows = self._rows()
+        found = []
+        for rank, (values, own) in enumerate(zip(self.by_rank, rows, strict=True)):
+            _check_count(rank, len(values), len(own), "rows")
+            found.append(_tensor(values))
+        return self.batch.restore_sequences(_joined(found), np.concatenate(rows), pad=pad)
+
+    def _rows(self) -> list[IntArray]:
+        """The rows of each rank; no row may be on two of them."""
+        rows = [self.plan.rows_of(rank) for rank in range(self.plan.num_ranks)]
+        numbers, times = np.unique(np.concatenate(rows), return_counts=True)
+        if (times > 1).any():
+            raise InputError(
+                f"row {numbers[times > 1][0]} runs on several ranks, so it has several results. "
+                f"Plan one epoch, and do not split rows."
+            )
+        return rows
+
+    def _end_to_end(self, rank: int, rows: IntArray) -> tuple[Tensor, IntArray]:
+        """The values of a rank's tokens in one tensor, and the number of each row."""
+        values = self.by_rank[rank]
+        if isinstance(values, (Tensor, np.ndarray)):
+            lengths = np.maximum(self.plan.lengths[rows], 1)  # an empty row runs as one token
+            _check_count(rank, len(values), int(lengths.sum()), "tokens")
+            return _tensor(values), lengths
+        _check_count(rank, len(values), len(rows), "rows")
+        return _joined([_tensor(v) for v in values]), np.array([len(v) for v in values], np.int64)
+
+
+def check_job(plan: RolloutPlan, batch: RolloutBatch, size: int) -> None:
+    """Raise if `size` workers cannot run this plan of this batch."""
+    if plan.num_ranks != size:
+        raise ConfigError(
+            f"the plan is for {plan.num_ranks} ranks, but there are {size} workers. Plan with "
+            f"topology=Topology(dp={size})."
+        )
+    if len(batch) != batch.num_rows:
+        raise InputError(
+            f"this batch holds {len(batch)} of {batch.num_rows} rows. Dispatch the whole batch; "
+            f"each worker runs its rows of it."
+        )
+    plan.check(batch)
+
+
+def no_method(rank: int, worker: Any, method: str) -> ConfigError:
+    """The error for a worker without this method."""
+    return ConfigError(f"worker {rank} has no method {method!r}. It is a {type(worker).__name__}.")
+
+
+def _tensor(values: Any) -> Tensor:
+    return over(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """End to end; ranks without rows do not decide the dtype."""
+    full = [part for part in parts if len(part)]
+    return torch.cat(full) if full else torch.zeros(0)
+
+
+def _check_count(rank: int, found: int, expected: int, what: str) -> None:
+    if found != expected:
+        raise InputError(
+            f"rank {rank} returned {found} values for {expected} {what}. Return one for each, in "
+            f"the order of plan.rows_of({rank})."
+        )

@@ -1,15 +1,14 @@
 """Plan -> **Batch** -> model -> results in the caller's order. Everything here needs torch.
 
-collate              samples of one micro-batch -> Batch: tokens, labels, positions, boundaries
-continuation         what follows a segment of a split sample, so that no label is lost
-attention_backends   attention within segments, with one meaning on every backend
-masks                the same as masks for other attention functions
-context_parallel     a Batch -> one BatchShard per context-parallel rank
-sequence_parallel    the same for sequence-parallel ranks
-per_sequence         a function of one sequence, run on all sequences of a batch
-losses, metrics      such functions
-outputs              the tensor that such a function reads from a model's outputs
-restore              results of micro-batches -> the caller's order
+batch              Batch, the tensors of one micro-batch; View, its slots as losses read them
+collate            samples of one micro-batch -> Batch: tokens, labels, positions, boundaries
+segment_attention  attention within segments, with one meaning on every backend, and its masks
+varlen             the operator of variable-length attention
+parallel           a Batch -> one BatchShard per context- or sequence-parallel rank
+losses             a function of one sequence, run on all sequences of a batch; losses and metrics
+preference         losses of a chosen and a rejected sequence
+head               scores of labels that losses are made of
+restore            results of micro-batches -> the caller's order
 """
 
 from typing import TYPE_CHECKING
@@ -17,30 +16,29 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
-    from evenstep.tensors.attention_backends import attention
-    from evenstep.tensors.batch import Batch
-    from evenstep.tensors.batch_shard import BatchShard
+    from evenstep.tensors.batch import Batch, BatchShard, Extra, RaggedTensor, View
     from evenstep.tensors.collate import Collator
-    from evenstep.tensors.context_parallel import join_context, shard_context
-    from evenstep.tensors.extras import Extra, RaggedTensor
+    from evenstep.tensors.head import Head, label_log_probs
     from evenstep.tensors.losses import (
-        Head,
+        Metric,
+        PerSequence,
+        Sums,
         count_experts,
         cross_entropy,
         distillation,
-        dpo,
-        label_log_probs,
         load_balancing,
         policy_gradient,
-        reward_model,
         value_loss,
     )
-    from evenstep.tensors.masks import block_mask, sdpa_mask
-    from evenstep.tensors.metrics import Metric
-    from evenstep.tensors.per_sequence import PerSequence, Sums
+    from evenstep.tensors.parallel import (
+        join_context,
+        join_sequence,
+        shard_context,
+        shard_sequence,
+    )
+    from evenstep.tensors.preference import dpo, reward_model
     from evenstep.tensors.restore import restore_ragged, restore_sequences, restore_tokens
-    from evenstep.tensors.sequence_parallel import join_sequence, shard_sequence
-    from evenstep.tensors.view import View
+    from evenstep.tensors.segment_attention import attention, block_mask, sdpa_mask
 
 __all__ = [
     "Batch",
@@ -78,30 +76,24 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
-            "attention_backends": ["attention"],
-            "batch": ["Batch"],
-            "batch_shard": ["BatchShard"],
+            "batch": ["Batch", "BatchShard", "Extra", "RaggedTensor", "View"],
             "collate": ["Collator"],
-            "context_parallel": ["join_context", "shard_context"],
-            "extras": ["Extra", "RaggedTensor"],
+            "head": ["Head", "label_log_probs"],
             "losses": [
-                "Head",
+                "Metric",
+                "PerSequence",
+                "Sums",
                 "count_experts",
                 "cross_entropy",
                 "distillation",
-                "dpo",
-                "label_log_probs",
                 "load_balancing",
                 "policy_gradient",
-                "reward_model",
                 "value_loss",
             ],
-            "masks": ["block_mask", "sdpa_mask"],
-            "metrics": ["Metric"],
-            "per_sequence": ["PerSequence", "Sums"],
+            "parallel": ["join_context", "join_sequence", "shard_context", "shard_sequence"],
+            "preference": ["dpo", "reward_model"],
             "restore": ["restore_ragged", "restore_sequences", "restore_tokens"],
-            "sequence_parallel": ["join_sequence", "shard_sequence"],
-            "view": ["View"],
+            "segment_attention": ["attention", "block_mask", "sdpa_mask"],
         },
         extra="torch",
     )

@@ -1,17 +1,220 @@
-"""Batch: one micro-batch as tensors."""
+"""Batch: one micro-batch as tensors, and where its segments lie.
+
+A *tile* is a run of consecutive slots of one row: a segment with its alignment padding, or the
+tail padding of the row. Tiles cover every slot exactly once.
+
+    a a a . | b b . . | . . . .      lengths 3 and 2, alignment 4, width 12: three tiles
+    0         4         8       12   cu_seqlens
+    0 1 2 3   0 1 2 3   0 1 2 3      places
+
+Two numbers of a slot are equal today and mean different things: its *place* in the tile, which says
+what padding is and which token follows, and `position_ids`, which the model sees. So are the
+boundaries of queries and of keys, see `Boundaries`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.slots import Slots
 
 IGNORE_INDEX = -100
+
+Alignment: TypeAlias = Literal["token", "sequence", "ragged"]
+# label: token-aligned, shifted to the slot that predicts the token, as labels are
+Aligned: TypeAlias = Alignment | Literal["label"]
+Sharding: TypeAlias = Literal["context", "sequence"]
+"""How a batch was sharded: by `shard_context` (zigzag) or `shard_sequence` (contiguous runs)."""
+
+PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
+PER_TILE = (
+    "cu_seqlens",
+    "seqlens",
+    "sample_ids",
+    "starts",
+    "loss_tokens",
+    "max_seqlen",
+    "continuation",
+)
+
+
+class _Movable:
+    """Base of dataclasses of tensors that are copied together."""
+
+    __slots__ = ()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Copy to a device; `non_blocking` needs pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory; `DataLoader(pin_memory=True)` calls this."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value)
+            if isinstance(value, _Movable):
+                return value._map(change)
+            if isinstance(value, Mapping):
+                return {name: changed(each) for name, each in value.items()}
+            return value
+
+        values = {f.name: changed(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **values)  # type: ignore[type-var]
+
+
+# Values that travel with the tokens ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extra:
+    """Declares a key of samples that a `Collator` adds to `Batch.extras`.
+
+    token     one entry per token (advantages, old log-probs), laid out like the tokens
+    sequence  one entry per sample (rewards, class labels), one per segment of the batch
+    ragged    any number of entries (image patches), concatenated, with offsets
+
+    >>> from evenstep.tensors import Collator
+    >>> collate = Collator(extras={"reward": Extra(aligned="sequence")})
+    """
+
+    aligned: Alignment
+    dtype: torch.dtype = torch.float32
+    pad: float = 0.0
+    shape: tuple[int, ...] = ()
+    """Shape of one entry: () for a number, (8,) for a vector of eight."""
+
+    def __post_init__(self) -> None:
+        if self.aligned not in ("token", "sequence", "ragged"):
+            raise ConfigError(
+                f"unknown alignment {self.aligned!r}; expected one of: token, sequence, ragged."
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedTensor(_Movable):
+    """Concatenated entries of all segments; segment i has `values[offsets[i]:offsets[i + 1]]`.
+
+    >>> ragged = RaggedTensor(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 3]))
+    >>> ragged.values[ragged.offsets[0] : ragged.offsets[1]].tolist()
+    [7, 8]
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continuation(_Movable):
+    """Per tile, the tokens that follow it where overflow='split' split its sample, with extras.
+
+    sample a b c d e split at 3 -> segments [a b c] [d e]; d continues the first one
+
+    The last slot of [a b c] predicts d. So the loss tokens of a sample, and every denominator, do
+    not depend on where it was split.
+    """
+
+    counts: Tensor  # (tiles) int64: number of tokens held, 0 where the sample ends here
+    values: Mapping[str, Tensor]  # (tiles, lookahead, ...) of tokens, targets and extras, by name
+
+    @property
+    def lookahead(self) -> int:
+        """The most tokens held per tile."""
+        return int(self.values["targets"].shape[1])
+
+    def fill(self, ahead: Tensor, name: str, tiles: Tensor, index: Tensor) -> Tensor:
+        """`ahead` (n, ...) with each slot set to the value `index` tokens after its tile.
+
+        Slots with a negative index, or one past the end of the sample, keep their value.
+        """
+        at = index.clamp(0, self.lookahead - 1)
+        known = (index >= 0) & (index < self.counts[tiles])
+        return torch.where(
+            known.view(-1, *(1,) * (ahead.ndim - 1)), self.values[name][tiles, at], ahead
+        )
+
+
+# Batches ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Slots(_Movable):
+    """Base of `Batch` and `BatchShard`: tensors per slot and tensors per tile.
+
+    A shard holds some slots of each row but describes the tiles of the whole batch: positions,
+    tile numbers and lengths refer to the whole batch in both classes. Methods that need the next
+    slot are in `Batch`.
+    """
+
+    tokens: Tensor  # (rows, width) int64
+    targets: Tensor  # (rows, width) int64: prediction targets, not shifted
+    labels: Tensor  # (rows, width) int64
+    position_ids: Tensor  # (rows, width) int64: the positions that the model sees
+    segment_ids: Tensor  # (rows, width) int64: the tile of each slot
+    loss_weights: Tensor  # (rows, width) float32
+    cu_seqlens: Tensor  # (tiles + 1) int32
+    seqlens: Tensor  # (tiles) int64
+    sample_ids: Tensor  # (tiles) int64
+    starts: Tensor  # (tiles) int64
+    loss_tokens: Tensor  # (tiles) int64: loss tokens of the tile's whole sample, 0 for a tail
+    max_seqlen: int
+    continuation: Continuation | None = None
+    extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
+    aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, empty ones included. A shard has as many as its batch."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Slots per row; in a shard, those that it holds."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.tokens.device
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the whole batch holds no real token."""
+        return bool((self.sample_ids < 0).all())
+
+    @property
+    def slot_ids(self) -> Tensor:
+        """(rows, width) int64: the number of each slot in the whole batch, row by row."""
+        slots = torch.arange(self.rows * self.width, device=self.device)
+        return slots.view(self.rows, self.width)
+
+    @property
+    def tokens_left(self) -> Tensor:
+        """(rows, width) int64: tokens from each slot to the end of its segment; padding: 0 or less.
+
+        a a a . | b b      3 2 1 0 | 2 1
+        """
+        ends = self.cu_seqlens[:-1] + self.seqlens  # the slot after the last token of each tile
+        return ends[self.segment_ids] - self.slot_ids
+
+    @property
+    def places(self) -> Tensor:
+        """(rows, width) int64: the place of each slot in its tile, from 0."""
+        return self.slot_ids - self.cu_seqlens[self.segment_ids]
+
+    @property
+    def token_mask(self) -> Tensor:
+        """(rows, width) bool: True for real tokens, False for padding."""
+        return self.tokens_left > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -39,9 +242,9 @@ class Batch(Slots):
     def __repr__(self) -> str:
         """Sizes, fill and device in one line; for meta tensors, the shape only."""
 
-        def held() -> str:
-            real = self.seqlens[self.sample_ids >= 0]
-            segments, tokens = len(real), int(real.sum())
+        def contents() -> str:
+            lengths = self.seqlens[self.sample_ids >= 0]
+            segments, tokens = len(lengths), int(lengths.sum())
             if not segments:
                 return "empty"
             parts = (counted(segments, "segment"), counted(tokens, "token"))
@@ -49,7 +252,7 @@ class Batch(Slots):
 
         parts = (
             attempt(lambda: f"{counted(self.rows, 'row')} of {counted(self.width, 'slot')}"),
-            attempt(held),
+            attempt(contents),
             attempt(lambda: str(self.device)),
             f"extras {', '.join(self.extras)}" if self.extras else "",
         )
@@ -75,32 +278,31 @@ class Batch(Slots):
         (rows, width, ...) tensor. By name, values continue in the next segment of a split sample.
         A tensor has no such continuation and ends with each segment.
         """
-        given = self.column(values, distance) if isinstance(values, str) else values
-        flat = given.reshape(-1, *given.shape[2:])
+        column = self.column(values, distance) if isinstance(values, str) else values
+        flat = column.reshape(-1, *column.shape[2:])
         ahead = torch.full_like(flat, fill)
         end = len(flat) - distance
         if end > 0:
             ahead[:end] = flat[distance:]
-        tiles, positions = self.segment_ids.reshape(-1), self.position_ids.reshape(-1)
-        left = self.seqlens[tiles] - positions  # tokens from here to the end of the segment
+        left = self.tokens_left.view(-1)
         none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
         ahead = ahead.masked_fill_(none, fill)
         if self.continuation is not None and isinstance(values, str):
             index = torch.where(left > 0, distance - left, -1)  # padding has no continuation
-            ahead = self.continuation.fill(ahead, values, tiles, index)
-        return ahead.view_as(given)
+            ahead = self.continuation.fill(ahead, values, self.segment_ids.reshape(-1), index)
+        return ahead.view_as(column)
 
     def column(self, name: str, distance: int = 1) -> Tensor:
         """The tokens, targets or token-aligned extra of that name, (rows, width, ...).
 
         Raises if values `distance` tokens ahead need more of a split sample than the batch holds.
         """
-        named = {"tokens": self.tokens, "targets": self.targets}
-        named |= {key: self.extras[key] for key, way in self.aligned.items() if way == "token"}
-        if name not in named:
+        columns = {"tokens": self.tokens, "targets": self.targets}
+        columns |= {key: self.extras[key] for key, way in self.aligned.items() if way == "token"}
+        if name not in columns:
             raise ConfigError(
                 f"the extra {name!r} is aligned to {self.aligned.get(name)!r} and cannot be "
-                f"shifted; expected one of the token-aligned columns {sorted(named)}."
+                f"shifted; expected one of the token-aligned columns {sorted(columns)}."
             )
         if self.continuation is not None and name not in self.continuation.values:
             raise InputError(
@@ -114,7 +316,7 @@ class Batch(Slots):
                 f"than the {self.continuation.lookahead} tokens collated after the split. Set "
                 f"Collator(lookahead={distance})."
             )
-        return named[name]
+        return columns[name]
 
     def at_labels(self, *names: str) -> Batch:
         """The batch with these token-aligned extras shifted to the slots that predict their tokens.
@@ -135,4 +337,329 @@ class Batch(Slots):
         the first token of the next. For a split sample this also drops the first label of every
         later segment, so the model has fewer labels than `loss_tokens`. `labels` has them all.
         """
-        return self.labels_at(0).masked_fill(self.position_ids == 0, IGNORE_INDEX)
+        return self.labels_at(0).masked_fill(self.places == 0, IGNORE_INDEX)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BatchShard(Slots):
+    """One rank's slots of a batch, rows × width / size, with the tiles of the whole batch.
+
+    Labels are shifted before sharding, so they are correct at shard boundaries. Positions count
+    from the start of the whole tile. `cu_seqlens` (with alignment) and `real_cu_seqlens` (without)
+    describe the whole batch, as attention over gathered keys needs them; `local_cu_seqlens` and
+    `local_seqlens` describe this shard. A shard is not a `Batch`: the token after a slot may be on
+    another rank.
+
+        shard = shard_context(batch, rank, size)
+        logits = model(shard)  # (rows, width / size, vocabulary)
+    """
+
+    slot_ids: Tensor = field()  # (rows, width / size) int64: slot numbers in the whole batch
+    rank: int
+    size: int
+    sharding: Sharding
+    """Which slots the ranks hold. Pass it to `restore_tokens` with the results of all ranks."""
+
+    @property
+    def real_cu_seqlens(self) -> Tensor:
+        """(tiles + 1) int32: boundaries of the real tokens of the whole batch, without padding."""
+        return _offsets(self.seqlens, torch.int32)
+
+    @property
+    def local_cu_seqlens(self) -> Tensor:
+        """(tiles + 1) int32: where each tile begins in this shard; it may have no slots here."""
+        # Slots are in order: tiles [0 0 1 1 2] begin at [0, 2, 4] and end at 5.
+        tiles = torch.arange(len(self.seqlens) + 1, device=self.device)
+        return torch.searchsorted(self.segment_ids.reshape(-1), tiles).to(torch.int32)
+
+    @property
+    def local_seqlens(self) -> Tensor:
+        """(tiles) int64: real tokens of each tile in this shard; they precede its padding."""
+        real = _offsets(self.token_mask.reshape(-1), torch.int64)
+        return real[self.local_cu_seqlens.long()].diff()
+
+    def take(self, values: Tensor) -> Tensor:
+        """This rank's slots of a (rows, width, ...) tensor of the whole batch.
+
+        Example: `shard.take(batch.labels_at(2))` gives the labels two tokens ahead.
+        """
+        return take_slots(values, self.slot_ids)
+
+
+def take_slots(values: Any, slot_ids: Tensor) -> Tensor:
+    """These slots, (rows, n), of a (rows, width, ...) tensor -> (rows, n, ...)."""
+    taken = values.flatten(0, 1).index_select(0, slot_ids.reshape(-1))
+    return taken.view(*slot_ids.shape, *values.shape[2:])
+
+
+def _offsets(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """counts [3, 0, 2] -> [0, 3, 3, 5]"""
+    offsets = torch.zeros(len(counts) + 1, dtype=dtype, device=counts.device)
+    offsets[1:] = counts.cumsum(0)
+    return offsets
+
+
+# Where segments lie, for attention -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Boundaries:
+    """Rows × width slots, numbered row by row and divided into tiles that never cross rows.
+
+    The queries of tile i attend to the keys of tile i of `keys`, aligned at their ends. These are
+    the same boundaries, unless `seen` says that segments see others in front of themselves:
+
+        queries  a b | c d      tiles of 2 and 2: the second segment also sees the first
+        seen     a b | a b c d  tiles of 2 and 4
+
+    What attention kernels derive from the boundaries is computed once and kept here, because all
+    layers of a model use the same.
+
+    >>> bounds = Boundaries(1, 5, torch.tensor([0, 3, 5], dtype=torch.int32), 3)
+    >>> bounds.segment_ids.tolist(), bounds.lengths
+    ([[0, 0, 0, 1, 1]], [3, 2])
+    """
+
+    rows: int
+    width: int
+    cu_seqlens: Tensor  # (tiles + 1) int32, from 0 to rows × width
+    max_seqlen: int  # the longest tile, or more
+    real: Tensor | None = None  # (tiles) bool: False for padding. None if there is no padding
+    seen: Boundaries | None = None  # of the keys; None if each segment sees itself alone
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: Batch) -> Boundaries:
+        """The boundaries of a batch; the same object for the same batch."""
+        compiling = torch.compiler.is_compiling()
+        bounds = None if compiling else _boundaries.get(batch)
+        if bounds is None:
+            real, kept = batch.sample_ids >= 0, {"segment_ids": batch.segment_ids}
+            bounds = cls(
+                batch.rows, batch.width, batch.cu_seqlens, batch.max_seqlen, real, kept=kept
+            )
+            if not compiling:
+                _boundaries[batch] = bounds
+        return bounds
+
+    @property
+    def keys(self) -> Boundaries:
+        """The boundaries of the keys: tile i of the queries sees tile i of these."""
+        return self if self.seen is None else self.seen
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.cu_seqlens.device
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles, empty ones included."""
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """(rows, width) int64: the tile of each slot."""
+        if "segment_ids" not in self.kept:
+            slots = torch.arange(self.rows * self.width, device=self.device, dtype=torch.int32)
+            tiles = torch.bucketize(slots, self.cu_seqlens[1:], right=True)
+            self.kept["segment_ids"] = tiles.view(self.rows, self.width)
+        ids: Tensor = self.kept["segment_ids"]
+        return ids
+
+    @property
+    def lengths(self) -> list[int]:
+        """Slots per tile, on the host. Waits for the device."""
+        if "lengths" not in self.kept:
+            self.kept["lengths"] = self.cu_seqlens.diff().tolist()
+        lengths: list[int] = self.kept["lengths"]
+        return lengths
+
+    @property
+    def one_per_row(self) -> bool:
+        """Whether every segment begins a row, so that only padding follows it there."""
+        if "one_per_row" not in self.kept:
+            begins = self.cu_seqlens[:-1]
+            begins = begins if self.real is None else begins[self.real]
+            self.kept["one_per_row"] = bool((begins % self.width == 0).all())
+        return bool(self.kept["one_per_row"])
+
+
+_boundaries: weakref.WeakKeyDictionary[Batch, Boundaries] = weakref.WeakKeyDictionary()
+
+
+# What losses read ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """One segment, or all slots of a batch or shard, with the same interface.
+
+    A view of one segment holds its real tokens only. A view of all slots includes padding, where
+    labels are -100 and weights 0. `segment_ids` starts at 0 in both: sum per sequence with
+    `sum_by_segment`, and expand values per sequence to slots with `values[segment_ids]`.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> [view.tokens.tolist() for view in View.of_segments(batch)]
+    [[1, 2], [3]]
+    """
+
+    source: Batch | BatchShard
+    slots: slice
+    tile: int | None  # None for all slots
+
+    @classmethod
+    def of_all(cls, source: Batch | BatchShard) -> View:
+        """A view of all slots, row by row."""
+        return cls(source, slice(0, source.rows * source.width), None)
+
+    @classmethod
+    def of_segments(cls, batch: Batch) -> list[View]:
+        """One view per segment, in the order of the batch."""
+        # One transfer from the device for all segments.
+        begin, length = batch.cu_seqlens[:-1].tolist(), batch.seqlens.tolist()
+        real = (batch.sample_ids >= 0).nonzero().flatten().tolist()
+        return [cls(batch, slice(begin[p], begin[p] + length[p]), p) for p in real]
+
+    @property
+    def tokens(self) -> Tensor:
+        """(n) int64."""
+        return self.flat(self.source.tokens)
+
+    @property
+    def labels(self) -> Tensor:
+        """(n) int64, shifted: the next token, -100 where it is not in the loss."""
+        return self.flat(self.source.labels)
+
+    @property
+    def loss_weights(self) -> Tensor:
+        """(n) float32."""
+        return self.flat(self.source.loss_weights)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(n) int64."""
+        return self.flat(self.source.position_ids)
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """(n) int64: the segment of each slot, starting at 0."""
+        ids = self.flat(self.source.segment_ids)
+        return ids if self.tile is None else torch.zeros_like(ids)
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """(n) int64: the sample of each slot, -1 for padding."""
+        ids = self.flat(self.source.segment_ids)
+        real = self.flat(self.source.token_mask)
+        return torch.where(real, self.source.sample_ids[ids], -1)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """The slots of this view of a (rows, width, ...) tensor, as (n, ...)."""
+        return values.flatten(0, 1)[self.slots]
+
+    def extra(self, name: str) -> Tensor:
+        """(n, ...): an extra per slot; a sequence-aligned one is repeated along its sequence."""
+        aligned, value = self._declared(name)
+        if aligned == "ragged":
+            raise ConfigError(
+                f"the extra {name!r} is ragged and has no entry per slot. Read it with "
+                f"view.ragged({name!r}), or declare it token- or sequence-aligned."
+            )
+        if aligned in ("token", "label"):
+            return self.flat(value)
+        if len(value) == 0:
+            return value.new_zeros((self.tokens.numel(), *value.shape[1:]))
+        # tiles [a, tail, b] -> segments [0, 0, 1]; the entry of a tail has no weight
+        segment = (self.source.sample_ids >= 0).cumsum(0).sub_(1).clamp_(min=0)
+        return value[segment[self.flat(self.source.segment_ids)]]
+
+    def ahead(self, name: str) -> Tensor:
+        """(n, ...): an extra aligned to labels: slot i holds the value of token i + 1.
+
+        Old log-probs and advantages are given per token, while the log-prob of a label is computed
+        one slot before its token. Sequence-aligned extras are returned as by `extra`.
+        """
+        if self._declared(name)[0] != "token":
+            return self.extra(name)
+        if isinstance(self.source, BatchShard):
+            raise InputError(
+                f"the extra {name!r} must be shifted by one token, but in a batch shard the next "
+                f"token may be on another rank. Shard batch.at_labels({name!r}) instead of batch."
+            )
+        if self.tile is None:
+            return self.flat(self.source.ahead(name))
+        column = self.flat(self.source.column(name))
+        after, following = self.source.continuation, torch.zeros_like(column[:1])
+        if after is not None:
+            value = after.values[name][self.tile, :1]
+            following = torch.where(after.counts[self.tile] > 0, value, following)
+        return torch.cat((column[1:], following))
+
+    def by_segment(self, name: str) -> Tensor:
+        """A sequence-aligned extra, one entry per segment; in a view of all slots, per tile.
+
+        Tiles of padding have 0. Entries are in the order of `sum_by_segment`.
+        """
+        aligned, value = self._declared(name)
+        if aligned != "sequence":
+            raise ConfigError(
+                f"the extra {name!r} is {aligned}-aligned, but one value per sequence is needed. "
+                f"Declare it with Extra(aligned='sequence')."
+            )
+        real = self.source.sample_ids >= 0
+        # tiles [a, tail, b] -> entries [0, -, 1]
+        by_tile = value.new_zeros((len(real), *value.shape[1:]))
+        by_tile[real] = value
+        return by_tile if self.tile is None else by_tile[self.tile : self.tile + 1]
+
+    def check_whole_samples(self) -> None:
+        """Raise if the batch holds a part of a split sample."""
+        split = (self.source.starts > 0) & (self.source.sample_ids >= 0)
+        if self.source.continuation is not None:
+            split = split | (self.source.continuation.counts > 0)
+        if bool(split.any()):
+            raise InputError(
+                f"sample {int(self.source.sample_ids[split][0])} was split, but this loss is of "
+                f"whole sequences. Set overflow to 'truncate' or 'drop', or raise max_tokens."
+            )
+
+    def ragged(self, name: str) -> RaggedTensor:
+        """A ragged extra of the segments in this view."""
+        aligned, value = self._declared(name)
+        if aligned != "ragged":
+            raise ConfigError(
+                f"the extra {name!r} is {aligned}-aligned, not ragged. Read it with "
+                f"view.extra({name!r})."
+            )
+        if self.tile is None:
+            return RaggedTensor(value.values, value.offsets)
+        if self.source.sample_ids[self.tile] < 0:  # padding has no entries
+            return RaggedTensor(value.values[:0], value.offsets.new_zeros(2))
+        segment = int((self.source.sample_ids[: self.tile] >= 0).sum())
+        begin, end = value.offsets[segment : segment + 2].tolist()
+        offsets = value.offsets.new_tensor([0, end - begin])
+        return RaggedTensor(value.values[begin:end], offsets)
+
+    def sum_by_segment(self, values: Tensor) -> Tensor:
+        """(n, ...) values -> sums per segment; in a view of all slots, per tile."""
+        if isinstance(self.source, BatchShard):
+            raise InputError(
+                "sum_by_segment needs whole sequences, but this view is of a batch shard. Join the "
+                "outputs of all ranks first, or use a function of single tokens."
+            )
+        count = 1 if self.tile is not None else len(self.source.seqlens)
+        sums = values.new_zeros((count, *values.shape[1:]))
+        return sums.index_add(0, self.segment_ids, values)
+
+    def _declared(self, name: str) -> tuple[str, Any]:
+        if name not in self.source.extras or name not in self.source.aligned:
+            raise InputError(
+                f"the batch has no extra {name!r}; it has "
+                f"{', '.join(sorted(self.source.aligned)) or 'none'}. Declare it in "
+                f"Collator(extras=...)."
+            )
+        return self.source.aligned[name], self.source.extras[name]

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import Segments, offsets_of
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import Batch, Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra, RaggedTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

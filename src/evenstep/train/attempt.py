@@ -16,9 +16,8 @@ from evenstep.core.step import Step
 from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
+from evenstep.tensors.losses import Metric
 from evenstep.train.backward import Backward
 from evenstep.train.bundle import Bundle
 from evenstep.train.framework import Framework, device_of
@@ -29,7 +28,14 @@ from evenstep.train.memory import TooLargeError, out_of_memory
 from evenstep.train.nonfinite import Suspects
 from evenstep.train.normalization import ByLoss
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.result import ANY_CAUSE, GROUPS_MOST, StepResult, Timings
+from evenstep.train.result import (
+    ANY_CAUSE,
+    GROUPS_MOST,
+    LABELS,
+    PREDICTED,
+    StepResult,
+    Timings,
+)
 from evenstep.train.step_checks import (
     TokenIds,
     check_counts,
@@ -123,15 +129,22 @@ class Attempt:
         abandon = work.items.abandon if isinstance(work.items, Feed) else lambda: None
         prefetch = Prefetch(self._prepared(), runner.prefetch, abandon, self._in_preparation)
         first = self._run(prefetch, began)
-        counts = counts_groups(self.step_loss)
-        seen = bool(runner._labelled) or "loss_tokens" in work.totals
-        bundle, numbers = self.backward.finish(
+        groups = counts_groups(self.step_loss)
+        later = self.suspects is None and not groups
+        present = (float(self.measures.labels > 0), float(self.measures.predicted > 0))
+        bundle, numbers, counts = self.backward.finish(
             [*self.bundles, self._measures()],
             work.totals,
             self.communicate,
-            later=self.suspects is None and seen and not counts,
+            later=later,
+            counts=present if later and self._labels_unknown() else (),
         )
-        if numbers is not None and counts:
+        # A rank with a loss token knows that the step has one, and does not wait for the others.
+        if len(counts) and not self.measures.labels:
+            labels, predicted = counts.tolist()
+            if predicted and not labels:
+                raise self._without_loss()
+        if numbers is not None and groups:
             most = int(numbers.metrics[GROUPS_MOST].value)
             with self.communicate:
                 check_groups_on_ranks(self.ran, most, runner.collective)
@@ -160,8 +173,6 @@ class Attempt:
         )
         if result.reduced and result.without_loss:
             raise self._without_loss()
-        if not runner._labelled and result.reduced and not result.empty:
-            runner._labelled.append(True)
         return result if self.suspects is None else self._judged(result, self.suspects)
 
     def _check_totals(self) -> None:
@@ -171,6 +182,14 @@ class Attempt:
         none = step_loss.mode == "known" and totals.get("loss_tokens") == 0 and predicted > 0
         if none and step_loss.needs_labels(step_loss.known(totals)):
             raise self._without_loss()
+
+    def _labels_unknown(self) -> bool:
+        """Whether ranks exchange no numbers that tell if the step has a loss token, and need one:
+        denominators are constants, or known without the loss tokens of the plan."""
+        totals, step_loss = self.work.totals, self.step_loss
+        if step_loss.mode != "known" or "loss_tokens" in totals or self.runner.collective.size == 1:
+            return False
+        return step_loss.needs_labels(step_loss.known(totals))
 
     def _without_loss(self) -> InputError:
         why = ANY_CAUSE
@@ -214,8 +233,11 @@ class Attempt:
         whole = micro is not None and micro.groups is not None
         split = self.runner.on_memory == "split" and not whole
         groups = check_groups_whole(batch, self.step_loss, self.groups, split)
-        if groups and micro is not None and micro.groups is not None:
-            check_groups_planned(batch, micro.segments.sample, micro.groups)
+        planned = self.work.groups
+        if micro is not None and micro.groups is not None:
+            planned = dict(zip(micro.segments.sample.tolist(), micro.groups.tolist(), strict=True))
+        if groups and planned:
+            check_groups_planned(batch, planned)
         if self.step_loss.mode == "known":
             check_labels(batch, self.work.loss_tokens)
         self.token_ids.note(batch)
@@ -225,8 +247,7 @@ class Attempt:
             batch,
             batch.seqlens[real].cpu().numpy(),
             ids,
-            int((batch.labels != IGNORE_INDEX).sum()),
-            int(batch.seqlens[real].sum() - (batch.starts[real] == 0).sum()),
+            *_counts(batch),
             born,
             moved=False,
             places=None if self.keeper is None else Places.of(batch),
@@ -279,9 +300,15 @@ class Attempt:
         first = getattr((self.runner.shard or _whole)(counted[0]), "rank", 0) == 0
         found = [self.step_loss.amounts(batch, first) for batch in counted]
         named = [{f"amount/{name}": value for name, value in each.items()} for each in found]
+        for sums, batch in zip(named, counted, strict=True):
+            labels, predicted = _counts(batch)
+            sums |= {LABELS: torch.tensor(labels), PREDICTED: torch.tensor(predicted)}
         with self.communicate:
             reduced = Bundle.merge(map(Bundle, named)).reduce(self.runner.collective)
         self.backward.step_loss = self.step_loss.counted(reduced)
+        none = float(reduced.sums[LABELS]) == 0 and float(reduced.sums[PREDICTED]) > 0
+        if none and self.step_loss.needs_labels(self.step_loss.known({})):
+            raise self._without_loss()
         self.work = replace(self.work, items=items)
 
     def _empty(self) -> Ready:
@@ -449,6 +476,13 @@ class Attempt:
 
 def _whole(batch: Batch) -> Batch:
     return batch
+
+
+def _counts(batch: Batch) -> tuple[int, int]:
+    """(labels, tokens that are not the first of their sample)."""
+    real = batch.sample_ids >= 0
+    predicted = batch.seqlens[real].sum() - (batch.starts[real] == 0).sum()
+    return int((batch.labels != IGNORE_INDEX).sum()), int(predicted)
 
 
 def _stream(device: torch.device | str | None) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.losses import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective
 from evenstep.train.framework import Framework, sum_gradients
@@ -19,6 +20,17 @@ from evenstep.train.result import SQUARE
 from evenstep.train.step_checks import check_constants, check_trainable
 from evenstep.train.step_loss import LossValues, StepLoss
 from evenstep.train.stopwatch import Stopwatch
+
+
+class Finished(NamedTuple):
+    """The numbers of a step after its last backward."""
+
+    bundle: Bundle
+    """Of this rank."""
+    numbers: LossValues | None
+    """Of all ranks; None if they are exchanged later."""
+    counts: Tensor
+    """The sums of `counts` over ranks, maybe on a device that has not computed them yet."""
 
 
 class Backward:
@@ -72,18 +84,20 @@ class Backward:
         totals: Mapping[str, float],
         communicate: Stopwatch,
         later: bool,
-    ) -> tuple[Bundle, LossValues | None]:
-        """(this rank's numbers, those of all ranks); the gradients become those of the step.
+        counts: Sequence[float] = (),
+    ) -> Finished:
+        """The gradients become those of the step; `counts` are small numbers to sum over ranks.
 
         `later` leaves the exchange of numbers to `StepResult.reduce`, if denominators were known
         before the step.
         """
+        summed = torch.tensor(counts)
         if self.separate is None:
-            self._sum_gradients(communicate)
+            summed = self._sum_gradients(communicate, counts)
             measured = [*measured, self._square()]
         bundle = Bundle.merge(measured)
         if later and self.step_loss.ahead and self.ranks.size > 1:
-            return bundle, None
+            return Finished(bundle, None, summed)
         with communicate:
             reduced = bundle.reduce(self.ranks)
         check_constants(reduced)
@@ -93,7 +107,7 @@ class Backward:
             with communicate:
                 square = self._square().reduce(self.ranks).metrics
             numbers = replace(numbers, metrics={**numbers.metrics, **square})
-        return bundle, numbers
+        return Finished(bundle, numbers, summed)
 
     def _scaled(self, objective: Tensor) -> Tensor:
         if self.scaler is None:
@@ -102,10 +116,13 @@ class Backward:
         scaled: Tensor = self.scaler.scale(objective)
         return scaled
 
-    def _sum_gradients(self, communicate: Stopwatch) -> None:
-        if self.sums:
-            with communicate:
-                sum_gradients(self.parameters, self.ranks)
+    def _sum_gradients(self, communicate: Stopwatch, counts: Sequence[float] = ()) -> Tensor:
+        """Sum gradients, unless the framework has, and `counts` over ranks."""
+        with communicate:
+            if self.sums:
+                return sum_gradients(self.parameters, self.ranks, counts)
+            summed = torch.tensor(counts)
+            return self.ranks.all_reduce_sum(summed) if counts else summed
 
     def _square(self) -> Bundle:
         """This rank's share of the squared norm of the gradient, without a scaler's scale."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import InputError
-from evenstep.tensors.metrics import Metric, merge
+from evenstep.tensors.losses import Metric, merge
 from evenstep.train.collectives import Collective
 
 _HEADER = 3  # entries per rank

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.context_parallel import join_context
-from evenstep.tensors.sequence_parallel import join_sequence
+from evenstep.tensors.batch import BatchShard
+from evenstep.tensors.parallel import join_context, join_sequence
 
 
 def context_attention(

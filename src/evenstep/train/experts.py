@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses.load_balancing import count_experts
+from evenstep.tensors.losses import count_experts
 from evenstep.train.all_tokens import AllTokens
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.normalization import Normalization, weighted

@@ -15,8 +15,8 @@ Forward: TypeAlias = Callable[[Any, Any], Any]
 # The module that registers the forward of a library. It is imported when such a model is met,
 # because `train` may not import what stands above it.
 HOMES = {
-    "transformers": "evenstep.integrations.hf_forward",
-    "peft": "evenstep.integrations.hf_forward",
+    "transformers": "evenstep.integrations.huggingface",
+    "peft": "evenstep.integrations.huggingface",
 }
 _MAKERS: dict[str, Callable[[Any], Forward]] = {}
 

@@ -8,7 +8,7 @@ fsdp    fully_shard averages them by reduce-scatter; all ranks must run the same
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -204,7 +204,9 @@ def _noticing(ddp: Any, notice: Callable[[], None]) -> Iterator[None]:
         del ddp.__dict__["_pre_forward"]
 
 
-def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
+def sum_gradients(
+    parameters: list[Tensor], collective: Collective, counts: Sequence[float] = ()
+) -> Tensor:
     """Sum gradients over ranks in place, in buckets. Missing gradients count as zeros.
 
     A parameter without a gradient on every rank stays without one, as on a single rank: with
@@ -217,15 +219,15 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
 
     Of a tensor-parallel parameter, each rank sums its shard with those of the same part on other
     data-parallel ranks.
+
+    Small `counts` travel in the first bucket too. Their sums are returned, on the device.
     """
-    if collective.size == 1:
-        return
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if not parameters:
-        return
+    if collective.size == 1 or not parameters:
+        return torch.tensor(counts)
     first = parameters[0]
     flags = [float(parameter.grad is not None) for parameter in parameters]
-    used = torch.tensor(flags, dtype=first.dtype, device=first.device)
+    used = torch.tensor([*flags, *counts], dtype=first.dtype, device=first.device)
     missing = any(parameter.grad is None for parameter in parameters)
     sparse: list[tuple[Tensor, int]] = []
     for parameter in parameters:
@@ -242,9 +244,10 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
     for parameter, dimensions in sparse:
         parameter.grad = parameter.grad.to_sparse(dimensions)
     if missing:  # others need not wait for the device
-        for parameter, count in zip(parameters, used.tolist(), strict=True):
+        for parameter, count in zip(parameters, used.tolist(), strict=False):
             if not count:
                 parameter.grad = None
+    return used[len(parameters) :]
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

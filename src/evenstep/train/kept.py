@@ -13,7 +13,7 @@ from torch import Tensor
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.errors import InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.per_sequence import Sums
+from evenstep.tensors.losses import Sums
 
 Keep: TypeAlias = Literal["samples", "tokens"]
 

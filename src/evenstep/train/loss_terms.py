@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from evenstep.errors import ConfigError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
-from evenstep.tensors.metrics import Metric
-from evenstep.tensors.per_sequence import Sums
+from evenstep.tensors.batch import Batch, BatchShard
+from evenstep.tensors.losses import Metric, Sums
 from evenstep.train.normalization import ByLoss, weighted
 
 if TYPE_CHECKING:

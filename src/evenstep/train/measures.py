@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.cost import Cost
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.losses import Metric
 from evenstep.train.result import BUSY, BUSY_MOST, FLOPS, LABELS, PREDICTED, SLOTS, TOKENS
 from evenstep.train.work import Ready
 

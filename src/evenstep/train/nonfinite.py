@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evenstep.core.ragged import IntArray
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.per_sequence import Sums
+from evenstep.tensors.losses import Sums
 from evenstep.train.collectives import Collective
 from evenstep.train.gradient_norm import square_of
 from evenstep.train.gradients import local_tensor

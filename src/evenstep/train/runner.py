@@ -15,10 +15,9 @@ from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.errors import ConfigError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.batch_shard import BatchShard
+from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.per_sequence import Sums
+from evenstep.tensors.losses import Sums
 from evenstep.train.attempt import Attempt
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.forwards import Forward, forward_of
@@ -136,8 +135,6 @@ class Runner:
     keep: Keep | None = None
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
-    _labelled: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Holds True once a step had loss tokens."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "parameters") or isinstance(self.model, type):
@@ -295,5 +292,13 @@ def _work(step: Step) -> Work:
         totals=step.totals,
         budget=step.budget,
         loss_tokens=step.loss_tokens,
+        groups=_groups_of(step),
         costs=step.costs,
     )
+
+
+def _groups_of(step: Step) -> dict[int, int]:
+    """The group of each sample of a step in its plan; {} if it has none."""
+    if step.plan is None or step.plan.groups is None or step.sample_ids is None:
+        return {}
+    return dict(zip(step.sample_ids.tolist(), step.plan.groups.tolist(), strict=True))

@@ -18,10 +18,8 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses.head import Head, Wanted
-from evenstep.tensors.losses.options import positive
-from evenstep.tensors.losses.scores import score
-from evenstep.tensors.outputs import select_output
+from evenstep.tensors.head import Head, Wanted, positive, score
+from evenstep.tensors.losses import select_output
 from evenstep.tensors.restore import restore_ragged
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.forwards import Forward, forward_of

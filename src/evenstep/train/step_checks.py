@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.ragged import IntArray
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.losses import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.collectives import Collective, Distributed
 from evenstep.train.forwards import unwrapped
@@ -84,12 +83,13 @@ def check_groups_whole(batch: Batch, step_loss: StepLoss, seen: set[int], split:
     return groups
 
 
-def check_groups_planned(batch: Batch, samples: IntArray, planned: IntArray) -> None:
+def check_groups_planned(batch: Batch, group_of: Mapping[int, int]) -> None:
     """Raise unless the extra `group` divides these samples into the groups of the plan.
 
-    `planned` is the group of each segment in the plan; ids may differ.
+    `group_of` is the group of each sample in the plan; ids may differ. A group that the plan may
+    divide between micro-batches is compared in each: if no group of the extra is in two groups of
+    the plan, and their numbers are equal, which the denominator shows, they are the same.
     """
-    group_of = dict(zip(samples.tolist(), planned.tolist(), strict=True))
     pairs = {
         (group_of[sample], group)
         for sample, group in zip(batch.sample_ids.tolist(), group_ids(batch).tolist(), strict=True)

@@ -36,7 +36,7 @@ from torch import Tensor
 from evenstep.core.text import one_of, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
-from evenstep.tensors.metrics import Metric
+from evenstep.tensors.losses import Metric
 from evenstep.train.bundle import Bundle
 from evenstep.train.gradients import SeparateGradients, rescale
 from evenstep.train.normalization import LABELLED, ByLoss, Normalization

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.batch_shard import BatchShard
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
 
 
 def whole_batch(batch: Any) -> Batch:

@@ -53,6 +53,8 @@ class Work:
     budget: int | None
     loss_tokens: Mapping[int, int] = field(default_factory=dict)
     """Loss tokens of each sample, if `totals` is computed from them."""
+    groups: Mapping[int, int] = field(default_factory=dict)
+    """The group of each sample in the plan, if it has groups."""
     empty: MicroBatch = field(default_factory=empty_micro_batch)
     """Empty micro-batch for ranks without work."""
     costs: tuple[float, ...] = ()

@@ -162,8 +162,21 @@ def _with_weights(folder: Path, chosen: dict[str, str]) -> Any:
             f"model.path: the weights in {folder} cannot be read ({_first_line(error)}). Copy "
             f"them again."
         ) from None
+    # transformers leaves out what the class ignores, and has forgotten one constant.
+    keys["unexpected_keys"] = {
+        name for name in keys["unexpected_keys"] if not _is_constant(name, model)
+    }
     _refuse_other_weights(folder, type(model).__name__, keys)
     return model
+
+
+def _is_constant(name: str, model: nn.Module) -> bool:
+    """Whether a name in a file is of no weight: the number that masked scores had in attention of
+    earlier versions, or a buffer that the model computes."""
+    if name.endswith((".attn.masked_bias", ".attention.masked_bias")):
+        return True
+    kept = model.state_dict().keys()
+    return any(name == buffer and name not in kept for buffer, _ in model.named_buffers())
 
 
 def _refuse_other_weights(folder: Path, kind: str, keys: Mapping[str, Any]) -> None:

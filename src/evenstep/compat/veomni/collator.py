@@ -15,10 +15,9 @@ from evenstep.compat.veomni.lengths import get_parallel_state
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import rounded_up
 from evenstep.errors import InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, Extra
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra
-from evenstep.tensors.sequence_parallel import shard_rows, shard_sequence
+from evenstep.tensors.parallel import shard_rows, shard_sequence
 
 _MODALITIES = ("image", "video", "audio")
 

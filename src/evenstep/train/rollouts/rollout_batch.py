@@ -16,11 +16,11 @@ from evenstep.core.recipe import Recipe, World, check_recipe
 from evenstep.core.text import counted, line, one_of, whole_number
 from evenstep.data.dataset import Lengths
 from evenstep.data.planned import PlannedStream
-from evenstep.data.source import LOSS_MASKS, check_masks_read
+from evenstep.data.source import LOSS_MASKS, check_masks_read, check_masks_spelt
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.inputs import checked_groups
+from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.extras import Extra, RaggedTensor
 from evenstep.train.rollouts.arrays import array_of, tensor_of
 from evenstep.train.rollouts.rollout_plan import RolloutPlan
 from evenstep.train.rollouts.row_results import (
@@ -105,6 +105,7 @@ class RolloutBatch:
         self.aligned: dict[str, Aligned] = {}
         self.tensors: dict[str, Tensor] = {}
         self._row_digests: IntArray | None = None
+        self._digested: int | None = None  # version of the tokens that they are of
         self._add({name: t for name, t in tensors.items() if name != _MASK}, aligned or {})
 
     def _add(self, tensors: Mapping[str, Tensor], aligned: Mapping[str, Aligned]) -> None:
@@ -114,6 +115,7 @@ class RolloutBatch:
                 f"aligned names {unknown[0]!r}, which is not among the tensors "
                 f"{', '.join(sorted(tensors))}. Remove it."
             )
+        check_masks_spelt(aligned)
         check_masks_read(
             tensors,
             aligned,
@@ -229,12 +231,15 @@ class RolloutBatch:
         """
         at = np.sort(places_of(rows, self.rows))
         index = torch.from_numpy(at)
+        digests = self._current_digests()
+        tensors = {name: t.index_select(0, index) for name, t in self.tensors.items()}
         return self._copy(
-            tensors={name: t.index_select(0, index) for name, t in self.tensors.items()},
+            tensors=tensors,
             spans=self.spans.take(at),
             rows=frozen(self.rows[at]),
             groups=None if self.groups is None else frozen(self.groups[at]),
-            _row_digests=None if self._row_digests is None else frozen(self._row_digests[at]),
+            _row_digests=None if digests is None else frozen(digests[at]),
+            _digested=_version(tensors["input_ids"]),
         )
 
     def _copy(self, **changed: Any) -> RolloutBatch:
@@ -244,11 +249,13 @@ class RolloutBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors as arrays: pickle protocol 5 does not copy them, so readers can share memory."""
-        return vars(self) | {"tensors": {name: array_of(t) for name, t in self.tensors.items()}}
+        arrays = {name: array_of(tensor) for name, tensor in self.tensors.items()}
+        return vars(self) | {"tensors": arrays, "_row_digests": self._current_digests()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.tensors = {name: tensor_of(held) for name, held in state["tensors"].items()}
+        self._digested = _version(self.tensors["input_ids"])
 
     def collator(self, *, pad_token: int = 0) -> Collator:
         """A collator that knows the tensors of this batch, for `Runner(collate=...)`."""
@@ -317,16 +324,24 @@ class RolloutBatch:
 
     @property
     def row_digests(self) -> IntArray:
-        """64 bits of each row's tokens. Computed once, and taken along by copies of the rows."""
-        if self._row_digests is None:
+        """64 bits of each row's tokens. Computed once and taken along by copies of the rows, and
+        computed again if torch has changed the tokens in place."""
+        digests = self._current_digests()
+        if digests is None:
             ids = np.ascontiguousarray(self.tensors["input_ids"].numpy(), np.int64)
             starts, ends = self.spans.starts, self.spans.starts + self.spans.lengths
-            digests = b"".join(
+            joined = b"".join(
                 hashlib.blake2b(row[start:end], digest_size=8).digest()
                 for row, start, end in zip(ids, starts.tolist(), ends.tolist(), strict=True)
             )
-            self._row_digests = np.frombuffer(digests, np.int64)
-        return self._row_digests
+            digests = self._row_digests = np.frombuffer(joined, np.int64)
+            self._digested = _version(self.tensors["input_ids"])
+        return digests
+
+    def _current_digests(self) -> IntArray | None:
+        """Those of the tokens as they are now, if they were computed."""
+        current = self._digested == _version(self.tensors["input_ids"])
+        return self._row_digests if current else None
 
     # Results -------------------------------------------------------------------------------------
 
@@ -383,6 +398,12 @@ def _shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
             f"attention_mask has shape {tuple(tensors[_MASK].shape)}, but input_ids has {shape}."
         )
     return shape[0], shape[1]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often torch has changed the tensor in place; None if it was made in inference mode, where
+    this is not counted."""
+    return None if tensor.is_inference() else int(tensor._version)
 
 
 def _cut(row: Tensor, start: int, length: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.errors import InputError
-from evenstep.tensors.extras import RaggedTensor
+from evenstep.tensors.batch import RaggedTensor
 from evenstep.train.rollouts.spans import Spans
 
 

@@ -1,8 +1,9 @@
-"""dpo: DPO and other losses of a chosen and a rejected sequence."""
+"""Preference: losses of a chosen and a rejected sequence (DPO and others, reward models)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,14 +12,70 @@ from torch.nn.functional import logsigmoid
 
 from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX
-from evenstep.tensors.losses.head import Head
-from evenstep.tensors.losses.options import at_least, positive, share
-from evenstep.tensors.losses.pairs import Pairs
-from evenstep.tensors.losses.scores import label_log_probs
-from evenstep.tensors.metrics import Metric
-from evenstep.tensors.per_sequence import Outcome, PerSequence
-from evenstep.tensors.view import View
+from evenstep.tensors.batch import IGNORE_INDEX, BatchShard, View
+from evenstep.tensors.head import Head, at_least, label_log_probs, positive, share
+from evenstep.tensors.losses import Metric, Outcome, PerSequence, scalars
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """The pairs of a batch, by tile.
+
+    Sequence-aligned extras say which sequences form a pair: `group` is equal for both (int64), and
+    `chosen` is 1 for one and 0 for the other.
+    """
+
+    view: View
+    chosen: Tensor  # (pairs) int64: a tile
+    rejected: Tensor  # (pairs) int64: a tile
+
+    @classmethod
+    def of(cls, view: View) -> Pairs:
+        """The pairs of a whole batch; raises if a sequence has no partner in it."""
+        if isinstance(view.source, BatchShard):
+            raise InputError(
+                "a loss of pairs needs whole sequences, but this is a batch shard. Join the "
+                "outputs of all ranks first."
+            )
+        if view.tile is not None:
+            raise InputError(
+                "a loss of pairs cannot run on one sequence at a time. Call it on the batch, not "
+                "through looped()."
+            )
+        view.check_whole_samples()
+        real = (view.source.sample_ids >= 0).nonzero()[:, 0]
+        group = view.by_segment("group")[real]
+        side = view.by_segment("chosen")[real]
+        ids, number = torch.unique(group, return_inverse=True)
+        tiles = torch.zeros((2, len(ids)), dtype=torch.int64, device=real.device)
+        counts = torch.zeros_like(tiles)
+        first = torch.where(side > 0, 0, 1)
+        tiles.index_put_((first, number), real)
+        counts.index_put_((first, number), torch.ones_like(real), accumulate=True)
+        wrong = (counts != 1).any(0)
+        if bool(wrong.any()):
+            _refuse(ids[wrong][0], counts[:, wrong][:, 0])
+        return cls(view, tiles[0], tiles[1])
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(pairs) values -> (n): the value of a pair in each slot of both, times its weight."""
+        view, count = self.view, len(self.view.source.seqlens)
+        tiles = torch.cat((self.chosen, self.rejected))
+        by_tile = values.new_zeros(count).index_copy(0, tiles, torch.cat((values, values)))
+        return by_tile[view.segment_ids] * view.loss_weights
+
+
+def _refuse(group: Tensor, counts: Tensor) -> None:
+    chosen, rejected = counts.tolist()
+    raise InputError(
+        f"group {group.item():g} has {chosen} chosen and {rejected} rejected sequences in this "
+        f"micro-batch; expected one of each. Give each pair its own `group`, and plan with "
+        f"groups= and Recipe(groups='micro_batch')."
+    )
+
 
 PairLoss: TypeAlias = Literal[
     "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sppo_hard"
@@ -129,3 +186,46 @@ def _metrics(
         "accuracy": Metric.mean((chosen > rejected).sum(), count),
         "margin": Metric.mean((chosen - rejected).sum(), count),
     }
+
+
+def reward_model(*, center_weight: float = 0.0, margins: bool = False) -> PerSequence:
+    """The Bradley-Terry loss of pairs of a chosen and a rejected sequence.
+
+    The score of a sequence is the output of its last token. Per pair, with scores c and r:
+    -log sigmoid(c - r) + center_weight * (c + r)². With `margins`, it is -log sigmoid(c - r - m),
+    where m is the extra `margin` of the chosen sequence.
+
+    The model returns one number per token, (rows, width) or (rows, width, 1). Extras per sequence:
+    `group` and `chosen`, and `margin` with `margins`. Use `GroupMean`, the mean over pairs with at
+    least one loss token.
+
+        runner = Runner(model=scorer, loss=reward_model(), normalization=GroupMean(), collate=...)
+    """
+    at_least("center_weight", center_weight, 0)
+
+    def loss(outputs: Tensor, view: View) -> Outcome:
+        pairs = Pairs.of(view)
+        scores = scalars(outputs)
+        chosen, rejected = (_last(scores, view, tiles) for tiles in (pairs.chosen, pairs.rejected))
+        ahead = chosen - rejected
+        if margins:
+            ahead = ahead - view.by_segment("margin")[pairs.chosen]
+        value = -logsigmoid(ahead)
+        if center_weight:
+            value = value + center_weight * (chosen + rejected).square()
+        count = len(pairs)
+        return pairs.spread(value), {
+            "chosen_score": Metric.mean(chosen.sum(), count),
+            "rejected_score": Metric.mean(rejected.sum(), count),
+            "accuracy": Metric.mean((chosen > rejected).sum(), count),
+            "margin": Metric.mean((chosen - rejected).sum(), count),
+        }
+
+    return PerSequence(loss, vectorised=True, unit="pair")
+
+
+def _last(scores: Tensor, view: View, tiles: Tensor) -> Tensor:
+    """The score at the last token of each tile."""
+    batch = view.source
+    slots = batch.cu_seqlens[:-1][tiles].to(torch.int64) + batch.seqlens[tiles] - 1
+    return scores.index_select(0, slots)

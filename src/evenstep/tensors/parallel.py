@@ -1,0 +1,228 @@
+"""BatchShard: the slots of a Batch on one context- or sequence-parallel rank.
+
+Sequence parallelism divides each row into contiguous runs of equal width.
+
+    a a a b | b . . .      size 2: rank 0 holds a a a b, rank 1 holds b . . .
+
+Context parallelism divides each tile into 2 * size chunks; rank r holds chunks r and
+2 * size - 1 - r (zigzag). Late chunks attend to more keys than early ones, and each pair costs the
+same, so that causal work is even.
+
+    | 0 1 | 2 3 | 4 5 | p p |      size 2: rank 0 holds 0 1 p p, rank 1 holds 2 3 4 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evenstep.core.ragged import rounded_up
+from evenstep.errors import InputError
+from evenstep.tensors.batch import PER_SLOT, PER_TILE, Batch, BatchShard, Sharding, take_slots
+
+
+def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
+    """The shard of `batch` on rank `rank` of `size` context-parallel ranks.
+
+    Plan with `Topology(cp=size)`, which aligns segments and widths as required. Shift extras that
+    a loss compares with predictions (old log-probs, advantages) with `batch.at_labels(...)` first.
+    `join_shards` is the inverse.
+
+    >>> from evenstep import Packed, Recipe, Topology, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(cp=2))
+    >>> batch = Collator()(make_plan([6], recipe)[0, 0][0], [{"input_ids": range(10, 16)}])
+    >>> [shard_context(batch, rank, 2).tokens.tolist() for rank in range(2)]
+    [[[10, 11, 0, 0]], [[12, 13, 14, 15]]]
+    """
+    _check_rank(rank, size)
+    _check_tiles(batch.cu_seqlens, size, batch.sample_ids)
+    slot_ids = _zigzag(batch.cu_seqlens, rank, size)
+    return _shard(batch, slot_ids.view(batch.rows, -1), rank, size, "context")
+
+
+def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
+    """The shard of `batch` on rank `rank` of `size` sequence-parallel ranks.
+
+    Labels are shifted before sharding: the last slot of a rank predicts the first token of the
+    next rank. Boundaries are those of the whole batch. `join_shards` is the inverse.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors.collate import Collator
+    >>> plan = make_plan([4], Recipe(layout=Packed(max_tokens=8)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [5, 6, 7, 8]}])
+    >>> shard_sequence(batch, 0, 2).labels.tolist(), shard_sequence(batch, 1, 2).labels.tolist()
+    ([[6, 7]], [[8, -100]])
+    """
+    _check_rank(rank, size)
+    if batch.width % size:
+        raise InputError(
+            f"the width {batch.width} is not a multiple of {size}, the number of "
+            f"sequence-parallel ranks; the next one is {rounded_up(batch.width, size)}. Set "
+            f"round_to={size}, or plan with Topology(tp={size}, sequence_parallel=True)."
+        )
+    run = batch.width // size
+    slot_ids = batch.slot_ids[:, rank * run : (rank + 1) * run]
+    return _shard(batch, slot_ids, rank, size, "sequence")
+
+
+def join_shards(shards: Sequence[BatchShard]) -> Batch:
+    """The whole batch from the shards of all ranks of the group, in any order."""
+    shards = sorted(shards, key=lambda shard: shard.rank)
+    size = shards[0].size if shards else 1
+    ranks = [shard.rank for shard in shards]
+    if ranks != list(range(size)) or any(shard.size != size for shard in shards):
+        raise InputError(
+            f"expected one shard from each of {size} ranks, got shards of ranks {ranks}. Pass "
+            f"each rank's shard of one batch exactly once."
+        )
+    if len({shard.sharding for shard in shards}) > 1:
+        raise InputError(
+            "expected shards of one kind, got both context- and sequence-parallel ones. Shard all "
+            "ranks' batches with the same function."
+        )
+    whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
+    return Batch(
+        **{name: _join_slots([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
+        **{name: getattr(whole, name) for name in PER_TILE},
+        extras={
+            name: _join_slots([s.extras[name] for s in shards], slot_ids)
+            if _is_per_slot(whole, name)
+            else extra
+            for name, extra in whole.extras.items()
+        },
+        aligned=whole.aligned,
+    )
+
+
+def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
+    """Per-slot results of all context-parallel ranks -> results of the whole batch.
+
+    `shards[r]` is rank r's (rows, width / size, ...) tensor; `cu_seqlens` is that of the whole
+    batch, which every `BatchShard` has. Differentiable.
+
+    >>> shards = [torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])]
+    >>> join_context(shards, torch.tensor([0, 8])).tolist()
+    [[0, 1, 2, 3, 4, 5, 6, 7]]
+    """
+    shapes = {tuple(shard.shape) for shard in shards}
+    slots, size = int(cu_seqlens[-1]), len(shards)
+    if len(shapes) != 1 or sum(shard.shape[:2].numel() for shard in shards) != slots:
+        raise InputError(
+            f"{size} tensors of shapes {sorted(shapes)} do not make up the {slots} slots of the "
+            f"batch. Pass one (rows, width / size, ...) tensor per rank, in rank order."
+        )
+    _check_tiles(cu_seqlens, size)
+    boundaries = cu_seqlens.to(shards[0].device)
+    return _join_slots(shards, [_zigzag(boundaries, rank, size) for rank in range(size)])
+
+
+def join_sequence(shards: Sequence[Tensor]) -> Tensor:
+    """Per-slot results of all sequence-parallel ranks -> results of the whole batch.
+
+    One (rows, width / size, ...) tensor per rank, in rank order -> (rows, width, ...).
+
+    >>> join_sequence([torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]).tolist()
+    [[0, 1, 2, 3]]
+    """
+    shapes = {tuple(shard.shape) for shard in shards}
+    if len(shapes) != 1:
+        raise InputError(
+            f"expected tensors of one shape, got {sorted(shapes)}. Pass one "
+            f"(rows, width / size, ...) tensor per rank."
+        )
+    return torch.cat(list(shards), dim=1)
+
+
+def shard_rows(
+    values: Tensor, rank: int, size: int, *, multiple: int = 1, pad: float = 0
+) -> Tensor:
+    """One rank's run of entries along the first dimension, for example image patches.
+
+    The entries are first padded to a multiple of `size * multiple`.
+
+    >>> shard_rows(torch.tensor([1, 2, 3]), 1, 2).tolist()
+    [3, 0]
+    """
+    _check_rank(rank, size)
+    run = rounded_up(len(values), size * multiple) // size
+    missing = run * size - len(values)
+    padding = values.new_full((missing, *values.shape[1:]), pad)
+    return torch.cat((values, padding))[rank * run : (rank + 1) * run]
+
+
+# Slots of one rank -----------------------------------------------------------------------------
+
+
+def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
+    """The shard of `batch` with these slots, (rows, width / size), in order."""
+    return BatchShard(
+        **{name: take_slots(getattr(batch, name), slot_ids) for name in PER_SLOT},
+        **{name: getattr(batch, name) for name in PER_TILE},
+        slot_ids=slot_ids,
+        rank=rank,
+        size=size,
+        sharding=sharding,
+        extras={
+            name: take_slots(extra, slot_ids) if _is_per_slot(batch, name) else extra
+            for name, extra in batch.extras.items()
+        },
+        aligned=batch.aligned,
+    )
+
+
+def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
+    """(slots / size) int64: the slots of rank `rank`, in ascending order.
+
+    cu_seqlens [0, 8, 12], rank 0 of 2 -> [0, 1, 6, 7, 8, 11]
+    """
+    total, device = int(cu_seqlens[-1]), cu_seqlens.device
+    if size == 1:
+        return torch.arange(total, device=device)
+    begin, chunk = cu_seqlens[:-1].long(), cu_seqlens.diff().long() // (2 * size)
+    # (tiles, 2): first slot of this rank's two chunks of each tile
+    numbers = torch.tensor([rank, 2 * size - 1 - rank], device=device)
+    first = (begin[:, None] + chunk[:, None] * numbers).reshape(-1)
+    length = chunk.repeat_interleave(2)
+    shift = first - (length.cumsum(0) - length)
+    here = torch.arange(total // size, device=device)
+    return here + shift.repeat_interleave(length, output_size=total // size)
+
+
+def _join_slots(shards: Sequence[Tensor], slot_ids: Sequence[Tensor]) -> Tensor:
+    """(rows, width / size, ...) tensors of all ranks and their slots -> (rows, width, ...)."""
+    slots = torch.cat([ids.reshape(-1) for ids in slot_ids])  # index in the shards -> slot
+    index = torch.empty_like(slots)
+    index[slots] = torch.arange(len(slots), device=slots.device)  # slot -> index in the shards
+    flat = torch.cat([shard.flatten(0, 1) for shard in shards])
+    return flat.index_select(0, index).view(shards[0].shape[0], -1, *shards[0].shape[2:])
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise InputError(f"rank must be in [0, {size}), got {rank}.")
+
+
+def _check_tiles(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None = None) -> None:
+    """Raise if a tile does not divide into two chunks per context-parallel rank."""
+    slots = cu_seqlens.diff()
+    if size == 1 or not bool((slots % (2 * size)).any()):
+        return
+    at = int((slots % (2 * size)).ne(0).nonzero()[0])
+    sample = -1 if sample_ids is None else int(sample_ids[at])
+    whose = f"of sample {sample}" if sample >= 0 else f"number {at}"
+    raise InputError(
+        f"the tile {whose} has {int(slots[at])} slots, but {size} context-parallel ranks require "
+        f"a multiple of {2 * size}. Plan with Topology(cp={size})."
+    )
+
+
+def _is_per_slot(whole: Batch | BatchShard, name: str) -> bool:
+    if name not in whole.aligned:
+        raise InputError(
+            f"the alignment of the extra {name!r} is unknown. Declare it in "
+            f"Collator(extras=...), or add it to `aligned`."
+        )
+    return whole.aligned[name] in ("token", "label")
