@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from evenstep.compat.nemo_rl.packed_tensor import PackedTensor
-from evenstep.compat.nemo_rl.rank_rows import RankRows, share_rows
 from evenstep.compat.nemo_rl.rows import (
     BatchError,
     common_count,
@@ -22,10 +21,12 @@ from evenstep.compat.nemo_rl.rows import (
 )
 from evenstep.compat.nemo_rl.sharding import (
     DynamicBatchingArgs,
+    RankRows,
     SequencePackingArgs,
     check_even,
     dynamic_rows,
     packed_rows,
+    share_rows,
 )
 from evenstep.core.ragged import IntArray
 from evenstep.core.text import whole_number
