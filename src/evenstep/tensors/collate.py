@@ -18,7 +18,7 @@ from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import truth_field, whole_number
 from evenstep.data.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, Continuation, Extra, RaggedTensor
 
 
