@@ -63,7 +63,7 @@ def few_files(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_step_of_many_micro_batches_needs_few_files(context: str) -> None:
     loader = StreamLoader(
         stream_of(300), collate=Collator(), num_workers=1, multiprocessing_context=context

@@ -10,8 +10,8 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
-from evenstep.data.planned import PlannedStream, Progress
-from evenstep.data.source import check_some_loss
+from evenstep.data.planned import PlannedStream
+from evenstep.data.source import Progress, check_some_loss
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError, InputError
 from evenstep.integrations.dataloader import refuse_reserved

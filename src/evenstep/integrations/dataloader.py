@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
+from evenstep.data.source import Progress
 from evenstep.data.stream import Stream, empty_step
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.run_state import Gather, all_gather

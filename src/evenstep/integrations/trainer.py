@@ -30,10 +30,11 @@ from evenstep.data.dataset import (
     is_source,
     measured_lengths,
 )
-from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
 from evenstep.data.source import (
     MeasuredSource,
+    Progress,
     check_masks_read,
     check_some_loss,
     has_random_access,
