@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from evenstep.data import feed as feed_module
     from evenstep.data import feed as producers_module
     from evenstep.data import files as lines
-    from evenstep.data import planned as epoch_steps_module
+    from evenstep.data import steps as epoch_steps_module
     from evenstep.data.corpus import default_workers, task_size
     from evenstep.data.dataset import as_measured
     from evenstep.data.files import (
@@ -89,17 +89,16 @@ if TYPE_CHECKING:
     )
     from evenstep.data.megatron import CODES
     from evenstep.data.order import (
-        Deal,
         EpochOrder,
+        ReaderShares,
         ReaderState,
         RemainingEpoch,
         all_waiting,
         merged,
         redealt,
     )
-    from evenstep.data.planned import StreamPosition
-    from evenstep.data.pool import Cut
-    from evenstep.data.pooled import common_steps
+    from evenstep.data.pool import OverflowPolicy
+    from evenstep.data.reader import common_steps
     from evenstep.data.source import (
         LOSS_MASKS,
         ItemTransform,
@@ -108,14 +107,14 @@ if TYPE_CHECKING:
         read_samples,
         samples_digest,
     )
+    from evenstep.data.steps import StreamPosition
     from evenstep.data.stream import Stream
     from evenstep.data.text import RowDecoder, as_tokenize
     from evenstep.data.token_file import HEADER_SIZE, Header
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
-    from evenstep.integrations.dataloader import Parcel, _is_plain
-    from evenstep.integrations.dataloader import register as register_parcels
+    from evenstep.integrations.dataloader import SharedStep, _is_plain, register_shared_steps
     from evenstep.integrations.hf_attention import (
         Hints,
         _read,
