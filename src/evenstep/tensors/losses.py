@@ -85,22 +85,22 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     for each in metrics:
         for name, metric in each.items():
             by_name.setdefault(name, []).append(metric)
-    return {name: _merge(name, parts) for name, parts in by_name.items()}
-
-
-def _merge(name: str, parts: list[Metric]) -> Metric:
-    ways = {metric.reduction for metric in parts}
-    if len(ways) > 1:
-        raise InputError(
-            f"the metric {name!r} has several reductions: {', '.join(sorted(ways))}. Use one "
-            f"reduction per name."
-        )
-    way = parts[0].reduction
-    totals = torch.stack([metric.total for metric in parts])
-    if way in ("min", "max"):
-        return Metric(way, getattr(totals, f"a{way}")(0))
-    counts = [metric.count for metric in parts if metric.count is not None]
-    return Metric(way, totals.sum(0), torch.stack(counts).sum(0) if counts else None)
+    merged: dict[str, Metric] = {}
+    for name, parts in by_name.items():
+        ways = {metric.reduction for metric in parts}
+        if len(ways) > 1:
+            raise InputError(
+                f"the metric {name!r} has several reductions: {', '.join(sorted(ways))}. Use one "
+                f"reduction per name."
+            )
+        way, totals = parts[0].reduction, torch.stack([metric.total for metric in parts])
+        if way in ("min", "max"):
+            merged[name] = Metric(way, getattr(totals, f"a{way}")(0))
+        else:
+            counts = [metric.count for metric in parts if metric.count is not None]
+            count = torch.stack(counts).sum(0) if counts else None
+            merged[name] = Metric(way, totals.sum(0), count)
+    return merged
 
 
 def _extreme(values: Tensor, way: Literal["min", "max"]) -> Tensor:
