@@ -216,19 +216,17 @@ if TYPE_CHECKING:
     from evenstep.testing.plans import shortest_first
     from evenstep.train import context_exchange
     from evenstep.train import prefetch as prefetch_module
-    from evenstep.train.bundle import Bundle
-    from evenstep.train.context_exchange import gather
-    from evenstep.train.forwards import call, forward_of
-    from evenstep.train.framework import device_of, sum_gradients
+    from evenstep.train.collectives import Bundle, gather
+    from evenstep.train.framework import call, device_of, forward_of, sum_gradients
     from evenstep.train.gradients import SeparateGradients, rescale, set_aside
     from evenstep.train.normalization import NORMALIZATIONS, weighted
     from evenstep.train.prefetch import Prefetch
     from evenstep.train.result import Timings
-    from evenstep.train.rollouts.arrays import array_of, tensor_of
+    from evenstep.train.rollouts import array_of, tensor_of
     from evenstep.train.runner import LossFunction
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
+    from evenstep.train.step_run import empty_micro_batch
     from evenstep.train.watch import _is_consequence
-    from evenstep.train.work import empty_micro_batch
     from evenstep.trainer import run as run_module
     from evenstep.trainer import state
     from evenstep.trainer.checkpoints import complete, read_place

@@ -21,8 +21,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Alone, Collective
+from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.normalization import ByLoss
 from evenstep.train.runner import Loss, Runner
 

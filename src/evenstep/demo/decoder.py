@@ -12,7 +12,7 @@ from torch.nn import functional
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.segment_attention import attention
-from evenstep.train.context_exchange import context_attention
+from evenstep.train.collectives import context_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

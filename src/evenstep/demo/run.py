@@ -247,7 +247,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     from evenstep.demo.decoder import Decoder, DecoderShape
     from evenstep.tensors.losses import cross_entropy
     from evenstep.train.collectives import Distributed
-    from evenstep.train.gathered import gathered
+    from evenstep.train.result import gathered
     from evenstep.train.runner import Runner
     from evenstep.train.watch import Watch
 

@@ -26,8 +26,8 @@ from evenstep.data.source import Progress
 from evenstep.data.stream import Stream, empty_step
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.run_state import Gather, all_gather
+from evenstep.train.checks import check_fingerprints
 from evenstep.train.collectives import Distributed
-from evenstep.train.step_checks import check_fingerprints
 
 __all__ = ["StreamDataset", "StreamLoader"]
 

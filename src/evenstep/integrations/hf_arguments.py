@@ -17,7 +17,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch, BatchShard, RaggedTensor
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import one_segment_per_row
-from evenstep.train.forwards import unwrapped
+from evenstep.train.framework import unwrapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

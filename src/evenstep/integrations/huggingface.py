@@ -46,7 +46,7 @@ from evenstep.tensors.batch import PER_SLOT, Batch
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.segment_attention import one_segment_per_row
-from evenstep.train.forwards import register_forward, unwrapped
+from evenstep.train.framework import register_forward, unwrapped
 
 __all__ = [
     "HfCollate",

@@ -15,9 +15,7 @@ from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.recipe import World
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import RaggedTensor
-from evenstep.train.rollouts.arrays import over
-from evenstep.train.rollouts.rollout_batch import RolloutBatch
-from evenstep.train.rollouts.rollout_plan import RolloutPlan
+from evenstep.train.rollouts import RolloutBatch, RolloutPlan, over
 
 __all__ = ["Dispatcher", "Gathered", "LocalDispatcher"]
 

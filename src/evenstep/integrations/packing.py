@@ -39,7 +39,7 @@ from evenstep.integrations.hf_arguments import (
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
-from evenstep.train.forwards import unwrapped
+from evenstep.train.framework import unwrapped
 
 LONG = 4096
 """Slots of a packed row above which a dense mask is worth a warning."""

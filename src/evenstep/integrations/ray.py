@@ -26,8 +26,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, RankError
 from evenstep.integrations.local import Dispatcher
-from evenstep.train.rollouts.rollout_batch import RolloutBatch
-from evenstep.train.rollouts.rollout_plan import RolloutPlan
+from evenstep.train.rollouts import RolloutBatch, RolloutPlan
 
 __all__ = ["RayDispatcher"]
 

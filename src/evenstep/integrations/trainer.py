@@ -66,10 +66,8 @@ from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
 from evenstep.tensors.losses import load_balancing
-from evenstep.train.all_tokens import AllTokens
 from evenstep.train.collectives import Alone, Distributed
-from evenstep.train.experts import expert_frequencies
-from evenstep.train.normalization import weighted
+from evenstep.train.normalization import AllTokens, expert_frequencies, weighted
 
 __all__ = ["EvenstepMixin"]
 

@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
-    from evenstep.train.all_tokens import AllTokens
-    from evenstep.train.collectives import Alone, Collective, Distributed
-    from evenstep.train.context_exchange import context_attention
-    from evenstep.train.experts import expert_frequencies
-    from evenstep.train.forwards import register_forward
-    from evenstep.train.kept import Kept
+    from evenstep.train.collectives import Alone, Collective, Distributed, context_attention
+    from evenstep.train.framework import register_forward
     from evenstep.train.normalization import (
+        AllTokens,
         ByLoss,
         Constant,
         Custom,
@@ -33,10 +30,10 @@ if TYPE_CHECKING:
         SampleWeights,
         SequenceMean,
         TokenMean,
+        expert_frequencies,
     )
-    from evenstep.train.result import StepResult
-    from evenstep.train.rollouts.rollout_batch import RolloutBatch
-    from evenstep.train.rollouts.rollout_plan import RolloutPlan
+    from evenstep.train.result import Kept, StepResult
+    from evenstep.train.rollouts import RolloutBatch, RolloutPlan
     from evenstep.train.runner import Loss, Runner, run_step
     from evenstep.train.scoring import compute_log_probs
     from evenstep.train.watch import Watch
@@ -73,13 +70,10 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
-            "all_tokens": ["AllTokens"],
-            "collectives": ["Alone", "Collective", "Distributed"],
-            "context_exchange": ["context_attention"],
-            "experts": ["expert_frequencies"],
-            "forwards": ["register_forward"],
-            "kept": ["Kept"],
+            "collectives": ["Alone", "Collective", "Distributed", "context_attention"],
+            "framework": ["register_forward"],
             "normalization": [
+                "AllTokens",
                 "ByLoss",
                 "Constant",
                 "Custom",
@@ -89,10 +83,10 @@ if not TYPE_CHECKING:
                 "SampleWeights",
                 "SequenceMean",
                 "TokenMean",
+                "expert_frequencies",
             ],
-            "result": ["StepResult"],
-            "rollouts.rollout_batch": ["RolloutBatch"],
-            "rollouts.rollout_plan": ["RolloutPlan"],
+            "result": ["Kept", "StepResult"],
+            "rollouts": ["RolloutBatch", "RolloutPlan"],
             "runner": ["Loss", "Runner", "run_step"],
             "scoring": ["compute_log_probs"],
             "watch": ["Watch"],

@@ -1,9 +1,4 @@
-"""Framework: how and when a model's gradients are exchanged between ranks.
-
-plain   no framework; the runner sums gradients over ranks at the end of a step
-ddp     DistributedDataParallel averages them in the last backward (`no_sync` in the others)
-fsdp    fully_shard averages them by reduce-scatter; all ranks must run the same forwards
-"""
+"""What wraps a model: DDP, `fully_shard`, their gradients, and a model after a failed step."""
 
 from __future__ import annotations
 
@@ -11,16 +6,78 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.errors import ConfigError
 from evenstep.train.collectives import Collective, Distributed
 from evenstep.train.gradients import local_tensor
+
+Forward: TypeAlias = Callable[[Any, Any], Any]
+"""(model, batch) -> outputs, as the loss function takes them."""
+
+# The module that registers the forward of a library. It is imported when such a model is met,
+# because `train` may not import what stands above it.
+HOMES = {
+    "transformers": "evenstep.integrations.huggingface",
+    "peft": "evenstep.integrations.huggingface",
+}
+_MAKERS: dict[str, Callable[[Any], Forward]] = {}
+
+
+def call(model: Any, batch: Any) -> Any:
+    """The forward of models that take a batch: `model(batch)`."""
+    return model(batch)
+
+
+def register_forward(library: str, make: Callable[[Any], Forward]) -> None:
+    """Use `make(model)` as the forward of models whose class comes from the package `library`.
+
+    >>> register_forward("my_models", lambda model: lambda model, batch: model(batch.tokens))
+    """
+    _MAKERS[library] = make
+
+
+def forward_of(model: Any) -> Forward:
+    """The registered forward of the model's library, else `call`. Looks through DDP, torch.compile
+    and fully_shard.
+
+    >>> forward_of(nn.Linear(2, 2)) is call
+    True
+    """
+    for library in _libraries(unwrapped(model)):
+        if library not in _MAKERS and library in HOMES:
+            import_module(HOMES[library])
+        if library in _MAKERS:
+            return _MAKERS[library](model)
+    return call
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside DistributedDataParallel and torch.compile.
+
+    >>> inner = nn.Linear(2, 2)
+    >>> unwrapped(inner) is inner
+    True
+    """
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else None
+        inner = getattr(model, "_orig_mod", inner)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _libraries(model: Any) -> Iterator[str]:
+    """The packages of the model's class and its bases: a user's subclass counts as its base."""
+    for kind in type(model).__mro__:
+        yield kind.__module__.partition(".")[0]
+
 
 _BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
 
@@ -269,3 +326,104 @@ def _sum_bucket(gradients: list[Tensor], collective: Collective) -> None:
     sizes = [gradient.numel() for gradient in gradients]
     summed = [s.view_as(g) for s, g in zip(flat.split(sizes), gradients, strict=True)]
     torch._foreach_copy_(gradients, summed)
+
+
+def recover(framework: Framework) -> None:
+    """Make the model ready for the next step, as if the failed one had not run.
+
+    Collectives that a rank started alone are not undone: if only some ranks failed, the group of
+    processes has to be started again (see `Watch`).
+    """
+    if framework.kind == "ddp":
+        # On every rank that failed, wherever it failed: DDP exchanges the order of its buckets in
+        # the second step after a reset, on all ranks or none.
+        reset = getattr(framework.model.reducer, "_reset_state", None)
+        if reset is not None:
+            reset()
+    if framework.kind == "fsdp":
+        _recover_sharded(framework.model)
+
+
+def held_gradients(framework: Framework) -> list[Tensor]:
+    """Gradients of this step that fully_shard has not exchanged yet."""
+    if framework.kind != "fsdp":
+        return []
+    held = [
+        gradient
+        for group in fsdp_groups(framework.model)
+        for parameter in group.fsdp_params
+        for gradient in (
+            getattr(parameter, "unsharded_accumulated_grad", None),
+            getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+        )
+    ]
+    return [gradient for gradient in held if gradient is not None]
+
+
+def _recover_sharded(model: Any) -> None:
+    root = model._get_fsdp_state()
+    if root._is_root is not None:  # it ran a forward
+        reset = getattr(model, "reset_iter_state", None)  # torch >= 2.13
+        if reset is None:
+            reset_state(root)
+        else:
+            reset()
+    for group in fsdp_groups(model):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.grad = None
+            event = getattr(parameter, "grad_offload_event", None)
+            if event is not None:
+                event.synchronize()
+                parameter.grad_offload_event = None
+
+
+# Before torch 2.13 -------------------------------------------------------------------------------
+
+
+def reset_state(root: Any) -> None:
+    """What `FSDPModule.reset_iter_state` does since torch 2.13: end all that is in flight."""
+    context, shared = root._comm_ctx, root._state_ctx
+    stream = root._device_handle.current_stream()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        state = getattr(context, name, None)
+        if state is not None:
+            _wait(stream, getattr(state, "event", None))
+            setattr(context, name, None)
+    for state in getattr(context, "reduce_scatter_states", ()):
+        _wait(stream, state.event)
+    for name in ("reduce_scatter_states", "post_forward_order"):
+        getattr(context, name, []).clear()
+    for state in shared.all_states:
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        for group in groups_of(state):
+            _reset_group(group, idle, stream)
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, idle: Any, stream: Any) -> None:
+    gathered = group._all_gather_result
+    if gathered is not None:
+        _wait(stream, gathered.all_gather_event)
+        if hasattr(gathered.all_gather_work, "wait"):
+            gathered.all_gather_work.wait()
+        group._all_gather_result = None
+    for name in ("_post_reduce_event", "_reshard_after_forward_event"):
+        _wait(stream, getattr(group, name, None))
+        setattr(group, name, None)
+    _wait(stream, getattr(getattr(group, "_all_reduce_state", None), "event", None))
+    group._all_reduce_state = None
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = idle
+    group._to_sharded()
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)

@@ -1,32 +1,85 @@
-"""Normalizations: what the loss of a step is divided by, as token weights and a denominator.
-
-loss of a step = sum over its loss tokens of weight * value  /  denominator
-
-Both sums are over all micro-batches and ranks, so the loss does not depend on the plan. The mean
-of the micro-batches' means would: sums 6 of 3 tokens and 4 of 1 token give 10 / 4 = 2.5, not
-(2 + 4) / 2 = 3.
-"""
+"""Weights of tokens and denominators: how losses of tokens become the loss of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from evenstep.core.text import whole_field
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.train.tile_values import (
-    check_samples_whole,
-    extra_by_tile,
-    first_tiles,
-    group_ids,
-    spread,
-    whole_batch,
-)
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
+from evenstep.tensors.losses import Metric, Sums, count_experts
+from evenstep.train.collectives import Alone, Collective
+
+if TYPE_CHECKING:
+    from evenstep.train.runner import Loss
+
+
+def whole_batch(batch: Any) -> Batch:
+    """The batch itself; raises for a batch shard."""
+    if isinstance(batch, BatchShard):
+        raise InputError(
+            "a normalization needs a whole batch, got a batch shard. Weight the batch before "
+            "sharding it: shard weighted(batch, normalization)."
+        )
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def first_tiles(batch: Batch) -> Tensor:
+    """(tiles) bool: whether a sample begins here. Each sample begins once per step."""
+    return (whole_batch(batch).starts == 0) & (batch.sample_ids >= 0)
+
+
+def spread(batch: Batch, per_tile: Tensor) -> Tensor:
+    """(rows, width) float64: the weight of each slot times that of its tile."""
+    own = whole_batch(batch).loss_weights
+    return torch.where(own != 0, own * per_tile[batch.segment_ids], 0.0)
+
+
+def extra_by_tile(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
+    """(tiles): a sequence-aligned extra, 0 for tails; `dtype=None` keeps its dtype."""
+    value: Any = batch.extras.get(name)
+    if whole_batch(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
+        raise InputError(
+            f"the normalization needs an extra {name!r} with one number per sequence. Declare it: "
+            f"Collator(extras={{{name!r}: Extra(aligned='sequence')}})."
+        )
+    real = batch.sample_ids >= 0
+    value = value if dtype is None else value.to(dtype)
+    return value.new_zeros(len(real)).masked_scatter_(real, value)
+
+
+def group_ids(batch: Batch) -> Tensor:
+    """(tiles): the group of each tile. Raises if the dtype may have rounded group ids."""
+    groups = extra_by_tile(batch, "group", dtype=None)
+    if groups.is_floating_point():
+        exact = 2 / torch.finfo(groups.dtype).eps
+        if bool((groups.abs() >= exact).any()):
+            raise InputError(
+                f"the extra 'group' holds ids of {exact:.0f} or more in {groups.dtype}, which "
+                f"cannot represent them exactly. Declare it with dtype=torch.int64."
+            )
+    return groups
+
+
+def check_samples_whole(batch: Batch) -> None:
+    """Raise if other segments of a split sample are in another micro-batch."""
+    counts = (batch.labels != IGNORE_INDEX).reshape(-1).long()
+    here = torch.zeros_like(batch.loss_tokens).index_add_(0, batch.segment_ids.reshape(-1), counts)
+    number = torch.unique(batch.sample_ids, return_inverse=True)[1]
+    short = torch.zeros_like(here).index_add_(0, number, here)[number] != batch.loss_tokens
+    if bool((short & (batch.sample_ids >= 0)).any()):
+        sample = int(batch.sample_ids[short & (batch.sample_ids >= 0)][0])
+        raise InputError(
+            f"sample {sample} was split and one of its segments is in another micro-batch, so its "
+            f"group cannot be counted here. Add the sequence-aligned extra 'group_tokens'."
+        )
+
 
 _PLAN_TOTALS = (
     "samples", "tokens", "empty", "loss_tokens", "sequences", "groups",
@@ -359,3 +412,116 @@ def _free_name(what: str, name: str) -> None:
 def _positive(name: str, value: float) -> None:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be positive and finite, got {value}.")
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """The losses of a micro-batch, not normalized."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    found: dict[str, Sums | Tensor] = field(default_factory=dict)
+    """As the functions returned them, without divisors."""
+    divisors: dict[str, Tensor] = field(default_factory=dict)
+    """Of losses that are normalized by what they return (`ByLoss`), by name."""
+
+    @classmethod
+    def of(
+        cls,
+        losses: Mapping[str, Loss],
+        outputs: Any,
+        batch: Batch,
+        take: Callable[[Batch], Batch | BatchShard],
+    ) -> LossTerms:
+        """Call each loss with the outputs and its own weights; `take` is this rank's shard."""
+        terms = cls()
+        for name, loss in losses.items():
+            returned: Any = loss.function(outputs, take(weighted(batch, loss.normalization)))
+            each, divisor = returned if isinstance(returned, tuple) else (returned, None)
+            _check_divisor(name, loss, divisor)
+            if divisor is not None:
+                terms.divisors.setdefault(loss.normalization.name, divisor.detach().double())
+            terms.found[name] = each
+            terms.sums[name] = each.loss if isinstance(each, Sums) else each
+            if isinstance(each, Sums):
+                prefix = f"{name}/" if len(losses) > 1 else ""
+                terms.metrics.update({prefix + key: m for key, m in each.metrics.items()})
+        return terms
+
+
+def _check_divisor(name: str, loss: Loss, divisor: object) -> None:
+    expected = isinstance(loss.normalization, ByLoss)
+    if expected and not isinstance(divisor, Tensor):
+        raise ConfigError(
+            f"the loss {name!r} is normalized by the divisor that it returns, but it returned "
+            f"none. Return (loss, divisor), two tensors."
+        )
+    if divisor is not None and not expected:
+        raise ConfigError(
+            f"the loss {name!r} returned a divisor, but its normalization is "
+            f"{loss.normalization!r}. Set normalization=ByLoss(...), or return the loss alone."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AllTokens:
+    """The mean over all real tokens of the step, for losses that need no label.
+
+    The other normalizations weight loss tokens only. A loss of labels, such as `cross_entropy`, is
+    0 for the tokens added here but is divided by their number.
+
+    >>> AllTokens().known({"tokens": 12, "samples": 2})
+    12
+    """
+
+    name: ClassVar[str] = "tokens"
+
+    def weights(self, batch: Batch) -> Tensor:
+        """1 for each real token, 0 for padding."""
+        return whole_batch(batch).token_mask.double()
+
+    def amount(self, batch: Batch) -> Tensor:
+        """The number of real tokens."""
+        return whole_batch(batch).seqlens.sum(dtype=torch.float64)
+
+    def known(self, totals: Mapping[str, float]) -> float | None:
+        """The plan's `tokens`, if no sample can be skipped."""
+        return totals.get(self.name) if "samples" in totals else None
+
+
+def expert_frequencies(
+    model: Any,
+    batches: Iterable[Batch],
+    *,
+    top_k: int,
+    forward: Callable[[Any, Batch], Any],
+    normalization: Normalization | None = None,
+    collective: Collective | None = None,
+) -> Tensor:
+    """(layers, experts) float64: each expert's share of the choices in a step, on all ranks.
+
+    Runs `forward` on this rank's batches without gradients, so that
+    `load_balancing(over="step", frequencies=...)` has the exact gradient of the whole step. The
+    normalization must be that of the loss, by default `AllTokens`. Both passes choose the same
+    experts only if the forward is deterministic: no dropout, no router noise.
+
+        batches = [collate(micro, samples) for micro, samples in step]
+        shares = expert_frequencies(model, batches, top_k=2, forward=forward)
+        balance = Loss(
+            function=load_balancing(top_k=2, over="step", frequencies=shares),
+            normalization=AllTokens(),
+        )
+    """
+    ranks = Alone() if collective is None else collective
+    over = AllTokens() if normalization is None else normalization
+    total: Tensor | None = None
+    for batch in batches:
+        with torch.no_grad():
+            outputs = forward(model, batch)
+            counts, choices = count_experts(outputs, weighted(batch, over), top_k)
+        both = torch.cat((counts.flatten(), choices.reshape(1)))
+        total, shape = both if total is None else total + both, counts.shape
+    if total is None:
+        raise InputError("no batches were given. Pass this rank's batches of the step.")
+    total = ranks.all_reduce_sum(total).to(total.device)
+    return total[:-1].view(shape) / total[-1].clamp(min=torch.finfo(torch.float64).tiny)

@@ -18,17 +18,7 @@ from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Sums
-from evenstep.train.attempt import Attempt
-from evenstep.train.collectives import Alone, Collective
-from evenstep.train.forwards import Forward, forward_of
-from evenstep.train.framework import Framework
-from evenstep.train.gradients import set_aside
-from evenstep.train.kept import Keep
-from evenstep.train.memory import TooLargeError
-from evenstep.train.normalization import Normalization, TokenMean
-from evenstep.train.recovery import recover
-from evenstep.train.result import StepResult
-from evenstep.train.step_checks import (
+from evenstep.train.checks import (
     check_collective,
     check_fingerprints,
     check_gradients_on,
@@ -36,8 +26,13 @@ from evenstep.train.step_checks import (
     check_loss_function,
     check_pair_losses,
 )
+from evenstep.train.collectives import Alone, Collective
+from evenstep.train.framework import Forward, Framework, forward_of, recover
+from evenstep.train.gradients import set_aside
+from evenstep.train.normalization import Normalization, TokenMean
+from evenstep.train.result import Keep, StepResult
 from evenstep.train.step_loss import Mode
-from evenstep.train.work import Work, empty_micro_batch
+from evenstep.train.step_run import Attempt, TooLargeError, Work, empty_micro_batch
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor | tuple[Sums | Tensor, Tensor]]
 """(the model's outputs, batch) -> unnormalized sums, or a scalar; with `ByLoss` also a divisor."""

@@ -21,11 +21,10 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, Wanted, positive, score
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.restore import restore_ragged
+from evenstep.train.checks import TokenIds
 from evenstep.train.collectives import Alone, Collective
-from evenstep.train.forwards import Forward, forward_of
-from evenstep.train.framework import device_of
+from evenstep.train.framework import Forward, device_of, forward_of
 from evenstep.train.prefetch import Prefetch
-from evenstep.train.step_checks import TokenIds
 
 
 class SampleSequence(Protocol):

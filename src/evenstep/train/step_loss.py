@@ -37,7 +37,7 @@ from evenstep.core.text import one_of, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import Metric
-from evenstep.train.bundle import Bundle
+from evenstep.train.collectives import Bundle
 from evenstep.train.gradients import SeparateGradients, rescale
 from evenstep.train.normalization import LABELLED, ByLoss, Normalization
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from evenstep.core.step import Step
 from evenstep.train.result import StepResult
 from evenstep.train.runner import Runner
-from evenstep.train.stopwatch import Stopwatch
+from evenstep.train.step_run import Stopwatch
 
 
 class Clock:

@@ -18,7 +18,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.text import listed
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError, FileError
-from evenstep.train.forwards import Forward, forward_of
+from evenstep.train.framework import Forward, forward_of
 from evenstep.trainer.ranks import Ranks
 
 

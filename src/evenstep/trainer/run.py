@@ -13,8 +13,7 @@ import torch
 
 from evenstep.config.settings import Settings
 from evenstep.errors import MicroBatchError
-from evenstep.train.gathered import gathered
-from evenstep.train.result import StepResult
+from evenstep.train.result import StepResult, gathered
 from evenstep.train.watch import Watch
 from evenstep.trainer.checkpoints import Place
 from evenstep.trainer.clock import Clock

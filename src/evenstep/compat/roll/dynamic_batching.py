@@ -23,7 +23,7 @@ from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.batching.cuts import divide_cuts
 from evenstep.planning.planner import make_plan
-from evenstep.train.rollouts.spans import Spans
+from evenstep.train.rollouts import Spans
 
 
 class _Cut(NamedTuple):

@@ -1,35 +1,442 @@
-"""RolloutBatch: rollouts as padded tensors, read row by row without their padding."""
+"""Padded rollouts in, results back in the same order and shape."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from evenstep.core.ragged import IntArray, frozen
+from evenstep.core.plan import Plan
+from evenstep.core.ragged import IntArray, frozen, offsets_of, ranges_of
 from evenstep.core.recipe import Recipe, World, check_recipe
+from evenstep.core.step import Step
 from evenstep.core.text import counted, line, one_of, whole_number
 from evenstep.data.dataset import Lengths
 from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, check_masks_read, check_masks_spelt
-from evenstep.errors import ConfigError, InputError
+from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.inputs import checked_groups
+from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
-from evenstep.train.rollouts.arrays import array_of, tensor_of
-from evenstep.train.rollouts.rollout_plan import RolloutPlan
-from evenstep.train.rollouts.row_results import (
-    check_complete,
-    pad_sequences,
-    pad_tokens,
-    places_of,
-)
-from evenstep.train.rollouts.spans import Side, Spans
+
+Stored: TypeAlias = NDArray[Any] | tuple[NDArray[np.uint8], torch.dtype, tuple[int, ...]]
+
+
+def array_of(tensor: Tensor) -> Stored:
+    """A tensor on the host as an array, or its bytes, dtype and shape (numpy has no bfloat16)."""
+    held = tensor.contiguous()
+    try:
+        return np.asarray(held.numpy(force=True))
+    except TypeError:
+        return held.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+
+
+def tensor_of(stored: Stored) -> Tensor:
+    """The tensor over the same memory.
+
+    >>> tensor_of(array_of(torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))).tolist()
+    [[1.5], [2.5]]
+    """
+    if isinstance(stored, np.ndarray):
+        return over(stored)
+    held, dtype, shape = stored
+    return over(held).view(dtype).view(shape) if held.size else torch.empty(shape, dtype=dtype)
+
+
+def over(array: NDArray[Any]) -> Tensor:
+    """A tensor over the memory of an array, which may be read-only: torch cannot mark it so."""
+    _warn_now()
+    return torch.from_numpy(array)
+
+
+@cache
+def _warn_now() -> None:
+    """torch warns of read-only memory once, and never after this."""
+    held = np.zeros(1)
+    held.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        torch.from_numpy(held)
+
+
+Side: TypeAlias = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Row i has its tokens in the columns `starts[i]` up to `starts[i] + lengths[i]` of `width`."""
+
+    starts: IntArray
+    lengths: IntArray
+    width: int
+
+    @classmethod
+    def of_mask(cls, mask: Tensor, side: Side | None) -> Spans:
+        """The spans of the ones of an attention mask, (rows, width); checks the padding side."""
+        if mask.ndim != 2:
+            raise InputError(
+                f"attention_mask has shape {tuple(mask.shape)}; expected (rows, width). Pass a "
+                f"mask of tokens, not of pairs of tokens."
+            )
+        held = mask.detach().cpu()
+        ones = held == 1
+        if not bool((ones == (held != 0)).all()):
+            odd = held[~ones & (held != 0)][0].item()
+            raise InputError(
+                f"attention_mask holds {odd:g}; expected 0 or 1. A row is one sequence: unpack "
+                f"packed rows first."
+            )
+        rows, width = mask.shape
+        starts, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        wrong = find_spans(ones.contiguous().view(torch.uint8).numpy(), starts, lengths)
+        if wrong >= 0:
+            raise InputError(
+                f"the attention_mask of row {wrong} has zeros between ones; expected padding "
+                f"before or after the tokens only. To ignore tokens in the loss, set their "
+                f"'loss_mask' to 0."
+            )
+        if side is not None:
+            _check_side(starts, lengths, width, side)
+        return cls(frozen(starts), frozen(lengths), width)
+
+    @classmethod
+    def of_lengths(cls, lengths: Any, rows: int, width: int, side: Side | None) -> Spans:
+        """The spans of rows of these lengths, all padded on one side."""
+        if side is None:
+            raise ConfigError(
+                "lengths do not say on which side rows are padded. Set padding_side='left' or "
+                "'right', or pass an attention_mask."
+            )
+        given = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else lengths
+        found = np.asarray(given)
+        if found.shape != (rows,) or found.dtype.kind not in "iu":
+            raise InputError(
+                f"lengths must be {rows} integers, one per row; got shape {found.shape} and dtype "
+                f"{found.dtype}."
+            )
+        outside = np.flatnonzero((found < 0) | (found > width))
+        if len(outside):
+            row = int(outside[0])
+            raise InputError(
+                f"row {row} has length {found[row]}; expected 0 to {width}, the width of the rows."
+            )
+        starts = width - found if side == "left" else np.zeros(rows, np.int64)
+        return cls(frozen(starts), frozen(found), width)
+
+    @property
+    def run_lengths(self) -> IntArray:
+        """The tokens of each row when it runs: an empty row runs as one padding token."""
+        return np.maximum(self.lengths, 1)
+
+    def take(self, rows: IntArray) -> Spans:
+        """The spans of some rows."""
+        return Spans(frozen(self.starts[rows]), frozen(self.lengths[rows]), self.width)
+
+
+def _check_side(starts: IntArray, lengths: IntArray, width: int, side: Side) -> None:
+    expected = width - lengths if side == "left" else np.zeros_like(starts)
+    wrong = np.flatnonzero((starts != expected) & (lengths > 0))
+    if len(wrong):
+        row = int(wrong[0])
+        raise InputError(
+            f"padding_side is {side!r}, but row {row} has its tokens in columns {starts[row]} to "
+            f"{starts[row] + lengths[row] - 1} of {width}. Leave padding_side out to detect the "
+            f"side of each row."
+        )
+
+
+@kernel
+def find_spans(ones: NDArray[np.uint8], starts: IntArray, lengths: IntArray) -> int:
+    """Fill the first one of each row and the number of ones; return a row with a gap, else -1.
+
+    [[0, 1, 1], [1, 0, 0]] -> starts [1, 0], lengths [2, 1]
+    """
+    width = ones.shape[1]
+    for row in range(ones.shape[0]):
+        here = ones[row]
+        first, end = 0, width
+        while first < width and here[first] == 0:
+            first += 1
+        while end > first and here[end - 1] == 0:
+            end -= 1
+        count = 0
+        for column in range(first, end):
+            if here[column]:
+                count += 1
+        if count != end - first:
+            return row
+        starts[row] = first if count else 0
+        lengths[row] = count
+    return -1
+
+
+def places_of(rows: ArrayLike, held: IntArray) -> IntArray:
+    """Where each of `rows` is in `held`, which is ascending. Raises if one is not there or twice.
+
+    >>> places_of([7, 2], np.array([2, 5, 7])).tolist()
+    [2, 0]
+    """
+    given = np.asarray(rows, np.int64)
+    if len(held) and held[-1] == len(held) - 1:  # all rows
+        at, known = given, (given >= 0) & (given < len(held))
+    else:
+        at = np.searchsorted(held, given)
+        known = np.append(held, -1)[at] == given
+    if not known.all():
+        raise InputError(
+            f"row {given[~known][0]} is not among the {len(held)} rows of this batch. Pass numbers "
+            f"of rows that it holds."
+        )
+    if not (at[1:] > at[:-1]).all():
+        ordered = np.sort(at)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            row = held[ordered[1:][twice][0]]
+            raise InputError(f"row {row} is given twice. Pass each row once.")
+    return at
+
+
+def check_complete(at: IntArray, held: IntArray, spans: Spans) -> None:
+    """Raise if a row that has tokens has no result."""
+    missing = spans.lengths > 0
+    missing[at] = False
+    if missing.any():
+        raise InputError(
+            f"row {held[missing][0]} has no result. Join the results of all ranks and steps, or "
+            f"restore those of selected rows (`batch.select(rows)`)."
+        )
+
+
+def pad_tokens(
+    values: Sequence[Tensor] | RaggedTensor, at: IntArray, held: IntArray, spans: Spans, pad: float
+) -> Tensor:
+    """Values per token of the rows at `at` -> (rows, width, ...), each row where its tokens are."""
+    if not len(held) and not isinstance(values, RaggedTensor) and not len(values):
+        return torch.zeros((0, spans.width))
+    if isinstance(values, RaggedTensor):
+        found, joined = torch.diff(values.offsets).cpu().numpy(), values.values
+    else:
+        found, joined = np.array([len(value) for value in values], np.int64), _joined(values)
+    _check_lengths(found, at, held, spans)
+    length = spans.lengths[at]
+    columns = ranges_of(spans.starts[at] + at * spans.width, length)
+    target = torch.from_numpy(columns).to(joined.device)
+    source = torch.from_numpy(ranges_of(offsets_of(found)[:-1], length)).to(joined.device)
+    flat = joined.new_full((len(held) * spans.width, *joined.shape[1:]), pad)
+    flat = flat.index_copy(0, target, joined.index_select(0, source))
+    return flat.view(len(held), spans.width, *flat.shape[1:])
+
+
+def pad_sequences(values: Tensor, at: IntArray, spans: Spans, pad: float) -> Tensor:
+    """Values of the rows at `at`, (rows, ...) -> in the order of rows; empty rows get `pad`."""
+    if len(values) != len(at):
+        raise InputError(f"got {len(values)} values for {len(at)} rows. Pass one per row.")
+    real = np.flatnonzero(spans.lengths[at] > 0)
+    target, source = (torch.from_numpy(index).to(values.device) for index in (at[real], real))
+    restored = values.new_full((len(spans.lengths), *values.shape[1:]), pad)
+    return restored.index_copy(0, target, values.index_select(0, source))
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    if not len(values):
+        raise InputError("no results were given, so their dtype is unknown. Pass one per row.")
+    return torch.cat(list(values))
+
+
+def _check_lengths(found: IntArray, at: IntArray, held: IntArray, spans: Spans) -> None:
+    if len(found) != len(at):
+        raise InputError(f"got {len(found)} results for {len(at)} rows. Pass one per row.")
+    expected = spans.lengths[at]
+    # An empty row runs as one token.
+    wrong = np.flatnonzero((found != expected) & ~((expected == 0) & (found == 1)))
+    if len(wrong):
+        row = wrong[0]
+        raise InputError(
+            f"row {held[at[row]]} has {expected[row]} tokens, but its result has {found[row]} "
+            f"entries. Return one entry per token."
+        )
+
+
+_ARRAYS = ("lengths", "row_digests")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RolloutPlan:
+    """The plan of every epoch, as pure data: small, and equal on all ranks.
+
+    A controller plans once and sends each rank the plan and its rows:
+
+        plan = batch.plan(recipe, epochs=2)
+        send(rank, plan, batch.select(plan.rows_of(rank)))  # on the controller
+        for step in plan.steps(mine, World(rank, size)): ...  # on the rank
+
+    Where every rank has the whole batch, it makes the plan itself and passes the batch to `steps`.
+
+    >>> import torch
+    >>> from evenstep import Packed, Recipe, Topology
+    >>> from evenstep.train import RolloutBatch
+    >>> ids = torch.ones((4, 8), dtype=torch.int64)
+    >>> batch = RolloutBatch({"input_ids": ids}, lengths=[8, 3, 5, 6], padding_side="left")
+    >>> plan = batch.plan(Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2)))
+    >>> plan
+    RolloutPlan(1 epoch, 1 step, 2 ranks, 4 rows, removed padding 31.2%)
+    >>> sorted(plan.rows_of(0).tolist() + plan.rows_of(1).tolist())
+    [0, 1, 2, 3]
+    """
+
+    epochs: tuple[Plan, ...]
+    """One plan per epoch. Its sample i is row `plan.sample_ids[i]`, or row i if that is None."""
+    lengths: IntArray
+    """The tokens of each row; 0 for an empty row, which is planned as one token."""
+    width: int
+    """The columns of a row, padding included."""
+    row_digests: IntArray
+    """Of the tokens of each row, to know the rows again."""
+
+    @property
+    def digest(self) -> str:
+        """Of all rows; part of the fingerprint of each step, which ranks compare."""
+        rows = np.concatenate((self.lengths, self.row_digests))
+        return hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arrays as bytes: a copy is read-only too, and shares no memory with a batch."""
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        return state | {name: np.asarray(state[name], np.int64).tobytes() for name in _ARRAYS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        arrays = {name: np.frombuffer(state[name], np.int64) for name in _ARRAYS}
+        for name, value in (state | arrays).items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """Sizes and the padding that the plan removes, in one line."""
+        found = self.metrics()
+        parts = (
+            counted(len(self.epochs), "epoch"),
+            counted(int(found["num_steps"]), "step"),
+            counted(self.num_ranks, "rank"),
+            counted(len(self.lengths), "row"),
+            f"removed padding {found['removed_padding_ratio']:.1%}",
+        )
+        return line("RolloutPlan", parts)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.epochs[0].num_ranks
+
+    def mini_batches(self, epoch: int = 0) -> list[IntArray]:
+        """The rows of each step of an epoch, ascending."""
+        plan = self.epochs[epoch]
+        ids = self._row_numbers(plan)
+        return [np.sort(ids[plan.step_of == step]) for step in range(plan.num_steps)]
+
+    def rows_of(self, rank: int) -> IntArray:
+        """The rows that a rank runs in any epoch, ascending; pass them to `RolloutBatch.select`."""
+        if not 0 <= rank < self.num_ranks:
+            raise InputError(f"rank {rank} is out of range: the plan has {self.num_ranks} ranks.")
+        rows = []
+        for plan in self.epochs:
+            cells = plan.segment_offsets[plan.cell_offsets]  # the first segment of each cell
+            first, end = (cells[at :: plan.num_ranks] for at in (rank, rank + 1))
+            first = first[: len(end)]
+            samples = plan.segments.sample[ranges_of(first, end - first)]
+            rows.append(samples if plan.sample_ids is None else plan.sample_ids[samples])
+        return np.unique(np.concatenate(rows))
+
+    def steps(self, batch: RolloutBatch, world: World | None = None) -> Iterator[Step]:
+        """The steps of a rank, over all epochs, for `Runner.run` and `compute_log_probs`.
+
+        `batch` holds at least the rows of this rank. Sample ids are row numbers. On fewer ranks
+        than planned, which must divide them, a rank runs the micro-batches of several.
+        """
+        self.check(batch)
+        source, done = _Rows(self, batch), 0
+        for epoch, plan in enumerate(self.epochs):
+            stream = PlannedStream.from_plan(source, plan, world=world)
+            stream.set_epoch(epoch, done)
+            yield from stream
+            done += len(plan)
+
+    def check(self, batch: RolloutBatch) -> None:
+        """Raise if the batch is not the one that was planned, or rows selected from it."""
+        whole = (len(self.lengths), self.width) == (batch.num_rows, batch.width)
+        if not whole or not np.array_equal(self.lengths[batch.rows], batch.lengths):
+            raise InputError(
+                f"the plan is of {len(self.lengths)} rows of width {self.width}, but the batch "
+                f"has {batch.num_rows} of width {batch.width}, or rows of other lengths. Pass the "
+                f"batch that was planned, or rows selected from it."
+            )
+        other = np.flatnonzero(self.row_digests[batch.rows] != batch.row_digests)
+        if len(other):
+            raise InputError(
+                f"row {batch.rows[other[0]]} has other tokens than the row that was planned "
+                f"({len(other)} of {len(batch)} rows differ). Pass the batch that was planned, or "
+                f"plan this one."
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Padding and balance over all epochs, as plain numbers for a logger.
+
+        `slots_before` counts rows at their full width, once per epoch. `imbalance_step` and
+        `imbalance_micro_batch` are the planned cost of the slowest rank over the mean, if ranks
+        synchronise once per step or at every micro-batch; epochs count equally.
+        """
+        found = [plan.stats() for plan in self.epochs]
+        times, empty = len(self.epochs), int((self.lengths == 0).sum())
+        tokens = sum(each["tokens"] for each in found) - empty * times
+        before = len(self.lengths) * self.width * times
+        slots = sum(each["slots"] for each in found)
+        return {
+            "num_steps": sum(each["num_steps"] for each in found),
+            "num_micro_batches": sum(each["num_micro_batches"] for each in found),
+            "num_empty_rows": empty,
+            "tokens": tokens,
+            "slots_before": before,
+            "slots": slots,
+            "removed_padding": before - slots,
+            "removed_padding_ratio": (before - slots) / before if before else 0.0,
+            "padding_ratio": (slots - tokens) / slots if slots else 0.0,
+            "imbalance_step": sum(e["imbalance_cost_step"] for e in found) / times,
+            "imbalance_micro_batch": sum(e["imbalance_cost_micro_batch"] for e in found) / times,
+        }
+
+    def _row_numbers(self, plan: Plan) -> IntArray:
+        return np.arange(len(self.lengths)) if plan.sample_ids is None else plan.sample_ids
+
+
+class _Rows:
+    """The rows of a batch as a source; it knows all lengths and reads the rows that are here."""
+
+    def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
+        self.fingerprint = plan.digest
+        self._batch, self._lengths = batch, np.maximum(plan.lengths, 1)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def lengths_of(self, items: IntArray) -> IntArray:
+        return self._lengths[items]
+
+    def __getitem__(self, row: int, /) -> dict[str, Any]:
+        at = int(np.searchsorted(self._batch.rows, row))
+        if at == len(self._batch) or self._batch.rows[at] != row:
+            raise SampleError(
+                f"row {row} is not among the {len(self._batch)} rows of this batch. Select "
+                f"plan.rows_of(rank) of the rank that runs it."
+            )
+        return self._batch[at]
+
 
 Aligned: TypeAlias = Literal["token", "last", "sequence"]
 

@@ -1,43 +1,29 @@
-"""Attempt: one execution of a step, one micro-batch at a time."""
+"""One try at a step: prepare, forward, loss, backward, finish."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from evenstep.core.cost import Cost
 from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import IntArray, Segments
 from evenstep.core.step import Step
 from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
 from evenstep.tensors.losses import Metric
-from evenstep.train.backward import Backward
-from evenstep.train.bundle import Bundle
-from evenstep.train.framework import Framework, device_of
-from evenstep.train.kept import Keeper, Places
-from evenstep.train.loss_terms import LossTerms
-from evenstep.train.measures import Measures
-from evenstep.train.memory import TooLargeError, out_of_memory
-from evenstep.train.nonfinite import Suspects
-from evenstep.train.normalization import ByLoss
-from evenstep.train.prefetch import Prefetch
-from evenstep.train.result import (
-    ANY_CAUSE,
-    GROUPS_MOST,
-    LABELS,
-    PREDICTED,
-    StepResult,
-    Timings,
-)
-from evenstep.train.step_checks import (
+from evenstep.train.checks import (
     TokenIds,
+    check_constants,
     check_counts,
     check_groups_on_ranks,
     check_groups_planned,
@@ -45,17 +31,341 @@ from evenstep.train.step_checks import (
     check_labels,
     check_none_skipped,
     check_shards,
+    check_trainable,
     counts_groups,
     extremes,
     extremes_of,
     extremes_of_scale,
 )
-from evenstep.train.step_loss import Mode, StepLoss, power_of_two
-from evenstep.train.stopwatch import Busy, Stopwatch
-from evenstep.train.work import Ready, Work, described
+from evenstep.train.collectives import Bundle, Collective
+from evenstep.train.framework import Framework, device_of, held_gradients, sum_gradients
+from evenstep.train.gradients import SeparateGradients, Suspects, square_share
+from evenstep.train.normalization import ByLoss, LossTerms
+from evenstep.train.prefetch import Prefetch
+from evenstep.train.result import (
+    ANY_CAUSE,
+    BUSY,
+    BUSY_MOST,
+    FLOPS,
+    GROUPS_MOST,
+    LABELS,
+    PREDICTED,
+    SLOTS,
+    SQUARE,
+    TOKENS,
+    Keeper,
+    Places,
+    StepResult,
+    Timings,
+)
+from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
 
 if TYPE_CHECKING:
     from evenstep.train.runner import Runner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A collated micro-batch, with host-side copies of what results and errors report."""
+
+    batch: Batch
+    lengths: IntArray
+    sample_ids: IntArray
+    labels: int
+    predicted: int
+    """Tokens that are not the first of their sample."""
+    born: tuple[float, ...] = ()
+    moved: bool = True
+    """Whether the batch is on the device. If there was no memory yet, it is moved when it runs."""
+    places: Places | None = None
+    """Where its segments lie, if values are kept by sample."""
+    parts: int = 1
+    """Number of segments, or of groups that stay together."""
+    groups: frozenset[int] = frozenset()
+    """Those that GroupMean counts in this batch, unless the plan keeps them in it."""
+
+
+def empty_micro_batch() -> MicroBatch:
+    """An empty micro-batch of one slot."""
+    none = np.empty(0, np.int64)
+    return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The micro-batches of one step and what is known about it."""
+
+    items: Iterable[Batch | FedMicroBatch | tuple[MicroBatch, Mapping[int, Any] | Batch]]
+    count: int | None  # None while a step is being fed
+    number: int
+    totals: Mapping[str, float]
+    budget: int | None
+    loss_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Loss tokens of each sample, if `totals` is computed from them."""
+    groups: Mapping[int, int] = field(default_factory=dict)
+    """The group of each sample in the plan, if it has groups."""
+    empty: MicroBatch = field(default_factory=empty_micro_batch)
+    """Empty micro-batch for ranks without work."""
+    costs: tuple[float, ...] = ()
+    """Planned cost of each micro-batch, if there is a plan."""
+    lock_step: bool = False  # whether ranks agree before each micro-batch that is fed
+
+
+def described(rows: int, width: int, sample_ids: IntArray) -> str:
+    """1 x 8 slots, 3 segments of samples 4, 0, 7"""
+    shown = ", ".join(map(str, sample_ids[:4])) + ("..." if len(sample_ids) > 4 else "")
+    held = f"{len(sample_ids)} segments of samples {shown}" if shown else "no segment"
+    return f"{rows} x {width} slots, {held}"
+
+
+_DIVISIBLE, _SEGMENT, _GROUP = 1, 2, 3  # what ran out of memory; 0 if nothing did
+_INDIVISIBLE = {
+    _SEGMENT: "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, "
+    "set overflow='split', or use context parallelism.",
+    _GROUP: "ran out of memory with a single group, which groups='micro_batch' keeps together. "
+    "Lower max_tokens or the samples per group, or plan with groups='step'.",
+}
+
+
+class TooLargeError(Exception):
+    """A micro-batch ran out of memory on some rank; raised on every rank."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+class OutOfMemory(NamedTuple):
+    """A rank that ran out of memory, and why its micro-batch cannot be divided, if so."""
+
+    rank: int
+    why: str | None
+
+
+def out_of_memory(ranks: Collective, count: int, failed: Ready | None) -> OutOfMemory | None:
+    """What all ranks know after one exchange; None if no rank ran out of memory.
+
+    `failed` is the micro-batch that this rank could not run, and `count` the number of its
+    micro-batches, which must be the same on all ranks.
+    """
+    flags = torch.zeros(2, ranks.size)
+    if failed is not None:
+        whole = _SEGMENT if len(failed.sample_ids) < 2 else _GROUP
+        flags[0, ranks.rank] = _DIVISIBLE if failed.parts > 1 else whole
+    flags[1, ranks.rank] = count
+    states, counts = ranks.all_reduce_sum(flags).tolist()
+    check_counts(counts)
+    alone = [rank for rank, state in enumerate(states) if state > _DIVISIBLE]
+    if alone:
+        rank = ranks.rank if ranks.rank in alone else alone[0]
+        return OutOfMemory(rank, _INDIVISIBLE[int(states[rank])])
+    return OutOfMemory(states.index(_DIVISIBLE), None) if any(states) else None
+
+
+class Measures:
+    """Tokens, slots, labels and FLOPs of a rank's micro-batches."""
+
+    def __init__(self, cost: Cost | None) -> None:
+        self.tokens = self.slots = self.labels = self.predicted = 0
+        self._cost, self._flops = cost, 0.0
+        self._share = 1.0  # 1 / number of context-parallel ranks, which share a micro-batch
+
+    def add(self, ready: Ready, sharers: int) -> None:
+        """A micro-batch that ran, shared by `sharers` context-parallel ranks."""
+        self._share = 1 / sharers
+        self.tokens += int(ready.lengths.sum())
+        self.slots += ready.batch.rows * ready.batch.width
+        self.labels += ready.labels
+        self.predicted += ready.predicted
+        if self._cost is not None:
+            self._flops += float(self._cost.of_lengths(ready.lengths).sum())
+
+    def metrics(self, busy: float) -> dict[str, Metric]:
+        """To be reduced over ranks with the losses; `busy` are this rank's busy seconds."""
+        seconds = torch.tensor(busy, dtype=torch.float64)
+        metrics = {
+            BUSY: Metric.mean(seconds, 1),
+            BUSY_MOST: Metric.max(seconds),
+            TOKENS: Metric.sum(self._mine(self.tokens)),
+            LABELS: Metric.sum(self._mine(self.labels)),
+            PREDICTED: Metric.sum(self._mine(self.predicted)),
+            SLOTS: Metric.sum(self._mine(self.slots)),
+        }
+        if self._cost is not None:
+            # A mean over ranks: MFU compares with the peak of one rank.
+            metrics[FLOPS] = Metric.mean(self._mine(self._flops), 1)
+        return metrics
+
+    def _mine(self, count: float) -> Tensor:
+        return torch.tensor(count * self._share, dtype=torch.float64)
+
+
+class Stopwatch:
+    """Elapsed seconds inside `with` blocks, accumulated."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+class Busy:
+    """Seconds that this rank was busy inside `with` blocks, without waiting for other ranks.
+
+    On a CPU, the CPU time of this thread. On a GPU, the time between two events of the stream;
+    only reading `seconds` synchronises with the device.
+    """
+
+    def __init__(self, device: torch.device | str | None) -> None:
+        self._events: list[tuple[Any, Any]] = []
+        self._each: list[float] = []
+        self._began = 0.0
+        self._cuda = device is not None and torch.device(device).type == "cuda"
+
+    def __enter__(self) -> Busy:
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._events.append((begin, end))
+        else:
+            self._began = time.thread_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            self._events[-1][1].record()
+        else:
+            self._each.append(time.thread_time() - self._began)
+
+    @property
+    def each(self) -> tuple[float, ...]:
+        """Busy seconds of each block."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._each += [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+            self._events.clear()
+        return tuple(self._each)
+
+    @property
+    def seconds(self) -> float:
+        """Busy seconds so far."""
+        return sum(self.each)
+
+
+class Finished(NamedTuple):
+    """The numbers of a step after its last backward."""
+
+    bundle: Bundle
+    """Of this rank."""
+    numbers: LossValues | None
+    """Of all ranks; None if they are exchanged later."""
+    counts: Tensor
+    """The sums of `counts` over ranks, maybe on a device that has not computed them yet."""
+
+
+class Backward:
+    """Runs the backwards of a step; `finish` exchanges, rescales and measures their gradients.
+
+    `sums` if the runner, not the framework, sums gradients over ranks. `scaler` is a GradScaler.
+    """
+
+    def __init__(
+        self,
+        framework: Framework,
+        parameters: list[Tensor],
+        step_loss: StepLoss,
+        ranks: Collective,
+        sums: bool,
+        scaler: Any = None,
+    ) -> None:
+        self.framework, self.parameters, self.ranks = framework, parameters, ranks
+        self.step_loss, self.sums, self.scaler = step_loss, sums, scaler
+        self.separate = SeparateGradients(parameters) if step_loss.separate else None
+        self.scale: Tensor | None = None
+        """Of the GradScaler in this step."""
+
+    def exchanges(self, last: bool) -> bool:
+        """Whether the framework exchanges gradients in a micro-batch, which is the last or not."""
+        # Sharded accumulators of several denominators hold exchanged gradients only.
+        return (last or self.separate is not None) and not self.sums
+
+    def run(self, sums: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+        """The backward of a micro-batch."""
+        if self.separate is None:
+            objective = self.step_loss.objective(sums, scales)
+            check_trainable(objective, self.parameters)
+            self._scaled(objective).backward()
+            return
+        objectives = self.step_loss.objectives(sums, scales)
+        for objective in objectives.values():
+            check_trainable(objective, self.parameters)
+        self.separate.backward({name: self._scaled(each) for name, each in objectives.items()})
+
+    def gradients(self) -> list[Tensor]:
+        """All gradients of the step so far, exchanged or not."""
+        if self.separate is not None:
+            return self.separate.tensors
+        own = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [*own, *held_gradients(self.framework)]
+
+    def finish(
+        self,
+        measured: Sequence[Bundle],
+        totals: Mapping[str, float],
+        communicate: Stopwatch,
+        later: bool,
+        counts: Sequence[float] = (),
+    ) -> Finished:
+        """The gradients become those of the step; `counts` are small numbers to sum over ranks.
+
+        `later` leaves the exchange of numbers to `StepResult.reduce`, if denominators were known
+        before the step.
+        """
+        summed = torch.tensor(counts)
+        if self.separate is None:
+            summed = self._sum_gradients(communicate, counts)
+            measured = [*measured, self._square()]
+        bundle = Bundle.merge(measured)
+        if later and self.step_loss.ahead and self.ranks.size > 1:
+            return Finished(bundle, None, summed)
+        with communicate:
+            reduced = bundle.reduce(self.ranks)
+        check_constants(reduced)
+        numbers = self.step_loss.finish(self.separate or self.parameters, reduced, totals)
+        if self.separate is not None:
+            self._sum_gradients(communicate)
+            with communicate:
+                square = self._square().reduce(self.ranks).metrics
+            numbers = replace(numbers, metrics={**numbers.metrics, **square})
+        return Finished(bundle, numbers, summed)
+
+    def _scaled(self, objective: Tensor) -> Tensor:
+        if self.scaler is None:
+            return objective
+        self.scale = self.scaler.scale(objective.detach().new_ones(()))
+        scaled: Tensor = self.scaler.scale(objective)
+        return scaled
+
+    def _sum_gradients(self, communicate: Stopwatch, counts: Sequence[float] = ()) -> Tensor:
+        """Sum gradients, unless the framework has, and `counts` over ranks."""
+        with communicate:
+            if self.sums:
+                return sum_gradients(self.parameters, self.ranks, counts)
+            summed = torch.tensor(counts)
+            return self.ranks.all_reduce_sum(summed) if counts else summed
+
+    def _square(self) -> Bundle:
+        """This rank's share of the squared norm of the gradient, without a scaler's scale."""
+        share = square_share(self.parameters, self.ranks.size, self.framework.kind == "fsdp")
+        if self.scale is not None:
+            share = share / self.scale.double().square()
+        return Bundle({}, {SQUARE: Metric.sum(share)})
 
 
 class Attempt:

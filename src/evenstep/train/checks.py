@@ -14,12 +14,10 @@ from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Metric
-from evenstep.train.bundle import Bundle
-from evenstep.train.collectives import Collective, Distributed
-from evenstep.train.forwards import unwrapped
-from evenstep.train.normalization import Custom, GroupMean, SequenceMean
+from evenstep.train.collectives import Bundle, Collective, Distributed
+from evenstep.train.framework import unwrapped
+from evenstep.train.normalization import Custom, GroupMean, SequenceMean, group_ids
 from evenstep.train.step_loss import StepLoss
-from evenstep.train.tile_values import group_ids
 
 _KEEP_GROUPS = (
     "Plan with groups= and Recipe(groups='micro_batch'), or add the sequence-aligned extra "
