@@ -214,7 +214,7 @@ if TYPE_CHECKING:
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first
-    from evenstep.train import context_exchange
+    from evenstep.train import collectives as collectives_module
     from evenstep.train import prefetch as prefetch_module
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.framework import call, device_of, forward_of, sum_gradients

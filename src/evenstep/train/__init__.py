@@ -1,15 +1,18 @@
 """Batch -> **loss, gradient**. Everything here needs torch.
 
-runner            one step: micro-batches one at a time, then one exact gradient
-normalization     what the loss of a step is divided by; all_tokens is one of them
-collectives       how ranks exchange sums
-forwards          how models of a library are called with a batch
-result            what a step returns
-scoring           log-probs by forward passes alone
-rollouts          padded rollouts of a policy, as steps and with results in their shape
-experts           how often each expert is chosen in a step
-watch             stops all ranks when one of them fails
-context_exchange  attention between context-parallel ranks
+runner          one step: micro-batches one at a time, then one exact gradient
+step_run        one try at a step: prepare, forward, loss, backward, finish
+step_loss       loss sums of micro-batches -> the exact loss of a step
+normalization   what the loss of a step is divided by; expert frequencies
+collectives     what ranks exchange: sums, numbers in one reduction, shards of a context
+framework       what wraps a model, and how models of a library are called with a batch
+gradients       gradients apart from `.grad`, their norm, and where they are not finite
+checks          what would make a gradient wrong, refused
+result          what a step returns
+prefetch        micro-batches prepared ahead
+scoring         log-probs by forward passes alone
+rollouts        padded rollouts of a policy, as steps and with results in their shape
+watch           stops all ranks when one of them fails
 """
 
 from typing import TYPE_CHECKING
