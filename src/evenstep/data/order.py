@@ -27,7 +27,7 @@ from evenstep.core.ragged import (
 )
 from evenstep.data.pool import OverflowPolicy, Segment
 from evenstep.errors import CursorError, InputError
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 # The order of an epoch ----------------------------------------------------------------------------
 

@@ -55,9 +55,9 @@ from evenstep.data.source import (
     unreadable,
 )
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
-from evenstep.planning.batching.selection import Room, select
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 from evenstep.planning.overflow import refusal
+from evenstep.planning.pool import Room, select
 
 # Items --------------------------------------------------------------------------------------------
 

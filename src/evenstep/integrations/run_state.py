@@ -69,11 +69,11 @@ def load_gathered_state(
         state = torch.load(path)["data"] if rank == 0 else None
         load_gathered_state(loader, state)  # on every rank
     """
-    given = [found for found in (gather or all_gather)(state) if found is not None]
-    if not given:
+    states = [each for each in (gather or all_gather)(state) if each is not None]
+    if not states:
         raise CursorError("no rank has a state to load. Pass the checkpoint's state on one rank.")
-    _check_equal(given)
-    stream.load_state_dict(given[0], allow)
+    _check_equal(states)
+    stream.load_state_dict(states[0], allow)
 
 
 def _check_equal(states: Sequence[Mapping[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenstep.core.ragged import IntArray, frozen
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 Side: TypeAlias = Literal["left", "right"]
 
