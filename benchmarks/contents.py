@@ -12,7 +12,7 @@ import numpy as np
 
 from evenstep import Padded, Recipe
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 
 @dataclass(frozen=True, slots=True, eq=False)

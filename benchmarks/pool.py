@@ -23,7 +23,7 @@ from benchmarks.runner import run
 from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import best, interleave
 from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.planning.batching.selection import PADDED, STRATEGIES, Room, select
+from evenstep.planning.pool import PADDED, STRATEGIES, Room, select
 
 POOL, SAMPLES, BUDGETS = 64, 20_000, (8_192, 32_768, 131_072)
 REFILLS = (0, 1, 1.5, 2)

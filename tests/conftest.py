@@ -4,6 +4,7 @@ Test processes share the compilation of kernels.
 """
 
 import gc
+from collections.abc import Generator
 from contextlib import suppress
 
 import pytest
@@ -63,8 +64,14 @@ def pytest_configure(config: pytest.Config) -> None:
                 next(iter(PooledStream(samples, recipe)))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what imports have made out of garbage collections, which Trainers and loaders run often
-    and which write to all of it in forked processes."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what imports have made out of garbage collections: Trainers and loaders run many, and
+    those of forked processes would copy all of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Floor,
         StepFloor,
         bins_bound,
+        cut_times,
         lock_step_bound,
         lock_steps,
         makespan_bound,
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from evenstep.data import feed as feed_module
     from evenstep.data import feed as producers_module
     from evenstep.data import files as lines
-    from evenstep.data import planned as epoch_steps_module
+    from evenstep.data import steps as epoch_steps_module
     from evenstep.data.corpus import default_workers, task_size
     from evenstep.data.dataset import as_measured
     from evenstep.data.files import (
@@ -89,17 +90,16 @@ if TYPE_CHECKING:
     )
     from evenstep.data.megatron import CODES
     from evenstep.data.order import (
-        Deal,
         EpochOrder,
+        ReaderShares,
         ReaderState,
         RemainingEpoch,
         all_waiting,
         merged,
         redealt,
     )
-    from evenstep.data.planned import StreamPosition
-    from evenstep.data.pool import Cut
-    from evenstep.data.pooled import common_steps
+    from evenstep.data.pool import OverflowPolicy
+    from evenstep.data.reader import common_steps
     from evenstep.data.source import (
         LOSS_MASKS,
         ItemTransform,
@@ -108,14 +108,14 @@ if TYPE_CHECKING:
         read_samples,
         samples_digest,
     )
+    from evenstep.data.steps import StreamPosition
     from evenstep.data.stream import Stream
     from evenstep.data.text import RowDecoder, as_tokenize
     from evenstep.data.token_file import HEADER_SIZE, Header
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
-    from evenstep.integrations.dataloader import Parcel, _is_plain
-    from evenstep.integrations.dataloader import register as register_parcels
+    from evenstep.integrations.dataloader import SharedStep, _is_plain, register_shared_steps
     from evenstep.integrations.hf_attention import (
         Hints,
         _read,
@@ -126,7 +126,9 @@ if TYPE_CHECKING:
     from evenstep.integrations.ray import LARGE
     from evenstep.integrations.sampler import PartDataset, StepSampler
     from evenstep.integrations.trainer import RouterLoss
-    from evenstep.planning import decide_step, kernel, simpler
+    from evenstep.planning import best_fit as best_fit_module
+    from evenstep.planning import decide_step, simpler, vector_packing
+    from evenstep.planning import kernels as kernel
     from evenstep.planning.balance import construct
     from evenstep.planning.balance.deal import deal_packs
     from evenstep.planning.balance.descending import by_digits_kernel, heaviest_first
@@ -158,26 +160,28 @@ if TYPE_CHECKING:
     from evenstep.planning.batching.levels import levels_of, lower_levels
     from evenstep.planning.batching.lock_step import levels_to_try, wave_cuts, wave_table
     from evenstep.planning.batching.rank_sums import deal_blocks
-    from evenstep.planning.batching.selection import PADDED, STRATEGIES, select
-    from evenstep.planning.batching.selection import Room as PoolRoom
     from evenstep.planning.batching.shifts import slowest_lowered
+    from evenstep.planning.best_fit import best_fit, best_fit_few, check_items
     from evenstep.planning.filled import filled_packs
-    from evenstep.planning.kernel import kernel as kernel_decorator
+    from evenstep.planning.kernels import kernel as kernel_decorator
+    from evenstep.planning.optimal import at_most, by_length, take
     from evenstep.planning.overflow import segments_of
-    from evenstep.planning.packing import best_fit as best_fit_module
-    from evenstep.planning.packing import spread, vector_pack
-    from evenstep.planning.packing.best_fit import _best_fit_few, best_fit
-    from evenstep.planning.packing.emptying import empty_bins_kernel
-    from evenstep.planning.packing.items import check_items
-    from evenstep.planning.packing.knapsack import fill_under_weight, search
-    from evenstep.planning.packing.more_bins import divide_bins, even_bins
-    from evenstep.planning.packing.optimal import at_most, by_length, take
-    from evenstep.planning.packing.room_tree import tightest_fit_kernel
-    from evenstep.planning.packing.spread import fewest_spread, spread_over, spread_units
-    from evenstep.planning.packing.subset_sum import fill_space, from_records, from_stages
-    from evenstep.planning.packing.vector_pack import vector_pack as pack_vectors
+    from evenstep.planning.packers import divide_bins, even_bins
     from evenstep.planning.planner import plan_step, step_size
+    from evenstep.planning.pool import (
+        PADDED,
+        STRATEGIES,
+        fill_space,
+        fill_under_weight,
+        from_records,
+        from_stages,
+        search,
+        select,
+    )
+    from evenstep.planning.pool import Room as PoolRoom
     from evenstep.planning.units import Units, units_of
+    from evenstep.planning.vector_packing import LimitedPacker, spread_over, spread_units
+    from evenstep.planning.vector_packing import vector_pack as pack_vectors
     from evenstep.report.bars import bars_of
     from evenstep.report.charts import Bins, Thinned, histogram
     from evenstep.report.charts import lines as line_chart
@@ -210,7 +214,7 @@ if TYPE_CHECKING:
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first
-    from evenstep.train import collectives as context_exchange
+    from evenstep.train import collectives as collectives_module
     from evenstep.train import prefetch as prefetch_module
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.framework import call, device_of, forward_of

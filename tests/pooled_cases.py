@@ -30,7 +30,7 @@ from evenstep import (
 from evenstep.data import Pool, merge_cursors
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.integrations.dataloader import StreamLoader
-from tests.internals import Cut, Layout, item_and_part, sample_number
+from tests.internals import Layout, OverflowPolicy, item_and_part, sample_number
 from tests.rank_threads import RankThreads
 from tests.source_cases import MEASURED, Items, check_draws, source_of
 
@@ -114,12 +114,12 @@ class PooledCase:
     def _expected(self) -> Counter[tuple[int, int]]:
         """(sample id, position) of every token of an epoch."""
         recipe = self.stages[0].recipe  # all cut in the same way, or all keep every token
-        cut = Cut(recipe.longest_segment, recipe.overflow)
+        policy = OverflowPolicy(recipe.longest_segment, recipe.overflow)
         return Counter(
             (sample_number(item, part), token)
             for item, lengths in enumerate(self.items)
             for part, length in enumerate(lengths or ())
-            for start, size in cut.segments(length) or ()
+            for start, size, _ in policy.segments(length) or ()
             for token in range(start, start + size)
         )
 

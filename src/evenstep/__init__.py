@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from evenstep.data.pooled import PooledStream
     from evenstep.errors import EvenstepError
     from evenstep.planning.balance.partition import partition
-    from evenstep.planning.packing.packers import pack
+    from evenstep.planning.packers import pack
     from evenstep.planning.planner import make_plan
 
 __version__ = "0.1.0"
@@ -72,7 +72,7 @@ if not TYPE_CHECKING:
             "data.pooled": ["PooledStream"],
             "errors": ["EvenstepError"],
             "planning.balance.partition": ["partition"],
-            "planning.packing.packers": ["pack"],
+            "planning.packers": ["pack"],
             "planning.planner": ["make_plan"],
         },
     )

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep import Packed, Recipe
+from evenstep import Packed, Padded, Recipe
 from tests.internals import FloatArray, IntArray
 
 
@@ -112,3 +112,18 @@ def least_step(recipe: Recipe, groups: list[list[int]], second: list[float] | No
                 time += max(each) + max((other[p] for p in wave), default=0.0)
             best = min(best, float(time))
     return best
+
+
+def least_padded_step(recipe: Recipe, lengths: IntArray) -> float:
+    """The least lock-step time of a padded step of whole rows. The number of waves is free."""
+    layout, cost, ranks = recipe.layout, recipe.cost, recipe.topology.dp
+    assert isinstance(layout, Padded)
+    widths = layout.widths(lengths, recipe.width_unit)
+    ways = partitions(len(lengths))
+    packs = range(len(lengths))
+    rows = np.stack([(ways == pack).sum(axis=1) for pack in packs], axis=1)
+    widest = np.stack([((ways == pack) * widths).max(axis=1) for pack in packs], axis=1)
+    fits = (rows * widest <= (layout.max_tokens or np.inf)) & (rows <= (layout.samples or np.inf))
+    costs = np.where(rows > 0, rows * cost.of_lengths(widest), 0.0)[fits.all(axis=1)]
+    waves = -np.sort(-costs, axis=1)[:, ::ranks]  # those that wait the least, see above
+    return float((waves + cost.per_micro_batch * (waves > 0)).sum(axis=1).min())

@@ -8,14 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Cost, Packed, Recipe, Topology
-from tests.core.exhaustive import fewest_packs, least_lock_step, least_makespan, least_step
+from evenstep import Cost, Packed, Padded, Recipe, Steps, Topology, make_plan
+from tests.core.exhaustive import (
+    fewest_packs,
+    least_lock_step,
+    least_makespan,
+    least_padded_step,
+    least_step,
+)
 from tests.examples import examples
 from tests.internals import (
     FloatArray,
+    Floors,
     IntArray,
     StepFloor,
     SyncEvery,
+    cut_times,
     lock_step_bound,
     lock_steps,
     makespan_bound,
@@ -179,3 +187,65 @@ def test_no_plan_with_groups_one_width_or_second_work_is_below_the_floor(
         changed = replace(recipe, sync_every=sync_every)
         floor = StepFloor(changed, aligned, unit_of, extra)
         assert floor.time(recipe.topology.multiple) <= best * MORE
+
+
+PADDED_COSTS = [
+    Cost(),
+    Cost(per_pair=0.1),
+    Cost(per_micro_batch=3),
+    Cost(per_pair=0.2, per_segment=2, per_micro_batch=20),
+    Cost(per_micro_batch=200),
+]
+
+
+def test_no_padded_plan_of_a_thousand_small_steps_is_below_the_floor() -> None:
+    rng, reached = np.random.default_rng(0), 0
+    for _ in range(1000):
+        budget = int(rng.choice([16, 24, 40]))
+        bounds: dict[str, Any] = [{}, {"samples": 3}, {"round_to": 4}][rng.integers(3)]
+        recipe = Recipe(
+            layout=Padded(max_tokens=budget, **bounds),
+            topology=Topology(dp=int(rng.integers(1, 5))),
+            cost=PADDED_COSTS[rng.integers(len(PADDED_COSTS))],
+        )
+        lengths = np.clip(rng.lognormal(2, 1, rng.integers(1, 8)), 1, 16).astype(np.int64)
+        best = least_padded_step(recipe, lengths)
+        floor = StepFloor(recipe, lengths).time()
+        assert floor <= best * MORE
+        reached += floor * MORE >= best
+        once = StepFloor(replace(recipe, sync_every="step"), lengths).time()
+        assert once <= best * MORE  # its slowest rank takes no longer than its waves together
+    assert reached > 600
+
+
+def test_padded_steps_measured_together_have_the_floor_of_each() -> None:
+    rng = np.random.default_rng(1)
+    recipe = Recipe(
+        layout=Padded(max_tokens=64),
+        topology=Topology(dp=2),
+        steps=Steps(samples=12),
+        cost=Cost(per_micro_batch=9),
+    )
+    floors = Floors(make_plan(rng.integers(1, 30, 40), recipe))
+    together = floors.of_steps()
+    assert [floor.binds for floor in together] == ["cuts"] * 4
+    assert together == [floors.of_step(step) for step in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "fits", "ranks", "price", "time"),
+    [
+        # Two micro-batches of 8 8 and 3 3; 8 alone and 8 3 3 would be wider.
+        ([8, 8, 3, 3], [2, 2, 5, 5], 1, 4, 2 * 8 + 2 * 3 + 2 * 4),
+        # At a low price every row is alone.
+        ([8, 5, 3], [4, 4, 4], 1, 0.5, 16 + 3 * 0.5),
+        # One wave: 9 alone, and 5 4 on the other rank.
+        ([9, 5, 4], [3, 3, 3], 2, 100, 10 + 100),
+    ],
+)
+def test_cuts_of_padded_rows_that_can_be_checked_by_hand(
+    rows: list[float], fits: list[int], ranks: int, price: float, time: float
+) -> None:
+    bound = cut_times(np.array([rows]) * 1.0, np.array([fits]), ranks, price, np.array([1]), 1)
+    assert bound[0] == pytest.approx(time, rel=1e-4)
+    assert bound[0] <= time

@@ -22,7 +22,7 @@ from tests.internals import Floor, Floors
 def floor(lengths: list[int], recipe: Recipe, **about: Any) -> Floor:
     """The floor of the one step."""
     plan = make_plan(lengths, recipe, **about)
-    return Floors(plan).of_step(0, slice(0, len(plan.segments)))
+    return Floors(plan).of_step(0)
 
 
 def test_a_greedy_cut_on_one_rank_is_not_proved_the_best() -> None:

@@ -83,7 +83,7 @@ def run(
                     found.sample.tolist(), found.start.tolist(), found.length.tolist(), strict=True
                 ):
                     tokens.update((sample, token) for token in range(start, start + length))
-        cursors += [Cursor(belongs=c.belongs, step=9, place=c.place) for c in mine]
+        cursors += [Cursor(identity=c.identity, step=9, position=c.position) for c in mine]
     return tokens, merge_cursors(cursors).to_dict()
 
 
@@ -220,8 +220,8 @@ def test_changed_lengths_are_noticed() -> None:
 def test_a_cursor_of_few_items_that_were_shuffled_in_another_way_is_refused() -> None:
     stream = PooledStream(InMemory(DATA), Recipe(layout=Packed(max_tokens=50)))
     cursor = next(iter(stream)).cursor
-    assert cursor.belongs["order"] == "shuffled by seed 0 as a list"
-    before = replace(cursor, belongs={**cursor.belongs, "order": "shuffled by seed 0"})
+    assert cursor.identity["order"] == "shuffled by seed 0 as a list"
+    before = replace(cursor, identity={**cursor.identity, "order": "shuffled by seed 0"})
     with pytest.raises(CursorError, match=r"order was shuffled by seed 0 and is .* as a list"):
         stream.load_state_dict(before.to_dict())
 
@@ -233,7 +233,7 @@ def test_shuffling_a_sequential_source_is_refused_if_it_is_asked_for() -> None:
         PooledStream(source, recipe, shuffle=True)
     for stream in (PooledStream(source, recipe), PooledStream(source, recipe, shuffle=False)):
         assert not stream.shuffle
-        assert next(iter(stream)).cursor.belongs["order"] == "as stored"
+        assert next(iter(stream)).cursor.identity["order"] == "as stored"
     assert PooledStream(InMemory(DATA), recipe).shuffle
     assert not PooledStream(InMemory(DATA), recipe, shuffle=False).shuffle
 

@@ -443,7 +443,7 @@ def test_samples_dropped_at_the_end_of_an_epoch_are_counted_with_its_last_step(
     recipe = Recipe(layout=Packed(max_tokens=4), steps=steps, overflow="drop")
     found = list(PlannedStream(Lengths(lengths), recipe, shuffle=False))
     assert sum(step.lost.get("dropped", 0) for step in found) == 201
-    assert found[-1].cursor.place["position"] == len(lengths)
+    assert found[-1].cursor.position["position"] == len(lengths)
 
 
 def test_a_group_that_no_step_can_hold_is_named() -> None:

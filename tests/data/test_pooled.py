@@ -177,7 +177,7 @@ def test_no_sample_waits_for_more_micro_batches_than_the_pool_has_samples(
     stream = PooledStream(InMemory(samples_of(lengths)), recipe, pool=pool, shuffle=False)
     read = 0
     for emitted, step in enumerate(stream):
-        (state,) = step.cursor.place["readers"].values()
+        (state,) = step.cursor.position["readers"].values()
         assert len(state["waiting"]) <= pool.samples
         taken = numbers([step])
         # A sample is read when fewer than 5 are in the pool, and the oldest is always taken.
@@ -441,7 +441,7 @@ def test_a_pool_holds_two_budgets_by_default() -> None:
     def waiting(pool: Pool) -> int:
         recipe = Recipe(layout=Packed(max_tokens=100))
         stream = PooledStream(InMemory(samples_of([2] * 500)), recipe, pool=pool)
-        (state,) = next(iter(stream)).cursor.place["readers"].values()
+        (state,) = next(iter(stream)).cursor.position["readers"].values()
         return len(state["waiting"])
 
     assert waiting(Pool(samples=4)) == 50  # 100 samples of 2 tokens, less one budget
@@ -513,7 +513,7 @@ def test_after_a_change_of_reader_count_a_state_holds_only_its_own_share() -> No
     waiting = sum(len(reader["waiting"]) for reader in state["place"]["readers"].values())
     for stream in ranks_of(given, 3):
         stream.load_state_dict(state)
-        for reader in stream.start(3).place["readers"].values():
+        for reader in stream.start(3).position["readers"].values():
             assert len(reader["waiting"]) <= -(-waiting // 9)
             ((_, _, changes, *_),) = reader["epochs"]
             assert sum(map(len, changes)) <= 8  # one number for each reader before

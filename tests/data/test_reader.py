@@ -245,7 +245,7 @@ def test_an_unreadable_sample_of_the_pool_is_skipped_on_resume(ranks: int) -> No
         "recipe": Recipe(layout=Packed(max_tokens=3)),
     }
     first = next(iter(stream_of(Fading(), on_error="skip", **more)))
-    (state,) = first.cursor.place["readers"].values()
+    (state,) = first.cursor.position["readers"].values()
     assert [sample_id for _, sample_id, _ in state["waiting"]] == [1, 2, 3]
     resumed = [stream_of(Fading((2, 4)), r, ranks, on_error="skip", **more) for r in range(ranks)]
     for stream in resumed:
@@ -278,8 +278,8 @@ def test_an_item_with_fewer_samples_than_before_raises() -> None:
     first = next(iter(stream_of(InMemory(data), recipe=Recipe(layout=Packed(max_tokens=3)))))
     source = InMemory([[*parts[:1]] for parts in data])
     less = stream_of(source, recipe=Recipe(layout=Packed(max_tokens=3)), on_error="skip")
-    state = {**first.cursor.belongs, "data": f"3 items, {source.fingerprint}"}
-    less.load_state_dict(reloaded(replace(first.cursor, belongs=state)))
+    state = {**first.cursor.identity, "data": f"3 items, {source.fingerprint}"}
+    less.load_state_dict(reloaded(replace(first.cursor, identity=state)))
     with pytest.raises(
         CursorError, match="item 0 now has 1 samples, but the cursor names sample 1"
     ):
@@ -391,13 +391,13 @@ def test_cursors_of_ended_ranks_are_merged_with_those_that_go_on(kind: Any, work
             steps = list(islice(stream.walk(worker, workers), 12 // workers))
             cursors += [step.cursor for step in steps]
             seen += first_tokens(steps)
-    assert max(cursor.step for cursor in cursors if "0" in cursor.place["turns"]) < 12
+    assert max(cursor.step for cursor in cursors if "0" in cursor.position["turns"]) < 12
     alone = stream_of(kind(data))
     alone.load_state_dict(reloaded(merge_cursors(cursors)))
     assert sorted(seen + first_tokens(alone)) == list(range(40))
 
 
 def test_the_cursor_of_a_planned_stream_needs_no_merging() -> None:
-    planned = Cursor(belongs={"stream": "planned"}, step=0, place={"epoch": 0, "position": 0})
+    planned = Cursor(identity={"stream": "planned"}, step=0, position={"epoch": 0, "position": 0})
     with pytest.raises(CursorError, match="needs no merging"):
         merge_cursors([planned])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.errors import CursorError
-from tests.internals import Deal, ReaderState, RemainingEpoch, all_waiting, merged, redealt
+from tests.internals import ReaderShares, ReaderState, RemainingEpoch, all_waiting, merged, redealt
 
 FAR = 60  # more turns than are compared
 
@@ -27,7 +27,7 @@ def positions(remaining: RemainingEpoch, reader: int = 0, readers: int = 1) -> l
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 5))
 def test_readers_take_every_block_one_element_each(readers: int, size: int, key: int) -> None:
-    deal = Deal(readers, key)
+    deal = ReaderShares(readers, key)
     turns = deal.num_turns(size)
     taken = [deal.elements(reader, np.arange(n)) for reader, n in enumerate(turns)]
     assert sorted(np.concatenate(taken).tolist()) == list(range(size))
@@ -39,7 +39,7 @@ def test_readers_take_every_block_one_element_each(readers: int, size: int, key:
 def test_a_reader_visits_every_place_as_often_as_any_other(
     readers: int, key: int, data: st.DataObject
 ) -> None:
-    deal = Deal(readers, key)
+    deal = ReaderShares(readers, key)
     reader = data.draw(st.integers(0, readers - 1))
     places = deal.elements(reader, np.arange(3 * readers)) % readers
     for begin in range(0, 3 * readers, readers):
@@ -50,7 +50,7 @@ def test_a_reader_visits_every_place_as_often_as_any_other(
 @pytest.mark.parametrize("period", [2, 3, 4, 5, 7, 13, 16, 64])
 def test_a_reader_sees_every_kind_of_periodic_data_equally_often(readers: int, period: int) -> None:
     turns, reader = 40_000, readers // 2
-    kinds = Deal(readers, 0).elements(reader, np.arange(turns)) % period
+    kinds = ReaderShares(readers, 0).elements(reader, np.arange(turns)) % period
     shares = np.bincount(kinds, minlength=period) / turns
     assert np.abs(shares * period - 1).max() < 0.15  # 0.1 is five standard deviations at most
 
@@ -64,7 +64,7 @@ def plainly(count: int, epoch: int, changes: Sequence[Change]) -> list[int]:
     """What remains, by lists."""
     left = list(range(count))
     for change in changes:
-        deal = Deal(len(change), epoch)
+        deal = ReaderShares(len(change), epoch)
         gone = set()
         for reader, read in enumerate(change):
             mine = deal.elements(reader, np.arange(FAR))

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 QUOTED = re.findall(r"^### `(.+)`$", PAGE, re.M)
 
 
+@cache
 def texts() -> list[str]:
     """The text of every string in the sources; what is filled in is left out."""
     found = []
@@ -24,12 +26,9 @@ def texts() -> list[str]:
     return found
 
 
-TEXTS = texts()
-
-
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_quoted_message_is_one_of_the_code(message: str) -> None:
     pieces = [piece.strip(" .") for piece in message.split("…")]
     pieces = [piece for piece in pieces if piece]
     assert pieces
-    assert any(all(piece in text for piece in pieces) for text in TEXTS), message
+    assert any(all(piece in text for piece in pieces) for text in texts()), message

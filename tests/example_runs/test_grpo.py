@@ -35,6 +35,7 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss +(-?[\d.]+)", printed)]
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_in_every_layout_and_padding_is_not() -> None:
     printed = run(*SMALL)
     found = rows(printed)

@@ -37,6 +37,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
 ]
 
+
+def slow(*values: Any) -> Any:
+    """A parameter of `make test-slow`: it repeats another with other numbers."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 KINDS = ("planned", "pooled")
 COUNT = 40
 LENGTHS = (1 + np.random.default_rng(0).integers(0, 12, COUNT)).tolist()
@@ -107,7 +113,7 @@ def test_every_sample_is_yielded_once_per_epoch(loader: str, kind: str, workers:
 
 
 @pytest.mark.parametrize("loader", sorted(LOADERS))
-@pytest.mark.parametrize(("workers", "ahead"), [(1, 4), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("workers", "ahead"), [slow(1, 4), (2, 1), slow(3, 2), (4, 3)])
 def test_a_planned_stream_gives_the_same_steps_for_any_number_of_workers(
     loader: str, workers: int, ahead: int
 ) -> None:
@@ -158,7 +164,7 @@ def numbered(step: Step) -> Any:
     return step.number, step.epoch, content(step), step.cursor
 
 
-@pytest.mark.parametrize(("workers", "ahead"), [(0, None), (1, 3), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("workers", "ahead"), [(0, None), slow(1, 3), (2, 2), slow(4, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_loader_resumes_exactly_after_any_step(
     kind: str, workers: int, ahead: int | None
@@ -170,7 +176,7 @@ def test_our_loader_resumes_exactly_after_any_step(
     assert [number for number, *_ in expected] == list(range(len(expected)))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 1, slow(3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchdatas_loader_resumes_exactly_by_its_own_state(kind: str, workers: int) -> None:
     resumed_everywhere(lambda: stateful(stream_of(kind), workers))
@@ -218,7 +224,7 @@ class Uneven:
         return {"input_ids": np.full(1 if item % 3 else 24, item)}
 
 
-@pytest.mark.parametrize("limit", [None, 8])
+@pytest.mark.parametrize("limit", [None, slow(8)])
 def test_resuming_is_exact_when_some_workers_have_ended(limit: int | None) -> None:
     def make() -> StreamLoader:
         stream = stream_of("pooled", Uneven(), shuffle=False, max_num_steps=limit)
@@ -237,7 +243,7 @@ def test_max_num_steps_is_not_exceeded(kind: str, loader: str) -> None:
     assert len(list(LOADERS[loader](stream_of(kind, infinite_loop=True, **most), 3))) == 4
 
 
-@pytest.mark.parametrize("after", [(1, 1), (3, 1), (1, 3)])
+@pytest.mark.parametrize("after", [slow((1, 1)), (3, 1), (1, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_number_of_ranks_and_workers_gets_exactly_what_is_left(
     kind: str, after: tuple[int, int]
@@ -306,7 +312,7 @@ def test_our_loader_counts_steps_over_epochs() -> None:
     assert loader.state_dict()["step"] == 18
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [slow(False), True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loader", ["ours", "stateful"])
 def test_a_resumed_run_sets_its_epochs_like_any_other(
@@ -365,14 +371,14 @@ def test_the_length_is_that_of_the_stream() -> None:
 
 @pytest.mark.parametrize("loader", sorted(LOADERS))
 @pytest.mark.parametrize("kind", KINDS)
-def test_skip_batches_skips_exactly_those_steps(kind: str, loader: str) -> None:
+@pytest.mark.parametrize("skipped", [slow(1), slow(3), 5])
+def test_skip_batches_skips_exactly_those_steps(kind: str, loader: str, skipped: int) -> None:
     whole = list(LOADERS[loader](stream_of(kind, seed=2), 3))
-    for skipped in (1, 3, 5):
-        made = LOADERS[loader](stream_of(kind, seed=2), 3)
-        (made if loader == "ours" else made.dataset).skip_batches(skipped)
-        steps = list(made)
-        assert [content(step) for step in steps] == [content(step) for step in whole[skipped:]]
-        assert [step.number for step in steps] == [step.number for step in whole[skipped:]]
+    made = LOADERS[loader](stream_of(kind, seed=2), 3)
+    (made if loader == "ours" else made.dataset).skip_batches(skipped)
+    steps = list(made)
+    assert [content(step) for step in steps] == [content(step) for step in whole[skipped:]]
+    assert [step.number for step in steps] == [step.number for step in whole[skipped:]]
 
 
 @pytest.mark.parametrize("loader", ["ours", "stateful"])
@@ -389,7 +395,7 @@ def test_resuming_is_exact_after_skipping(kind: str, loader: str) -> None:
 # Processes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow("planned"), "pooled"])
 def test_workers_may_be_spawned(kind: str) -> None:
     expected = [content(step) for step in ours(stream_of(kind), 1)]
     loader = ours(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from evenstep import Topology
 from evenstep.errors import ConfigError, InputError
-from evenstep.integrations.local import Gathered, LocalDispatcher
+from evenstep.integrations.local import Dispatcher, Gathered, LocalDispatcher
 from evenstep.train import RolloutBatch
 from tests.examples import examples
 from tests.integrations.rollout_workers import RolloutWorker, expected_sums, expected_tokens
@@ -60,6 +61,26 @@ def test_a_method_without_a_batch_runs_on_every_worker() -> None:
     dispatcher = LocalDispatcher([RolloutWorker(), RolloutWorker()])
     assert dispatcher.broadcast("hold", 7) == [None, None]
     assert dispatcher.broadcast("get_held") == [7, 7]
+
+
+class ThreadDispatcher(Dispatcher):
+    """Workers that are called at once, in threads."""
+
+    def call(self, method: str, calls: Any, keywords: Any) -> list[Any]:
+        with ThreadPoolExecutor(self.size) as pool:
+            started = [
+                pool.submit(getattr(worker, method), *arguments, **keywords)
+                for worker, arguments in zip(self.workers, calls, strict=True)
+            ]
+        return [each.result() for each in started]
+
+
+def test_another_kind_of_worker_only_says_how_it_is_called() -> None:
+    batch = batch_of([3, 2, 5, 1])
+    dispatcher = ThreadDispatcher([RolloutWorker(), RolloutWorker()])
+    sums = dispatcher.dispatch("sums", batch.plan(recipe_of("packed", dp=2)), batch, times=2)
+    assert torch.equal(sums.sequences().float(), 2 * expected_sums(batch))
+    assert dispatcher.broadcast("hold", 7) == [None, None]
 
 
 def test_an_error_names_the_rank_and_the_method() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
@@ -21,6 +20,7 @@ from evenstep.data import Lengths
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.sampler import PlannedBatchSampler
 from tests.examples import examples
+from tests.train.processes import results_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 20, 96)
 
@@ -62,11 +62,11 @@ def test_distributing_the_batches_of_one_rank_is_refused() -> None:
     assert PlannedBatchSampler(stream_of()).batch_size is None
 
 
-def run_prepared(rank: int, folder: str, port: int) -> None:
-    """One of two processes that prepare a loader of a sampler with accelerate."""
+def run_prepared(rank: int, size: int) -> list[str]:
+    """The errors of one of the processes that prepare a loader of a sampler with accelerate."""
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",  # the group is there already
     }  # fmt: skip
     from accelerate import Accelerator, DataLoaderConfiguration
 
@@ -87,19 +87,11 @@ def run_prepared(rank: int, folder: str, port: int) -> None:
         accelerate_loader(Accelerator(cpu=True), stream_of(rank, 2, seed=rank))
     except ConfigError as error:
         found.append(str(error))
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def test_accelerate_may_not_distribute_the_batches_of_a_rank(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_prepared, (str(tmp_path), port), nprocs=2)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in results_of(2, run_prepared, tmp_path):
         assert len(found) == 4
         assert all("accelerate_loader" in message for message in found[:3])
         assert "process 1 has other data" in found[3]

@@ -328,6 +328,19 @@ def test_a_loader_resumes_after_any_step(workers: int) -> None:
     assert [batch["input_ids"].tolist() for batch in skipped] == tokens[2 * (first + 3) :]
 
 
+def test_a_loader_loads_a_state_that_wraps_its_cursor_and_refuses_others() -> None:
+    loader, resumed = accelerated(), accelerated()
+    tokens = [batch["input_ids"].tolist() for batch in loader]
+    resumed.skip_steps(3)
+    cursor = resumed.state_dict()
+    resumed = accelerated()
+    resumed.load_state_dict({"cursor": cursor, "done": 3})  # as version 0.1.0 wrote it
+    assert [batch["input_ids"].tolist() for batch in resumed] == tokens[6:]
+    nothing: Any = None
+    with pytest.raises(CursorError, match=r"Pass what state_dict\(\) returned"):
+        resumed.load_state_dict(nothing)
+
+
 def test_a_checkpoint_is_refused_if_its_steps_end_elsewhere_now(tmp_path: Path) -> None:
     """The Trainer resumes from a number of steps, which once meant other samples silently."""
     run_trainer(tmp_path, "packed", stop=20, save_steps=5)

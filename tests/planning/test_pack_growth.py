@@ -12,9 +12,9 @@ from tests.examples import examples
 from tests.internals import (
     PACKER_NAMES,
     IntArray,
-    _best_fit_few,
     at_most,
     best_fit,
+    best_fit_few,
     by_length,
     divide_bins,
     even_bins,
@@ -27,7 +27,7 @@ from tests.internals import (
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 300))
 def test_few_items_are_packed_as_with_a_table(lengths: list[int], capacity: int) -> None:
     array = np.array(lengths)
-    table, few = best_fit(array, capacity), _best_fit_few(array, capacity)
+    table, few = best_fit(array, capacity), best_fit_few(array, capacity)
     assert np.array_equal(table.values, few.values)
     assert np.array_equal(table.offsets, few.offsets)
 

@@ -10,16 +10,14 @@ from tests.examples import examples
 from tests.internals import (
     FloatArray,
     IntArray,
+    LimitedPacker,
     Units,
     bins_bound,
-    empty_bins_kernel,
-    fewest_spread,
     spread_over,
     spread_units,
-    tightest_fit_kernel,
 )
 from tests.internals import pack_vectors as vector_pack
-from tests.internals import vector_pack as module
+from tests.internals import vector_packing as module
 
 SCORES = {
     "dot": lambda item, left: -(item * left).sum(axis=1),
@@ -160,32 +158,8 @@ def test_the_search_ends_when_there_are_few_enough_bins(monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise AssertionError("searched on")
 
-    monkeypatch.setattr(module, "_emptied", fail)
     monkeypatch.setattr(module, "spread_over", fail)
     assert len(vector_pack(*arguments, 500)) <= 500
-
-
-def test_an_item_without_room_is_swapped_for_a_smaller_one() -> None:
-    """[8] [6 2] [3]: 3 takes the place of 2, which fits beside 8."""
-    sizes = np.array([8.0, 6, 2, 3])
-    bin_of = np.array([0, 1, 1, 2])
-    bins = empty_bins_kernel(sizes[:, None], sizes, np.array([10.0]), bin_of, 3, 1, 10**6)
-    assert bins == 2
-    assert bin_of.tolist() == [0, 1, 0, 1]
-
-
-@examples(200)
-@given(limited, st.integers(0, 99))
-def test_emptying_bins_keeps_every_limit(items: list[tuple[int, int, int]], seed: int) -> None:
-    taken, caps = np.array(items, float), np.array([40.0, 12.0, 9.0])
-    order = np.random.default_rng(seed).permutation(len(items))
-    bin_of = np.empty(len(items), np.int64)
-    bin_of[order] = np.arange(len(items))
-    bins = empty_bins_kernel(taken, taken.sum(axis=1), caps, bin_of, len(items), 1, 10**6)
-    assert sorted(set(bin_of.tolist())) == list(range(bins))
-    held = np.zeros((bins, 3))
-    np.add.at(held, bin_of, taken)
-    assert (held <= caps).all()
 
 
 def test_nothing_packs_into_nothing_and_no_limit_means_one_bin() -> None:
@@ -210,30 +184,13 @@ def test_the_bound_never_exceeds_the_fewest_bins(
     assert len(found) <= fewest + 1
 
 
-@examples(100)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60))
-def test_the_tree_finds_room_wherever_there_is_some(items: list[tuple[int, int]]) -> None:
-    """A bin is opened only if no open bin has room."""
-    taken, caps = np.array(items, float), np.array([60.0, 50.0])
-    order = np.argsort(-taken.sum(axis=1), kind="stable")
-    bin_of = tightest_fit_kernel(taken, caps, order, 0, len(taken))
-    room = np.empty((0, 2))
-    for item in order:
-        if bin_of[item] == len(room):
-            assert not (room >= taken[item]).all(axis=1).any()
-            room = np.vstack((room, caps))
-        room[bin_of[item]] -= taken[item]
-        assert (room >= 0).all()
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=40),
     st.integers(1, 10),
     st.integers(0, 30),
-    st.integers(1, 4),
 )
-def test_the_fewest_packs_to_spread_over_are_found_among_the_multiples(
-    items: list[tuple[int, int]], least: int, span: int, multiple: int
+def test_the_fewest_packs_to_spread_over_are_found(
+    items: list[tuple[int, int]], least: int, span: int
 ) -> None:
     sizes, taken = (np.array(column) for column in zip(*items, strict=True))
     extra, caps = taken.astype(float)[:, None], np.array([12.0])
@@ -242,23 +199,25 @@ def test_the_fewest_packs_to_spread_over_are_found_among_the_multiples(
     units = Units(
         np.arange(len(sizes)), sizes, cost, 0 * cost, one, sizes, extra, caps, ("patches",)
     )
-    found = fewest_spread(units, 40, least, least + span, multiple)
+    both = np.column_stack((cost, extra))
+    pack_of, packs = spread_over(both, np.array([40.0, 12.0]), least, least + span)
     works = [
-        packs
-        for packs in range(least, least + span + 1, multiple)
-        if spread_units(units, 40, packs) is not None
+        count
+        for count in range(least, least + span + 1)
+        if spread_units(units, 40, count) is not None
     ]
-    if found is None:
-        assert least + span // multiple * multiple not in works
+    if packs < 0:
+        assert least + span not in works
         return
-    assert len(found) in works
+    assert packs in works
+    assert pack_of.max() < packs
     # Where all larger numbers work, the fewest are found.
-    if works == list(range(works[0], least + span + 1, multiple)):
-        assert len(found) == works[0]
+    if works == list(range(works[0], least + span + 1)):
+        assert packs == works[0]
 
 
 def test_spreading_tries_few_numbers_of_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.internals import spread
+    from tests.internals import vector_packing as spread
 
     tried: list[int] = []
     kernel = spread.spread_kernel
@@ -273,3 +232,42 @@ def test_spreading_tries_few_numbers_of_packs(monkeypatch: pytest.MonkeyPatch) -
     _, packs = spread_over(taken, caps, 1, 2000)
     assert packs > 500
     assert len(tried) < 30
+
+
+@examples(100)
+@given(limited, st.lists(st.integers(0, 40), min_size=1, max_size=5))
+def test_an_answer_does_not_depend_on_what_was_asked_before(
+    items: list[tuple[int, int, int]], numbers: list[int]
+) -> None:
+    sizes, extra = np.array(items)[:, 0], np.array(items, float)[:, 1:]
+    arguments = (sizes, extra, 30, np.array([9.0, 5.0]))
+    packer = LimitedPacker(*arguments)
+    for enough in numbers:
+        assert packer.bins(enough).tolist() == vector_pack(*arguments, enough).tolist()
+
+
+def test_items_are_packed_once_for_all_numbers_of_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    packer = LimitedPacker(*mix(300, 0, 0.5))
+    fewest = packer.bins()
+
+    def fail(*_: object) -> None:
+        raise AssertionError("packed again")
+
+    monkeypatch.setattr(module, "fit_parts", fail)
+    monkeypatch.setattr(module, "spread_over", fail)
+    assert packer.bins().tolist() == fewest.tolist()
+    assert len(packer.bins(300)) <= 300
+
+
+@pytest.mark.parametrize("part", [1, 7, 64])
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_items_packed_in_parts_keep_every_limit(
+    part: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, extra, capacity, caps = mix(500, 0, share)
+    whole = vector_pack(sizes, extra, capacity, caps)
+    monkeypatch.setattr(module, "_PART", part)
+    bins = vector_pack(sizes, extra, capacity, caps)
+    assert_packed(bins, sizes, extra, capacity, caps)
+    if part == 64:
+        assert len(bins) <= 1.02 * len(whole)

@@ -22,9 +22,8 @@ MORE = 1 + 1e-9
 
 def floors(plan: Plan) -> list[Floor]:
     """The floor of each step."""
-    starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]].tolist()
     known = Floors(plan)
-    return [known.of_step(s, slice(starts[s], starts[s + 1])) for s in range(plan.num_steps)]
+    return [known.of_step(s) for s in range(plan.num_steps)]
 
 
 def times(plan: Plan) -> list[float]:

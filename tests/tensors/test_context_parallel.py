@@ -1,6 +1,7 @@
 """Context parallelism: zigzag shards that join again, with even work and the same attention."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -161,6 +162,23 @@ def test_local_lengths_describe_the_slots_of_a_shard(work: Work) -> None:
             place -= shard.local_cu_seqlens.long()[shard.segment_ids.flatten()]
             real = place < shard.local_seqlens[shard.segment_ids.flatten()]
             assert same(real, shard.token_mask.flatten())
+
+
+@examples(30)
+@given(works(), st.integers(1, 9))
+def test_positions_of_the_model_do_not_move_labels_padding_or_shards(work: Work, by: int) -> None:
+    size = work.plan.recipe.topology.cp
+    for batch in work.batches:
+        moved = replace(batch, position_ids=batch.position_ids + by, place_ids=batch.position_ids)
+        assert same(moved.token_mask, batch.token_mask)
+        assert same(moved.labels_at(1), batch.labels_at(1))
+        assert same(moved.unshifted_labels, batch.unshifted_labels)
+        shards = shards_of(moved, size)
+        for mine, theirs in zip(shards, shards_of(batch, size), strict=True):
+            assert same(mine.local_seqlens, theirs.local_seqlens)
+            assert same(mine.places, theirs.places)
+        assert same(join_shards(shards).places, batch.places)
+        assert same(moved.to("cpu").places, batch.places)
 
 
 @examples(60)

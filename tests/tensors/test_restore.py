@@ -22,7 +22,7 @@ from evenstep.tensors import (
 )
 from tests.examples import examples
 from tests.internals import OriginKey as Key
-from tests.internals import Overflow, Sharding, context_exchange, join_shards
+from tests.internals import Overflow, Sharding, collectives_module, join_shards
 from tests.tensors.works import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]
@@ -350,9 +350,9 @@ def test_attention_over_ranks_joins_keys_as_the_batch_was_sharded(
         shards = [shard_of(batch, rank, 2) for rank in range(2)]
         own = [tuple(shard.take(x).transpose(1, 2) for x in (q, k, v)) for shard in shards]
         stacked = [torch.stack(mine[1:]).permute(1, 3, 0, 2, 4) for mine in own]
-        monkeypatch.setattr(context_exchange, "gather", lambda x, group, all=stacked: all)
+        monkeypatch.setattr(collectives_module, "gather", lambda x, group, all=stacked: all)
         outs = [
-            context_exchange.context_attention(mine[0], mine[1], mine[2], shard, None).transpose(
+            collectives_module.context_attention(mine[0], mine[1], mine[2], shard, None).transpose(
                 1, 2
             )
             for mine, shard in zip(own, shards, strict=True)

@@ -54,7 +54,7 @@ def test_the_giant_batch_is_the_definition() -> None:
         assert distance(found[1], gradient) < 1e-12
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_framework_has_the_gradient_of_one_giant_batch(size: int, tmp_path: Path) -> None:
     cases = {}
     for wrap in ("plain", "ddp", "fsdp", "ddp+checkpoint", "fsdp+checkpoint"):
@@ -80,7 +80,7 @@ def test_every_framework_has_the_gradient_of_one_giant_batch(size: int, tmp_path
             assert outcomes[key].exchanges == EXCHANGES[case.wrap.split("+")[0]]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_context_parallel_ranks_train_for_real(size: int, tmp_path: Path) -> None:
     cases = {}
     for wrap in ("plain", "ddp", "fsdp", "ddp+checkpoint"):
@@ -101,7 +101,7 @@ def test_compiled_models_have_the_same_gradient(tmp_path: Path) -> None:
     check(results_of(2, on_ranks.outcomes, tmp_path / "ranks", cases, WORK.samples), cases)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sparse_gradients_are_exact_and_stay_sparse(size: int, tmp_path: Path) -> None:
     _, exact = giant()
     for found in results_of(size, on_ranks.sparse_steps, tmp_path / "ranks", WORK.samples):

@@ -27,7 +27,13 @@ def ended(size: int, folder: Path, who: int, fate: str, wrap: str = "ddp") -> li
 
 
 @pytest.mark.parametrize(
-    ("size", "who", "wrap"), [(2, 1, "ddp"), (3, 0, "ddp"), (3, 2, "plain"), (2, 1, "fsdp")]
+    ("size", "who", "wrap"),
+    [
+        (3, 0, "ddp"),
+        (2, 1, "fsdp"),
+        pytest.param(2, 1, "ddp", marks=pytest.mark.slow),
+        pytest.param(3, 2, "plain", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_raises_is_named_with_its_error(
     size: int, who: int, wrap: str, tmp_path: Path
@@ -54,7 +60,7 @@ def test_a_rank_that_is_killed_is_named(size: int, who: int, tmp_path: Path) -> 
         assert f"so rank {rank} stops" in end.output
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_blocked_in_a_collective_exit(who: int, tmp_path: Path) -> None:
     found = run_processes(
         3, on_ranks.watched, tmp_path / "ranks", SAMPLES, who, "lingers",

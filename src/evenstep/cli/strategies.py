@@ -14,7 +14,7 @@ from evenstep.config import overridden, recipe_from
 from evenstep.core.ragged import rounded_up
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.inputs import checked_column, checked_lengths
-from evenstep.planning.kernel import compile_seconds
+from evenstep.planning.kernels import compile_seconds
 from evenstep.planning.overflow import refusal, refused
 from evenstep.report import Entry
 

@@ -14,7 +14,7 @@ from evenstep.core.text import MOST
 from evenstep.errors import PlanError
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.filled import filled_packs
-from evenstep.planning.packing.packers import pack
+from evenstep.planning.packers import pack
 from evenstep.planning.planner import plan_step
 
 WORK = Cost(per_token=24576, per_pair=1)

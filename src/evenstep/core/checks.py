@@ -1,4 +1,8 @@
-"""Checks of a plan, one function for each guarantee. They use the `Plan` alone."""
+"""Checks of a plan, one function for each guarantee. They use the `Plan` alone.
+
+Each check returns a list of faults as sentences; an empty list means that the guarantee holds.
+`CHECKS` holds all of them by name.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,11 @@ if TYPE_CHECKING:
     from evenstep.core.plan import Plan
 
 
-# -------------------------------------------------------------------------------------------------
-# The step that each sample of a plan belongs to, derived from the order of samples alone.
-# -------------------------------------------------------------------------------------------------
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+_SHOWN = 3  # violations shown per check
+_SHOWN_WAVES = 5
+_COUNTABLE = 2.0**62  # slots of a plan whose sums fit 64 bits
 
 
 def assigned_steps(plan: Plan) -> IntArray:
@@ -29,6 +35,7 @@ def assigned_steps(plan: Plan) -> IntArray:
     limit = asked.samples or asked.tokens
     if limit is None or len(kept) == 0:
         return expected
+    # What each unit adds to a step: samples or tokens.
     weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
     owner = _owners(plan, kept)
     loads = sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64)
@@ -62,22 +69,24 @@ def out_of_turn(plan: Plan) -> IntArray:
 
     Micro-batches run wave by wave and, in a wave, rank by rank.
     """
+    # The turn of each sample: its number, or that of its group.
     kept = np.flatnonzero(plan.step_of >= 0)
-    place = np.full(len(plan.lengths), -1, np.int64)
-    place[kept] = np.arange(len(kept))
+    turn = np.full(len(plan.lengths), -1, np.int64)
+    turn[kept] = np.arange(len(kept))
     if plan.recipe.groups == "micro_batch":
-        place[kept] = _owners(plan, kept)
-    key = place[plan.segments.sample]
-    held = np.flatnonzero(np.diff(plan.segment_offsets))
-    if len(held) == 0:
-        return held
-    cell = plan.cell_of_micro_batch[held]
+        turn[kept] = _owners(plan, kept)
+    key = turn[plan.segments.sample]
+    filled = np.flatnonzero(np.diff(plan.segment_offsets))
+    if len(filled) == 0:
+        return filled
+    cell = plan.cell_of_micro_batch[filled]
     step, rank = cell // plan.num_ranks, cell % plan.num_ranks
-    order = np.lexsort((rank, held - plan.cell_offsets[cell], step))
-    starts = plan.segment_offsets[held]
+    # In the order in which they run: by step, by wave, by rank.
+    order = np.lexsort((rank, filled - plan.cell_offsets[cell], step))
+    starts = plan.segment_offsets[filled]
     first, last = np.minimum.reduceat(key, starts)[order], np.maximum.reduceat(key, starts)[order]
     late = (first[1:] < last[:-1]) & (step[order][1:] == step[order][:-1])
-    return np.asarray(held[order][1:][late], np.int64)
+    return np.asarray(filled[order][1:][late], np.int64)
 
 
 def _owners(plan: Plan, samples: IntArray) -> IntArray:
@@ -85,13 +94,6 @@ def _owners(plan: Plan, samples: IntArray) -> IntArray:
     if plan.groups is None:
         return np.arange(len(samples))
     return by_first_appearance(plan.groups[samples])[0]
-
-
-# -------------------------------------------------------------------------------------------------
-# Checks of what all micro-batches of a wave have in common.
-# -------------------------------------------------------------------------------------------------
-
-_SHOWN_WAVES = 5
 
 
 def tokens_equal(plan: Plan) -> list[str]:
@@ -113,9 +115,9 @@ def kinds_together(plan: Plan) -> list[str]:
     if second.column not in plan.columns:
         return [f"column {second.column} is the second work but is not in the plan"]
     column = plan.columns[second.column][plan.segments.sample]
-    held = plan.sum_by_micro_batch((column > 0).astype(np.int64))
+    samples = plan.sum_by_micro_batch((column > 0).astype(np.int64))
     wrong = []
-    for step, counts in _by_wave(plan, held):
+    for step, counts in _by_wave(plan, samples):
         having = (counts > 0).sum(axis=0)
         mixed = np.flatnonzero((having > 0) & (having < plan.num_ranks))
         wrong += [
@@ -138,19 +140,6 @@ def _by_wave(plan: Plan, values: IntArray) -> list[tuple[int, IntArray]]:
     ]
 
 
-# -------------------------------------------------------------------------------------------------
-# Checks of a plan, one function for each guarantee. They use the `Plan` alone.
-#
-# Each check returns a list of faults as sentences; an empty list means that the guarantee holds.
-# `CHECKS` holds all of them by name.
-# -------------------------------------------------------------------------------------------------
-
-BoolArray: TypeAlias = NDArray[np.bool_]
-
-_SHOWN = 3  # violations shown per check
-_COUNTABLE = 2.0**62
-
-
 def offsets_nest(plan: Plan) -> list[str]:
     """Rows, micro-batches and cells cover the segments without gap or overlap."""
     wrong = []
@@ -159,6 +148,7 @@ def offsets_nest(plan: Plan) -> list[str]:
         ("micro_offsets", plan.micro_offsets, len(plan.row_offsets) - 1),
         ("cell_offsets", plan.cell_offsets, len(plan.micro_offsets) - 1),
     )
+    # Each level divides the entries of the level below it.
     for name, offsets, end in levels:
         if (
             len(offsets) < 1
@@ -175,6 +165,7 @@ def offsets_nest(plan: Plan) -> list[str]:
         )
     if (np.diff(plan.micro_offsets) < 1).any() or (plan.widths < 1).any():
         wrong.append("a micro-batch has no row or no width")
+    # Columns of samples, and the samples of segments.
     count = len(plan.lengths)
     columns = {"step_of": plan.step_of, **plan.columns}
     if plan.groups is not None:
@@ -199,7 +190,7 @@ def numbers_in_range(plan: Plan) -> list[str]:
     ):
         wrong += [
             f"sample {s} has {name} {column[s]}, not between {least} and {MOST}"
-            for s in _some((column < least) | (column > MOST))
+            for s in _first((column < least) | (column > MOST))
         ]
     slots = plan.rows.astype(np.float64) * plan.widths
     if slots.sum() >= _COUNTABLE:
@@ -215,6 +206,8 @@ def segments_once(plan: Plan) -> list[str]:
     recipe, segments = plan.recipe, plan.segments
     by = np.lexsort((segments.start, segments.sample))
     sample, start, length = segments.sample[by], segments.start[by], segments.length[by]
+    # Where each segment must start: at 0, or where the one before it in its sample ends.
+    # samples [0, 0, 1] with starts [0, 8, 0] and lengths [8, 3, 5] -> expected [0, 8, 0]
     first = np.ones(len(by), bool)
     first[1:] = sample[1:] != sample[:-1]
     expected = np.zeros(len(by), np.int64)
@@ -243,8 +236,10 @@ def overflow_as_asked(plan: Plan) -> list[str]:
     sample, length = plan.segments.sample, plan.segments.length
     kept = sum_by(sample, length, count).astype(np.int64)
     num_segments = np.bincount(sample, minlength=count)
+    # Samples that are too long, and segments that are.
     over = np.zeros(count, bool) if limit is None else plan.lengths > limit
     beyond = length > (limit or int(length.max(initial=0)))
+    # What happened to each sample, by the policy that allows it.
     faults = {
         "drop": (plan.step_of < 0, "was dropped"),
         "truncate": ((kept > 0) & (kept < plan.lengths), "was truncated"),
@@ -272,12 +267,12 @@ def slots_within_budget(plan: Plan) -> list[str]:
         most = _needed_by_step(plan)
         return [
             f"micro-batch {m} is {plan.widths[m]} wide, but its step needs {most[m]}"
-            for m in _some(plan.widths > most)
+            for m in _first(plan.widths > most)
         ]
     over = plan.slots > budget
     if plan.recipe.overflow == "alone":
         over &= ~_runs_alone(plan)
-    return [f"micro-batch {m} has {plan.slots[m]} slots, more than {budget}" for m in _some(over)]
+    return [f"micro-batch {m} has {plan.slots[m]} slots, more than {budget}" for m in _first(over)]
 
 
 def _needed_by_step(plan: Plan) -> IntArray:
@@ -298,6 +293,7 @@ def _runs_alone(plan: Plan) -> BoolArray:
     limit, offsets = plan.recipe.longest_segment, plan.segment_offsets
     if limit is None or len(plan.segments) == 0:
         return np.zeros(plan.num_micro_batches, bool)
+    # The first segment of each micro-batch; any for an empty one, which is not alone.
     length = plan.segments.length[np.minimum(offsets[:-1], len(plan.segments) - 1)]
     needed = plan.recipe.layout.widths(length, plan.recipe.width_unit)
     alone = (np.diff(offsets) == 1) & (length > limit) & (plan.rows == 1)
@@ -308,7 +304,7 @@ def rows_hold_segments(plan: Plan) -> list[str]:
     """Each row is wide enough for its aligned segments."""
     used = _used_by_row(plan)
     width = np.repeat(plan.widths, plan.rows)
-    return [f"row {r} needs {used[r]} slots but has {width[r]}" for r in _some(used > width)]
+    return [f"row {r} needs {used[r]} slots but has {width[r]}" for r in _first(used > width)]
 
 
 def widths_aligned(plan: Plan) -> list[str]:
@@ -316,10 +312,10 @@ def widths_aligned(plan: Plan) -> list[str]:
     fixed, unit = plan.recipe.layout.pad_to, plan.recipe.width_unit
     wrong = [
         f"micro-batch {m} is {plan.widths[m]} wide, not a multiple of {unit}"
-        for m in _some(plan.widths % unit != 0)
+        for m in _first(plan.widths % unit != 0)
     ]
     if fixed is not None:
-        off = _some(plan.widths != fixed)
+        off = _first(plan.widths != fixed)
         wrong += [f"micro-batch {m} is {plan.widths[m]} wide, not {fixed}" for m in off]
     return wrong
 
@@ -331,17 +327,19 @@ def rows_fit_layout(plan: Plan) -> list[str]:
     if layout.segments_per_row is not None:
         crowded = np.diff(plan.row_offsets) > layout.segments_per_row
         wrong += [
-            f"row {r} of a padded micro-batch holds more than one segment" for r in _some(crowded)
+            f"row {r} of a padded micro-batch holds more than one segment" for r in _first(crowded)
         ]
-    held = np.diff(plan.segment_offsets)
-    wanted = layout.row_counts(held)
+    segments = np.diff(plan.segment_offsets)
+    wanted = layout.row_counts(segments)
     if not layout.static and plan.recipe.topology.equal_widths:
         wanted = np.maximum(wanted, rows)  # other micro-batches of the step may need more
-    wrong += [f"micro-batch {m} has {rows[m]} rows, not {wanted[m]}" for m in _some(rows != wanted)]
+    wrong += [
+        f"micro-batch {m} has {rows[m]} rows, not {wanted[m]}" for m in _first(rows != wanted)
+    ]
     if layout.samples is not None:
         wrong += [
-            f"micro-batch {m} holds {held[m]} samples, more than {layout.samples}"
-            for m in _some(held > layout.samples)
+            f"micro-batch {m} holds {segments[m]} samples, more than {layout.samples}"
+            for m in _first(segments > layout.samples)
         ]
     return wrong
 
@@ -352,11 +350,11 @@ def counts_agree(plan: Plan) -> list[str]:
     counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
     wrong = [
         f"ranks of step {s} run {sorted(set(counts[s].tolist()))} micro-batches"
-        for s in _some((counts != counts[:, :1]).any(axis=1))
+        for s in _first((counts != counts[:, :1]).any(axis=1))
     ]
     return wrong + [
         f"step {s} runs {counts[s, 0]} micro-batches per rank, not a multiple of {multiple}"
-        for s in _some((counts[:, 0] % multiple != 0) | (counts[:, 0] == 0))
+        for s in _first((counts[:, 0] % multiple != 0) | (counts[:, 0] == 0))
     ]
 
 
@@ -370,7 +368,7 @@ def samples_stay_in_step(plan: Plan) -> list[str]:
     )
     here = plan.step_of[(plan.step_of >= 0) & (plan.step_of < plan.num_steps)]
     empty = np.bincount(here, minlength=plan.num_steps) == 0
-    wrong += [f"step {s} runs no sample" for s in _some(empty)]
+    wrong += [f"step {s} runs no sample" for s in _first(empty)]
     asked = plan.recipe.steps.micro_batches
     if asked is None:
         return wrong + _named(
@@ -383,7 +381,7 @@ def samples_stay_in_step(plan: Plan) -> list[str]:
     off = count != asked
     off[-1:] = count[-1:] > asked
     return wrong + [
-        f"step {s} has {count[s]} micro-batches per rank, not {asked}" for s in _some(off)
+        f"step {s} has {count[s]} micro-batches per rank, not {asked}" for s in _first(off)
     ]
 
 
@@ -396,6 +394,7 @@ def groups_together(plan: Plan) -> list[str]:
     owner = micro
     if plan.recipe.groups == "step":
         owner = plan.cell_of_micro_batch[micro] // plan.num_ranks
+    # Sorted by group: a group is divided where two neighbours have different owners.
     by = np.lexsort((owner, group))
     same = (group[by][1:] == group[by][:-1]) & (owner[by][1:] != owner[by][:-1])
     divided = np.unique(group[by][1:][same])
@@ -421,25 +420,27 @@ def shapes_equal(plan: Plan) -> list[str]:
 def limits_hold(plan: Plan) -> list[str]:
     """No micro-batch exceeds the limits on cost and columns."""
     recipe, layout, limits, wrong = plan.recipe, plan.recipe.layout, plan.recipe.limits, []
-    held: list[tuple[str, IntArray | FloatArray, float]] = []
+    measured: list[tuple[str, IntArray | FloatArray, float]] = []
     count = np.diff(plan.segment_offsets)
     # With overflow='alone', a segment that exceeds a limit by itself runs alone.
     alone = (count == 1) if recipe.overflow == "alone" else np.zeros(len(count), bool)
     if limits.cost is not None:
         owner, aligned = plan.micro_batch_of_segment, plan.aligned_lengths
         costs = layout.limited_costs(recipe.cost, plan.rows, plan.widths, owner, aligned)
-        own = sum_by(owner, layout.segment_costs(recipe, aligned), len(count))
-        exempt = alone & (own + recipe.cost.per_micro_batch > limits.cost)
-        held.append(("cost", np.where(exempt, 0.0, costs), limits.cost * (1 + 1e-9)))
+        alone_costs = sum_by(owner, layout.segment_costs(recipe, aligned), len(count))
+        exempt = alone & (alone_costs + recipe.cost.per_micro_batch > limits.cost)
+        measured.append(("cost", np.where(exempt, 0.0, costs), limits.cost * (1 + 1e-9)))
     for name, limit in limits.columns.items():
         if name not in plan.columns:
             wrong.append(f"column {name} has a limit but is not in the plan")
             continue
         column = plan.columns[name][plan.segments.sample]
-        held.append((name, np.where(alone, 0, plan.sum_by_micro_batch(column)), limit))
-    for name, value, most in held:
+        measured.append((name, np.where(alone, 0, plan.sum_by_micro_batch(column)), limit))
+    for name, value, most in measured:
         over = (value > most) & (count > 0)
-        wrong += [f"micro-batch {m} holds {value[m]} {name}, more than {most}" for m in _some(over)]
+        wrong += [
+            f"micro-batch {m} holds {value[m]} {name}, more than {most}" for m in _first(over)
+        ]
     return wrong
 
 
@@ -451,7 +452,7 @@ def sizes_equal(plan: Plan) -> list[str]:
     count = np.bincount(cell, minlength=plan.num_steps * plan.num_ranks)
     count = count.reshape(plan.num_steps, plan.num_ranks)
     uneven = count.max(axis=1) - count.min(axis=1) > 1
-    return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _some(uneven)]
+    return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _first(uneven)]
 
 
 def order_kept(plan: Plan) -> list[str]:
@@ -495,8 +496,8 @@ def violations(plan: Plan) -> list[str]:
     >>> violations(make_plan([5, 3], Recipe(layout=Packed(max_tokens=8))))
     []
     """
-    found = violations_by_check(plan)
-    return [f"{name}: {fault}" for name, faults in found.items() for fault in faults]
+    by_check = violations_by_check(plan)
+    return [f"{name}: {fault}" for name, faults in by_check.items() for fault in faults]
 
 
 def violations_by_check(plan: Plan) -> dict[str, list[str]]:
@@ -509,16 +510,16 @@ def violations_by_check(plan: Plan) -> dict[str, list[str]]:
 
 def assert_valid(plan: Plan) -> None:
     """Raise a `PlanError` that lists all faults."""
-    found = violations(plan)
-    if found:
-        raise PlanError(f"the plan is invalid: {'; '.join(found)}. Make the plan again.")
+    faults = violations(plan)
+    if faults:
+        raise PlanError(f"the plan is invalid: {'; '.join(faults)}. Make the plan again.")
 
 
-def _some(mask: BoolArray) -> list[int]:
+def _first(mask: BoolArray) -> list[int]:
     return [int(index) for index in np.flatnonzero(mask)[:_SHOWN]]
 
 
 def _named(samples: IntArray, fault: str) -> list[str]:
-    found = np.unique(samples)
-    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
-    return [f"sample {s} {fault}{more}" for s in found[:_SHOWN]]
+    samples = np.unique(samples)
+    more = f" (and {len(samples) - _SHOWN} more)" if len(samples) > _SHOWN else ""
+    return [f"sample {s} {fault}{more}" for s in samples[:_SHOWN]]

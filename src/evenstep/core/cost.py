@@ -24,10 +24,6 @@ from evenstep.core.text import (
 )
 from evenstep.errors import ConfigError, InputError
 
-# -------------------------------------------------------------------------------------------------
-# Cost: the modelled work of segments and micro-batches.
-# -------------------------------------------------------------------------------------------------
-
 Part: TypeAlias = Literal["text", "vision"]
 
 _MOST = 1e100
@@ -108,6 +104,7 @@ class Cost:
                 f"heads, or set head_dim."
             )
         dim = hidden // heads if head_dim is None else whole_number("head_dim", head_dim)
+        # Four projections (queries and outputs, keys and values) and the feed-forward matrices.
         queries, keys = heads * dim, groups * dim
         weights = hidden * (2 * queries + 2 * keys) + (3 if gated else 2) * hidden * ffn
         attention = 4 * queries / (2 if causal else 1)  # q·k and p·v, 2 FLOPs per multiply-add
@@ -188,6 +185,7 @@ class Cost:
         # Dividing each row by its time makes the error relative: target 1 for every row.
         features = np.array(rows) / np.array(times)[:, None]
         scale = features.max(axis=0)
+        # No term may be negative: of all subsets of terms whose solution has none, the best.
         best, best_error = np.zeros(4), np.inf
         for size in (4, 3, 2, 1):
             for terms in combinations(range(4), size):
@@ -236,11 +234,6 @@ def _term(factor: float, power: str) -> str:
     return power if number == "1" else f"{number}·{power}"
 
 
-# -------------------------------------------------------------------------------------------------
-# Gpu: the speed and memory of a device, by name.
-# -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """What a device can do, as its vendor states it, and what connects it to others.
@@ -273,12 +266,12 @@ class Gpu:
     @classmethod
     def named(cls, name: str) -> Gpu:
         """A well-known device; a wrong name raises an error that lists the names."""
-        found = GPUS.get(str(name).lower())
-        if found is None:
+        gpu = GPUS.get(str(name).lower())
+        if gpu is None:
             raise ConfigError(
                 f"unknown GPU {short_repr(name)}; expected one of: {', '.join(GPUS)}."
             )
-        return found
+        return gpu
 
 
 def _gpu(

@@ -1,4 +1,12 @@
-"""Layouts: how segments lie in the rows of a micro-batch, and the arithmetic that follows."""
+"""Layouts: how segments lie in the rows of a micro-batch, and all arithmetic that follows from it.
+
+Padded    one segment per row        [a a a .]
+                                     [b b . .]
+Packed    segments end to end        [a a a b b c .]
+
+Planning, floors, checks, stats and pools ask a layout; nothing outside of this file tests which of
+the two it is, except the one place in planning that chooses between sorted cuts and packing.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import makespans, packed_times, row_bound, second_times
+from evenstep.core.bounds import packed_times, padded_times, row_bound
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
     Ragged,
+    Whole,
     divided_up,
     offsets_of,
     rounded_up,
@@ -26,17 +35,23 @@ from evenstep.core.text import MOST, one_of, whole_field
 from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evenstep.core.bounds import Loads
+    from evenstep.core.bounds import StepFloor
     from evenstep.core.cost import Cost
     from evenstep.core.recipe import Recipe
 
-
-# -------------------------------------------------------------------------------------------------
-# Frame: the bounds of a micro-batch, and the arithmetic that both layouts share.
-# -------------------------------------------------------------------------------------------------
-
-Whole = TypeVar("Whole", int, NDArray[np.int64])
 Entry = TypeVar("Entry")
+Cut: TypeAlias = Literal["optimal", "greedy"]
+PackerName: TypeAlias = Literal[
+    "concatenative",
+    "first_fit_decreasing",
+    "modified_first_fit_decreasing",
+    "first_fit_shuffle",
+    "best_fit_decreasing",
+    "optimal",
+]
+PACKER_NAMES: tuple[PackerName, ...] = get_args(PackerName)
+Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
+"""(lengths, capacity, seed) -> the items of each bin. Pure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +62,10 @@ class BaseLayout(ABC):
     samples     the most segments
     round_to    widths are multiples of this
     pad_to      the width of every row
+
+    A layout forms *packs*, which planning fills one by one: the rows of a packed micro-batch, or
+    all rows of a padded one. What adds up over the segments of a pack has a share of its own:
+    `slots`, `samples`, `cost` and `columns.NAME`.
     """
 
     max_tokens: int | None = None
@@ -72,20 +91,9 @@ class BaseLayout(ABC):
                 f"least {least} slots. Raise max_tokens, or lower pad_to, rows or samples."
             )
 
-    @property
-    @abstractmethod
-    def options(self) -> dict[str, object]:
-        """The options given in addition to the bounds, by path. Only planning uses them."""
-
-    @abstractmethod
-    def check_options(self, recipe: Recipe) -> None:
-        """Raise if an option has no effect in this recipe."""
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
-
-    # Shapes --------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -95,38 +103,16 @@ class BaseLayout(ABC):
     @property
     @abstractmethod
     def least_slots(self) -> int:
-        """The slots of an empty micro-batch if the layout fixes them, else 1."""
-
-    @property
-    @abstractmethod
-    def budget(self) -> int | None:
-        """The most slots of a micro-batch, given or implied; None if unbounded."""
+        """The slots of an empty micro-batch if the layout fixes them; else those of one slot."""
 
     @property
     @abstractmethod
     def packs_per_micro_batch(self) -> int:
         """How many separately filled packs form a micro-batch and share its limits."""
 
-    @property
     @abstractmethod
-    def segments_per_row(self) -> int | None:
-        """The most segments in a row; None if unbounded."""
-
-    @abstractmethod
-    def row_counts(self, held: Whole) -> Whole:
-        """The rows of micro-batches that hold this many segments."""
-
-    @abstractmethod
-    def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
-        """The entries of each pack -> the entries of each row."""
-
-    @abstractmethod
-    def row_numbers(self, key: IntArray, held: IntArray) -> IntArray:
-        """The row of each segment in its micro-batch.
-
-        Segments are sorted by micro-batch, then by `key`; `held` is their number in each
-        micro-batch.
-        """
+    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+        """What each segment counts against `limits.cost`."""
 
     def widths(self, used: Whole, unit: int) -> Whole:
         """The widths of micro-batches whose fullest row uses `used` slots.
@@ -144,74 +130,6 @@ class BaseLayout(ABC):
         """
         most = self.max_tokens if self.pad_to is None else self.pad_to
         return None if most is None else most // recipe.width_unit * recipe.width_unit
-
-    # Costs ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
-        """What each segment counts against `limits.cost`."""
-
-    def moving_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
-        """The work of each segment that goes with it to its micro-batch.
-
-        Where all micro-batches have one shape, their slots cost the same wherever segments are.
-        """
-        cost = recipe.cost
-        if (self.static or recipe.topology.equal_widths) and cost.per_pair + cost.per_segment > 0:
-            cost = replace(cost, per_token=0.0)
-        return cost.of_lengths(aligned)
-
-    @abstractmethod
-    def micro_batch_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
-    ) -> FloatArray:
-        """The modelled work of micro-batches, including padding.
-
-        `owner` is the micro-batch of each segment, `aligned` its aligned length.
-        """
-
-    @abstractmethod
-    def limited_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
-    ) -> FloatArray:
-        """What micro-batches count against `limits.cost`."""
-
-    def cost_share(self, recipe: Recipe) -> float:
-        """What the segments of one pack may cost together."""
-        if recipe.limits.cost is None:
-            return math.inf
-        return (recipe.limits.cost - recipe.cost.per_micro_batch) / self.packs_per_micro_batch
-
-    # Limits --------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def shares(self, recipe: Recipe) -> dict[str, float]:
-        """What one pack may hold of each quantity that adds up over segments.
-
-        The keys are `slots`, `samples`, `cost` and `columns.NAME`.
-        """
-
-    @abstractmethod
-    def measured(self, recipe: Recipe) -> frozenset[str]:
-        """The shares that planning uses as the size of a pack; the others are further limits."""
-
-    def taken(
-        self, recipe: Recipe, aligned: IntArray, columns: Mapping[str, IntArray]
-    ) -> dict[str, NDArray[Any]]:
-        """What each segment takes of each share, by name; `columns` are per segment."""
-        found: dict[str, NDArray[Any]] = {
-            "slots": aligned,
-            "samples": np.ones(len(aligned), np.int64),
-            **{f"columns.{name}": column for name, column in columns.items()},
-        }
-        if recipe.limits.cost is not None:
-            found["cost"] = self.segment_costs(recipe, aligned)
-        return found
-
-    def column_shares(self, recipe: Recipe) -> dict[str, float]:
-        """What one pack may hold of each limited column."""
-        packs = self.packs_per_micro_batch
-        return {f"columns.{name}": most // packs for name, most in recipe.limits.columns.items()}
 
     def longest_segment(self, recipe: Recipe) -> int | None:
         """The longest segment that a micro-batch can hold; None if unbounded.
@@ -233,52 +151,45 @@ class BaseLayout(ABC):
                 high = middle - 1
         return None if capacity is None and low == most else low * unit
 
-    @abstractmethod
-    def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
-        """(slots of a pack, or None if they do not add up; most segments of a pack with each unit).
+    def moving_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+        """The work of each segment that goes with it to its micro-batch.
 
-        `widest` is the longest aligned segment of each unit.
+        Where all micro-batches have one shape, their slots cost the same wherever segments are.
         """
+        cost = recipe.cost
+        if (self.static or recipe.topology.equal_widths) and cost.per_pair + cost.per_segment > 0:
+            cost = replace(cost, per_token=0.0)
+        return cost.of_lengths(aligned)
 
-    # Pools ---------------------------------------------------------------------------------------
+    def cost_share(self, recipe: Recipe) -> float:
+        """What the segments of one pack may cost together."""
+        if recipe.limits.cost is None:
+            return math.inf
+        return (recipe.limits.cost - recipe.cost.per_micro_batch) / self.packs_per_micro_batch
 
-    @property
-    @abstractmethod
-    def pool_strategies(self) -> tuple[str, ...]:
-        """The strategies that select a micro-batch from a pool; the first is the default."""
+    def shares(self, recipe: Recipe) -> dict[str, float]:
+        """What one pack may hold of each quantity that adds up over its segments, by name."""
+        packs, shares = self.packs_per_micro_batch, dict[str, float]()
+        if self.samples is not None:
+            shares["samples"] = self.samples // packs
+        if recipe.limits.cost is not None:
+            shares["cost"] = self.cost_share(recipe)
+        for name, most in recipe.limits.columns.items():
+            shares[f"columns.{name}"] = most // packs
+        return shares
 
-    @abstractmethod
-    def room(self, recipe: Recipe) -> tuple[int | None, int]:
-        """(the most slots of one pack, the multiple that selection rounds widths to)."""
-
-    # Floors --------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """A lower bound on the micro-batches that hold these segments.
-
-        `bins` is the bound on packs by everything that adds up.
-        """
-
-    @abstractmethod
-    def least_times(
-        self, recipe: Recipe, loads: Loads, per_rank: IntArray
-    ) -> dict[str, FloatArray]:
-        """Lower bounds on the modelled time of each step, by what they name.
-
-        Each rank runs at least `per_rank` micro-batches. The floor is the largest bound.
-        """
-
-    @abstractmethod
-    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
-        """A lower bound on the time of each step's second work."""
-
-
-# -------------------------------------------------------------------------------------------------
-# Padded: one segment per row.
-# -------------------------------------------------------------------------------------------------
-
-Cut: TypeAlias = Literal["optimal", "greedy"]
+    def taken(
+        self, recipe: Recipe, aligned: IntArray, columns: Mapping[str, IntArray]
+    ) -> dict[str, NDArray[Any]]:
+        """What each segment takes of each share, by name; `columns` are per segment."""
+        taken: dict[str, NDArray[Any]] = {
+            "slots": aligned,
+            "samples": np.ones(len(aligned), np.int64),
+            **{f"columns.{name}": column for name, column in columns.items()},
+        }
+        if recipe.limits.cost is not None:
+            taken["cost"] = self.segment_costs(recipe, aligned)
+        return taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,7 +226,7 @@ class Padded(BaseLayout):
 
     @property
     def options(self) -> dict[str, object]:
-        """The cut, if one is given."""
+        """The cut, if one is given, by its path. Only planning uses it."""
         return {} if self.cut is None else {"layout.cut": self.cut}
 
     def check_options(self, recipe: Recipe) -> None:
@@ -336,6 +247,12 @@ class Padded(BaseLayout):
         """None: sorted rows are cut, not packed."""
         return None
 
+    def padded(self) -> Padded:
+        """Itself."""
+        return self
+
+    # Shapes: rows, widths and slots of a micro-batch.
+
     @property
     def static(self) -> bool:
         """Whether every micro-batch has one shape."""
@@ -349,7 +266,7 @@ class Padded(BaseLayout):
 
     @property
     def budget(self) -> int | None:
-        """The most slots of a micro-batch."""
+        """The most slots of a micro-batch, given or implied; None if unbounded."""
         if self.samples is None or self.pad_to is None:
             return self.max_tokens
         return self.samples * self.pad_to
@@ -361,129 +278,29 @@ class Padded(BaseLayout):
 
     @property
     def segments_per_row(self) -> int:
-        """One."""
+        """The most segments in a row: one."""
         return 1
 
-    def row_counts(self, held: Whole) -> Whole:
-        """One row per segment; one row if there is no segment."""
+    def row_counts(self, segments: Whole) -> Whole:
+        """The rows of micro-batches that hold this many segments: one each, but at least one."""
         if self.static and self.samples is not None:
-            return held * 0 + self.samples
-        empty: Whole = held == 0
-        return held + empty
+            return segments * 0 + self.samples
+        empty: Whole = segments == 0
+        return segments + empty
 
     def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
-        """Each entry in a row of its own."""
+        """The entries of each pack -> the entries of each row: one each."""
         return [[entry] for pack in packs for entry in pack]
 
-    def row_numbers(self, key: IntArray, held: IntArray) -> IntArray:
-        """Each segment in the next row: held [2, 3] -> [0, 1, 0, 1, 2]."""
-        first: IntArray = np.repeat(offsets_of(held)[:-1], held)
+    def row_numbers(self, key: IntArray, counts: IntArray) -> IntArray:
+        """The row of each segment in its micro-batch: the next, counts [2, 3] -> [0, 1, 0, 1, 2].
+
+        Segments are sorted by micro-batch, then by `key`; each micro-batch holds `counts`.
+        """
+        first: IntArray = np.repeat(offsets_of(counts)[:-1], counts)
         return np.asarray(np.arange(len(key)) - first, np.int64)
 
-    def padded(self) -> Padded:
-        """Itself."""
-        return self
-
-    # Costs ---------------------------------------------------------------------------------------
-
-    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
-        """Rows are computed at their full width."""
-        return recipe.cost.of_lengths(self.widths(aligned, recipe.width_unit))
-
-    def micro_batch_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
-    ) -> FloatArray:
-        """Every row at the full width, empty ones included."""
-        return rows * cost.of_lengths(widths) + cost.per_micro_batch
-
-    def limited_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
-    ) -> FloatArray:
-        """The cost of the rows that hold a segment."""
-        held = np.bincount(owner, minlength=len(rows))
-        return self.micro_batch_costs(cost, held, widths, owner, aligned)
-
-    # Limits --------------------------------------------------------------------------------------
-
-    def shares(self, recipe: Recipe) -> dict[str, float]:
-        """What one micro-batch may hold; slots do not add up over rows."""
-        found = self.column_shares(recipe)
-        if self.samples is not None:
-            found["samples"] = self.samples
-        if recipe.limits.cost is not None:
-            found["cost"] = self.cost_share(recipe)
-        return found
-
-    def measured(self, recipe: Recipe) -> frozenset[str]:
-        """Samples and cost, which `rows_that_fit` covers."""
-        return frozenset({"samples", "cost"})
-
-    def rows_that_fit(self, recipe: Recipe, widths: IntArray) -> IntArray:
-        """How many rows of each width a micro-batch holds, at least one."""
-        most = np.full(len(widths), self.samples or MOST, np.int64)
-        if self.max_tokens is not None:
-            most = np.minimum(most, self.max_tokens // widths)
-        if recipe.limits.cost is not None:
-            dear = self.cost_share(recipe) / recipe.cost.of_lengths(widths) + 1e-9
-            most = np.minimum(most, dear).astype(np.int64)  # a limit may exceed 64 bits
-        return np.maximum(most, 1)
-
-    def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
-        """As many rows as fit at the width of the widest."""
-        return None, self.rows_that_fit(recipe, self.widths(widest, recipe.width_unit))
-
-    # Pools ---------------------------------------------------------------------------------------
-
-    @property
-    def pool_strategies(self) -> tuple[str, ...]:
-        """The ways to choose rows from a pool."""
-        # `fullest` needs a budget of slots to fill.
-        if self.budget is None:
-            return ("prefer_closest", "prefer_first", "fullest")
-        return ("fullest", "prefer_closest", "prefer_first")
-
-    def room(self, recipe: Recipe) -> tuple[int | None, int]:
-        """All slots of a micro-batch, in rows of rounded or fixed width."""
-        return self.budget, self.pad_to or recipe.width_unit
-
-    # Floors --------------------------------------------------------------------------------------
-
-    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """By the rows that fit, and by everything that adds up."""
-        widths = self._step_widths(recipe, aligned)
-        return max(row_bound(self.rows_that_fit(recipe, widths)), bins)
-
-    def least_times(
-        self, recipe: Recipe, loads: Loads, per_rank: IntArray
-    ) -> dict[str, FloatArray]:
-        """Each segment is a row at its own width or wider; every micro-batch has a row."""
-        cost, ranks = recipe.cost, recipe.topology.dp
-        held = loads.size > 0
-        widths = self._step_widths(recipe, loads.size)
-        rows = np.where(held, cost.of_lengths(widths), 0.0)
-        least = np.full(len(per_rank), self.pad_to or recipe.width_unit)
-        if recipe.topology.equal_widths:
-            least = np.maximum(least, widths.max(axis=1, initial=0))
-        empty = cost.of_lengths(least)
-        fixed = self.row_counts(0)  # rows of every micro-batch
-        filled = held.sum(axis=1)
-        count = np.maximum(filled, ranks * per_rank * fixed)
-        if recipe.topology.equal_widths:
-            count = rounded_up(count, ranks)  # all ranks run equally many rows
-        largest = np.where(filled > 0, rows.max(axis=1, initial=0), empty)
-        calls = per_rank * cost.per_micro_batch
-        return {
-            "mean": rows.sum(axis=1) / ranks + calls,
-            "share": makespans(rows, ranks) + calls,
-            "shape": (rows.sum(axis=1) + (count - filled) * empty) / ranks + calls,
-            "sample": largest + (per_rank * fixed - 1) * empty + calls,
-        }
-
-    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
-        """None: a second work needs a packed layout."""
-        return np.zeros(len(loads.size))
-
-    def _step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
+    def step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
         """The least width of each segment's row; the widest of its step if that has one width."""
         widths = self.widths(aligned, recipe.width_unit)
         if recipe.topology.equal_widths:
@@ -491,22 +308,73 @@ class Padded(BaseLayout):
             return np.broadcast_to(widest, widths.shape)
         return widths
 
+    # Costs: rows are computed at their full width, empty ones too.
 
-# -------------------------------------------------------------------------------------------------
-# Packed: segments end to end.
-# -------------------------------------------------------------------------------------------------
+    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+        """What each segment counts against `limits.cost`: a row at its own width."""
+        return recipe.cost.of_lengths(self.widths(aligned, recipe.width_unit))
 
-PackerName: TypeAlias = Literal[
-    "concatenative",
-    "first_fit_decreasing",
-    "modified_first_fit_decreasing",
-    "first_fit_shuffle",
-    "best_fit_decreasing",
-    "optimal",
-]
-PACKER_NAMES: tuple[PackerName, ...] = get_args(PackerName)
-Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
-"""(lengths, capacity, seed) -> the items of each bin. Pure."""
+    def micro_batch_costs(
+        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+    ) -> FloatArray:
+        """The modelled work of micro-batches: every row at the full width.
+
+        `owner` is the micro-batch of each segment, `aligned` its aligned length.
+        """
+        return rows * cost.of_lengths(widths) + cost.per_micro_batch
+
+    def limited_costs(
+        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+    ) -> FloatArray:
+        """What micro-batches count against `limits.cost`: the rows that hold a segment."""
+        filled = np.bincount(owner, minlength=len(rows))
+        return self.micro_batch_costs(cost, filled, widths, owner, aligned)
+
+    # Limits of a pack. Slots do not add up over rows of different lengths.
+
+    def measured(self, recipe: Recipe) -> frozenset[str]:
+        """The shares that `rows_that_fit` covers; the others are further limits."""
+        return frozenset({"samples", "cost"})
+
+    def rows_that_fit(self, recipe: Recipe, widths: IntArray) -> IntArray:
+        """How many rows of each width a micro-batch holds, at least one."""
+        most = np.full(widths.shape, self.samples or MOST, np.int64)
+        if self.max_tokens is not None:
+            most = np.minimum(most, self.max_tokens // widths)
+        if recipe.limits.cost is not None:
+            affordable = self.cost_share(recipe) / recipe.cost.of_lengths(widths) + 1e-9
+            most = np.minimum(most, affordable).astype(np.int64)  # a limit may exceed 64 bits
+        return np.maximum(most, 1)
+
+    def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
+        """(None, as slots do not add up; the most segments of a pack with each unit).
+
+        `widest` is the longest aligned segment of each unit.
+        """
+        return None, self.rows_that_fit(recipe, self.widths(widest, recipe.width_unit))
+
+    @property
+    def pool_strategies(self) -> tuple[str, ...]:
+        """The ways to choose rows from a pool; the first is the default."""
+        # `fullest` needs a budget of slots to fill.
+        if self.budget is None:
+            return ("prefer_closest", "prefer_first", "fullest")
+        return ("fullest", "prefer_closest", "prefer_first")
+
+    def room(self, recipe: Recipe) -> tuple[int | None, int]:
+        """(the most slots of a micro-batch, the multiple that a pool rounds widths to)."""
+        return self.budget, self.pad_to or recipe.width_unit
+
+    # Bounds, see `core.bounds`.
+
+    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
+        """By the rows that fit, and by `bins`, the packs that everything that adds up needs."""
+        widths = self.step_widths(recipe, aligned)
+        return max(row_bound(self.rows_that_fit(recipe, widths)), bins)
+
+    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
+        """Lower bounds on the time of each step, by name."""
+        return padded_times(self, units, per_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -562,7 +430,7 @@ class Packed(BaseLayout):
 
     @property
     def options(self) -> dict[str, object]:
-        """The packer, if one is given."""
+        """The packer, if one is given, by its path. Only planning uses it."""
         return {} if self.packer is None else {"layout.packer": self.packer_name}
 
     def check_options(self, recipe: Recipe) -> None:
@@ -592,6 +460,14 @@ class Packed(BaseLayout):
         """The packer in files: its name, or `module:function`."""
         return self.packer if isinstance(self.packer, str | None) else _path_of(self.packer)
 
+    def padded(self) -> Padded:
+        """The padded layout that keeps the same bounds."""
+        if self.rows > 1:  # as many rows fit; `samples` is never less
+            return Padded(max_tokens=self.budget, round_to=self.round_to, pad_to=self.pad_to)
+        return Padded(max_tokens=self.budget, samples=self.samples, round_to=self.round_to)
+
+    # Shapes: a fixed number of rows, one pack each.
+
     @property
     def static(self) -> bool:
         """Whether every micro-batch has one shape."""
@@ -604,7 +480,7 @@ class Packed(BaseLayout):
 
     @property
     def budget(self) -> int | None:
-        """The most slots of a micro-batch."""
+        """The most slots of a micro-batch, given or implied; None if unbounded."""
         return self.max_tokens if self.pad_to is None else self.rows * self.pad_to
 
     @property
@@ -617,34 +493,31 @@ class Packed(BaseLayout):
         """Unbounded."""
         return None
 
-    def row_counts(self, held: Whole) -> Whole:
-        """The same number for all."""
-        return held * 0 + self.rows
+    def row_counts(self, segments: Whole) -> Whole:
+        """The rows of micro-batches that hold this many segments: the same for all."""
+        return segments * 0 + self.rows
 
     def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
-        """Each pack is a row."""
+        """The entries of each pack -> the entries of each row: each pack is a row."""
         return packs
 
-    def row_numbers(self, key: IntArray, held: IntArray) -> IntArray:
-        """The keys are the rows."""
+    def row_numbers(self, key: IntArray, counts: IntArray) -> IntArray:
+        """The row of each segment in its micro-batch: the keys are the rows."""
         return key
 
-    def padded(self) -> Padded:
-        """The padded layout that keeps the same bounds."""
-        if self.rows > 1:  # as many rows fit; `samples` is never less
-            return Padded(max_tokens=self.budget, round_to=self.round_to, pad_to=self.pad_to)
-        return Padded(max_tokens=self.budget, samples=self.samples, round_to=self.round_to)
-
-    # Costs ---------------------------------------------------------------------------------------
+    # Costs: segments attend within themselves; everything else costs every slot.
 
     def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
-        """Each segment attends within its aligned length."""
+        """What each segment counts against `limits.cost`: its aligned length."""
         return recipe.cost.of_lengths(aligned)
 
     def micro_batch_costs(
         self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
     ) -> FloatArray:
-        """Attention costs each segment's aligned length; everything else costs every slot."""
+        """The modelled work of micro-batches, padding included.
+
+        `owner` is the micro-batch of each segment, `aligned` its aligned length.
+        """
         length = aligned.astype(np.float64)  # a square may not fit 64 bits
         pairs = sum_by(owner, length * length, len(rows))
         count = np.bincount(owner, minlength=len(rows))
@@ -658,59 +531,47 @@ class Packed(BaseLayout):
     def limited_costs(
         self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
     ) -> FloatArray:
-        """What the segments cost, without the row's own padding."""
+        """What micro-batches count against `limits.cost`: segments, without padding of the row."""
         return sum_by(owner, cost.of_lengths(aligned), len(rows)) + cost.per_micro_batch
 
-    # Limits --------------------------------------------------------------------------------------
+    # Limits of a row. Aligned slots add up.
 
     def shares(self, recipe: Recipe) -> dict[str, float]:
-        """What one row may hold."""
-        found: dict[str, float] = {}
-        if self.samples is not None:
-            found["samples"] = self.samples // self.rows
-        if recipe.limits.cost is not None:
-            found["cost"] = self.cost_share(recipe)
-        found |= self.column_shares(recipe)
-        capacity = self.capacity(recipe)
-        if capacity is not None:
-            found["slots"] = capacity
-        return found
+        """What one row may hold, slots included."""
+        shares, capacity = BaseLayout.shares(self, recipe), self.capacity(recipe)
+        return shares if capacity is None else {**shares, "slots": capacity}
 
     def measured(self, recipe: Recipe) -> frozenset[str]:
-        """Slots if they are bounded, else samples."""
+        """The share that planning uses as the size of a pack: slots if bounded, else samples."""
         return frozenset({"samples" if self.capacity(recipe) is None else "slots"})
 
     def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
-        """The slots of a row, and its share of the samples."""
+        """(the slots of a row; its share of the samples, for each unit)."""
         most = MOST if self.samples is None else self.samples // self.rows
         return self.capacity(recipe), np.full(len(widest), most)
 
-    # Pools ---------------------------------------------------------------------------------------
-
     @property
     def pool_strategies(self) -> tuple[str, ...]:
-        """The ways to fill a row from a pool."""
+        """The ways to fill a row from a pool; the first is the default."""
         return ("subset_sum", "greedy")
 
     def room(self, recipe: Recipe) -> tuple[int | None, int]:
-        """The slots of a row. Aligned sizes add up, so widths are not rounded."""
+        """(the slots of a row; 1, because aligned sizes add up without rounding)."""
         return self.capacity(recipe), 1
 
-    # Floors --------------------------------------------------------------------------------------
+    # Bounds, see `core.bounds`.
 
     def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """Each holds `rows` packs."""
+        """By `bins`, the packs that everything that adds up needs: each holds `rows` packs."""
         return divided_up(bins, self.rows)
 
-    def least_times(
-        self, recipe: Recipe, loads: Loads, per_rank: IntArray
-    ) -> dict[str, FloatArray]:
-        """See `core.bounds.packed_times`."""
-        return packed_times(self, recipe, loads, per_rank)
+    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
+        """Lower bounds on the time of each step, by name."""
+        return packed_times(self, units, per_rank)
 
-    def least_second_times(self, recipe: Recipe, loads: Loads) -> FloatArray:
-        """The second work by itself."""
-        return second_times(self, recipe, loads)
+
+Layout: TypeAlias = Padded | Packed
+LAYOUTS: dict[str, type[Padded] | type[Packed]] = {"padded": Padded, "packed": Packed}
 
 
 def _check_packer(packer: Any) -> None:
@@ -736,16 +597,3 @@ def _path_of(packer: Any) -> str:
     """`module:function`."""
     module = getattr(packer, "__module__", None) or "<unknown>"
     return f"{module}:{getattr(packer, '__qualname__', f'<{type(packer).__name__}>')}"
-
-
-# -------------------------------------------------------------------------------------------------
-# Layouts: how segments lie in the rows of a micro-batch, and all arithmetic that follows from it.
-#
-# Padded    one segment per row        [a a a .]
-#                                      [b b . .]
-# Packed    segments end to end        [a a a b b c .]
-# -------------------------------------------------------------------------------------------------
-
-Layout: TypeAlias = Padded | Packed
-
-LAYOUTS: dict[str, type[Padded] | type[Packed]] = {"padded": Padded, "packed": Packed}

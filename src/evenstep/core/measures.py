@@ -1,27 +1,49 @@
-"""Measures of a plan: the time of its steps, floors, stats, and what keeps it from its ideal."""
+"""Measures of a plan: the time of its steps, its floors, its stats, its bottleneck.
+
+time        `step_times` and what it is made of: planning, stats, reports and pictures ask these
+            functions alone
+floors      `Floors`: what no plan of the same steps can beat (`core.bounds`)
+stats       `of_plan`, `of_steps`: plain numbers, from a `StepTable`. Fill: slots, padding, bins.
+            Balance: imbalance relative to the mean of this plan. Distance from the optimum: packs
+            and time relative to the floor. `packs_optimal` and `balance_optimal` are proofs; if
+            they are false, the plan may still be optimal
+bottleneck  what keeps a plan from its ideal time, in one sentence
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import Floor, Loads, bins_bound, floor_times, pack_bounds
-from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up, sum_by
+from evenstep.core.bounds import Floor, StepFloor, bins_bound, pack_bounds
+from evenstep.core.ragged import (
+    FloatArray,
+    IntArray,
+    divided_up,
+    offsets_of,
+    ranges_of,
+    rounded_up,
+    sum_by,
+)
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
     from evenstep.core.recipe import SecondWork, SyncEvery
 
 
-# -------------------------------------------------------------------------------------------------
-# The modelled time of steps. Planning, stats, reports and pictures ask these functions alone.
-#
-# A micro-batch has one or two works: its cost, and the second work of its samples. Ranks wait for
-# each other in each of them, so the time of a step is the sum of the times of its works.
-# -------------------------------------------------------------------------------------------------
+BoolArray: TypeAlias = NDArray[np.bool_]
+Value: TypeAlias = Any  # a number, a bool or a string
+Progress: TypeAlias = Callable[[int, int], None]
+
+_TOGETHER = 1 << 15  # segments of steps that are measured together
+_BATCH = 8  # samples of a padded batch that stats compare slots with
+
+# The time of a step. A micro-batch has one or two works: its cost, and the second work of its
+# samples. Ranks wait for each other in each of them, so the time of a step is the sum of the times
+# of its works.
 
 
 class TimeParts(NamedTuple):
@@ -158,15 +180,6 @@ def time_parts(plan: Plan, second_work: SecondWork | None = None) -> TimeParts:
     return TimeParts(work + sum(second), first - work, waiting)
 
 
-# -------------------------------------------------------------------------------------------------
-# Floors: the floors of the steps of a plan.
-# -------------------------------------------------------------------------------------------------
-
-BoolArray: TypeAlias = NDArray[np.bool_]
-
-_TOGETHER = 1 << 15  # segments of steps that are measured together
-
-
 class Floors:
     """The floors of the steps of a plan.
 
@@ -177,20 +190,20 @@ class Floors:
     def __init__(self, plan: Plan) -> None:
         recipe, sample = plan.recipe, plan.segments.sample
         self.recipe, self.steps = recipe, plan.num_steps
+        self.starts: IntArray = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
         self.aligned = plan.aligned_lengths
         self.costs = recipe.cost.of_lengths(self.aligned)
+        self.second = second_costs(plan)
         self.groups: IntArray | None = None
         if plan.groups is not None and recipe.groups == "micro_batch":
             self.groups = plan.groups[sample]
-        self.second = second_costs(plan)
+        # What adds up over the segments of a pack: its limits, and what each segment takes of them.
         shares = recipe.layout.shares(recipe)
         columns = {name: column[sample] for name, column in plan.columns.items()}
-        values = recipe.layout.taken(recipe, self.aligned, columns)
-        self.limits = [name for name in shares if name in values]
+        taken = recipe.layout.taken(recipe, self.aligned, columns)
+        self.limits = [name for name in shares if name in taken]
         self.caps = np.array([shares[name] for name in self.limits], np.float64)
-        self.taken = [values[name] for name in self.limits]
-        starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
-        self.starts: IntArray = starts
+        self.taken = [taken[name] for name in self.limits]
 
     @property
     def over(self) -> BoolArray:
@@ -202,332 +215,154 @@ class Floors:
             over |= self.aligned > self.recipe.capacity
         return over
 
-    def of_step(self, step: int, segments: slice) -> Floor:
-        """The floor of a step with these segments."""
-        if self._plain:
-            starts = np.array([segments.start, segments.stop])
-            return self._plain_floors(np.array([step]), starts)[0]
-        units = self._units(segments)
-        packs = self._packs(segments, units)
-        return self._floors(np.array([step]), packs, self._loads(segments, units))[0]
+    def of_step(self, step: int) -> Floor:
+        """The floor of one step."""
+        return self._between(step, step + 1)[0]
 
-    def of_steps(self, progress: Callable[[int, int], None] | None = None) -> list[Floor]:
+    def of_steps(self, progress: Progress | None = None) -> list[Floor]:
         """The floors of all steps. `progress(done, total)` is called now and then."""
-        found: list[Floor] = []
-        for part in self._parts():
-            found += part
-            if progress is not None:
-                progress(len(found), self.steps)
-        return found
-
-    def _parts(self) -> Iterator[list[Floor]]:
-        """The floors of the steps, some at a time."""
-        starts, first = self.starts.tolist(), 0
-        while first < self.steps:
-            last = first + 1
-            longest = starts[last] - starts[first]
-            while self._plain and last < self.steps:
-                longest = max(longest, starts[last + 1] - starts[last])
+        sizes, floors = np.diff(self.starts).tolist(), list[Floor]()
+        while len(floors) < self.steps:
+            first = len(floors)
+            last, longest = first + 1, sizes[first]
+            while self._in_rows and last < self.steps:
+                longest = max(longest, sizes[last])
                 if (last + 1 - first) * longest > _TOGETHER:
                     break
                 last += 1
-            if self._plain:
-                yield self._plain_floors(np.arange(first, last), self.starts[first : last + 1])
-            else:
-                yield [self.of_step(first, slice(starts[first], starts[last]))]
-            first = last
+            floors += self._between(first, last)
+            if progress is not None:
+                progress(len(floors), self.steps)
+        return floors
 
     @property
-    def _plain(self) -> bool:
-        """Whether units are segments of packed rows and the only limit is on slots."""
-        return (
-            self.groups is None
-            and self.second is None
-            and self.limits == ["slots"]
-            and self.recipe.layout.segments_per_row is None
-        )
+    def _in_rows(self) -> bool:
+        """Whether steps are measured together, as rows of one array: units are segments, and the
+        only limit of packed rows is on slots."""
+        rows = self.limits == ["slots"] or self.recipe.layout.segments_per_row is not None
+        return rows and self.groups is None and self.second is None
 
-    def _plain_floors(self, steps: IntArray, starts: IntArray) -> list[Floor]:
-        """The floors of several steps at once."""
-        recipe, capacity = self.recipe, int(self.caps[0])
-        loads = Loads.of_segments(recipe, self._rows(starts))
-        bins = pack_bounds(loads.size, capacity, loads.packs_of_first(capacity))
-        packs = divided_up(bins, recipe.layout.packs_per_micro_batch)
-        return self._floors(steps, packs, loads)
-
-    def _rows(self, starts: IntArray) -> IntArray:
-        """Steps x aligned lengths, descending; missing ones are 0."""
-        held = np.diff(starts)
-        own = self.aligned[starts[0] : starts[-1]]
-        if (held == held[0]).all():
-            rows = own.reshape(len(held), -1)
-        else:
-            rows = np.zeros((len(held), int(held.max(initial=0))), np.int64)
-            rows[np.arange(rows.shape[1]) < held[:, None]] = own
-        return -np.sort(-rows, axis=1)
-
-    def _floors(self, steps: IntArray, packs: IntArray, loads: Loads) -> list[Floor]:
+    def _between(self, first: int, last: int) -> list[Floor]:
+        """The floors of the steps from `first` up to `last`; of one step unless `_in_rows`."""
+        # The fewest packs give the fewest micro-batches per rank, and these the least time.
         recipe = self.recipe
+        units = self._units(first, last)
+        packs = self._packs(first, last, units)
         ranks, multiple = recipe.topology.dp, recipe.topology.multiple
         per_rank = rounded_up(np.maximum(1, divided_up(packs, ranks)), multiple)
         if recipe.steps.micro_batches is not None:
             # All steps but the last have exactly that many.
-            asked = np.where(steps < self.steps - 1, recipe.steps.micro_batches, 0)
-            per_rank = np.maximum(per_rank, asked)
-        time, binds = floor_times(recipe, loads, per_rank)
+            exact = np.arange(first, last) < self.steps - 1
+            per_rank = np.maximum(per_rank, np.where(exact, recipe.steps.micro_batches, 0))
+        time, binds = units.times(per_rank)
         columns = packs.tolist(), per_rank.tolist(), time.tolist(), binds
         return [Floor(*values) for values in zip(*columns, strict=True)]
 
-    def _packs(self, segments: slice, units: IntArray | None) -> IntArray:
-        """A lower bound on the micro-batches that are not empty."""
-        taken = np.column_stack(
-            [self._by_unit(column[segments], units) for column in self.taken]
-            or [np.zeros((segments.stop - segments.start, 0))]
-        )
-        bins = bins_bound(taken, self.caps)
-        layout = self.recipe.layout
-        return np.array([layout.fewest_micro_batches(self.recipe, self.aligned[segments], bins)])
+    def _units(self, first: int, last: int) -> StepFloor:
+        starts = self.starts[first : last + 1]
+        aligned, counts = self.aligned[starts[0] : starts[-1]], np.diff(starts)
+        if not self._in_rows:
+            segments = slice(int(starts[0]), int(starts[-1]))
+            second = None if self.second is None else self._by_unit(self.second, segments)
+            return StepFloor(self.recipe, aligned, self._unit_of(segments), second)
+        # Steps x aligned lengths, descending; missing ones are 0.
+        rows = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
+        rows[np.arange(rows.shape[1]) < counts[:, None]] = aligned
+        return StepFloor(self.recipe, -np.sort(-rows, axis=1))
 
-    def _units(self, segments: slice) -> IntArray | None:
+    def _packs(self, first: int, last: int, units: StepFloor) -> IntArray:
+        """A lower bound on the micro-batches of each step that are not empty."""
+        recipe, layout = self.recipe, self.recipe.layout
+        if self._in_rows and layout.segments_per_row is None:
+            capacity = int(self.caps[0])
+            rows = pack_bounds(units.size, capacity, units.packs_of_first(capacity))
+            return divided_up(rows, layout.packs_per_micro_batch)
+        packs = np.zeros(last - first, np.int64)
+        for step in range(first, last):
+            segments = slice(int(self.starts[step]), int(self.starts[step + 1]))
+            columns = [self._by_unit(column, segments) for column in self.taken]
+            taken = np.column_stack(columns or [np.zeros((segments.stop - segments.start, 0))])
+            bins = bins_bound(taken, self.caps)
+            aligned = self.aligned[segments]
+            packs[step - first] = layout.fewest_micro_batches(recipe, aligned, bins)
+        return packs
+
+    def _unit_of(self, segments: slice) -> IntArray | None:
         """The unit of each segment; None if each is one."""
         if self.groups is None:
             return None
         return np.unique(self.groups[segments], return_inverse=True)[1]
 
-    def _loads(self, segments: slice, units: IntArray | None) -> Loads:
-        second = None if self.second is None else self._by_unit(self.second[segments], units)
-        return Loads.of_step(self.recipe, self.aligned[segments], units, second)
-
-    @staticmethod
-    def _by_unit(column: NDArray[Any], units: IntArray | None) -> NDArray[Any]:
-        """A column of segments -> a column of units."""
-        return column if units is None else sum_by(units, column, int(units.max(initial=-1)) + 1)
-
-
-# -------------------------------------------------------------------------------------------------
-# What keeps a plan from its ideal time, in one sentence.
-# -------------------------------------------------------------------------------------------------
-
-_MUCH = 1.01  # times the ideal from which a cause is named
-_MORE_SAMPLES = "or take more samples per step (fewer updates)"
-
-
-def bottleneck(table: StepTable, steps: slice) -> str:
-    """The sequence or the constraint that keeps these steps over their ideal time; else empty.
-
-    The ideal is the work without padding divided by the ranks, with as few micro-batches as the
-    tokens fill. A sequence that costs more than the mean load of a rank is named first.
-    """
-    if table.plan.num_ranks > 1:
-        named = _expensive_sample(table, steps)
-        if named:
-            return named
-    ideal = table.unpadded[steps]
-    over = np.divide(table.floor_time[steps], ideal, out=np.ones(len(ideal)), where=ideal > 0)
-    worst = int(over.argmax()) if len(over) else 0
-    if len(over) and over[worst] > _MUCH:
-        cause = _of_floor(table, steps.start + worst)
-        return f"{cause} No plan of this step takes less than {over[worst]:.2f} times the ideal."
-    if table.time[steps].sum() > _MUCH * ideal.sum():
-        return _of_plan(table, steps)
-    return ""
-
-
-def unpadded_times(plan: Plan, costs: FloatArray, starts: IntArray) -> FloatArray:
-    """The ideal time of each step: no padding, even ranks, the fewest micro-batches for its slots.
-
-    `costs` are those of the segments, with the second work.
-    """
-    recipe, held = plan.recipe, np.diff(starts)
-    step = np.repeat(np.arange(len(held)), held)
-    return sum_by(step, costs, len(held)) / plan.num_ranks + (
-        recipe.cost.per_micro_batch * filled_micro_batches(plan, starts)
-    )
-
-
-def filled_micro_batches(plan: Plan, starts: IntArray) -> IntArray:
-    """The micro-batches per rank that the slots of each step fill."""
-    total = np.zeros(len(plan.segments) + 1, np.int64)
-    np.cumsum(plan.aligned_lengths, out=total[1:])
-    slots = np.diff(total[starts])
-    budget = plan.recipe.layout.budget
-    if budget is None:
-        return np.ones(len(slots), np.int64)
-    return np.maximum(1, divided_up(divided_up(slots, budget), plan.num_ranks))
-
-
-def _expensive_sample(table: StepTable, steps: slice) -> str:
-    """A sample that costs more than the mean load of a rank, and what would help; else empty."""
-    costs, ideal = table.most_expensive[steps], table.mean_cost[steps]
-    ratio = np.divide(costs, ideal, out=np.zeros(len(ideal)), where=ideal > 0)
-    if not (ratio > _MUCH).any():
-        return ""
-    first = int((ratio > _MUCH).argmax())
-    own = table.segments_of(slice(steps.start + first, steps.start + first + 1))
-    at = own.start + int(table.floors.costs[own].argmax())
-    return (
-        f"{_sample(table.plan, at)} costs {ratio[first]:.2f} times the mean load of a rank, so "
-        f"ranks cannot be even. Use context parallelism, split the sample, {_MORE_SAMPLES}."
-    )
-
-
-def _of_floor(table: StepTable, step: int) -> str:
-    """The constraint behind the floor of a step."""
-    plan, binds = table.plan, table.floor_binds[step]
-    recipe, layout = plan.recipe, plan.recipe.layout
-    own = table.segments_of(slice(step, step + 1))
-    extra = int(table.floor_per_rank[step]) - int(table.filled[step])
-    beyond = float(table.floor_time[step] - table.unpadded[step])
-    if 2 * extra * recipe.cost.per_micro_batch >= beyond or binds == "mean":
-        return _of_count(table, step, own)
-    at = own.start + int(table.floors.costs[own].argmax())
-    if binds == "waves":
-        return (
-            f"Long sequences cannot share a micro-batch, so all ranks wait for them in their wave "
-            f"(the longest: {_sample(plan, at)}). Raise {_budget(plan)}, use context parallelism, "
-            f"{_MORE_SAMPLES}."
-        )
-    if binds == "second":
-        assert recipe.second_work is not None
-        return (
-            f"The work in {recipe.second_work.column} cannot be even between ranks: few samples "
-            f"have most of it. Take more samples per step (fewer updates)."
-        )
-    if binds == "shape" and layout.pad_to is not None and extra <= 0:
-        return (
-            f"Every micro-batch has {layout.least_slots} slots (layout.pad_to={layout.pad_to}), "
-            f"more than these samples fill. Lower layout.pad_to, {_MORE_SAMPLES}."
-        )
-    if binds == "widths" and recipe.topology.equal_widths and extra <= 0:
-        return (
-            f"This pipeline needs one width for all micro-batches of a step (the longest: "
-            f"{_sample(plan, at)}). Set topology.variable_seq_lengths, {_MORE_SAMPLES}."
-        )
-    if binds == "widths" and recipe.equal_tokens:
-        return (
-            f"equal_tokens pads each wave to its widest micro-batch. Leave it out, {_MORE_SAMPLES}."
-        )
-    if extra > 0:
-        return _of_count(table, step, own)
-    return (
-        f"{own.stop - own.start} sequences on {plan.num_ranks} ranks cannot be even (the most "
-        f"expensive: {_sample(plan, at)}). Take more samples per step (fewer updates)."
-    )
-
-
-def _of_count(table: StepTable, step: int, own: slice) -> str:
-    """What forces more micro-batches per rank than the slots fill."""
-    plan, recipe, floors = table.plan, table.plan.recipe, table.floors
-    count, filled = int(table.floor_per_rank[step]), int(table.filled[step])
-    forced = f"{count} micro-batches per rank where its slots fill {filled}"
-    packs = -(-int(table.floor_packs[step]) // plan.num_ranks)
-    if recipe.steps.micro_batches == count and packs < count:
-        return f"steps.micro_batches asks for {forced}. Lower it, {_MORE_SAMPLES}."
-    if packs < count:
-        return (
-            f"This pipeline runs a multiple of {recipe.topology.multiple} micro-batches per rank: "
-            f"a step has {forced}. Lower layout.max_tokens, {_MORE_SAMPLES}."
-        )
-    counts = {
-        name: bins_bound(column[own].astype(np.float64)[:, None], floors.caps[d : d + 1])
-        for d, (name, column) in enumerate(zip(floors.limits, floors.taken, strict=True))
-    }
-    name = max(counts, key=lambda key: counts[key]) if counts else "slots"
-    if name == "slots" or counts[name] <= counts.get("slots", 0):
-        return (
-            f"Long sequences cannot share a micro-batch: a step needs {forced}. Raise "
-            f"{_budget(plan)}, or use context parallelism."
-        )
-    owner = "layout" if name == "samples" else "limits"
-    return f"{owner}.{name} needs {forced}. Raise it, or leave it out."
-
-
-def _of_plan(table: StepTable, steps: slice) -> str:
-    """The choice behind a plan that takes longer than its floor."""
-    recipe = table.plan.recipe
-    micro = table.micro_batches_of(steps)
-    slots, tokens = int(table.slots[micro].sum()), int(table.tokens[micro].sum())
-    if recipe.layout.segments_per_row is not None and slots > _MUCH * tokens:
-        return (
-            f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
-            f"different lengths share a micro-batch. Use a packed layout."
-        )
-    if recipe.balance != "refined":
-        return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
-    return ""
-
-
-def _sample(plan: Plan, segment: int) -> str:
-    sample, length = plan.segments.sample[segment], plan.segments.length[segment]
-    return f"sample {int(sample)} with {int(length)} tokens"
-
-
-def _budget(plan: Plan) -> str:
-    layout = plan.recipe.layout
-    if layout.pad_to is not None:
-        return "layout.pad_to"
-    return "layout.samples" if layout.max_tokens is None else "layout.max_tokens"
-
-
-# -------------------------------------------------------------------------------------------------
-# StepTable: the numbers of each step of a plan that its measures use, one array per number.
-# -------------------------------------------------------------------------------------------------
+    def _by_unit(self, column: NDArray[Any], segments: slice) -> NDArray[Any]:
+        """A column of segments -> a column of these segments' units."""
+        unit_of = self._unit_of(segments)
+        if unit_of is None:
+            return column[segments]
+        return sum_by(unit_of, column[segments], int(unit_of.max(initial=-1)) + 1)
 
 
 class StepTable:
-    """Per step: its segments and micro-batches, tokens and cost by rank and by wave, its floor.
+    """The numbers of each step of a plan that its stats use, one array per number.
 
-    `tokens_by_rank` is the most tokens of a rank, `tokens_by_wave` the sum over waves of the most
-    tokens of a micro-batch; `rank_sum` and `lock_step` are the same for both works. `time` is the
-    one that `sync_every` names. `mean_cost` leaves second work out. `batched_slots` are the slots
-    of the same segments in padded batches of 8, in the order of the samples.
+    tokens, slots   of each micro-batch
+    tokens_by_rank  the most tokens of a rank; `tokens_by_wave` the sum over waves of the most
+                    tokens of a micro-batch
+    rank_sum        the time if ranks wait once per step; `lock_step` if they wait in every wave
+    time            the one of these that `sync_every` names
+    ideal           the work divided by the ranks; `mean_cost` leaves second work out
+    filled          micro-batches per rank that the slots fill; `real` those that are not empty
+    unpadded        the ideal time: no padding, even ranks, `filled` micro-batches
+    most_expensive  the cost of the most expensive segment
+    batched_slots   slots of the same segments in padded batches of 8, in the order of the samples
+    floor_*         the floors: see `core.bounds.Floor`
     """
 
-    def __init__(self, plan: Plan, progress: Callable[[int, int], None] | None = None) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
+        self.plan, self.floors = plan, Floors(plan)
         self.tokens, self.slots = plan.tokens, plan.slots
-        offsets = plan.segment_offsets
         self._micro = plan.cell_offsets[:: plan.num_ranks]
-        self._segments = offsets[self._micro]
-        held = np.diff(offsets)
+        self._segments = self.floors.starts
         counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
         self.per_rank: IntArray = counts[:, 0] if plan.num_steps else counts.sum(axis=1)
-        self._measure_work(held)
-        self._measure_samples(held)
-        self._measure_floors(progress)
-
-    def _measure_work(self, held: IntArray) -> None:
-        plan, steps = self.plan, self.plan.num_steps
-        self.tokens_by_rank = slowest_of_steps(plan, self.tokens, "step")
-        self.tokens_by_wave = slowest_of_steps(plan, self.tokens, "micro_batch")
-        self.rank_sum, self.lock_step = step_times(plan, "step"), step_times(plan, "micro_batch")
-        step = np.repeat(np.arange(steps), np.diff(self._micro))
-        self.tokens_of_step = sum_by(step, self.tokens, steps).astype(np.int64)
-        self.ideal = step_means(plan)
-        self.mean_cost = sum_by(step, plan.costs, steps) / plan.num_ranks
-        self.real = np.bincount(step[held > 0], minlength=steps)
-        self.time = self.rank_sum if plan.recipe.sync_every == "step" else self.lock_step
-        self.floors = Floors(plan)
-        second = self.floors.second
-        own = self.floors.costs if second is None else self.floors.costs + second
-        self.filled = filled_micro_batches(plan, self._segments)
-        self.unpadded = unpadded_times(plan, own, self._segments)
-        self.most_expensive = _largest(self.floors.costs, self._segments)
-
-    def _measure_samples(self, held: IntArray) -> None:
-        plan, count = self.plan, len(self.plan.lengths)
-        sample = plan.segments.sample
-        self.kept = sum_by(sample, plan.segments.length, count).astype(np.int64)
-        self.num_segments = np.bincount(sample, minlength=count)
-        self.alone = self.floors.over & (np.repeat(held, held) == 1)
-        self.batched_slots = _batched_slots(plan, self._segments)
-
-    def _measure_floors(self, progress: Callable[[int, int], None] | None) -> None:
+        self._measure_time()
+        self._measure_segments()
         floors = self.floors.of_steps(progress)
         self.floor_packs = np.array([floor.packs for floor in floors], np.int64)
         self.floor_per_rank = np.array([floor.per_rank for floor in floors], np.int64)
         self.floor_time = np.array([floor.time for floor in floors], np.float64)
         self.floor_binds = [floor.binds for floor in floors]
+
+    def _measure_time(self) -> None:
+        plan, steps = self.plan, self.plan.num_steps
+        step = np.repeat(np.arange(steps), np.diff(self._micro))
+        self.tokens_by_rank = slowest_of_steps(plan, self.tokens, "step")
+        self.tokens_by_wave = slowest_of_steps(plan, self.tokens, "micro_batch")
+        self.tokens_of_step = sum_by(step, self.tokens, steps).astype(np.int64)
+        self.rank_sum, self.lock_step = step_times(plan, "step"), step_times(plan, "micro_batch")
+        self.time = self.rank_sum if plan.recipe.sync_every == "step" else self.lock_step
+        self.ideal = step_means(plan)
+        self.mean_cost = sum_by(step, plan.costs, steps) / plan.num_ranks
+        self.real = np.bincount(step[self.tokens > 0], minlength=steps)
+
+    def _measure_segments(self) -> None:
+        plan, floors, starts = self.plan, self.floors, self._segments
+        recipe, sample, samples = plan.recipe, plan.segments.sample, len(plan.lengths)
+        self.kept = sum_by(sample, plan.segments.length, samples).astype(np.int64)
+        self.num_segments = np.bincount(sample, minlength=samples)
+        in_micro_batch = np.diff(plan.segment_offsets)
+        self.alone = floors.over & (np.repeat(in_micro_batch, in_micro_batch) == 1)
+        self.batched_slots = _batched_slots(plan, starts)
+        self.filled = np.ones(plan.num_steps, np.int64)
+        if recipe.layout.budget is not None:
+            slots = np.diff(offsets_of(floors.aligned)[starts])
+            full = divided_up(divided_up(slots, recipe.layout.budget), plan.num_ranks)
+            self.filled = np.maximum(1, full)
+        costs = floors.costs if floors.second is None else floors.costs + floors.second
+        step = np.repeat(np.arange(plan.num_steps), np.diff(starts))
+        self.unpadded = sum_by(step, costs, plan.num_steps) / plan.num_ranks
+        self.unpadded += recipe.cost.per_micro_batch * self.filled
+        self.most_expensive = np.zeros(plan.num_steps)
+        np.maximum.at(self.most_expensive, step, floors.costs)
 
     def micro_batches_of(self, steps: slice) -> slice:
         """The micro-batches of these steps."""
@@ -544,47 +379,24 @@ class StepTable:
         return np.unique(self.plan.segments.sample[self.segments_of(steps)])
 
 
-def _largest(values: FloatArray, starts: IntArray) -> FloatArray:
-    """The largest value of each step; 0 where it has none."""
-    held = np.diff(starts)
-    found = np.zeros(len(held))
-    if len(values):
-        found[held > 0] = np.maximum.reduceat(values, starts[:-1][held > 0])
-    return found
-
-
-def _batched_slots(plan: Plan, starts: IntArray, size: int = 8) -> IntArray:
-    """The slots of each step in padded batches of `size` segments, in the order of the samples.
+def _batched_slots(plan: Plan, starts: IntArray) -> IntArray:
+    """The slots of each step in padded batches of segments, in the order of the samples.
 
     starts [0, 3]: one step; its lengths [5, 2, 4] in batches of 2 -> 2 · 5 + 1 · 4 slots
     """
-    segments, held = plan.segments, np.diff(starts)
-    step = np.repeat(np.arange(len(held)), held)
+    segments, counts = plan.segments, np.diff(starts)
+    step = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((segments.start, segments.sample, step))
-    batches = divided_up(held, size)
-    first = np.arange(int(batches.sum())) - np.repeat(offsets_of(batches)[:-1], batches)
-    first = np.repeat(starts[:-1], batches) + size * first
+    batches = divided_up(counts, _BATCH)  # of each step
+    first = ranges_of(np.zeros_like(batches), batches)
+    first = np.repeat(starts[:-1], batches) + _BATCH * first  # the first segment of each batch
     if not len(first):
-        return np.zeros(len(held), np.int64)
+        return np.zeros(len(counts), np.int64)
     longest = np.maximum.reduceat(segments.length[order], first)
     rows = np.diff(first, append=len(order))
     slots = rows * rounded_up(longest, plan.recipe.width_unit)
-    return sum_by(np.repeat(np.arange(len(held)), batches), slots, len(held)).astype(np.int64)
-
-
-# -------------------------------------------------------------------------------------------------
-# Measures of a plan as plain numbers.
-#
-# Fill: slots, padding and bin utilisation. Balance: imbalance per micro-batch and per step,
-# relative
-# to the mean of this plan. Distance from the optimum: packs and time relative to a lower bound for
-# any plan of the same lengths and recipe (`core.bounds`), and what limits them (`bottleneck`).
-# `packs_optimal` and `balance_optimal` are proofs. If they are false, the plan may still be
-# optimal.
-# -------------------------------------------------------------------------------------------------
-
-Value: TypeAlias = Any  # a number, a bool or a string
-Progress: TypeAlias = Callable[[int, int], None]
+    step_of_batch = np.repeat(np.arange(len(counts)), batches)
+    return sum_by(step_of_batch, slots, len(counts)).astype(np.int64)
 
 
 def of_plan(
@@ -692,3 +504,149 @@ def _or_one(part: float, whole: float) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+_MUCH = 1.01  # times the ideal from which a cause is named
+_MORE_SAMPLES = "or take more samples per step (fewer updates)"
+
+
+def bottleneck(table: StepTable, steps: slice) -> str:
+    """The sequence or the constraint that keeps these steps over their ideal time; else empty.
+
+    The ideal is the work without padding divided by the ranks, with as few micro-batches as the
+    tokens fill. A sequence that costs more than the mean load of a rank is named first.
+    """
+    if table.plan.num_ranks > 1:
+        named = _expensive_sample(table, steps)
+        if named:
+            return named
+    # Then what no plan of the worst step could avoid, and last what this plan did not.
+    ideal = table.unpadded[steps]
+    over = np.divide(table.floor_time[steps], ideal, out=np.ones(len(ideal)), where=ideal > 0)
+    worst = int(over.argmax()) if len(over) else 0
+    if len(over) and over[worst] > _MUCH:
+        cause = _of_floor(table, steps.start + worst)
+        return f"{cause} No plan of this step takes less than {over[worst]:.2f} times the ideal."
+    if table.time[steps].sum() > _MUCH * ideal.sum():
+        return _of_plan(table, steps)
+    return ""
+
+
+def _expensive_sample(table: StepTable, steps: slice) -> str:
+    """A sample that costs more than the mean load of a rank, and what would help; else empty."""
+    costs, ideal = table.most_expensive[steps], table.mean_cost[steps]
+    ratio = np.divide(costs, ideal, out=np.zeros(len(ideal)), where=ideal > 0)
+    if not (ratio > _MUCH).any():
+        return ""
+    first = int((ratio > _MUCH).argmax())
+    segments = table.segments_of(slice(steps.start + first, steps.start + first + 1))
+    at = segments.start + int(table.floors.costs[segments].argmax())
+    return (
+        f"{_sample(table.plan, at)} costs {ratio[first]:.2f} times the mean load of a rank, so "
+        f"ranks cannot be even. Use context parallelism, split the sample, {_MORE_SAMPLES}."
+    )
+
+
+def _of_floor(table: StepTable, step: int) -> str:
+    """The constraint behind the floor of a step."""
+    plan, binds = table.plan, table.floor_binds[step]
+    recipe, layout = plan.recipe, plan.recipe.layout
+    segments = table.segments_of(slice(step, step + 1))
+    # Micro-batches beyond those that the slots fill, and time beyond the ideal.
+    extra = int(table.floor_per_rank[step]) - int(table.filled[step])
+    beyond = float(table.floor_time[step] - table.unpadded[step])
+    if 2 * extra * recipe.cost.per_micro_batch >= beyond or binds == "mean":
+        return _of_count(table, step, segments)
+    at = segments.start + int(table.floors.costs[segments].argmax())
+    if binds == "waves":
+        return (
+            f"Long sequences cannot share a micro-batch, so all ranks wait for them in their wave "
+            f"(the longest: {_sample(plan, at)}). Raise {_budget(plan)}, use context parallelism, "
+            f"{_MORE_SAMPLES}."
+        )
+    if binds == "cuts":
+        return (
+            f"Rows of different lengths share a padded micro-batch, because each further one costs "
+            f"{recipe.cost.per_micro_batch:g}. Use a packed layout, {_MORE_SAMPLES}."
+        )
+    if binds == "second":
+        assert recipe.second_work is not None
+        return (
+            f"The work in {recipe.second_work.column} cannot be even between ranks: few samples "
+            f"have most of it. Take more samples per step (fewer updates)."
+        )
+    if binds == "shape" and layout.pad_to is not None and extra <= 0:
+        return (
+            f"Every micro-batch has {layout.least_slots} slots (layout.pad_to={layout.pad_to}), "
+            f"more than these samples fill. Lower layout.pad_to, {_MORE_SAMPLES}."
+        )
+    if binds == "widths" and recipe.topology.equal_widths and extra <= 0:
+        return (
+            f"This pipeline needs one width for all micro-batches of a step (the longest: "
+            f"{_sample(plan, at)}). Set topology.variable_seq_lengths, {_MORE_SAMPLES}."
+        )
+    if binds == "widths" and recipe.equal_tokens:
+        return (
+            f"equal_tokens pads each wave to its widest micro-batch. Leave it out, {_MORE_SAMPLES}."
+        )
+    if extra > 0:
+        return _of_count(table, step, segments)
+    return (
+        f"{segments.stop - segments.start} sequences on {plan.num_ranks} ranks cannot be even (the "
+        f"most expensive: {_sample(plan, at)}). Take more samples per step (fewer updates)."
+    )
+
+
+def _of_count(table: StepTable, step: int, segments: slice) -> str:
+    """What forces more micro-batches per rank than the slots fill."""
+    plan, recipe, floors = table.plan, table.plan.recipe, table.floors
+    count, filled = int(table.floor_per_rank[step]), int(table.filled[step])
+    forced = f"{count} micro-batches per rank where its slots fill {filled}"
+    packs = -(-int(table.floor_packs[step]) // plan.num_ranks)
+    if recipe.steps.micro_batches == count and packs < count:
+        return f"steps.micro_batches asks for {forced}. Lower it, {_MORE_SAMPLES}."
+    if packs < count:
+        return (
+            f"This pipeline runs a multiple of {recipe.topology.multiple} micro-batches per rank: "
+            f"a step has {forced}. Lower layout.max_tokens, {_MORE_SAMPLES}."
+        )
+    # The limit that by itself needs the most packs.
+    counts = {
+        name: bins_bound(column[segments].astype(np.float64)[:, None], floors.caps[d : d + 1])
+        for d, (name, column) in enumerate(zip(floors.limits, floors.taken, strict=True))
+    }
+    name = max(counts, key=lambda key: counts[key]) if counts else "slots"
+    if name == "slots" or counts[name] <= counts.get("slots", 0):
+        return (
+            f"Long sequences cannot share a micro-batch: a step needs {forced}. Raise "
+            f"{_budget(plan)}, or use context parallelism."
+        )
+    owner = "layout" if name == "samples" else "limits"
+    return f"{owner}.{name} needs {forced}. Raise it, or leave it out."
+
+
+def _of_plan(table: StepTable, steps: slice) -> str:
+    """The choice behind a plan that takes longer than its floor."""
+    recipe = table.plan.recipe
+    micro = table.micro_batches_of(steps)
+    slots, tokens = int(table.slots[micro].sum()), int(table.tokens[micro].sum())
+    if recipe.layout.segments_per_row is not None and slots > _MUCH * tokens:
+        return (
+            f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
+            f"different lengths share a micro-batch. Use a packed layout."
+        )
+    if recipe.balance != "refined":
+        return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
+    return ""
+
+
+def _sample(plan: Plan, segment: int) -> str:
+    sample, length = plan.segments.sample[segment], plan.segments.length[segment]
+    return f"sample {int(sample)} with {int(length)} tokens"
+
+
+def _budget(plan: Plan) -> str:
+    layout = plan.recipe.layout
+    if layout.pad_to is not None:
+        return "layout.pad_to"
+    return "layout.samples" if layout.max_tokens is None else "layout.max_tokens"

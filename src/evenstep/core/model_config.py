@@ -12,10 +12,6 @@ from typing import Any
 from evenstep.core.text import short_repr, shorten, truth_value, whole_number
 from evenstep.errors import ConfigError, FileError
 
-# -------------------------------------------------------------------------------------------------
-# ModelConfig: the fields of a model's configuration, in the names of Hugging Face.
-# -------------------------------------------------------------------------------------------------
-
 _TEXT = ("text_config", "llm_config", "language_config")
 _VISION = ("vision_config",)
 _MOST_LAYERS = 100_000
@@ -87,10 +83,10 @@ class ModelConfig:
                 raise ConfigError(f"{self.where} has no vision_config. Use part='text'.")
             return whole
         inner = whole._nested(name)
-        given = {"model_type": whole.fields.get("model_type"), **inner.fields}
+        fields = {"model_type": whole.fields.get("model_type"), **inner.fields}
         # A saved file leaves out what equals the default of a nested configuration's class.
-        defaults = DEFAULTS.get(str(given["model_type"]), {})
-        return ModelConfig({**defaults, **given}, inner.where)
+        defaults = DEFAULTS.get(str(fields["model_type"]), {})
+        return ModelConfig({**defaults, **fields}, inner.where)
 
     def _nested(self, name: str) -> ModelConfig:
         return ModelConfig(_mapping(self.fields[name], f"{name} in {self.where}"), self.where)
@@ -150,167 +146,92 @@ def _mapping(config: object, where: str) -> Mapping[str, Any]:
     )
 
 
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def _table(text: str, **kinds: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fields by name: the first line names the columns, and a point means that a field is missing.
+
+    A row ends with the names of what it adds: those of `kinds`.
+
+    >>> _table("name hidden_size head_dim\\nsmall 8 . tied", tied={"tie_word_embeddings": True})
+    {'small': {'hidden_size': 8, 'tie_word_embeddings': True}}
+    """
+    head, *rows = (line.split() for line in text.strip().splitlines())
+    table = {}
+    for name, *cells in rows:
+        fields = zip(head[1:], cells, strict=False)
+        table[name] = {key: int(cell) for key, cell in fields if cell != "."}
+        for kind in cells[len(head) - 1 :]:
+            table[name] |= kinds[kind]
+    return table
+
+
 # The defaults of the classes of transformers that are nested in other configurations.
-DEFAULTS: dict[str, dict[str, int | None]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
+DEFAULTS: dict[str, dict[str, Any]] = _table(
+    """
+    name        hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
+    llama               4096            11008                32                  32      32000
+    mistral             4096            14336                32                  32      32000 long
+    gemma               3072            24576                28                  16     256000 g1
+    gemma2              2304             9216                26                   8     256000 g2
+    gemma3_text         2304             9216                26                   8     262208 g2
+    clip_vision_model    768             3072                12                  12          . p32
+    siglip_vision_model  768             3072                12                  12          . p16
+    pixtral             1024             4096                24                  16          . p16
+    """,
+    long={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    g1={"num_key_value_heads": 16, "head_dim": 256},
+    g2={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    p16={"patch_size": 16},
+    p32={"patch_size": 32},
+)
+
+# Shapes of well-known models by name, in the fields of their configurations.
+PRESETS: dict[str, dict[str, Any]] = _table(
+    """
+    name            hidden_size num_hidden_layers num_attention_heads intermediate_size \
+                    num_key_value_heads head_dim vocab_size
+    llama-3.2-1b    2048 16  32  8192  8   . 128256 llama tied
+    llama-3.2-3b    3072 28  24  8192  8   . 128256 llama tied
+    llama-3-8b      4096 32  32 14336  8   . 128256 llama
+    llama-3-70b     8192 80  64 28672  8   . 128256 llama
+    qwen2.5-1.5b    1536 28  12  8960  2   . 151936 qwen2 tied
+    qwen2.5-7b      3584 28  28 18944  4   . 152064 qwen2
+    qwen2.5-32b     5120 64  40 27648  8   . 152064 qwen2
+    qwen2.5-72b     8192 80  64 29568  8   . 152064 qwen2
+    qwen3-0.6b      1024 28  16  3072  8 128 151936 qwen3 tied
+    qwen3-4b        2560 36  32  9728  8 128 151936 qwen3 tied
+    qwen3-8b        4096 36  32 12288  8 128 151936 qwen3
+    qwen3-32b       5120 64  64 25600  8 128 151936 qwen3
+    qwen3-30b-a3b   2048 48  32  6144  4 128 151936 qwen3_moe w768
+    qwen3-235b-a22b 4096 94  64 12288  4 128 151936 qwen3_moe w1536
+    gemma-3-4b      2560 34   8 10240  4 256 262208 gemma3
+    gemma-3-27b     5376 62  32 21504 16 128 262208 gemma3
+    gpt-oss-20b     2880 24  64  2880  8  64 201088 gpt_oss e32
+    gpt-oss-120b    2880 36  64  2880  8  64 201088 gpt_oss e128
+    mixtral-8x7b    4096 32  32 14336  8   .  32000 mixtral
+    deepseek-v3     7168 61 128 18432  .   . 129280 deepseek_v3
+    """,
+    llama={"model_type": "llama"},
+    qwen2={"model_type": "qwen2", "use_sliding_window": False},
+    qwen3={"model_type": "qwen3", "use_sliding_window": False},
+    qwen3_moe={
+        "model_type": "qwen3_moe",
+        "use_sliding_window": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
     },
-    "mistral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
+    gemma3={
+        "model_type": "gemma3_text",
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
         "max_position_embeddings": 131072,
     },
-    "gemma": {
-        "vocab_size": 256000,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-    },
-    "gemma2": {
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-    },
-    "clip_vision_model": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "patch_size": 32,
-    },
-    "siglip_vision_model": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "patch_size": 16,
-    },
-    "pixtral": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "patch_size": 16,
-    },
-}
-
-
-# -------------------------------------------------------------------------------------------------
-# Shapes of well-known models by name, in the fields of their configurations.
-# -------------------------------------------------------------------------------------------------
-
-_LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256}
-_TIED = {"tie_word_embeddings": True}
-_QWEN2 = {"model_type": "qwen2", "use_sliding_window": False, "vocab_size": 152064}
-_QWEN3 = {
-    "model_type": "qwen3",
-    "use_sliding_window": False,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-}
-_QWEN3_MOE = {
-    **_QWEN3,
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
-_GEMMA3 = {
-    "model_type": "gemma3_text",
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "max_position_embeddings": 131072,
-    "vocab_size": 262208,
-}
-_GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "sliding_window": 128,
-    "num_experts_per_tok": 4,
-    "vocab_size": 201088,
-}
-
-
-def _dense(base: dict[str, Any], hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
-    return {
-        **base,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-    }
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": _dense(_LLAMA | _TIED, 2048, 16, 32, 8192),
-    "llama-3.2-3b": _dense(_LLAMA | _TIED, 3072, 28, 24, 8192),
-    "llama-3-8b": _dense(_LLAMA, 4096, 32, 32, 14336),
-    "llama-3-70b": _dense(_LLAMA, 8192, 80, 64, 28672),
-    "qwen2.5-1.5b": _dense(
-        {**_QWEN2, **_TIED, "num_key_value_heads": 2, "vocab_size": 151936}, 1536, 28, 12, 8960
-    ),
-    "qwen2.5-7b": _dense({**_QWEN2, "num_key_value_heads": 4}, 3584, 28, 28, 18944),
-    "qwen2.5-32b": _dense({**_QWEN2, "num_key_value_heads": 8}, 5120, 64, 40, 27648),
-    "qwen2.5-72b": _dense({**_QWEN2, "num_key_value_heads": 8}, 8192, 80, 64, 29568),
-    "qwen3-0.6b": _dense(_QWEN3 | _TIED, 1024, 28, 16, 3072),
-    "qwen3-4b": _dense(_QWEN3 | _TIED, 2560, 36, 32, 9728),
-    "qwen3-8b": _dense(_QWEN3, 4096, 36, 32, 12288),
-    "qwen3-32b": _dense(_QWEN3, 5120, 64, 64, 25600),
-    "qwen3-30b-a3b": {**_dense(_QWEN3_MOE, 2048, 48, 32, 6144), "moe_intermediate_size": 768},
-    "qwen3-235b-a22b": {**_dense(_QWEN3_MOE, 4096, 94, 64, 12288), "moe_intermediate_size": 1536},
-    "gemma-3-4b": {
-        **_dense(_GEMMA3, 2560, 34, 8, 10240),
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-    },
-    "gemma-3-27b": {
-        **_dense(_GEMMA3, 5376, 62, 32, 21504),
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-    },
-    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
-    "mixtral-8x7b": {
-        **_dense({"model_type": "mixtral"}, 4096, 32, 32, 14336),
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
-    },
-    "deepseek-v3": {
-        **_dense({"model_type": "deepseek_v3"}, 7168, 61, 128, 18432),
+    gpt_oss={"model_type": "gpt_oss", "sliding_window": 128, "num_experts_per_tok": 4},
+    mixtral={"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    deepseek_v3={
+        "model_type": "deepseek_v3",
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -321,14 +242,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048,
-        "vocab_size": 129280,
     },
-}
-
-
-# -------------------------------------------------------------------------------------------------
-# A model's configuration by its name or path.
-# -------------------------------------------------------------------------------------------------
+    tied={"tie_word_embeddings": True},
+    w768={"moe_intermediate_size": 768},
+    w1536={"moe_intermediate_size": 1536},
+    e32={"num_local_experts": 32},
+    e128={"num_local_experts": 128},
+)
 
 
 def named_config(model: str) -> ModelConfig:
@@ -353,10 +273,10 @@ def path_of_model(model: str, key: str) -> Path | None:
         return None
     path = Path(model)
     try:
-        found = bool(model) and path.exists()
+        exists = bool(model) and path.exists()
     except (OSError, ValueError):  # too long, or with a zero byte
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         parent = str(path.parent)
         place = "the working directory" if parent == "." else shorten(parent, 300)
         raise ConfigError(

@@ -11,9 +11,7 @@ from evenstep.core.ragged import divided_up, rounded_up
 from evenstep.core.text import short_repr, whole_number
 from evenstep.errors import ConfigError
 
-# -------------------------------------------------------------------------------------------------
-# Work: what a model computes per token and per pair of tokens.
-# -------------------------------------------------------------------------------------------------
+# Work ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +38,7 @@ class Work:
         )
 
 
-# -------------------------------------------------------------------------------------------------
-# The decoders whose layers are known, by their `model_type`.
-# -------------------------------------------------------------------------------------------------
+# The decoders whose layers are known, by their `model_type` ---------------------------------------
 
 Attention: TypeAlias = Literal["grouped", "latent"]
 Groups: TypeAlias = Literal["given", "optional", "none"]
@@ -141,9 +137,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# -------------------------------------------------------------------------------------------------
-# The order of a decoder's layers: where it attends, and where it has experts.
-# -------------------------------------------------------------------------------------------------
+# The order of a decoder's layers ------------------------------------------------------------------
 
 Mixing: TypeAlias = Literal["full", "window", "mixer"]
 
@@ -277,9 +271,7 @@ def _after_dense(config: ModelConfig, layers: int) -> set[int]:
     return {layer for layer in range(first, layers) if layer % step == 0}
 
 
-# -------------------------------------------------------------------------------------------------
-# The work of a decoder: attention, mixers, feed-forward matrices, experts, head.
-# -------------------------------------------------------------------------------------------------
+# The work of a decoder ----------------------------------------------------------------------------
 
 
 def text_work(config: ModelConfig) -> Work:
@@ -311,7 +303,7 @@ def hidden_size(config: ModelConfig) -> int:
 def _mix(config: ModelConfig, kind: Kind, mixing: Mixing) -> Work:
     if mixing == "mixer":
         return _MIXERS[kind.mixer](config)
-    weights, pair = (_latent if kind.attention == "latent" else _grouped)(config, kind)
+    weights, pair = _attention(config, kind)
     window = window_of(config) if mixing == "window" else 0
     if window:
         return Work(weights=weights, nearby=pair * window)
@@ -319,34 +311,37 @@ def _mix(config: ModelConfig, kind: Kind, mixing: Mixing) -> Work:
     return Work(weights=weights, pairs=pair / 2 if causal else pair)
 
 
-def _grouped(config: ModelConfig, kind: Kind) -> tuple[int, int]:
-    """The weights of attention and the multiply-adds of one pair: its score and its value."""
-    hidden, heads = hidden_size(config), config.whole("num_attention_heads", "n_head")
+def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
+    """The numbers of a token's queries and of its keys."""
+    heads = config.whole("num_attention_heads", "n_head")
+    if kind.attention == "latent":  # keys and values are expanded to all heads
+        key = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
+        return heads * key, heads * key
     derived = "head_dim" in config.fields or not kind.own_dim
-    dim = config.whole("head_dim", default=hidden // heads if derived else None)
+    dim = config.whole("head_dim", default=hidden_size(config) // heads if derived else None)
     if dim == 0:
         raise ConfigError(f"{config.where} has more heads than hidden_size. Set head_dim.")
     groups = heads
     if kind.groups != "none":
-        given = "num_key_value_heads" in config.fields or kind.groups == "optional"
-        groups = config.whole("num_key_value_heads", default=heads if given else None)
-    queries, keys = heads * dim, groups * dim
-    return hidden * ((3 if kind.query_gate else 2) * queries + 2 * keys), 2 * queries
+        optional = "num_key_value_heads" in config.fields or kind.groups == "optional"
+        groups = config.whole("num_key_value_heads", default=heads if optional else None)
+    return heads * dim, groups * dim
 
 
-def _latent(config: ModelConfig, kind: Kind) -> tuple[int, int]:
-    """Attention with low-rank queries, keys and values (DeepSeek)."""
-    hidden, heads = hidden_size(config), config.whole("num_attention_heads")
-    positioned = config.whole("qk_rope_head_dim")
-    plain, value = config.whole("qk_nope_head_dim"), config.whole("v_head_dim")
-    rank, key = config.whole("kv_lora_rank"), plain + positioned
+def _attention(config: ModelConfig, kind: Kind) -> tuple[int, int]:
+    """The weights of attention and the multiply-adds of one pair: its score and its value."""
+    hidden, (queries, keys) = hidden_size(config), _widths(config, kind)
+    if kind.attention == "grouped":
+        return hidden * ((3 if kind.query_gate else 2) * queries + 2 * keys), 2 * queries
+    # Latent (DeepSeek): low-rank queries, and keys and values from one vector of `rank` numbers.
+    heads, rank = config.whole("num_attention_heads"), config.whole("kv_lora_rank")
+    plain, positioned = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim")
+    value = config.whole("v_head_dim")
+    to_queries = hidden * queries
     if config.has("q_lora_rank"):
-        query_rank = config.whole("q_lora_rank")
-        queries = query_rank * (hidden + heads * key)
-    else:
-        queries = hidden * heads * key
-    keys = hidden * (rank + positioned) + rank * heads * (plain + value)
-    return queries + keys + heads * value * hidden, heads * (key + value)
+        to_queries = config.whole("q_lora_rank") * (hidden + queries)
+    to_keys = hidden * (rank + positioned) + rank * heads * (plain + value)
+    return to_queries + to_keys + heads * value * hidden, queries + heads * value
 
 
 def _dense(config: ModelConfig, kind: Kind) -> int:
@@ -435,9 +430,7 @@ def _short_conv(config: ModelConfig) -> Work:
 _MIXERS = {"delta": _delta, "mamba": _mamba, "mamba2": _mamba2, "short_conv": _short_conv}
 
 
-# -------------------------------------------------------------------------------------------------
-# The work of a vision tower, per patch.
-# -------------------------------------------------------------------------------------------------
+# The work of a vision tower, per patch ------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -495,6 +488,7 @@ def vision_work(config: ModelConfig) -> Work:
     embedding = hidden * config.whole("num_channels", "in_channels", "in_chans", default=3)
     embedding *= _area(config) * config.whole("temporal_patch_size", default=1)
     weights = embedding + layers * matrices + (_mergers(config, hidden) if tower.merges else 0)
+    # Layers that attend within windows of patches cost the same for every patch.
     everywhere, within = layers, 0
     if config.has("window_size"):
         everywhere = len(config.entries("fullatt_block_indexes"))
@@ -523,24 +517,7 @@ def _mergers(config: ModelConfig, hidden: int) -> float:
     return mergers * (wide * wide + wide * out) / patches
 
 
-# -------------------------------------------------------------------------------------------------
-# ModelSize: the weights of a decoder, and the bytes that a token leaves in its layers.
-#
-# Bytes per token and layer, in bfloat16, as autograd keeps them for decoders of Hugging Face with
-# flash attention. h is the hidden size, q and k the widths of queries and of keys, f that of the
-# feed-forward layer:
-#
-#     kept     16 h + 4 q + 4 k + 8 f     two norms (in float32), their outputs, queries, keys,
-#     values
-#                                         and outputs of attention, four tensors of the gated layer
-#     moved    250 h + 70 (q + k) + 30 f  read and written by kernels that are not matrix products,
-#     in
-#                                         forward and backward
-#
-# A norm of queries and keys keeps 6 and moves 108 bytes for each of their numbers. A gate of the
-# feed-forward layer counts half of its bytes. Experts count as far as a token passes through them,
-# and 6 h for each for the tokens that are sorted by expert.
-# -------------------------------------------------------------------------------------------------
+# Weights and bytes -----------------------------------------------------------------------------
 
 # Model types that norm queries and keys, and that share the embedding with the head by default.
 _NORMED = {"qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "olmoe"}
@@ -557,6 +534,19 @@ class ModelSize:
     kept        bytes per token that the backward needs
     moved       bytes per token that kernels other than matrix products read and write
     work        multiply-adds of a forward
+
+    Bytes are in bfloat16, as autograd keeps them for decoders of Hugging Face with flash attention.
+    Per token and layer, with h the hidden size, q and k the widths of queries and of keys, and f
+    that of the feed-forward layer:
+
+    kept     16 h + 4 q + 4 k + 8 f     two norms (in float32), their outputs, queries, keys, values
+                                        and outputs of attention, four tensors of the gated layer
+    moved    250 h + 70 (q + k) + 30 f  by kernels that are not matrix products, forward and
+                                        backward
+
+    A norm of queries and keys keeps 6 and moves 108 bytes for each of their numbers. A gate of the
+    feed-forward layer counts half of its bytes. Experts count as far as a token passes through
+    them, and 6 h for each for the tokens that are sorted by expert.
     """
 
     parameters: int
@@ -590,6 +580,7 @@ class ModelSize:
         queries, keys = _widths(config, kind)
         tied = config.truth("tie_word_embeddings", config.model_type in _TIED)
         outside = (1 if tied else 2) * hidden * vocab
+        # Add up the layers: weights that no token passes through, bytes kept and bytes moved.
         unused, kept, moved = 0.0, 0.0, 0.0
         for layer in range(layers):
             width, copies, rest = _feed_forward(config, kind, layer in sparse)
@@ -612,19 +603,6 @@ class ModelSize:
             moved=moved,
             work=work,
         )
-
-
-def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
-    """The numbers of a token's queries and of its keys."""
-    heads = config.whole("num_attention_heads", "n_head")
-    if kind.attention == "latent":  # keys and values are expanded to all heads
-        key = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
-        return heads * key, heads * key
-    dim = config.whole("head_dim", default=max(1, hidden_size(config) // heads))
-    groups = heads
-    if kind.groups != "none":
-        groups = config.whole("num_key_value_heads", default=heads)
-    return heads * dim, groups * dim
 
 
 def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, int, int]:

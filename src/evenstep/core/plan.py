@@ -33,10 +33,6 @@ from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import FileError, InputError
 
-# -------------------------------------------------------------------------------------------------
-# Placement: where segments and padding are in the flattened rows of one micro-batch.
-# -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
@@ -64,23 +60,20 @@ def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) 
     """
     slots = lengths if alignment == 1 else rounded_up(lengths, alignment)
     number = np.arange(len(lengths))
+    # One row is the common case: at most one tile of padding, at its end.
     if len(row_offsets) == 2:
         tail = width - int(slots.sum())
         if tail:
             slots = np.concatenate((slots, (tail,)))
             lengths, number = np.concatenate((lengths, (0,))), np.concatenate((number, (-1,)))
     else:
+        # Several rows: a tile of padding after the last segment of each row that is not full.
         used = np.diff(offsets_of(slots)[row_offsets])
         short = used < width
         at = row_offsets[1:][short]
         slots = np.insert(slots, at, (width - used)[short])
         lengths, number = np.insert(lengths, at, 0), np.insert(number, at, -1)
     return Placement(offsets_of(slots), lengths, number)
-
-
-# -------------------------------------------------------------------------------------------------
-# MicroBatch: the rows of one forward and backward pass.
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,13 +113,13 @@ class MicroBatch:
         length = np.asarray(lengths, np.int64)
         number, start = np.arange(len(length)), np.zeros_like(length)
         used = int(length.sum())
-        found = max(used, 1) if width is None else width
-        if found < used:
+        width = max(used, 1) if width is None else width
+        if width < used:
             raise InputError(
-                f"a row of {found} slots cannot hold {used} tokens. Use at least {used}, or fewer "
+                f"a row of {width} slots cannot hold {used} tokens. Use at least {used}, or fewer "
                 f"samples."
             )
-        return cls(Segments(number, start, length), np.array([0, len(length)]), found, length)
+        return cls(Segments(number, start, length), np.array([0, len(length)]), width, length)
 
     @property
     def rows(self) -> int:
@@ -163,6 +156,7 @@ class MicroBatch:
 
     def without(self, samples: Sequence[int]) -> MicroBatch:
         """The same rows and width without these samples; their slots become padding."""
+        # Which segments stay, and how many of them come before each: where rows start then.
         keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
         kept_before = np.concatenate(([0], np.cumsum(keep)))
         return replace(
@@ -198,19 +192,20 @@ class MicroBatch:
         """
         part, count = self.parts, int(self.parts.max(initial=-1)) + 1
         if count < 2:
-            return self, self._some(np.empty(0, np.int64))
+            return self, self._of(np.empty(0, np.int64))
+        # Divide where the larger half is the smallest: by rows if padded, else by slots.
         size = rounded_up(self.segments.length, self.alignment)
         done = np.cumsum(sum_by(part, np.ones(len(part)) if self._padded else size, count))[:-1]
         total = len(part) if self._padded else int(size.sum())
         first = part <= int(np.argmin(np.maximum(done, total - done)))
-        return self._some(np.flatnonzero(first)), self._some(np.flatnonzero(~first))
+        return self._of(np.flatnonzero(first)), self._of(np.flatnonzero(~first))
 
     @property
     def _padded(self) -> bool:
         """Whether it has several rows of at most one segment each."""
         return self.rows > 1 and int(np.diff(self.row_offsets).max()) <= 1
 
-    def _some(self, chosen: IntArray) -> MicroBatch:
+    def _of(self, chosen: IntArray) -> MicroBatch:
         """The segments at `chosen`, in the same kind of rows."""
         count = len(chosen)
         width, offsets = self.width, np.arange(count + 1)
@@ -234,10 +229,6 @@ def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
     none = np.empty(0, np.int64)
     return np.unique(np.concatenate([none, *(micro.segments.sample for micro in micro_batches)]))
 
-
-# -------------------------------------------------------------------------------------------------
-# Plan: which tokens of which samples run in which step, rank and micro-batch. Pure data.
-# -------------------------------------------------------------------------------------------------
 
 _HASHED = 64  # segments and micro-batches that a hash looks at
 _OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
@@ -274,6 +265,7 @@ class Plan:
     sample_ids: IntArray | None = None
 
     def __post_init__(self) -> None:
+        # Arrays become read-only copies, unless they already are (see `frozen`).
         for name in ("lengths", "step_of", "widths", *_OFFSETS):
             object.__setattr__(self, name, frozen(getattr(self, name)))
         for name in ("groups", "sample_ids"):
@@ -431,6 +423,7 @@ class Plan:
         Sample order is by sample, then by start. Without splitting or dropping, `order[i]` is
         the sample that runs i-th.
         """
+        # The inverse of sorting by sample and start.
         by_sample = np.lexsort((self.segments.start, self.segments.sample))
         order = np.empty(len(by_sample), np.int64)
         order[by_sample] = np.arange(len(by_sample))
@@ -569,7 +562,7 @@ class Plan:
 
     @classmethod
     def _of_bytes(cls, recipe: Recipe, data: dict[str, bytes]) -> Plan:
-        arrays = {name: np.frombuffer(held, np.int64) for name, held in data.items()}
+        arrays = {name: np.frombuffer(array, np.int64) for name, array in data.items()}
         return cls._of_arrays(recipe, arrays)
 
     @classmethod
@@ -581,12 +574,7 @@ class Plan:
             if name.startswith("column:")
         }
         segments = Segments(arrays.pop("sample"), arrays.pop("start"), arrays.pop("length"))
-        return cls(
-            recipe=recipe,
-            segments=segments,
-            columns=columns,
-            **arrays,
-        )
+        return cls(recipe=recipe, segments=segments, columns=columns, **arrays)
 
 
 def _summary(plan: Plan) -> str:
@@ -594,6 +582,7 @@ def _summary(plan: Plan) -> str:
 
     Floors are left out, because they take time to compute.
     """
+    # Sizes never fail, even of a damaged plan.
     sizes = [
         counted(max(plan.num_steps, 0), "step"),
         counted(plan.num_ranks, "rank"),
@@ -615,11 +604,6 @@ def _imbalance(plan: Plan) -> str:
     return f"imbalance {step_times(plan).sum() / ideal:.3f}" if ideal > 0 else ""
 
 
-# -------------------------------------------------------------------------------------------------
-# Single steps of a plan: as a plan of their own, and on fewer ranks.
-# -------------------------------------------------------------------------------------------------
-
-
 def samples_by_step(plan: Plan) -> Ragged:
     """The samples of each step, ascending. A dropped sample belongs to the step that follows it,
     or else to the last.
@@ -629,6 +613,7 @@ def samples_by_step(plan: Plan) -> Ragged:
     kept = np.flatnonzero(plan.step_of >= 0)
     if not len(kept):
         return Ragged.group(np.empty(0, np.int64), plan.num_steps)
+    # Of each sample, the next one that is kept (itself, if it is), and the step of that one.
     following = np.searchsorted(kept, np.arange(len(plan.step_of)))
     owner = plan.step_of[kept[np.minimum(following, len(kept) - 1)]]
     owner[following == len(kept)] = plan.num_steps - 1
@@ -640,6 +625,7 @@ def step_plan(plan: Plan, step: int, samples: IntArray) -> Plan:
 
     `samples` are those of `samples_by_step`.
     """
+    # The offsets of one step at each level, moved to start at 0.
     cells = plan.cell_offsets[step * plan.num_ranks : (step + 1) * plan.num_ranks + 1]
     micros = plan.micro_offsets[cells[0] : cells[-1] + 1]
     rows = plan.row_offsets[micros[0] : micros[-1] + 1]
@@ -671,14 +657,15 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     # 0 4 1 5 | 2 6 3 7
     numbers = np.arange(plan.num_micro_batches).reshape(plan.num_ranks, -1)
     order = numbers.T.reshape(-1, ranks).T.ravel()
+    # Rows and segments go with their micro-batches.
     rows = plan.rows[order]
     row = ranges_of(plan.micro_offsets[order], rows)
-    held = np.diff(plan.row_offsets)[row]
+    segments = np.diff(plan.row_offsets)[row]  # in each row
     return replace(
         plan,
         recipe=recipe_on_fewer_ranks(plan.recipe, ranks),
-        segments=plan.segments.take(ranges_of(plan.row_offsets[row], held)),
-        row_offsets=offsets_of(held),
+        segments=plan.segments.take(ranges_of(plan.row_offsets[row], segments)),
+        row_offsets=offsets_of(segments),
         micro_offsets=offsets_of(rows),
         cell_offsets=np.arange(ranks + 1) * (len(order) // ranks),
         widths=plan.widths[order],
@@ -694,11 +681,6 @@ def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
         steps = Steps(micro_batches=times * steps.micro_batches)
     topology = replace(recipe.topology, dp=ranks)
     return replace(recipe, topology=topology, steps=steps, equal_sizes=False)
-
-
-# -------------------------------------------------------------------------------------------------
-# Join plans of single steps into one plan.
-# -------------------------------------------------------------------------------------------------
 
 
 def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
@@ -719,6 +701,7 @@ def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
             f"the ids of the {len(ids)} samples are not 0 to {len(ids) - 1}, each once. Join all "
             f"steps of one epoch."
         )
+    # Columns of samples are put in the order of their ids, and steps are counted on.
     position = np.argsort(ids)
     before = np.cumsum([0, *(plan.num_steps for plan in plans)])
     named = zip(plans, before, strict=False)

@@ -45,6 +45,7 @@ def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, IntArray]]:
     size = int.from_bytes(payload[:8], "little")
     header, counts = _parse(payload[8 : 8 + size])
     arrays: dict[str, IntArray] = {}
+    # Arrays follow in the order of their names, 8 bytes for each entry.
     at = 8 + size
     if at + 8 * sum(counts.values()) != len(payload):
         raise ValueError(f"its {len(payload)} bytes do not match its header")
@@ -117,15 +118,18 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     placed: list[str] = []
     at = Path()
     try:
+        # Write all of them next to their targets.
         for at, data in contents.items():
             target = _target(at)
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".evenstep.")
             prepared[at] = Path(temporary)
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
+            # `mkstemp` makes files private; give them the permissions that `open` would.
             umask = os.umask(0)
             os.umask(umask)
             Path(temporary).chmod(0o666 & ~umask)
+        # Then replace one after the other, which hardly fails any more.
         for at in contents:
             prepared[at].replace(_target(at))
             placed.append(str(at))
@@ -171,6 +175,7 @@ def _expand(body: bytes) -> bytes:
     size = int.from_bytes(start, "little")
     if size > _MOST_HEADER:
         raise ValueError(f"a header of {size} bytes")
+    # The header is small; it says how much follows.
     text = stream.take(size)
     _, counts = _parse(text)
     rest = 8 * sum(counts.values())
@@ -194,6 +199,7 @@ class _Stream:
         parts: list[bytes] = []
         while count > 0 and not self._zlib.eof:
             part = self._zlib.decompress(self._left, count)
+            # No output and no input used: the compressed data ends before it should.
             stuck = not part and len(self._left) == len(self._zlib.unconsumed_tail)
             self._left = self._zlib.unconsumed_tail
             if stuck:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-# -------------------------------------------------------------------------------------------------
-# Ragged: rows of unequal length in two flat arrays.
-# -------------------------------------------------------------------------------------------------
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -19,22 +15,18 @@ FloatArray: TypeAlias = NDArray[np.float64]
 
 def frozen(values: Iterable[int] | NDArray[np.integer]) -> IntArray:
     """A read-only int64 copy of `values`; an int64 array over `bytes` as it is."""
-    if isinstance(values, np.ndarray) and _never_changes(values):
-        return values
+    owner: object = getattr(values, "base", None)
+    if (  # what `np.frombuffer` made of `bytes`, not a slice of it: nothing can change it
+        isinstance(values, np.ndarray)
+        and type(owner) is bytes
+        and values.dtype == np.int64
+        and values.flags.c_contiguous
+        and values.flags.aligned
+    ):
+        return np.asarray(values, np.int64)
     array = np.array(values, dtype=np.int64)
     array.flags.writeable = False
     return array
-
-
-def _never_changes(array: NDArray[Any]) -> TypeGuard[IntArray]:
-    """Whether this is an int64 array that `np.frombuffer` made of `bytes`, not a slice of one."""
-    owner: object = array.base
-    return (
-        type(owner) is bytes
-        and array.dtype == np.int64
-        and array.flags.c_contiguous
-        and array.flags.aligned
-    )
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> IntArray:
@@ -137,10 +129,6 @@ class Ragged:
         return [row.tolist() for row in self]
 
 
-# -------------------------------------------------------------------------------------------------
-# Round integers, or arrays of them, up to multiples.
-# -------------------------------------------------------------------------------------------------
-
 Whole = TypeVar("Whole", int, NDArray[np.int64])
 
 
@@ -160,11 +148,6 @@ def divided_up(number: Whole, by: int) -> Whole:
     (2, [1, 2])
     """
     return -(-number // by)
-
-
-# -------------------------------------------------------------------------------------------------
-# Segments: contiguous parts of samples that are never divided again.
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,14 +178,10 @@ class Segments:
         return Segments(self.sample[index], self.start[index], self.length[index])
 
 
-# -------------------------------------------------------------------------------------------------
 # Sample ids: the stored item that a sample comes from, and which sample of that item it is.
-#
 # Most items are one sample, whose id is the item's number. Further samples of an item (its parts)
 # have ids above `MOST_ITEMS`, so that one integer identifies any sample in plans, batches and
 # cursors.
-# -------------------------------------------------------------------------------------------------
-
 MOST_ITEMS = 1 << 40
 """Items are numbered below this; parts of one item, below 2**22."""
 

@@ -26,11 +26,8 @@ from evenstep.core.text import (
 )
 from evenstep.errors import ConfigError
 
-# -------------------------------------------------------------------------------------------------
-# Topology: the data-parallel ranks, and what the other parallel axes need from a plan.
-# -------------------------------------------------------------------------------------------------
-
 Fp8Recipe: TypeAlias = Literal["tensorwise", "mxfp8", "blockwise"]
+# Slots that a scale of each recipe covers.
 _FP8: dict[Fp8Recipe, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
@@ -97,6 +94,7 @@ class Topology:
         (32, 1024)
         """
         one_of("fp8 recipe", recipe, Fp8Recipe)
+        # Context-parallel ranks hold two chunks each, so that causal attention is even.
         chunks = 2 * self.cp if self.cp > 1 else 1
         return _FP8[recipe] * chunks * (self.tp if self.sequence_parallel else 1)
 
@@ -109,11 +107,6 @@ class Topology:
     def equal_widths(self) -> bool:
         """Whether all micro-batches of a step have one shape (fixed pipeline buffers)."""
         return self.pp > 1 and not self.variable_seq_lengths
-
-
-# -------------------------------------------------------------------------------------------------
-# SecondWork: work of its own that a column of the samples measures.
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,11 +156,6 @@ class SecondWork:
         return 1.0 if self.cost is not None or not second else first / second
 
 
-# -------------------------------------------------------------------------------------------------
-# World: the data-parallel rank of this process and the number of ranks.
-# -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class World:
     """One data-parallel rank of `size`. It is passed explicitly, never looked up.
@@ -199,16 +187,17 @@ class World:
         >>> World.detect(Topology(dp=2, tp=2), {"RANK": "3", "WORLD_SIZE": "4"})
         World(rank=1, size=2)
         """
-        found = os.environ if environment is None else environment
+        environment = os.environ if environment is None else environment
         try:
-            rank, size = int(found.get("RANK", "0")), int(found.get("WORLD_SIZE", "1"))
+            rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         except ValueError:
             raise ConfigError(
-                f"RANK and WORLD_SIZE must be integers, got {found.get('RANK')!r} and "
-                f"{found.get('WORLD_SIZE')!r}. Start with torchrun, or pass a World."
+                f"RANK and WORLD_SIZE must be integers, got {environment.get('RANK')!r} and "
+                f"{environment.get('WORLD_SIZE')!r}. Start with torchrun, or pass a World."
             ) from None
         if topology is None:
             return cls(rank, size)
+        # Megatron's order: rank = ((pipeline * dp + data) * cp + context) * tp + tensor.
         processes = topology.dp * topology.cp * topology.tp * topology.pp
         if size != processes:
             raise ConfigError(
@@ -219,13 +208,8 @@ class World:
         return cls(rank // (topology.tp * topology.cp) % topology.dp, topology.dp)
 
 
-# -------------------------------------------------------------------------------------------------
-# FixedMapping: numbers by name that cannot change, as a field of a frozen dataclass.
-# -------------------------------------------------------------------------------------------------
-
-
 class FixedMapping(Mapping[str, int]):
-    """Compares and prints as a dict does.
+    """Numbers by name that cannot change: a field of a frozen dataclass, which prints as a dict.
 
     >>> FixedMapping({"patches": 4096})
     {'patches': 4096}
@@ -233,35 +217,31 @@ class FixedMapping(Mapping[str, int]):
     True
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_numbers",)
 
-    def __init__(self, held: Mapping[str, int]) -> None:
-        self._held = dict(held)
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        self._numbers = dict(numbers)
 
     def __getitem__(self, name: str) -> int:
-        return self._held[name]
+        return self._numbers[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._numbers)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._numbers)
 
     def __repr__(self) -> str:
         """As a dict."""
-        return repr(self._held)
+        return repr(self._numbers)
 
     def __reduce__(self) -> tuple[type[FixedMapping], tuple[dict[str, int]]]:
-        return FixedMapping, (self._held,)
+        return FixedMapping, (self._numbers,)
 
     def __deepcopy__(self, memo: object) -> dict[str, int]:
         """Plain data: `dataclasses.asdict` copies fields in this way."""
-        return dict(self._held)
+        return dict(self._numbers)
 
-
-# -------------------------------------------------------------------------------------------------
-# Recipe: everything that determines a plan, except the lengths.
-# -------------------------------------------------------------------------------------------------
 
 Overflow: TypeAlias = Literal["error", "alone", "truncate", "split", "drop"]
 Balance: TypeAlias = Literal["refined", "lpt", "karmarkar_karp", "stride", "none"]
@@ -295,12 +275,12 @@ class Steps:
 
     def __post_init__(self) -> None:
         names = ("samples", "tokens", "micro_batches")
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) > 1:
+        sizes = [name for name in names if getattr(self, name) is not None]
+        if len(sizes) > 1:
             raise ConfigError(
-                f"steps takes one of samples, tokens and micro_batches, got {' and '.join(given)}."
+                f"steps takes one of samples, tokens and micro_batches, got {' and '.join(sizes)}."
             )
-        for name in given:
+        for name in sizes:
             whole_field(self, f"steps.{name}")
 
 
@@ -381,6 +361,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        # Parts of another type are refused first, with the constructor that was meant.
         for name, kind in {"layout": BaseLayout, **_PARTS}.items():
             if not isinstance(getattr(self, name), kind):
                 wanted = "Padded or Packed" if name == "layout" else kind.__name__
@@ -399,6 +380,7 @@ class Recipe:
         if self.min_saving is not None and not 0 <= real_field(self, "min_saving") < 1:
             raise ConfigError(f"min_saving must be in [0, 1), got {self.min_saving:g}.")
         object.__setattr__(self, "seed", seed_number(self.seed))
+        # Every part is valid by itself; what follows is how they go together.
         self._check_widths()
         self._check_limits()
         self._check_options()
@@ -427,6 +409,7 @@ class Recipe:
             )
 
     def _check_limits(self) -> None:
+        # Rows share a limit evenly, so each needs at least 1 of it.
         shared = self.layout.packs_per_micro_batch
         for name, most in self.limits.columns.items():
             if most < shared:
@@ -441,11 +424,13 @@ class Recipe:
 
     def _check_options(self) -> None:
         self.layout.check_options(self)
-        given = [*self.layout.options, *(["equal_sizes"] if self.equal_sizes else [])]
-        given += [name for name in ("second_work", "min_saving") if getattr(self, name) is not None]
-        if self.balance == "none" and given:
+        options = [*self.layout.options, *(["equal_sizes"] if self.equal_sizes else [])]
+        options += [
+            name for name in ("second_work", "min_saving") if getattr(self, name) is not None
+        ]
+        if self.balance == "none" and options:
             raise ConfigError(
-                f"balance='none' keeps the order of the samples, so {given[0]} has no effect. "
+                f"balance='none' keeps the order of the samples, so {options[0]} has no effect. "
                 f"Leave one of them out."
             )
         if self.seed and not _uses_seed(self.layout.packer):
@@ -540,6 +525,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote."""
+        # Files of earlier versions may lack newer fields, which then have their defaults.
         kind, second = data["layout"]["kind"], data.get("second_work")
         data = _without_idle(data)
         if second is not None:
@@ -563,8 +549,8 @@ def check_recipe(recipe: object) -> None:
 
 
 def _uses_seed(packer: object) -> bool:
-    own = packer is not None and (not isinstance(packer, str) or ":" in packer)
-    return own or packer == "first_fit_shuffle"
+    function = packer is not None and (not isinstance(packer, str) or ":" in packer)
+    return function or packer == "first_fit_shuffle"
 
 
 def _without_idle(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,41 +14,40 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.text import counted, fill, line
 from evenstep.errors import CursorError
 
-# -------------------------------------------------------------------------------------------------
-# Cursor: the position of a stream, as small plain data. Every step has one.
-# -------------------------------------------------------------------------------------------------
-
-_VERSION = 1
+_VERSION = 1  # of the JSON of a cursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
     """The position of a stream after `step` steps, and a description of that stream.
 
-    `belongs` describes the stream: data, order, steps. `place` is the position: what the stream
-    needs to continue, as plain JSON. Neither depends on rank or worker unless the stream's order
-    does.
+    `identity` describes the stream: data, order, steps. `position` is what the stream needs to
+    continue, as plain JSON. Neither depends on rank or worker unless the stream's order does.
 
-    >>> cursor = Cursor(belongs={"seed": "0"}, step=3, place={"epoch": 0, "position": 24})
+    >>> cursor = Cursor(identity={"seed": "0"}, step=3, position={"epoch": 0, "position": 24})
     >>> Cursor.from_dict(json.loads(json.dumps(cursor.to_dict()))) == cursor
     True
     """
 
-    belongs: Mapping[str, str]
+    identity: Mapping[str, str]
     step: int
-    place: Mapping[str, Any]
+    position: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         """A `state_dict` of plain data, for JSON and checkpoints."""
-        body = {"step": self.step, "belongs": dict(self.belongs), "place": dict(self.place)}
+        # The keys are those of the first release, so that either reads the other's files.
+        body = {"step": self.step, "belongs": dict(self.identity), "place": dict(self.position)}
         return {"evenstep_cursor": _VERSION, **body, "digest": _digest(body)}
 
     @classmethod
     def from_dict(cls, state: object) -> Cursor:
         """The cursor of a `state_dict`. Raises `CursorError` if it is damaged or not a cursor."""
         if not isinstance(state, Mapping) or "evenstep_cursor" not in state:
+            what = type(state).__name__
+            if isinstance(state, Mapping):
+                what = f"keys {', '.join(map(repr, list(state)[:4]))}" if state else "empty"
             raise CursorError(
-                f"this state ({_glimpse(state)}) is not an Evenstep cursor. Pass the result of "
+                f"this state ({what}) is not an Evenstep cursor. Pass the result of "
                 f"state_dict() or step.cursor.to_dict()."
             )
         if state["evenstep_cursor"] != _VERSION:
@@ -56,34 +55,35 @@ class Cursor:
                 f"the cursor has version {state['evenstep_cursor']}; this release reads version "
                 f"{_VERSION}. Resume with the release that wrote it."
             )
-        body = {name: state.get(name) for name in ("step", "belongs", "place")}
+        step, identity, position = (state.get(name) for name in ("step", "belongs", "place"))
         try:
+            body = {"step": step, "belongs": identity, "place": position}
             intact = state.get("digest") == _digest(body)
         except (TypeError, ValueError):
             intact = False
-        step, belongs, place = body["step"], body["belongs"], body["place"]
-        shaped = isinstance(belongs, Mapping) and isinstance(place, Mapping)
-        if not (intact and shaped and isinstance(step, int)):
+        if not (
+            intact
+            and isinstance(step, int)
+            and isinstance(identity, Mapping)
+            and isinstance(position, Mapping)
+        ):
             raise CursorError(
                 "the cursor is damaged (its digest does not match). Use an earlier checkpoint."
             )
-        assert isinstance(belongs, Mapping)
-        assert isinstance(place, Mapping)
-        assert isinstance(step, int)
-        return cls(belongs=dict(belongs), step=step, place=dict(place))
+        return cls(identity=dict(identity), step=step, position=dict(position))
 
-    def differences(self, belongs: Mapping[str, str]) -> dict[str, str]:
+    def differences(self, identity: Mapping[str, str]) -> dict[str, str]:
         """What differs from the stream of this cursor, by name, in words."""
         return {
-            name: f"{name} was {self.belongs.get(name, 'not given')!s} and is "
-            f"{belongs.get(name, 'not given')!s}"
-            for name in sorted({*self.belongs, *belongs})
-            if self.belongs.get(name) != belongs.get(name)
+            name: f"{name} was {self.identity.get(name, 'not given')!s} and is "
+            f"{identity.get(name, 'not given')!s}"
+            for name in sorted({*self.identity, *identity})
+            if self.identity.get(name) != identity.get(name)
         }
 
-    def check(self, belongs: Mapping[str, str]) -> None:
+    def check(self, identity: Mapping[str, str]) -> None:
         """Raise if the cursor belongs to another stream."""
-        differing = self.differences(belongs)
+        differing = self.differences(identity)
         if differing:
             raise CursorError(
                 f"the cursor belongs to another stream: {'; '.join(differing.values())}. Resuming "
@@ -95,17 +95,6 @@ class Cursor:
 def _digest(body: Mapping[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _glimpse(state: object) -> str:
-    if isinstance(state, Mapping):
-        return f"keys {', '.join(map(repr, list(state)[:4]))}" if state else "empty"
-    return type(state).__name__
-
-
-# -------------------------------------------------------------------------------------------------
-# Step: the work of one rank in one optimizer update, and the cursor after it.
-# -------------------------------------------------------------------------------------------------
 
 
 class Samples(Protocol):
@@ -194,12 +183,13 @@ class Step:
         The micro-batch does not contain samples that the source skipped, for which it gives None.
         """
         micro = self.micro_batches[k]
-        found = {id_: self._sample(id_) for id_ in micro.segments.sample.tolist()}
-        missing = [id_ for id_, sample in found.items() if sample is None]
+        samples = {id_: self._sample(id_) for id_ in micro.segments.sample.tolist()}
+        # A source gives None for a sample that it skips: its slots become padding.
+        missing = [id_ for id_, sample in samples.items() if sample is None]
         if not missing:
-            return micro, found
+            return micro, samples
         self._read[micro] = micro.without(missing)
-        return self._read[micro], found
+        return self._read[micro], samples
 
     def _sample(self, sample_id: int) -> Any:
         try:
@@ -230,7 +220,7 @@ class Step:
     def loaded(self) -> Step:
         """The same step with every sample read, for another process."""
         read = [self.read(k) for k in range(len(self))]
-        samples = {id_: sample for _, found in read for id_, sample in found.items()}
+        samples = {id_: sample for _, by_id in read for id_, sample in by_id.items()}
         skipped = sum(sample is None for sample in samples.values())
         lost = {**self.lost, "skipped": self.lost.get("skipped", 0) + skipped}
         micro_batches = tuple(micro for micro, _ in read)
@@ -239,5 +229,5 @@ class Step:
     def collated(self, collate: Callable[[MicroBatch, Mapping[int, Any]], Any]) -> Step:
         """The same step with its micro-batches as tensors and without its samples."""
         step = self.loaded()
-        batches = tuple(collate(micro, found) for micro, found in step)
+        batches = tuple(collate(micro, samples) for micro, samples in step)
         return replace(step, batches=batches, samples={})

@@ -13,10 +13,6 @@ import numpy as np
 
 from evenstep.errors import ConfigError
 
-# -------------------------------------------------------------------------------------------------
-# Short text of values for error messages.
-# -------------------------------------------------------------------------------------------------
-
 
 def short_repr(value: object, most: int = 80) -> str:
     """The `repr` of a value, shortened. The whole `repr` is never built.
@@ -26,6 +22,7 @@ def short_repr(value: object, most: int = 80) -> str:
     >>> short_repr("x" * 999, 12)
     "'xxxxxxx..."
     """
+    # Three levels deep and no longer than could be shown.
     limited = reprlib.Repr()
     limited.maxlevel = 3
     limited.maxstring = limited.maxother = limited.maxlong = 2 * most
@@ -59,10 +56,6 @@ def printable(text: str) -> str:
     """
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
-
-# -------------------------------------------------------------------------------------------------
-# Checks of single fields. Messages say what a field must be and what it is.
-# -------------------------------------------------------------------------------------------------
 
 MOST = 2**40  # above any budget; sums still fit 64 bits
 MOST_RANKS = 2**20
@@ -151,11 +144,6 @@ def _plain(value: object) -> int | None:
     return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
-# -------------------------------------------------------------------------------------------------
-# One-line summaries of values for `repr`. They are cheap and never raise.
-# -------------------------------------------------------------------------------------------------
-
-
 def counted(number: int, noun: str) -> str:
     """A number with its noun.
 
@@ -206,8 +194,8 @@ def constructor(value: object) -> str:
     'Topology(dp=8)'
     """
     if is_dataclass(value) and not isinstance(value, type):
-        given = ((f.name, getattr(value, f.name), f) for f in fields(value) if f.init)
-        parts = [f"{name}={constructor(held)}" for name, held, f in given if held != _default(f)]
+        pairs = [(f, getattr(value, f.name)) for f in fields(value) if f.init]
+        parts = [f"{f.name}={constructor(part)}" for f, part in pairs if part != _default(f)]
         return line(type(value).__name__, parts)
     if isinstance(value, Mapping):
         return repr(dict(value))

@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ from evenstep.core.text import one_of, whole_number
 from evenstep.data.files import (
     Jsonl,
     ParquetText,
-    SavedDataset,
+    SavedDatasets,
     dataset_list_lengths,
     is_saved_dataset,
     load_saved_dataset,
@@ -42,7 +42,7 @@ from evenstep.data.megatron import MegatronTokens
 from evenstep.data.source import (
     LOSS_MASKS,
     ItemTransform,
-    MeasuredSource,
+    Progress,
     Sample,
     SampleSource,
     SamplesWithoutLoss,
@@ -62,7 +62,7 @@ from evenstep.data.text import (
 from evenstep.data.token_file import TokenFile, TokenFileWriter
 from evenstep.errors import ConfigError, EvenstepError, FileError, InputError, SampleError
 
-# corpus.formats ----------------------------------------------------------------------------
+# Files and formats --------------------------------------------------------------------------------
 
 Format: TypeAlias = Literal["text", "jsonl", "chat", "parquet", "dataset", "tokens", "megatron"]
 
@@ -80,23 +80,20 @@ TOKENIZED: tuple[Format, ...] = ("tokens", "megatron")
 """Formats of tokens, which no tokenizer makes."""
 
 
-# corpus.files ------------------------------------------------------------------------------
-
-
 def corpus_files(paths: Iterable[str]) -> list[Path]:
     """All files that the paths name, each once: a folder's in the order of their names.
 
     A saved Hugging Face dataset is named by its folder, and a Megatron pair by its `.idx` file.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for path in paths:
         new = [file for each in matches(path) for file in _files(each)]
         if not new:
             raise FileError(f"data.paths: {path} has no files. Check the path.")
         for file in new:
             refuse_compressed(file)
-        found.update(dict.fromkeys(new))
-    return list(found)
+        files.update(dict.fromkeys(new))
+    return list(files)
 
 
 def format_of(files: list[Path]) -> Format:
@@ -117,11 +114,11 @@ def format_of(files: list[Path]) -> Format:
 
 def statuses(files: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
     """Every file on disk with its size and dates: those of a dataset, both of a Megatron pair."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for file in files:
         data = file.with_suffix(".bin") if file.suffix == ".idx" else file
-        found += sorted(file.iterdir()) if file.is_dir() else dict.fromkeys([file, data])
-    return [(path, path.stat()) for path in found if path.exists()]
+        paths += sorted(file.iterdir()) if file.is_dir() else dict.fromkeys([file, data])
+    return [(path, path.stat()) for path in paths if path.exists()]
 
 
 def _format(file: Path) -> Format:
@@ -151,18 +148,17 @@ def _index(path: Path) -> Path:
     return index if path.suffix == ".bin" and index.is_file() else path
 
 
-# corpus.known_counts -----------------------------------------------------------------------
+# Numbers of tokens --------------------------------------------------------------------------------
 
 
 def known_counts(
-    kind: Format, files: list[Path], field: str, progress: Callable[[int, int], None]
+    kind: Format, files: list[Path], field: str, progress: Progress
 ) -> IntArray | None:
     """The number of tokens of every sample of these files; None if they hold text."""
     match kind:
-        case "tokens":
-            return _lengths(TokenFile(files))
-        case "megatron":
-            return _lengths(MegatronTokens(files))
+        case "tokens" | "megatron":
+            source = TokenFile(files) if kind == "tokens" else MegatronTokens(files)
+            return source.lengths_of(np.arange(len(source)))
         case "parquet":
             return parquet_list_lengths(files, field, progress)
         case "dataset":
@@ -171,32 +167,25 @@ def known_counts(
     return None
 
 
-def _lengths(source: MeasuredSource) -> IntArray:
-    return source.lengths_of(np.arange(len(source)))
-
-
-# corpus.counting ---------------------------------------------------------------------------
-
 Engine: TypeAlias = Literal["processes", "ray"]
-Progress: TypeAlias = Callable[[int, int], None]
 
 _TASK_ITEMS = 512  # items that one task counts
 _PER_WORKER = 16  # tasks, so that none waits long for the last
 _BYTES_PER_WORKER = 1 << 22  # of files that are worth one more process
 
 
-def counted(
+def count_tokens(
     source: SampleSource, workers: int | None, engine: Engine, progress: Progress
 ) -> IntArray:
     """The number of tokens of every item: the same for any workers and engine."""
     total, done = len(source), 0
     counts = np.zeros(total, np.int64)
     if engine == "ray" and total:
-        parts = counted_on_ray(source, workers)
+        parts = _count_on_ray(source, workers)
     else:
-        parts = _counted_here(source, workers or 1)
-    for items, found in parts:
-        counts[items] = found
+        parts = _count_here(source, workers or 1)
+    for items, tokens in parts:
+        counts[items] = tokens
         done += len(items)
         progress(done, total)
     return counts
@@ -218,15 +207,15 @@ def task_size(total: int, workers: int) -> int:
     return min(_TASK_ITEMS, max(1, total // (workers * _PER_WORKER)))
 
 
-def count(source: SampleSource, item: int) -> int:
+def count_item(source: SampleSource, item: int) -> int:
     """The number of tokens of an item. An error names its file and line."""
     try:
-        found = source[item]
+        content = source[item]
     except FileError:
         raise
     except Exception as error:
         raise unreadable_item(item, error) from None
-    return sum(map(length_of, found if isinstance(found, list) else [found]))
+    return sum(map(length_of, content if isinstance(content, list) else [content]))
 
 
 def unreadable_item(item: int, error: BaseException) -> InputError:
@@ -237,7 +226,7 @@ def unreadable_item(item: int, error: BaseException) -> InputError:
     return InputError(said if where in said else f"{where}: {said}")
 
 
-def _counted_here(source: SampleSource, workers: int) -> Iterator[tuple[IntArray, IntArray]]:
+def _count_here(source: SampleSource, workers: int) -> Iterator[tuple[IntArray, IntArray]]:
     """Items and their numbers of tokens, in order."""
     total = len(source)
     size = task_size(total, workers)
@@ -249,7 +238,7 @@ def _counted_here(source: SampleSource, workers: int) -> Iterator[tuple[IntArray
 
 
 def _counts(source: SampleSource, items: IntArray) -> IntArray:
-    return np.array([count(source, item) for item in items.tolist()], np.int64)
+    return np.array([count_item(source, item) for item in items.tolist()], np.int64)
 
 
 # Processes ---------------------------------------------------------------------------------------
@@ -304,17 +293,13 @@ def _load(path: Path) -> SampleSource:
     return source
 
 
-# corpus.ray_counting -----------------------------------------------------------------------
+# Ray Data -----------------------------------------------------------------------------------------
 
-# Count the tokens of a source on Ray Data.
-#
 # Items are numbers, which every actor looks up in its own copy of the source. So the files must
 # have the same paths on all nodes.
 
 
-def counted_on_ray(
-    source: SampleSource, workers: int | None
-) -> Iterator[tuple[IntArray, IntArray]]:
+def _count_on_ray(source: SampleSource, workers: int | None) -> Iterator[tuple[IntArray, IntArray]]:
     """Items and their numbers of tokens, in any order.
 
     `workers` is the largest number of actors; None: as many as the cluster has CPUs.
@@ -358,7 +343,7 @@ class _Counter:
         tokens = np.zeros(len(items), np.int64)
         try:
             for at, item in enumerate(items.tolist()):
-                tokens[at] = count(self._source, item)
+                tokens[at] = count_item(self._source, item)
         except EvenstepError as error:
             fault = str(error)
         return {"id": items, "tokens": tokens, "fault": np.array([fault] * len(items))}
@@ -367,10 +352,10 @@ class _Counter:
 @contextmanager
 def _connected(ray: Any) -> Iterator[None]:
     """Connect to a cluster, or start one on this machine. Ray's own progress is not shown."""
-    own, context = not ray.is_initialized(), ray.data.DataContext.get_current()
+    started, context = not ray.is_initialized(), ray.data.DataContext.get_current()
     logger, bars = logging.getLogger("ray.data"), context.enable_progress_bars
     level = logger.level
-    if own:
+    if started:
         ray.init(logging_level=logging.ERROR, log_to_driver=False)
     logger.setLevel(logging.ERROR)
     context.enable_progress_bars = False
@@ -379,11 +364,11 @@ def _connected(ray: Any) -> Iterator[None]:
     finally:
         context.enable_progress_bars = bars
         logger.setLevel(level)
-        if own:
+        if started:
             ray.shutdown()
 
 
-# corpus.corpus -----------------------------------------------------------------------------
+# The corpus ---------------------------------------------------------------------------------------
 
 _REPORT_EVERY = 64  # samples between two reports
 
@@ -416,10 +401,10 @@ class Corpus:
     template: str | None = None
 
     def __post_init__(self) -> None:
-        given = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
-        if not given or not all(given):
+        paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+        if not paths or not all(paths):
             raise ConfigError("data.paths must name at least one file, folder or glob.")
-        object.__setattr__(self, "paths", given)
+        object.__setattr__(self, "paths", paths)
         if self.format is not None:
             one_of("data.format", self.format, Format)
         if self.template is not None and self.format != "chat":
@@ -434,7 +419,7 @@ class Corpus:
         if kind in TOKENIZED and self.tokenizer is not None:
             raise ConfigError(f"data.tokenizer has no effect on {kind} files. Remove it.")
 
-    def _found(self) -> tuple[list[Path], Format]:
+    def _files_and_format(self) -> tuple[list[Path], Format]:
         """The files and their format."""
         files = corpus_files((self.paths,) if isinstance(self.paths, str) else self.paths)
         kind = self.format or format_of(files)
@@ -447,13 +432,17 @@ class Corpus:
         >>> Corpus(paths="nowhere/*.jsonl", tokenizer="nowhere").faults()[1]
         'data.tokenizer: nowhere is not a folder. Give that of a tokenizer.'
         """
-        found = []
-        for check in (self._found, lambda: check_folder(self.tokenizer), self._template_text):
+        faults = []
+        for check in (
+            self._files_and_format,
+            lambda: check_folder(self.tokenizer),
+            self._template_text,
+        ):
             try:
                 check()
             except EvenstepError as error:
-                found.append(str(error))
-        return found
+                faults.append(str(error))
+        return faults
 
     def token_counts(
         self,
@@ -472,7 +461,7 @@ class Corpus:
         one_of("engine", engine, Engine)
         if workers is not None:
             workers = whole_number("workers", workers)
-        files, kind = self._found()
+        files, kind = self._files_and_format()
         report = progress or (lambda done, total: None)
         known = known_counts(kind, files, self.field or "text", report)
         if known is None:
@@ -480,7 +469,7 @@ class Corpus:
                 workers = default_workers(files)
             with _in_words_of_settings():
                 source = self._source(kind, files, masked=False)
-                return counted(source, workers, engine, report)
+                return count_tokens(source, workers, engine, report)
         if engine != "processes" or self.tokenizer is not None:
             idle = "data.tokenizer" if self.tokenizer is not None else f"the engine {engine}"
             raise ConfigError(f"{idle} has no effect on lists of tokens. Remove it.")
@@ -488,7 +477,7 @@ class Corpus:
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples as one token file at `path`, written unless it already holds them."""
-        files, kind = self._found()
+        files, kind = self._files_and_format()
         if kind == "tokens" and len(files) == 1:
             return TokenFile(files[0])
         key, beside = self._key(files), path.with_suffix(".json")
@@ -562,7 +551,7 @@ class Corpus:
         if kind == "dataset":
             tokenize, made = as_tokenize(tokenizer), ItemTransform.of(transform)
             decoder = RowDecoder(column, tokenize, made, counting=not masked)
-            return Joined([SavedDataset(file, decoder) for file in files])
+            return SavedDatasets(files, decoder)
         if kind == "parquet":
             return ParquetText(files, field=column, tokenizer=tokenizer, transform=transform)
         source = Jsonl(files, field=self.field, tokenizer=tokenizer, transform=transform)
@@ -584,8 +573,10 @@ class Corpus:
     def _key(self, files: list[Path]) -> str:
         """What the token file depends on, as JSON."""
         named = [Path(each) for each in (self.tokenizer, self.template) if each is not None]
-        found = statuses([*files, *named])
-        seen = [[str(file), status.st_size, status.st_mtime_ns] for file, status in found]
+        seen = [
+            [str(file), status.st_size, status.st_mtime_ns]
+            for file, status in statuses([*files, *named])
+        ]
         digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
         options = {**asdict(self), "paths": list(self.paths)}
         return json.dumps({"options": options, "files": len(files), "digest": digest}, indent=1)
@@ -611,27 +602,6 @@ class TextFiles:
         if text is None:
             raise FileError(f"{path} is not UTF-8 text. Leave it out, or set data.format.")
         return {"input_ids": np.asarray(self._tokenize(text))}
-
-
-class Joined:
-    """Several sources, one after the other."""
-
-    def __init__(self, sources: list[Any]) -> None:
-        self._sources = sources
-        self._ends = np.cumsum([len(source) for source in sources])
-
-    @property
-    def fingerprint(self) -> str:
-        """Those of the sources."""
-        return ",".join(source.fingerprint for source in self._sources)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, item: int, /) -> Any:
-        which = int(np.searchsorted(self._ends, item, "right"))
-        before = int(self._ends[which - 1]) if which else 0
-        return self._sources[which][item - before]
 
 
 def _trained(sample: Sample) -> set[str]:

@@ -21,10 +21,12 @@ from evenstep.data.source import (
     Draw,
     ItemTransform,
     MeasuredSource,
+    Progress,
     Sample,
     Source,
     Transform,
     check_items,
+    column_digest,
     is_seeded,
     length_of,
     parameters_of,
@@ -33,7 +35,7 @@ from evenstep.data.source import (
 )
 from evenstep.errors import ConfigError, InputError, SampleError
 
-# sources.measure ---------------------------------------------------------------------------
+# Lengths that are counted -------------------------------------------------------------------------
 
 _PATIENCE = 5.0  # seconds until a warning says how long it will take
 
@@ -41,7 +43,7 @@ _PATIENCE = 5.0  # seconds until a warning says how long it will take
 def measured_lengths(
     dataset: Any,
     read: Callable[[int], Sample] | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> IntArray:
     """The lengths of all items of a dataset; of what `read` gives, if it is not None.
 
@@ -50,8 +52,8 @@ def measured_lengths(
     called meanwhile; without it, a warning says how long it takes, if that is long.
     """
     if read is None and hasattr(dataset, "lengths_of"):
-        found: IntArray = dataset.lengths_of(np.arange(len(dataset)))
-        return found
+        lengths: IntArray = dataset.lengths_of(np.arange(len(dataset)))
+        return lengths
     if read is None and _has_column(dataset):
         listed = dataset_list_lengths({"the dataset": dataset}, "input_ids", progress or _ignored)
         if listed is not None:
@@ -74,9 +76,7 @@ def _has_column(dataset: Any) -> bool:
     return hasattr(dataset, "select_columns") and kind != "custom"  # custom: `set_transform`
 
 
-def _of_items(
-    dataset: Any, read: Callable[[int], Sample], progress: Callable[[int, int], None] | None
-) -> IntArray:
+def _of_items(dataset: Any, read: Callable[[int], Sample], progress: Progress | None) -> IntArray:
     total, start, warned = len(dataset), time.monotonic(), progress is not None
     lengths = np.zeros(total, np.int64)
     for item in range(total):
@@ -112,9 +112,7 @@ def item_length(item: int, sample: Sample) -> int:
         ) from None
 
 
-# sources.lengths ---------------------------------------------------------------------------
-
-_COLUMN_ENTRIES = 4096  # of a column in its digest
+# Lengths alone ------------------------------------------------------------------------------------
 
 
 class Lengths:
@@ -125,8 +123,8 @@ class Lengths:
     """
 
     def __init__(self, lengths: NDArray[np.integer]) -> None:
-        given: object = lengths
-        if not (isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"):
+        array: object = lengths
+        if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"):
             raise InputError(
                 f"lengths must be a flat numpy array of integers, got {_what(lengths)}. Use "
                 f"np.asarray(lengths), or np.load(..., mmap_mode='r') for a large file."
@@ -152,24 +150,13 @@ class Lengths:
         )
 
 
-def column_digest(column: NDArray[np.integer]) -> str:
-    """A digest of the length of a column and of 4096 entries, evenly spread.
-
-    The cost does not depend on the length.
-    """
-    spread = np.linspace(0, max(len(column) - 1, 0), _COLUMN_ENTRIES).astype(np.int64)
-    spread = spread[np.diff(spread, prepend=-1) > 0]
-    seen = np.asarray(column[spread] if len(column) else column, "<i8")
-    return hashlib.blake2b(b"%d " % len(column) + seen.tobytes(), digest_size=8).hexdigest()
-
-
 def _what(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     return f"a {type(value).__name__}"
 
 
-# sources.memory ----------------------------------------------------------------------------
+# Samples in memory --------------------------------------------------------------------------------
 
 _FINGERPRINT_ITEMS = 64  # in the fingerprint
 
@@ -216,7 +203,7 @@ class InMemory:
         )
 
 
-# sources.mapped ----------------------------------------------------------------------------
+# Datasets by index --------------------------------------------------------------------------------
 
 
 class MapStyle(Protocol):
@@ -248,8 +235,8 @@ class Mapped:
     def __getitem__(self, item: int, /) -> Sample | list[Sample]:
         if not 0 <= item < len(self.dataset):
             raise IndexError(f"item {item} of {len(self)}")
-        found = self.dataset[index(item)]
-        return found if self.transform.function is None else self.transform(found)
+        content = self.dataset[index(item)]
+        return content if self.transform.function is None else self.transform(content)
 
     @property
     def seeded(self) -> bool:
@@ -261,8 +248,8 @@ class Mapped:
         dataset: Any = self.dataset
         if not 0 <= item < len(dataset):
             raise IndexError(f"item {item} of {len(self)}")
-        found = dataset.drawn(item, draw) if is_seeded(dataset) else dataset[index(item)]
-        return self.transform(found, draw)
+        content = dataset.drawn(item, draw) if is_seeded(dataset) else dataset[index(item)]
+        return self.transform(content, draw)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -298,7 +285,7 @@ class MeasuredMapped:
         transform: Transform | None = None,
     ) -> None:
         self._source = Mapped(dataset, transform=transform)
-        self._given = lengths
+        self._lengths_or_column = lengths
 
     def __len__(self) -> int:
         return len(self._source)
@@ -329,14 +316,12 @@ class MeasuredMapped:
 
     @cached_property
     def _lengths(self) -> IntArray:
-        given = self._given
-        lengths = np.asarray(
-            self._counted()
-            if given is None
-            else self._column(given)
-            if isinstance(given, str)
-            else given
-        )
+        lengths: Any = self._lengths_or_column
+        if lengths is None:
+            lengths = self._counted()
+        elif isinstance(lengths, str):
+            lengths = self._column(lengths)
+        lengths = np.asarray(lengths)
         if lengths.shape != (len(self),):
             raise InputError(
                 f"expected one length per item, got lengths of shape {lengths.shape} for "
@@ -375,7 +360,7 @@ def _single(item: int, sample: Sample | list[Sample]) -> Sample:
     return sample
 
 
-# sources.iterated --------------------------------------------------------------------------
+# Items one after the other ------------------------------------------------------------------------
 
 
 class Iterated:
@@ -415,13 +400,13 @@ class Iterated:
             )
         self.items = items
         self.transform = ItemTransform.of(transform)
-        self._given = fingerprint
+        self._fingerprint = fingerprint
 
     @property
     def fingerprint(self) -> str:
-        """The given fingerprint, or one of the type and the name of a Hugging Face dataset."""
-        if self._given is not None:
-            return self._given
+        """The one that was passed, or one of the type and the name of a Hugging Face dataset."""
+        if self._fingerprint is not None:
+            return self._fingerprint
         name = getattr(self.items, "__qualname__", type(self.items).__qualname__)
         info = getattr(self.items, "info", None) if _is_hugging_face(self.items) else None
         about = [str(getattr(info, key, "")) for key in ("dataset_name", "config_name", "version")]
@@ -518,7 +503,7 @@ def _only_row(batch: Any) -> Any:
     )
 
 
-# sources.as_source -------------------------------------------------------------------------
+# What users pass -> a source ----------------------------------------------------------------------
 
 
 def as_source(value: object) -> Source:

@@ -14,13 +14,14 @@ import numpy as np
 from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.text import MOST
-from evenstep.data.pool import Entry, Measure, Pool, entries_of
+from evenstep.data.pool import Entry, Measure, Pool, entry_of
 from evenstep.data.reader import PoolBatcher
 from evenstep.data.source import Sample, length_of
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.overflow import refusal
 
-# streams.producers -------------------------------------------------------------------------
+# Producers ----------------------------------------------------------------------------------------
+
 
 _GRACE = 5.0  # seconds after the last sample in which a feed is closed, once all have ended
 
@@ -96,7 +97,8 @@ def _failure(producer: Any) -> tuple[str, BaseException | None]:
     return (f"the process {name!r} ended with exit code {status}" if status else ""), None
 
 
-# streams.feed ------------------------------------------------------------------------------
+# The feed -----------------------------------------------------------------------------------------
+
 
 _WAKE_UP = 0.5  # seconds
 
@@ -173,7 +175,7 @@ class Feed:
     def put(self, sample: Sample, born: float | None = None) -> None:
         """Add a sample; `born` is when it was produced (default: now)."""
         length = self._length_of(sample)
-        segments = self._batcher.segments(length) if length > 0 else None
+        segments = self._batcher.policy.segments(length) if length > 0 else None
         with self._changed:
             if self._closed:
                 raise InputError(
@@ -200,7 +202,8 @@ class Feed:
             self._count += 1
             self._born[sample_id] = time.time() if born is None else born
             columns = self._batcher.sample_columns
-            self._waiting += entries_of(0, sample_id, sample, length, segments, columns)
+            for segment in segments:
+                self._waiting.append(entry_of(0, sample_id, sample, length, segment, columns))
             self._producers.active = time.monotonic()
             while self._shared and self._full():
                 self._formed.append(self._taken())

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import weakref
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,20 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from evenstep.core.ragged import IntArray, offsets_of
-from evenstep.data.source import Draw, ItemTransform, Sample, Transform, samples_digest, spread
+from evenstep.data.source import (
+    Draw,
+    ItemTransform,
+    Progress,
+    Sample,
+    Shards,
+    Transform,
+    samples_digest,
+    spread,
+)
 from evenstep.data.text import RowDecoder, as_tokenize, other_field
 from evenstep.errors import ConfigError, FileError, InputError
 
-# sources.files -----------------------------------------------------------------------------
+# Paths --------------------------------------------------------------------------------------------
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Paths: TypeAlias = PathLike | Sequence[PathLike]
@@ -44,17 +54,17 @@ def files_of(paths: Paths) -> list[Path]:
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not several:
         raise ConfigError("expected at least one file, got an empty list. Pass paths or a pattern.")
-    found: list[Path] = []
-    for given in several:
-        matched = matches(given)
+    files: list[Path] = []
+    for pattern in several:
+        matched = matches(pattern)
         if not matched:
             raise ConfigError(
-                f"no file matches {os.fspath(given)!r}. Check the pattern and the current folder."
+                f"no file matches {os.fspath(pattern)!r}. Check the pattern and the current folder."
             )
-        found += matched
-    for path in found:
+        files += matched
+    for path in files:
         refuse_compressed(path)
-    return found
+    return files
 
 
 def refuse_empty(source: Any) -> None:
@@ -83,9 +93,9 @@ def refuse_compressed(path: Path) -> None:
         )
 
 
-def matches(given: PathLike) -> list[Path]:
+def matches(pattern: PathLike) -> list[Path]:
     """The matches of a pattern, sorted; a path that exists or is no pattern as it is."""
-    path, text = Path(given), os.fspath(given)
+    path, text = Path(pattern), os.fspath(pattern)
     if _URL.match(text):
         raise ConfigError(
             f"{text}: {text.partition(':')[0]}:// paths are not supported yet. Download the files, "
@@ -128,11 +138,11 @@ def _starts(size: int, blocks: int) -> list[int]:
     """
     if size <= blocks * _DIGEST_BLOCK:
         return list(range(0, size, _DIGEST_BLOCK))
-    found: list[int] = np.linspace(0, size - _DIGEST_BLOCK, blocks).astype(np.int64).tolist()
-    return found
+    starts: list[int] = np.linspace(0, size - _DIGEST_BLOCK, blocks).astype(np.int64).tolist()
+    return starts
 
 
-# sources.lines -----------------------------------------------------------------------------
+# Lines --------------------------------------------------------------------------------------------
 
 _BLOCK, _LINE_PART = 1 << 24, 4096
 _NEWLINE = 10
@@ -224,12 +234,12 @@ def _scanned(file: int) -> _LineIndex:
     at, ended = 0, True  # whether a line ends before this block
     while block := _read_at(file, at, _BLOCK):
         view = np.frombuffer(block, np.uint8)
-        found = np.flatnonzero(np.append(ended, view[:-1] == _NEWLINE))
-        first = view[found]
+        begins = np.flatnonzero(np.append(ended, view[:-1] == _NEWLINE))
+        first = view[begins]
         empty = first == _NEWLINE
         for number in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
-            empty[number] = _is_blank(file, at + int(found[number]))
-        starts.append(found + at)
+            empty[number] = _is_blank(file, at + int(begins[number]))
+        starts.append(begins + at)
         blank.append(empty)
         at, ended = at + len(block), bool(view[-1] == _NEWLINE)
     empty = np.concatenate(blank)
@@ -249,10 +259,42 @@ def _is_blank(file: int, begin: int) -> bool:
     return True
 
 
-# sources.jsonl -----------------------------------------------------------------------------
+# Rows ---------------------------------------------------------------------------------------------
 
 
-class Jsonl:
+class RowSource(Shards):
+    """What sources of rows share: a row of a file is decoded into a sample, or several."""
+
+    _decoder: RowDecoder
+    _first_kind: str | None = None
+    """What is read of the first row, if rows may differ in that."""
+
+    @abstractmethod
+    def _row(self, item: int) -> tuple[Any, str]:
+        """(the row, its file and line)."""
+
+    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
+        return self._read(item)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
+        return self._decoder.transform.seeded
+
+    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
+        """An item with a seeded transform."""
+        return self._read(item, draw)
+
+    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
+        row, where = self._row(item)
+        return self._decoder.decode(row, where, draw, self._first_kind)
+
+    def _samples_digest(self, count: int) -> bytes:
+        """A digest of 16 of the first `count` items, as epoch 0 of seed 0 draws them."""
+        return samples_digest(lambda item: self._read(item, Draw(item, 0, 0)), spread(count))
+
+
+class Jsonl(RowSource):
     """The non-blank lines of one or several JSONL files, concatenated.
 
     `paths` is a path, a pattern such as `"data/*.jsonl"`, or a list of either. Matches of a
@@ -284,21 +326,6 @@ class Jsonl:
         self._files = [LineFile(path) for path in self.paths]
         self._decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        return self._read(item)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether the transform takes a sample's id, epoch or seed."""
-        return self._decoder.transform.seeded
-
-    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
-        """An item with a seeded transform."""
-        return self._read(item, draw)
-
     @property
     def has_tokens(self) -> bool:
         """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
@@ -310,16 +337,9 @@ class Jsonl:
         other._decoder = replace(self._decoder, counting=True)
         return other
 
-    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
-        row, where = self._row(item)
-        return self._decoder.decode(row, where, draw, self._first_kind)
-
     def _row(self, item: int) -> tuple[Any, str]:
-        """(the row, its file and line)."""
-        if not 0 <= item < len(self):
-            raise IndexError(f"item {item} of {len(self)}")
-        which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
-        file, number = self._files[which], item - int(self._starts[which])
+        shard, number = self._locate(item)
+        file = self._files[shard]
         where = f"{file.path}, line {file.number(number)}"
         try:
             row = json.loads(file[number].decode("utf-8-sig").strip())
@@ -329,38 +349,33 @@ class Jsonl:
             ) from None
         return row, where
 
-    def _first_drawn(self, item: int) -> Sample | list[Sample]:
-        """The item as epoch 0 of seed 0 draws it."""
-        return self._read(item, Draw(item, 0, 0))
-
     @cached_property
     def fingerprint(self) -> str:
         """Covers 16 samples as they are read, so also tokenizer, field and transform; number of
         lines, sizes and 64 blocks of 64 KiB of the files (see `files_digest`). Not their names."""
         digest = hashlib.blake2b(f"jsonl {len(self)} ".encode(), digest_size=16)
         digest.update(files_digest(self.paths))
-        digest.update(samples_digest(self._first_drawn, spread(len(self))))
+        digest.update(self._samples_digest(len(self)))
         return digest.hexdigest()
 
     @cached_property
-    def _first_kind(self) -> str | None:
+    def _first_kind(self) -> str | None:  # type: ignore[override]
         """What is read of the first row; None if it cannot be read."""
         try:
             return self._decoder.kind_of(self._row(0)[0])
         except InputError:
             return None
 
-    @cached_property
-    def _starts(self) -> IntArray:
-        return offsets_of(np.array([len(file) for file in self._files], np.int64))
+    def _shard_sizes(self) -> list[int]:
+        return [len(file) for file in self._files]
 
 
-# sources.parquet ---------------------------------------------------------------------------
+# Parquet ------------------------------------------------------------------------------------------
 
 _GROUPS_KEPT = 4
 
 
-class ParquetText:
+class ParquetText(RowSource):
     """The rows of one or several Parquet files, concatenated; needs pyarrow.
 
     `paths` is a path, a pattern such as `"data/*.parquet"`, or a list of either. Matches of a
@@ -398,34 +413,17 @@ class ParquetText:
         vars(self).update(state)
         self._reset()
 
-    def __len__(self) -> int:
-        return int(self._index.offsets[-1])
+    def _row(self, item: int) -> tuple[Any, str]:
+        file, number = self._locate(item)
+        offsets = self._index.offsets
+        group = int(np.searchsorted(offsets, item, "right")) - 1  # skips empty groups
+        row = self._table(group).slice(item - int(offsets[group]), 1).to_pylist()[0]
+        return row, f"{self.paths[file]}, row {number}"
 
-    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        return self._read(item)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether the transform takes a sample's id, epoch or seed."""
-        return self._decoder.transform.seeded
-
-    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
-        """An item with a seeded transform."""
-        return self._read(item, draw)
-
-    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
-        if not 0 <= item < len(self):
-            raise IndexError(f"item {item} of {len(self)}")
-        index = self._index
-        group = int(np.searchsorted(index.offsets, item, "right")) - 1  # skips empty groups
-        row = self._table(group).slice(item - int(index.offsets[group]), 1).to_pylist()[0]
-        file = int(index.file[group])
-        number = item - int(index.offsets[index.first[file]])
-        return self._decoder.decode(row, f"{self.paths[file]}, row {number}", draw)
-
-    def _first_drawn(self, item: int) -> Sample | list[Sample]:
-        """The item as epoch 0 of seed 0 draws it."""
-        return self._read(item, Draw(item, 0, 0))
+    def _shard_sizes(self) -> list[int]:
+        ends = [*self._index.first[1:], len(self._index.file)]
+        sizes: list[int] = np.diff(self._index.offsets[[0, *ends]]).tolist()
+        return sizes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -436,7 +434,7 @@ class ParquetText:
         digest = hashlib.blake2b(f"parquet {index.digest} ".encode(), digest_size=16)
         digest.update(files_digest(self.paths))
         group = int(index.offsets[index.offsets > 0][0]) if len(self) else 0
-        digest.update(samples_digest(self._first_drawn, spread(group)))
+        digest.update(self._samples_digest(group))
         return digest.hexdigest()
 
     @cached_property
@@ -476,8 +474,8 @@ class ParquetText:
         with self._lock:
             if group not in self._decoded:
                 file = int(self._index.file[group])
-                given = self._decoder.transform.function is not None
-                columns = None if given else [self._decoder.field]
+                transformed = self._decoder.transform.function is not None
+                columns = None if transformed else [self._decoder.field]
                 number = group - self._index.first[file]
                 path = self.paths[file]
                 with reading(path) as parquet, parquet.ParquetFile(path) as opened:
@@ -516,7 +514,7 @@ def reading(path: Path) -> Iterator[Any]:
         ) from None
 
 
-# sources.token_lists -----------------------------------------------------------------------
+# Lengths of columns of token lists ----------------------------------------------------------------
 
 _ROWS_AT_ONCE = 10_000  # of a dataset at a time
 
@@ -545,52 +543,71 @@ def list_lengths(column: Any, name: str, where: str, first: int = 0) -> IntArray
     return np.asarray(counts.to_numpy(), np.int64)
 
 
-def parquet_list_lengths(
-    paths: Sequence[Path], name: str, progress: Callable[[int, int], None]
-) -> IntArray | None:
+def parquet_list_lengths(paths: Sequence[Path], name: str, progress: Progress) -> IntArray | None:
     """The lengths of the token lists of a column of Parquet files, one row group after the other.
 
     None if the column of the first file holds anything else.
     """
-    if not is_token_list(_column_type(paths[0], name)):
-        return None
-    lengths = [np.zeros(0, np.int64)]
-    done, total = 0, sum(_row_count(path) for path in paths)
-    for path in paths:
-        before = done
-        kind = _column_type(path, name)
-        if not is_token_list(kind):
-            raise _not_lists(kind, name, str(path))
-        with reading(path) as parquet, parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                column = file.read_row_group(group, columns=[name]).column(name)
-                lengths.append(list_lengths(column, name, str(path), done - before))
-                done += len(column)
-                progress(done, total)
-    return np.concatenate(lengths)
+    return _column_lengths([_parquet_column(path, name) for path in paths], name, progress)
 
 
 def dataset_list_lengths(
-    datasets: Mapping[str, Any], name: str, progress: Callable[[int, int], None]
+    datasets: Mapping[str, Any], name: str, progress: Progress
 ) -> IntArray | None:
     """The same for a column of Hugging Face datasets, which errors name by their keys."""
-    kinds = {where: _feature(dataset, name, where) for where, dataset in datasets.items()}
-    if not is_token_list(next(iter(kinds.values()))):
+    columns = [_dataset_column(dataset, name, where) for where, dataset in datasets.items()]
+    return _column_lengths(columns, name, progress)
+
+
+class _ListColumn(NamedTuple):
+    """A column of one file or dataset: its Arrow type, and its rows part by part."""
+
+    where: str
+    kind: Any
+    rows: int
+    parts: Callable[[], Iterator[Any]]
+
+
+def _column_lengths(
+    columns: Sequence[_ListColumn], name: str, progress: Progress
+) -> IntArray | None:
+    if not is_token_list(columns[0].kind):
         return None
-    lengths, done = [np.zeros(0, np.int64)], 0
-    total = sum(map(len, datasets.values()))
-    for where, dataset in datasets.items():
-        column = dataset.select_columns([name]).with_format("arrow")
-        for begin in range(0, len(dataset), _ROWS_AT_ONCE):
-            rows = column[begin : begin + _ROWS_AT_ONCE][name]
-            lengths.append(list_lengths(rows, name, where, begin))
-            done += len(rows)
+    lengths = [np.zeros(0, np.int64)]
+    done, total = 0, sum(column.rows for column in columns)
+    for column in columns:
+        before = done
+        if not is_token_list(column.kind):
+            raise _not_lists(column.kind, name, column.where)
+        for part in column.parts():
+            lengths.append(list_lengths(part, name, column.where, done - before))
+            done += len(part)
             progress(done, total)
     return np.concatenate(lengths)
 
 
-def _feature(dataset: Any, name: str, where: str) -> Any:
-    return _of_schema(dataset.features.arrow_schema, name, where)
+def _parquet_column(path: Path, name: str) -> _ListColumn:
+    with reading(path) as parquet:
+        kind = _type_in_schema(parquet.read_schema(path), name, str(path))
+        rows = int(parquet.read_metadata(path).num_rows)
+
+    def groups() -> Iterator[Any]:
+        with reading(path) as parquet, parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, columns=[name]).column(name)
+
+    return _ListColumn(str(path), kind, rows, groups)
+
+
+def _dataset_column(dataset: Any, name: str, where: str) -> _ListColumn:
+    kind = _type_in_schema(dataset.features.arrow_schema, name, where)
+
+    def parts() -> Iterator[Any]:
+        column = dataset.select_columns([name]).with_format("arrow")
+        for begin in range(0, len(dataset), _ROWS_AT_ONCE):
+            yield column[begin : begin + _ROWS_AT_ONCE][name]
+
+    return _ListColumn(where, kind, len(dataset), parts)
 
 
 def _not_lists(kind: Any, name: str, where: str) -> InputError:
@@ -600,12 +617,7 @@ def _not_lists(kind: Any, name: str, where: str) -> InputError:
     )
 
 
-def _column_type(path: Path, name: str) -> Any:
-    with reading(path) as parquet:
-        return _of_schema(parquet.read_schema(path), name, str(path))
-
-
-def _of_schema(schema: Any, name: str, where: str) -> Any:
+def _type_in_schema(schema: Any, name: str, where: str) -> Any:
     if name not in schema.names:
         raise InputError(
             f"{where} has no column {name!r}; it has {', '.join(schema.names[:20])}. "
@@ -614,37 +626,33 @@ def _of_schema(schema: Any, name: str, where: str) -> Any:
     return schema.field(name).type
 
 
-def _row_count(path: Path) -> int:
-    with reading(path) as parquet:
-        return int(parquet.read_metadata(path).num_rows)
+# Saved datasets of Hugging Face -------------------------------------------------------------------
 
 
-# corpus.saved_dataset ----------------------------------------------------------------------
+class SavedDatasets(RowSource):
+    """Rows of saved datasets, decoded into samples. Every process opens them on first use."""
 
-
-class SavedDataset:
-    """Rows of a saved dataset, decoded into samples. Every process opens it on first use."""
-
-    def __init__(self, path: Path, decoder: RowDecoder) -> None:
-        self._path, self._decoder = path, decoder
+    def __init__(self, paths: list[Path], decoder: RowDecoder) -> None:
+        self.paths, self._decoder = paths, decoder
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_path": self._path, "_decoder": self._decoder}
+        return {"paths": self.paths, "_decoder": self._decoder}
 
     @property
     def fingerprint(self) -> str:
-        """That of the dataset."""
-        return str(self._rows._fingerprint)
+        """Those of the datasets."""
+        return ",".join(str(dataset._fingerprint) for dataset in self._datasets)
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def _row(self, item: int) -> tuple[Any, str]:
+        shard, number = self._locate(item)
+        return self._datasets[shard][number], f"{self.paths[shard]}, row {number}"
 
-    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        return self._decoder.decode(self._rows[item], f"{self._path}, row {item}")
+    def _shard_sizes(self) -> list[int]:
+        return [len(dataset) for dataset in self._datasets]
 
     @cached_property
-    def _rows(self) -> Any:
-        return load_saved_dataset(self._path)
+    def _datasets(self) -> list[Any]:
+        return [load_saved_dataset(path) for path in self.paths]
 
 
 def is_saved_dataset(path: Path) -> bool:

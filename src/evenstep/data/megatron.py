@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import one_of
 from evenstep.data.files import Paths, files_digest, files_of
-from evenstep.data.source import check_items
+from evenstep.data.source import Shards
 from evenstep.data.token_file import damaged
 from evenstep.errors import FileError
 
@@ -36,7 +36,7 @@ Unit: TypeAlias = Literal["document", "sequence"]
 _ENDS = (".bin", ".idx")
 
 
-class MegatronTokens:
+class MegatronTokens(Shards):
     """Samples of files that Megatron's `preprocess_data.py` wrote, concatenated.
 
     `paths` is a path, a pattern such as `"data/*.idx"`, or a list of either; a path is the name of
@@ -56,40 +56,27 @@ class MegatronTokens:
     def __getstate__(self) -> dict[str, Any]:
         return {"paths": self.paths, "unit": self.unit}
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
-        if not 0 <= item < len(self):
-            raise IndexError(f"item {item} of {len(self)}")
-        which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
-        opened, number = self._opened[which], item - int(self._starts[which])
+        shard, number = self._locate(item)
+        opened = self._opened[shard]
         number = number if opened.kept is None else int(opened.kept[number])
         return {"input_ids": opened.tokens(*opened.sequences(number))}
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items."""
-        check_items(items, len(self))
-        at = np.asarray(items, np.int64)
-        lengths = np.empty(len(at), np.int64)
-        files = np.searchsorted(self._starts, at, "right") - 1
-        for which in np.unique(files).tolist():
-            here = files == which
-            lengths[here] = self._opened[which].lengths[at[here] - self._starts[which]]
-        return lengths
+        return self._lengths_by_shard(items, self._opened)
 
     @cached_property
     def fingerprint(self) -> str:
         """Covers number and sizes of samples and files, and 64 blocks of 64 KiB of the files (see
         `files_digest`). Not their names."""
-        text = f"megatron {self.unit} {self._starts.tolist()} "
+        text = f"megatron {self.unit} {self.shards.tolist()} "
         digest = hashlib.blake2b(text.encode(), digest_size=16)
         digest.update(files_digest([_beside(path, end) for path in self.paths for end in _ENDS]))
         return digest.hexdigest()
 
-    @cached_property
-    def _starts(self) -> IntArray:
-        return offsets_of(np.array([len(opened.lengths) for opened in self._opened], np.int64))
+    def _shard_sizes(self) -> list[int]:
+        return [len(opened.lengths) for opened in self._opened]
 
     @cached_property
     def _opened(self) -> list[_Opened]:
@@ -112,6 +99,10 @@ class _Opened(NamedTuple):
     bounds: NDArray[np.int64] | None
     kept: IntArray | None
     lengths: NDArray[Any]
+
+    def lengths_of(self, at: IntArray) -> IntArray:
+        """The lengths of samples of this file."""
+        return self.lengths[at].astype(np.int64)
 
     def sequences(self, number: int) -> tuple[int, int]:
         """The first sequence of a sample, and the one after its last."""
@@ -149,8 +140,8 @@ def _open(path: Path, unit: Unit) -> _Opened:
             raise damaged(index_path, "its documents are not in order")
         bounds, lengths = documents, np.diff(offsets_of(sizes.astype(np.int64))[documents])
     kept = None if (lengths > 0).all() else np.flatnonzero(lengths)
-    found = lengths if kept is None else lengths[kept]
-    return _Opened(data_path, data, dtype, sizes, pointers, bounds, kept, found)
+    lengths = lengths if kept is None else lengths[kept]
+    return _Opened(data_path, data, dtype, sizes, pointers, bounds, kept, lengths)
 
 
 def _columns(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype[Any], Any, Any, Any]:

@@ -1,11 +1,10 @@
-"""EpochOrder: the global order of an epoch, position -> sample id, in constant memory.
+"""Orders: position in an epoch -> sample, which positions each reader takes, and what remains.
 
-The permutation is computed, not stored. A few Feistel rounds are a bijection on [0, 4**k) for the
-smallest 4**k >= n. A result outside [0, n) goes through the rounds again until it is inside, which
-makes it a bijection on [0, n). The keys are a hash of seed and epoch.
-
-Feistel rounds on few bits reach some orders more often than others. Up to 64 items are therefore
-shuffled as a list (Fisher-Yates), which makes all orders equally likely.
+EpochOrder      the global order of an epoch, in constant memory
+ReaderShares    which elements of a list each of several readers takes
+Unread          what they have left of it
+RemainingEpoch  what remains of an epoch after any number of changes of readers
+ReaderState     the position of one reader of a pool, and what is in the pool
 """
 
 from __future__ import annotations
@@ -22,18 +21,22 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import (
     IntArray,
-    Ragged,
-    by_first_appearance,
     divided_up,
     item_and_part,
-    offsets_of,
     sample_name,
 )
-from evenstep.data.pool import Cut, Piece, pieces_of
+from evenstep.data.pool import OverflowPolicy, Segment
 from evenstep.errors import CursorError, InputError
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
-# streams.order -----------------------------------------------------------------------------
+# The order of an epoch ----------------------------------------------------------------------------
+
+# The permutation is computed, not stored. A few Feistel rounds are a bijection on [0, 4**k) for
+# the smallest 4**k >= n. A result outside [0, n) goes through the rounds again until it is inside,
+# which makes it a bijection on [0, n). The keys are a hash of seed and epoch.
+#
+# Feistel rounds on few bits reach some orders more often than others. Up to 64 items are
+# therefore shuffled as a list (Fisher-Yates), which makes all orders equally likely.
 
 _ROUNDS = 6
 _LISTED = 64  # items that are shuffled as a list
@@ -71,9 +74,9 @@ class EpochOrder:
                 shuffle(order, self._keys()[0])
                 return order[positions]
             half = divided_up((self.count - 1).bit_length(), 2)  # 4**half >= count
-            found = np.empty(len(positions), np.int64)
-            permute(positions.astype(np.uint64), np.uint64(self.count), half, self._keys(), found)
-            return found
+            samples = np.empty(len(positions), np.int64)
+            permute(positions.astype(np.uint64), np.uint64(self.count), half, self._keys(), samples)
+            return samples
 
     @property
     def description(self) -> str:
@@ -118,7 +121,7 @@ def permute(
     count: np.uint64,
     half: int,
     keys: NDArray[np.uint64],
-    found: IntArray,
+    samples: IntArray,
 ) -> None:
     """Apply a keyed bijection on numbers of 2 * half bits to each position, repeatedly until the
     result is below `count`."""
@@ -128,61 +131,17 @@ def permute(
         value = positions[i]
         inside = False
         while not inside:
+            # One pass: exchange the halves and mix one into the other, once per key.
             left, right = value >> bits, value & mask
             for k in range(keys.shape[0]):
                 left, right = right, left ^ (mixed(right ^ keys[k]) & mask)
             value = (left << bits) | right
             inside = value < count
-        found[i] = np.int64(value)
+        samples[i] = np.int64(value)
 
 
-# streams.epoch_units -----------------------------------------------------------------------
+# Shares of readers --------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EpochUnits:
-    """Samples, or with `groups` their groups, numbered in order of their first members.
-
-    >>> units = EpochUnits.of(4, np.array([7, 5, 7, 5]))
-    >>> samples, ends = units.members(np.array([1, 0]))
-    >>> samples.tolist(), ends.tolist()
-    ([1, 3, 0, 2], [2, 4])
-    """
-
-    count: int
-    groups: NDArray[np.integer] | None = None
-    grouped: Ragged | None = None
-
-    @classmethod
-    def of(cls, samples: int, groups: NDArray[np.integer] | None) -> EpochUnits:
-        """The units of this number of samples."""
-        if groups is None:
-            return cls(samples)
-        owner, first = by_first_appearance(groups)
-        return cls(len(first), groups, Ragged.group(owner, len(first)))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def members(self, units: IntArray) -> tuple[IntArray, IntArray]:
-        """(sample ids of these units, number of samples up to the end of each unit)."""
-        if self.grouped is None:
-            return units, np.arange(1, len(units) + 1)
-        begin = self.grouped.offsets[units]
-        size = self.grouped.offsets[units + 1] - begin
-        offsets = offsets_of(size)
-        inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1], size)
-        return self.grouped.values[np.repeat(begin, size) + inside], offsets[1:]
-
-    def groups_of(self, sample_ids: IntArray) -> IntArray | None:
-        """The group ids of these samples; None without groups."""
-        return None if self.groups is None else self.groups[sample_ids].astype(np.int64)
-
-
-# streams.deal ------------------------------------------------------------------------------
-
-# Deal: which elements of a list each of several readers takes.
-#
 # In each turn the readers take a block of consecutive elements, one each. Their places in the block
 # rotate, so data whose kind depends on the position, such as alternating short and long samples, is
 # not divided by kind.
@@ -200,11 +159,11 @@ _RATIO = 0.618033988749895  # steps of about this part of a block spread places 
 
 
 @dataclass(frozen=True)
-class Deal:
+class ReaderShares:
     """How `readers` readers share a list. `key` selects one of many such ways.
 
-    >>> deal = Deal(3, key=7)
-    >>> sorted(int(deal.elements(reader, np.array([4]))[0]) for reader in range(3))
+    >>> shares = ReaderShares(3, key=7)
+    >>> sorted(int(shares.elements(reader, np.array([4]))[0]) for reader in range(3))
     [12, 13, 14]
     """
 
@@ -220,36 +179,27 @@ class Deal:
     def shifts(self, turns: IntArray) -> IntArray:
         """The place of reader 0 in each of these turns."""
         block, turn = np.divmod(turns, self.readers)
-        mixed = (block.astype(np.uint64) + self._start) * _GOLDEN
+        mixed = (block.astype(np.uint64) + _start_of(self.readers, self.key)) * _GOLDEN
         mixed = (mixed ^ (mixed >> _HALF)) * _FIRST
         begin = ((mixed ^ (mixed >> _HALF)) % np.uint64(self.readers)).astype(np.int64)
-        shifts: IntArray = (begin + self._step * turn) % self.readers
+        shifts: IntArray = (begin + _step_of(self.readers) * turn) % self.readers
         return shifts
 
     def nth(self, readers: IntArray, turns: IntArray, which: IntArray) -> IntArray:
-        """In each of these turns, element number `which` of those that some readers take.
-
-        `readers` ascend.
+        """In each of these turns, element number `which` of those that these `readers` take,
+        which ascend.
         """
         shifts = self.shifts(turns)
         first = np.searchsorted(readers, self.readers - shifts)  # the first that wraps around
         reader = readers[(first + which) % len(readers)]
-        found: IntArray = turns * self.readers + (reader + shifts) % self.readers
-        return found
+        elements: IntArray = turns * self.readers + (reader + shifts) % self.readers
+        return elements
 
     def num_turns(self, size: int) -> IntArray:
         """The number of elements that each reader takes of a list of this size."""
         whole, rest = divmod(size, self.readers)
         shift = self.shifts(np.array([whole]))
         return whole + ((np.arange(self.readers) + shift) % self.readers < rest).astype(np.int64)
-
-    @property
-    def _start(self) -> np.uint64:
-        return _start_of(self.readers, self.key)
-
-    @property
-    def _step(self) -> int:
-        return _step_of(self.readers)
 
 
 @lru_cache(maxsize=1024)
@@ -265,9 +215,9 @@ def _step_of(readers: int) -> int:
     return next(step for step in steps if gcd(step, readers) == 1)
 
 
-# streams.unread ----------------------------------------------------------------------------
+# What readers have left ---------------------------------------------------------------------------
 
-# Unread: what several readers of a list have left, as a list in the same order.
+# As a list in the same order:
 #
 # 2 readers; reader 0 has read 3 elements, reader 1 has 1
 #
@@ -282,12 +232,12 @@ class Unread:
 
     `size` is the size of the list that was dealt; None if it is unknown.
 
-    >>> alone = Unread(Deal(1, key=0), (3,), 8)
+    >>> alone = Unread(ReaderShares(1, key=0), (3,), 8)
     >>> alone.elements(np.arange(alone.size)).tolist()
     [3, 4, 5, 6, 7]
     """
 
-    deal: Deal
+    shares: ReaderShares
     read: Sequence[int | None]
     size_before: int | None
 
@@ -303,7 +253,9 @@ class Unread:
     @cached_property
     def _turns(self) -> list[int] | None:
         """The number of elements that each reader takes in all; None if it is unknown."""
-        return None if self.size_before is None else self.deal.num_turns(self.size_before).tolist()
+        return (
+            None if self.size_before is None else self.shares.num_turns(self.size_before).tolist()
+        )
 
     @cached_property
     def size(self) -> int | None:
@@ -323,36 +275,35 @@ class Unread:
     @property
     def tail(self) -> tuple[int, int] | None:
         """(index, element) from which on everything is unread; None if a reader has ended."""
-        if len(self._reading) < self.deal.readers:
+        if len(self._reading) < self.shares.readers:
             return None
-        return int(self._begins[-1]), self._reading[-1][0] * self.deal.readers
+        return int(self._begins[-1]), self._reading[-1][0] * self.shares.readers
 
     def elements(self, indices: IntArray) -> IntArray:
         """The elements at these indices, in terms of the list that was dealt. Indices grow."""
         if self.tail is not None and len(indices) and indices[0] >= self.tail[0]:
             return indices + (self.tail[1] - self.tail[0])
-        found = np.empty(len(indices), np.int64)
+        elements = np.empty(len(indices), np.int64)
         groups = np.searchsorted(self._begins, indices, side="right")
         for left in np.unique(groups).tolist():
             here = groups == left
-            found[here] = self._within(left, indices[here] - self._begins[left - 1])
-        return found
+            elements[here] = self._within(left, indices[here] - self._begins[left - 1])
+        return elements
 
     def _within(self, left: int, indices: IntArray) -> IntArray:
         """Elements of the turns that `left` readers have left, in the order of their places."""
         readers = np.sort([reader for _, reader in self._reading[:left]])
         turns, which = np.divmod(indices, left)
-        return self.deal.nth(readers, turns + self._reading[left - 1][0], which)
+        return self.shares.nth(readers, turns + self._reading[left - 1][0], which)
 
 
-# streams.remaining -------------------------------------------------------------------------
+# What remains of an epoch -------------------------------------------------------------------------
 
-# RemainingEpoch: what readers have not read yet of an epoch, as arithmetic, not as a list.
+# Arithmetic, not a list. Readers share an epoch by `ReaderShares`. When their number changes, what
+# they have left (`Unread`) is shared by the new readers, in the order of the epoch. This can happen
+# again before it is read:
 #
-# Readers share an epoch by a `Deal`. When their number changes, what they have left (`Unread`) is
-# dealt to the new readers, in the order of the epoch. This can happen again before it is read:
-#
-#     positions 0 1 2 ...   ──dealt to 4──▶   what 4 have left   ──dealt to 3──▶   what 3 have left
+#     positions 0 1 2 ...  ──shared by 4──▶  what 4 have left  ──shared by 3──▶  what 3 have left
 #
 # A fresh epoch and what remains after any number of changes have the same form: for each change,
 # how much every reader had read. Positions only grow, so a source that can only be read in order
@@ -380,7 +331,7 @@ class RemainingEpoch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_lists", ())
         for read in self.changes:
-            unread = Unread(Deal(len(read), self.epoch), read, self.size)
+            unread = Unread(ReaderShares(len(read), self.epoch), read, self.size)
             object.__setattr__(self, "_lists", (*self._lists, unread))
 
     @classmethod
@@ -397,7 +348,9 @@ class RemainingEpoch:
         """The positions that a reader takes from turn `first` on, at most so many."""
         if self.size is not None:
             most = max(0, min(most, divided_up(self.size, readers) - first))
-        elements = Deal(readers, self.epoch).elements(reader, np.arange(first, first + most))
+        elements = ReaderShares(readers, self.epoch).elements(
+            reader, np.arange(first, first + most)
+        )
         if self.size is not None:
             elements = elements[: np.searchsorted(elements, self.size)]
         for unread in reversed(self._lists):
@@ -406,7 +359,7 @@ class RemainingEpoch:
 
     def rest(self, read: Sequence[int | None]) -> RemainingEpoch:
         """What remains after reader r has read `read[r]` of its elements."""
-        unread = Unread(Deal(len(read), self.epoch), tuple(read), self.size)
+        unread = Unread(ReaderShares(len(read), self.epoch), tuple(read), self.size)
         if unread.size == 0:
             return RemainingEpoch.nothing(self.epoch, self.count)
         kept, first = list[Read](), 0
@@ -447,14 +400,14 @@ def _joined(changes: list[Read]) -> tuple[Read, ...]:
     return tuple(read for read in joined if read != (0,))
 
 
-# streams.reader_state ----------------------------------------------------------------------
+# The position of a reader -------------------------------------------------------------------------
 
 Waiting: TypeAlias = tuple[int, ...]
 """A segment in a pool.
 
-    epoch, sample id, start                 as cut by the first of `ReaderState.cuts`
-    epoch, sample id, start, number         as cut by another of them
-    epoch, sample id, start, length, end    cut in no such way; where the sample ends (see `Piece`)
+    epoch, sample id, start                 as divided by the first of `ReaderState.policies`
+    epoch, sample id, start, number         as divided by another of them
+    epoch, sample id, start, length, end    divided in no such way (see `Segment`)
 """
 
 
@@ -466,7 +419,7 @@ class ReaderState:
     epochs           what remains to be read; the first is being read
     read             number of elements of the first epoch that this reader has read
     waiting          the segments in the pool, oldest first
-    cuts             how the waiting samples were cut; the first is usually the only one
+    policies         how the waiting samples were divided; the first is usually the only one
     lost             number of samples lost so far, by reason
     step             number of the next step as this reader counts. It determines a growing budget,
                      and runs ahead of the loader's count when other workers have ended
@@ -479,7 +432,7 @@ class ReaderState:
     epochs: tuple[RemainingEpoch, ...]
     read: int = 0
     waiting: tuple[Waiting, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    policies: tuple[OverflowPolicy, ...] = ()
     lost: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
     left: int | None = None
@@ -509,7 +462,7 @@ class ReaderState:
             "epochs": [remaining.to_list() for remaining in self.epochs],
             "read": self.read,
             "waiting": [list(key) for key in self.waiting],
-            "cuts": [cut.to_list() for cut in self.cuts],
+            "cuts": [policy.to_list() for policy in self.policies],
             "lost": dict(self.lost),
         }
         further = {"step": self.step, "left": self.left}
@@ -525,7 +478,7 @@ class ReaderState:
                 epochs=tuple(RemainingEpoch.from_list(remaining) for remaining in data["epochs"]),
                 read=int(data["read"]),
                 waiting=tuple(_waiting(key) for key in data["waiting"]),
-                cuts=tuple(Cut.from_list(cut) for cut in data["cuts"]),
+                policies=tuple(OverflowPolicy.from_list(policy) for policy in data["cuts"]),
                 lost={str(reason): int(count) for reason, count in data["lost"].items()},
                 step=None if data.get("step") is None else int(data["step"]),
                 left=None if data.get("left") is None else int(data["left"]),
@@ -547,9 +500,10 @@ def redealt(
     Segments in the old pools are distributed over the new pools, so that a state holds no more
     than its reader's share. `count` is the number of items in an epoch, None if unknown.
     """
-    cuts = tuple(dict.fromkeys(cut for state in states for cut in state.cuts))
-    waiting = all_waiting([_with_cuts(s, cuts) for s in states], in_order=count is None)
-    share = Deal(readers, key=0).elements(reader, np.arange(-(-len(waiting) // readers)))
+    policies = tuple(dict.fromkeys(policy for state in states for policy in state.policies))
+    waiting = all_waiting([_with_policies(s, policies) for s in states], in_order=count is None)
+    turns = np.arange(-(-len(waiting) // readers))
+    share = ReaderShares(readers, key=0).elements(reader, turns).tolist()
     lost = {
         reason: sum(state.lost.get(reason, 0) for state in states)
         for reason in sorted({reason for state in states for reason in state.lost})
@@ -558,37 +512,37 @@ def redealt(
         reader=reader,
         readers=readers,
         epochs=merged(states, count),
-        waiting=tuple(waiting[at] for at in share.tolist() if at < len(waiting)),
-        cuts=cuts,
+        waiting=tuple(waiting[at] for at in share if at < len(waiting)),
+        policies=policies,
         lost=lost if reader == 0 else {},
     )
 
 
 def _waiting(key: Any) -> Waiting:
-    found = tuple(int(number) for number in key)
-    if not 3 <= len(found) <= 5:
-        raise ValueError(f"a segment of {len(found)} numbers")
-    return found
+    numbers = tuple(int(number) for number in key)
+    if not 3 <= len(numbers) <= 5:
+        raise ValueError(f"a segment of {len(numbers)} numbers")
+    return numbers
 
 
-def piece_of(key: Waiting, length: int, cuts: Sequence[Cut]) -> Piece:
+def waiting_segment(key: Waiting, length: int, policies: Sequence[OverflowPolicy]) -> Segment:
     """The tokens of a waiting segment, given the length of its sample."""
     if len(key) == 5:
-        piece: Piece | None = Piece(*key[2:])
+        segment: Segment | None = Segment(*key[2:])
     else:
-        piece = pieces_of(cuts[key[3] if len(key) == 4 else 0], length).get(key[2])
-    if piece is None or piece.end > length:
+        segment = policies[key[3] if len(key) == 4 else 0].by_start(length).get(key[2])
+    if segment is None or segment.end > length:
         raise CursorError(
             f"the cursor names tokens of sample {sample_name(key[1])} from token {key[2]} on, but "
             f"it has {length} tokens now, so the data has changed. Restore the data, or start "
             f"without the cursor."
         )
-    return piece
+    return segment
 
 
-def _with_cuts(state: ReaderState, cuts: Sequence[Cut]) -> ReaderState:
-    """The same state, with its cuts numbered as in `cuts`."""
-    numbers = [cuts.index(cut) for cut in state.cuts]
+def _with_policies(state: ReaderState, policies: Sequence[OverflowPolicy]) -> ReaderState:
+    """The same state, with its policies numbered as in `policies`."""
+    numbers = [policies.index(policy) for policy in state.policies]
     if numbers in ([], [0]):
         return state
 
@@ -598,7 +552,8 @@ def _with_cuts(state: ReaderState, cuts: Sequence[Cut]) -> ReaderState:
         number = numbers[key[3] if len(key) == 4 else 0]
         return (*key[:3], number) if number else key[:3]
 
-    return replace(state, waiting=tuple(map(renumbered, state.waiting)), cuts=tuple(cuts))
+    waiting = tuple(map(renumbered, state.waiting))
+    return replace(state, waiting=waiting, policies=tuple(policies))
 
 
 def all_waiting(states: Sequence[ReaderState], in_order: bool) -> list[Waiting]:
@@ -606,10 +561,10 @@ def all_waiting(states: Sequence[ReaderState], in_order: bool) -> list[Waiting]:
     source, if going back is expensive."""
     states = sorted(states, key=lambda state: state.reader)
     depth = max(len(state.waiting) for state in states)
-    found = [key for at in range(depth) for s in states for key in s.waiting[at : at + 1]]
+    keys = [key for at in range(depth) for s in states for key in s.waiting[at : at + 1]]
     if in_order:
-        return sorted(found, key=lambda key: (key[0], item_and_part(key[1]), key[2]))
-    return sorted(found, key=lambda key: key[0])
+        return sorted(keys, key=lambda key: (key[0], item_and_part(key[1]), key[2]))
+    return sorted(keys, key=lambda key: key[0])
 
 
 def merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingEpoch, ...]:

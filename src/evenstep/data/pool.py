@@ -1,4 +1,4 @@
-"""Pool: samples that are read but not yet in a micro-batch, and what leaves it together."""
+"""Pool: its settings, the segments in it, and their micro-batches. No compiler here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from evenstep.data.source import Sample, loss_tokens_of
 from evenstep.errors import ConfigError, SampleError
 from evenstep.planning.overflow import refused, segments_of
 
-# streams.cut -------------------------------------------------------------------------------
+# Segments ----------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """Tokens of a sample that are one segment, or will be cut into several."""
+class Segment(NamedTuple):
+    """Tokens of a sample that stay together."""
 
     start: int
     length: int
@@ -30,69 +30,66 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class OverflowPolicy:
     """Segments of at most `longest` tokens (None: of any length), by the policy `overflow`.
 
-    >>> Cut(8, "split").segments(20)
-    [(0, 8), (8, 8), (16, 4)]
+    A cursor holds it, so that the budget may change.
+
+    >>> OverflowPolicy(8, "truncate").segments(20)
+    [Segment(start=0, length=8, end=8)]
     """
 
     longest: int | None
     overflow: Overflow
 
-    def segments(self, length: int) -> list[tuple[int, int]] | None:
-        """(start, length) of each segment of a sample; [] if it is dropped, None if refused."""
+    def segments(self, length: int) -> list[Segment] | None:
+        """The segments of a sample of this length; [] if it is dropped, None if refused."""
         if self.longest is None or length <= self.longest:
-            return [(0, length)]
+            return [Segment(0, length, length)]
         lengths = np.array([length], np.int64)
         if len(refused(lengths, self.longest, self.overflow)):
             return None
-        found, _ = segments_of(lengths, self.longest, self.overflow)
-        return list(zip(found.start.tolist(), found.length.tolist(), strict=True))
+        columns, _ = segments_of(lengths, self.longest, self.overflow)
+        end = int(columns.length.sum())
+        pairs = zip(columns.start.tolist(), columns.length.tolist(), strict=True)
+        return [Segment(start, size, end) for start, size in pairs]
 
-    def again(self, piece: Piece) -> list[Piece] | None:
-        """A piece of a sample that was cut in another way; [] if it is dropped, None if refused.
+    def by_start(self, length: int) -> dict[int, Segment]:
+        """The same by start; none if the sample is dropped or refused."""
+        return {segment.start: segment for segment in self.segments(length) or ()}
 
-        >>> Cut(6, "split").again(Piece(8, 8, 20))
-        [Piece(start=8, length=6, end=20), Piece(start=14, length=2, end=20)]
+    def divide(self, segment: Segment) -> list[Segment] | None:
+        """A segment of another policy; [] if it is dropped, None if refused.
+
+        >>> OverflowPolicy(6, "split").divide(Segment(8, 8, 20))
+        [Segment(start=8, length=6, end=20), Segment(start=14, length=2, end=20)]
         """
-        segments = self.segments(piece.length)
-        if segments is None:
-            return None
-        kept = sum(length for _, length in segments)
-        end = piece.end if kept == piece.length else piece.start + kept
-        return [Piece(piece.start + start, length, end) for start, length in segments]
+        parts = self.segments(segment.length)
+        if not parts:
+            return parts
+        first, kept = segment.start, parts[0].end
+        end = segment.end if kept == segment.length else first + kept
+        return [Segment(first + start, length, end) for start, length, _ in parts]
 
     def to_list(self) -> list[Any]:
         """Plain data."""
         return [self.longest, self.overflow]
 
     @classmethod
-    def from_list(cls, data: Any) -> Cut:
+    def from_list(cls, data: Any) -> OverflowPolicy:
         """The inverse of `to_list`."""
         longest, overflow = data
         return cls(None if longest is None else int(longest), cast("Overflow", str(overflow)))
 
 
-def pieces_of(cut: Cut, length: int) -> dict[int, Piece]:
-    """The pieces of a sample of this length by start; none if it is dropped or refused.
-
-    >>> pieces_of(Cut(8, "truncate"), 20)
-    {0: Piece(start=0, length=8, end=8)}
-    """
-    segments = cut.segments(length) or []
-    end = sum(size for _, size in segments)
-    return {start: Piece(start, size, end) for start, size in segments}
-
-
-# streams.sample_columns --------------------------------------------------------------------
+# Limited columns ----------------------------------------------------------------------------------
 
 ColumnOf: TypeAlias = Callable[[Sample], int]
 """What a sample takes of a column, such as its number of image patches."""
 
 
 class SampleColumns:
-    """The columns in `recipe.limits.columns`, by the functions in `given`.
+    """The columns in `recipe.limits.columns`, by the `functions`.
 
     `loss_tokens` needs no function: they are counted from `labels` and the loss mask, per segment.
     Every segment of a split sample counts its other columns in full, as in plans.
@@ -103,43 +100,47 @@ class SampleColumns:
     ('images',)
     """
 
-    def __init__(self, recipe: Recipe, given: Mapping[str, ColumnOf]) -> None:
-        if not isinstance(given, Mapping):
+    def __init__(self, recipe: Recipe, functions: Mapping[str, ColumnOf]) -> None:
+        if not isinstance(functions, Mapping):
             raise ConfigError(
-                f"columns must map names to functions of a sample, got {type(given).__name__}. "
+                f"columns must map names to functions of a sample, got {type(functions).__name__}. "
                 f"Pass columns={{'images': lambda sample: len(sample['images'])}}."
             )
         self.names = tuple(recipe.limits.columns)
         packs = recipe.layout.packs_per_micro_batch
         self.shares = tuple(most // packs for most in recipe.limits.columns.values())
         """What one row of a micro-batch may hold of each; padded: the micro-batch."""
-        self._given, self._alone = dict(given), recipe.overflow == "alone"
-        for name in given:
+        self._functions, self._alone = dict(functions), recipe.overflow == "alone"
+        for name in functions:
             if name not in self.names:
                 raise ConfigError(
                     f"columns has {name!r}, which has no limit. Set limits.columns.{name}, or "
                     f"leave it out."
                 )
         for name in self.names:
-            if name not in given and name != "loss_tokens":
+            if name not in functions and name != "loss_tokens":
                 raise ConfigError(
                     f"limits.columns.{name} needs the values of samples. Pass "
                     f"columns={{{name!r}: function of a sample}} to the PooledStream, or use a "
                     f"PlannedStream."
                 )
 
-    def of(self, sample_id: int, sample: Sample, piece: Piece) -> tuple[int, ...]:
-        """What a piece of a sample takes of each column."""
+    def of(self, sample_id: int, sample: Sample, segment: Segment) -> tuple[int, ...]:
+        """What a segment of a sample takes of each column."""
         return tuple(
-            self._value(name, share, sample_id, sample, piece)
+            self._value(name, share, sample_id, sample, segment)
             for name, share in zip(self.names, self.shares, strict=True)
         )
 
-    def _value(self, name: str, share: int, sample_id: int, sample: Sample, piece: Piece) -> int:
-        if name in self._given:
-            value = whole_number(f"column {name}", self._given[name](sample), least=0)
+    def _value(
+        self, name: str, share: int, sample_id: int, sample: Sample, segment: Segment
+    ) -> int:
+        if name in self._functions:
+            value = whole_number(f"column {name}", self._functions[name](sample), least=0)
         else:
-            value = loss_tokens_of(sample, piece.start, piece.start + piece.length, piece.end)
+            value = loss_tokens_of(
+                sample, segment.start, segment.start + segment.length, segment.end
+            )
         if value > share and not self._alone:
             raise SampleError(
                 f"sample {sample_name(sample_id)} takes {value} of limits.columns.{name}, more "
@@ -149,7 +150,7 @@ class SampleColumns:
         return value
 
 
-# streams.pool ------------------------------------------------------------------------------
+# The pool -----------------------------------------------------------------------------------------
 
 Measure: TypeAlias = Callable[[Sample], int]
 """Returns the number of tokens of a sample."""
@@ -234,32 +235,21 @@ class Entry(NamedTuple):
 
 
 def entry_of(
-    epoch: int, sample_id: int, sample: Sample, length: int, piece: Piece, columns: SampleColumns
-) -> Entry:
-    """The pool entry of a piece of a sample of this length."""
-    start, size, stop = piece
-    taken = columns.of(sample_id, sample, piece)
-    key = [epoch, sample_id, start]
-    return Entry(epoch, sample_id, start, size, length, stop, taken, sample, key)
-
-
-def entries_of(
     epoch: int,
     sample_id: int,
     sample: Sample,
     length: int,
-    segments: list[tuple[int, int]],
+    segment: Segment,
     columns: SampleColumns,
-) -> list[Entry]:
-    """The pool entries of a sample, one for each (start, length) in `segments`."""
-    stop = segments[-1][0] + segments[-1][1] if segments else 0
-    return [
-        entry_of(epoch, sample_id, sample, length, Piece(start, size, stop), columns)
-        for start, size in segments
-    ]
+) -> Entry:
+    """The pool entry of a segment of a sample of this length."""
+    start, size, end = segment
+    taken = columns.of(sample_id, sample, segment)
+    key = [epoch, sample_id, start]
+    return Entry(epoch, sample_id, start, size, length, end, taken, sample, key)
 
 
-# streams.micro_batch ----
+# Micro-batches ------------------------------------------------------------------------------------
 
 
 def micro_batch(

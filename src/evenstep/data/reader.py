@@ -1,11 +1,15 @@
-"""PoolReader: reads its share of a source into a pool and forms micro-batches from it."""
+"""PoolReader: reads its share of a source into a pool and forms micro-batches from it.
+
+EpochSource  any source by epoch and position; ItemLengths: with lengths in place of samples
+PoolBatcher  what leaves a pool together
+PoolReader   fills the pool and takes micro-batches from it, a step at a time
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +17,6 @@ import numpy as np
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import (
     MOST_ITEMS,
-    FloatArray,
     IntArray,
     item_and_part,
     rounded_up,
@@ -21,18 +24,23 @@ from evenstep.core.ragged import (
 )
 from evenstep.core.recipe import Recipe
 from evenstep.core.text import MOST, truth_value
-from evenstep.data.order import EpochOrder, ReaderState, RemainingEpoch, Waiting, piece_of
+from evenstep.data.order import (
+    EpochOrder,
+    ReaderState,
+    RemainingEpoch,
+    Waiting,
+    waiting_segment,
+)
 from evenstep.data.pool import (
     ColumnOf,
-    Cut,
     Entry,
     Measure,
-    Piece,
+    OverflowPolicy,
     Pool,
     SampleColumns,
+    Segment,
     entry_of,
     micro_batch,
-    pieces_of,
 )
 from evenstep.data.source import (
     Draw,
@@ -47,11 +55,11 @@ from evenstep.data.source import (
     unreadable,
 )
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
-from evenstep.planning.batching.selection import Room, select
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 from evenstep.planning.overflow import refusal
+from evenstep.planning.pool import Room, select
 
-# streams.epoch_source ----------------------------------------------------------------------
+# Items --------------------------------------------------------------------------------------------
 
 
 class EpochSource:
@@ -93,8 +101,8 @@ class EpochSource:
         draw = Draw(item, epoch, self.seed) if self.seeded else None
         if self.count is not None:
             return read_samples(self.source, item, None, draw)
-        found, raw = self._raw(epoch, item)
-        return read_samples(self.source, item, raw, draw) if found else None
+        there, raw = self._raw(epoch, item)
+        return read_samples(self.source, item, raw, draw) if there else None
 
     def again(self, epoch: int, sample_id: int) -> Sample:
         """A sample that was read before. Consecutive samples of one item are read once."""
@@ -131,100 +139,102 @@ class EpochSource:
                 return True, raw
 
 
-def shuffles(source: Source, given: bool | None) -> bool:
+class ItemLengths:
+    """The items of an `EpochSource`, with lengths in place of samples. Reads each item once.
+
+    Lengths that the source knows are not read. Sequential sources are read anew in every epoch.
+    """
+
+    def __init__(self, items: EpochSource, length_of: Measure) -> None:
+        self._items, self._length_of = items, length_of
+        self._known: dict[tuple[int, int], list[tuple[int, int]] | SampleError | None] = {}
+        self._next = (-1, 0)  # of a sequential source: epoch, first item that was not read
+        self.count, self.seeded = items.count, items.seeded
+        self.failed = False
+
+    def items(self, epoch: int, positions: IntArray) -> list[int]:
+        """The items at these positions."""
+        return self._items.items(epoch, positions)
+
+    def read(self, epoch: int, item: int) -> list[tuple[int, Sample]] | None:
+        """(sample id, length) of every sample of an item; None past the end."""
+        if self._items.measured:
+            return [(item, self._items.length_of_item(item))]
+        if self.count is None:
+            if self._next[0] != epoch:
+                self._known, self._next = {}, (epoch, 0)
+            for before in range(self._next[1], item + 1):
+                self._known[epoch, before] = self._measured(epoch, before)
+                self._next = (epoch, before + 1)
+        varies = self.count is None or self._items.seeded
+        key = (epoch if varies else 0, item)
+        if key not in self._known:
+            self._known[key] = self._measured(epoch, item)
+        samples = self._known[key]
+        if isinstance(samples, SampleError):
+            raise samples
+        return samples
+
+    def again(self, epoch: int, sample_id: int) -> Sample:
+        """The length of a sample that was read before."""
+        item, part = item_and_part(sample_id)
+        samples = self.read(epoch, item)
+        return 0 if samples is None or part >= len(samples) else samples[part][1]
+
+    def _measured(self, epoch: int, item: int) -> list[tuple[int, int]] | SampleError | None:
+        try:
+            samples = self._items.read(epoch, item)
+        except SampleError as error:
+            self.failed = self._items.failed
+            return error
+        return None if samples is None else [(name, self._length(s)) for name, s in samples]
+
+    def _length(self, sample: Sample) -> int:
+        """The length, or 0 for a sample that a reader will refuse or skip for its own reason."""
+        try:
+            return int(self._length_of(sample))
+        except Exception:
+            return 0
+
+
+def shuffles(source: Source, shuffle: bool | None) -> bool:
     """Whether the epoch's order is shuffled: by default, if items can be read in any order."""
     by_index = has_random_access(source)
-    found = by_index if given is None else truth_value("shuffle", given)
-    if found and not by_index:
+    shuffled = by_index if shuffle is None else truth_value("shuffle", shuffle)
+    if shuffled and not by_index:
         raise ConfigError(
             f"shuffle=True has no effect on {type(source).__name__}, which is read in its own "
             f"order. Shuffle inside it (Hugging Face: dataset.shuffle(seed, buffer_size)), or use "
             f"a source with items by index, and omit shuffle."
         )
-    return found
+    return shuffled
 
 
-# streams.further_limits --------------------------------------------------------------------
+# Micro-batches of a pool --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FurtherLimits:
-    """What each sample of a pool takes of every limit.
-
-    taken, caps  samples x limits, and what one pack may hold of each limit
-    most         per sample, the most samples in a pack with it
-    adds_up      whether the slots of a pack are the sum of its samples' lengths (packed rows)
-    """
-
-    taken: FloatArray
-    caps: FloatArray
-    most: IntArray
-    adds_up: bool
-
-    def within(self, lengths: IntArray, room: Room, order: list[int]) -> list[int]:
-        """In this order, each sample that still fits. The first always does."""
-        first = order[0]
-        chosen, used = [first], self.taken[first].copy()
-        slots = widest = int(lengths[first])
-        most = min(int(self.most[first]), len(order) if room.most is None else room.most)
-        for at in order[1:]:
-            if len(chosen) >= most:
-                break
-            fewer = min(most, int(self.most[at]))
-            width = max(widest, int(lengths[at]))
-            total = slots + int(lengths[at])
-            if not self.adds_up:
-                total = rounded_up(width, room.unit) * (len(chosen) + 1)
-            fits = total <= room.capacity and len(chosen) < fewer
-            if fits and (used + self.taken[at] <= self.caps).all():
-                chosen.append(at)
-                used += self.taken[at]
-                slots, widest, most = slots + int(lengths[at]), width, fewer
-        return chosen
-
-
-def further_limits(
-    recipe: Recipe, lengths: IntArray, columns: IntArray, shares: IntArray
-) -> FurtherLimits:
-    """The limits on columns and cost for samples of these aligned lengths.
-
-    `columns` are samples x columns; a pack may hold `shares` of them.
-    """
-    layout = recipe.layout
-    taken, caps = columns.astype(np.float64), shares.astype(np.float64)
-    in_rows = "cost" in layout.measured(recipe)
-    if recipe.limits.cost is not None and not in_rows:
-        costs = layout.segment_costs(recipe, lengths)
-        taken = np.column_stack((taken, costs))
-        caps = np.append(caps, layout.cost_share(recipe) * (1 + 1e-12))
-    return FurtherLimits(taken, caps, layout.pack_bounds(recipe, lengths)[1], not in_rows)
-
-
-# streams.leader ----------------------------------------------------------------------------
-
-# Leader: the sample of a pool that a padded micro-batch is formed around.
-#
-# Micro-batches of short rows hold many samples, those of long rows few. If the oldest sample
-# always led, long samples would gather in the pool until most of the oldest were long, and would
-# run at the end of an epoch. So the leader is drawn by tokens: a sample of 700 tokens is ten
-# times as likely as one of 70. In every other draw it is the oldest, so that no sample waits for
-# long.
+# Micro-batches of short rows hold many samples, those of long rows few. If the oldest sample were
+# always the seed of a padded micro-batch, long samples would gather in the pool until most of the
+# oldest were long, and would run at the end of an epoch. So the seed is drawn by tokens: a sample
+# of 700 tokens is ten times as likely as one of 70. In every other draw it is the oldest, so that
+# no sample waits for long.
 
 _OLDEST = 2  # one draw of so many
 _PRIME, _FACTOR = 2147483647, 48271  # products fit 64 bits
 
 
 @kernel
-def leader_first(lengths: IntArray, ending: bool) -> IntArray:
-    """The indices of a pool, the leader first, then the others in order.
+def seed_sample_first(lengths: IntArray, ending: bool) -> IntArray:
+    """The indices of a pool, the seed sample first, then the others in order.
 
-    The leader is drawn from the older half by a hash of the lengths. If the epoch is `ending`, so
+    It is drawn from the older half by a hash of the lengths. If the epoch is `ending`, so
     that nothing more will be read, it is the longest: fewer micro-batches hold the rest.
 
-    >>> leader_first(np.array([3, 7]), ending=True).tolist()
+    >>> seed_sample_first(np.array([3, 7]), ending=True).tolist()
     [1, 0]
     """
     n = lengths.shape[0]
+    # A hash of all lengths, and the tokens of the older half.
     value, tokens = np.int64(1), np.int64(0)
     for i in range(n):
         value = (value * _FACTOR + lengths[i]) % _PRIME
@@ -233,11 +243,13 @@ def leader_first(lengths: IntArray, ending: bool) -> IntArray:
     if ending:
         at = int(np.argmax(lengths))
     elif value % _OLDEST:
+        # A token of the older half: lengths [3, 7], token 4 -> sample 1
         drawn = (value * _FACTOR % _PRIME) * tokens // _PRIME
         before = lengths[0]
         while before <= drawn:
             at += 1
             before += lengths[at]
+    # Move it to the front: 2 of 4 -> [2, 0, 1, 3]
     order = np.arange(n)
     for i in range(at, 0, -1):
         order[i] = i - 1
@@ -245,18 +257,37 @@ def leader_first(lengths: IntArray, ending: bool) -> IntArray:
     return order
 
 
-# streams.batcher ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class PoolBatcher:
-    """Forms the micro-batches of a recipe from pool entries. Uses only their lengths."""
+    """Forms the micro-batches of a recipe from pool entries. Uses only their lengths.
 
-    recipe: Recipe
-    pool: Pool
-    columns: Mapping[str, ColumnOf] = field(default_factory=dict)
+    strategy         that of the pool, or the layout's default
+    samples, enough  least number of samples and of tokens in the pool before a micro-batch is taken
+    longest          the longest segment that fits into a micro-batch; None if any does
+    policy           how over-long samples become segments
+    micro_batches    per step
+    sample_columns   what samples take of the limited columns
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, recipe: Recipe, pool: Pool, columns: Mapping[str, ColumnOf] | None = None
+    ) -> None:
+        layout = recipe.layout
+        self.recipe, self.pool = recipe, pool
+        default_strategy = layout.pool_strategies[0]
+        self.strategy: str = pool.strategy or default_strategy
+        self.micro_batches = recipe.steps.micro_batches or 1
+        self._check()
+        self.sample_columns = SampleColumns(recipe, {} if columns is None else columns)
+        self.samples = max(pool.samples, layout.samples or 0)
+        budget = 2 * (layout.budget or 0) if self.strategy == default_strategy else 0
+        self.enough = budget if pool.tokens is None else pool.tokens
+        self.longest = recipe.longest_segment
+        self.policy = OverflowPolicy(self.longest, recipe.overflow)
+        self._alignment, self._width_unit = recipe.topology.alignment, recipe.width_unit
+        self._full_room = self._room(pool.warmup_steps)
+
+    def _check(self) -> None:
+        """Raise if the recipe or the strategy cannot be used with a pool."""
         recipe, layout = self.recipe, self.recipe.layout
         if self.strategy not in layout.pool_strategies:
             raise ConfigError(
@@ -264,7 +295,6 @@ class PoolBatcher:
                 f"{', '.join(layout.pool_strategies)}."
             )
         self._refuse_options()
-        assert self.sample_columns is not None  # refuses columns without a function
         if recipe.steps.samples is not None or recipe.steps.tokens is not None:
             raise ConfigError(
                 "steps.samples and steps.tokens cannot be used with a pool, because a rank does "
@@ -290,7 +320,7 @@ class PoolBatcher:
     def _refuse_options(self) -> None:
         """Refuse options that only planning supports."""
         recipe = self.recipe
-        given = dict(recipe.layout.options)
+        options = dict(recipe.layout.options)
         default = {
             "balance": "refined",
             "equal_sizes": False,
@@ -299,57 +329,15 @@ class PoolBatcher:
             "min_saving": None,
             "groups": "micro_batch",
         }
-        given |= {
+        options |= {
             name: getattr(recipe, name)
             for name, value in default.items()
             if getattr(recipe, name) != value
         }
-        for name, value in given.items():
+        for name, value in options.items():
             raise ConfigError(
                 f"{name}={value!r} has no effect with a pool. Remove it, or use a PlannedStream."
             )
-
-    @cached_property
-    def sample_columns(self) -> SampleColumns:
-        """What samples take of the limited columns."""
-        return SampleColumns(self.recipe, self.columns)
-
-    @cached_property
-    def strategy(self) -> str:
-        """The strategy of the pool, or the layout's default."""
-        return self.pool.strategy or self.recipe.layout.pool_strategies[0]
-
-    @cached_property
-    def samples(self) -> int:
-        """Least number of samples in the pool before a micro-batch is taken."""
-        return max(self.pool.samples, self.recipe.layout.samples or 0)
-
-    @cached_property
-    def enough(self) -> int:
-        """Least number of tokens in the pool before a micro-batch is taken."""
-        if self.pool.tokens is not None:
-            return self.pool.tokens
-        own = self.strategy == self.recipe.layout.pool_strategies[0]
-        return 2 * (self.recipe.layout.budget or 0) if own else 0
-
-    @cached_property
-    def longest(self) -> int | None:
-        """The longest segment that fits into a micro-batch; None if any does."""
-        return self.recipe.longest_segment
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per step."""
-        return self.recipe.steps.micro_batches or 1
-
-    @cached_property
-    def cut(self) -> Cut:
-        """How over-long samples become segments."""
-        return Cut(self.longest, self.recipe.overflow)
-
-    def segments(self, length: int) -> list[tuple[int, int]] | None:
-        """(start, length) of each segment of a sample; [] if it is dropped, None if refused."""
-        return self.cut.segments(length)
 
     def take(
         self, waiting: list[Entry], step: int, ending: bool = False
@@ -411,33 +399,52 @@ class PoolBatcher:
             return self._selected(lengths, counted, columns[:, 0], ending)
         first = self._selected(lengths, room, None, ending)
         others = np.delete(np.arange(len(lengths)), first).tolist()
-        limits = further_limits(self.recipe, lengths, columns, shares)
-        return limits.within(lengths, room, first + others)
+        return self._within_limits(lengths, room, columns, shares, first + others)
+
+    def _within_limits(
+        self, lengths: IntArray, room: Room, columns: IntArray, shares: IntArray, order: list[int]
+    ) -> list[int]:
+        """In this order, each sample that still fits. The first always does.
+
+        `columns` are samples x columns; a pack may hold `shares` of them.
+        """
+        recipe, layout = self.recipe, self.recipe.layout
+        used_of, caps = columns.astype(np.float64), shares.astype(np.float64)
+        in_rows = "cost" in layout.measured(recipe)  # padded: cost bounds the number of rows
+        if recipe.limits.cost is not None and not in_rows:
+            used_of = np.column_stack((used_of, layout.segment_costs(recipe, lengths)))
+            caps = np.append(caps, layout.cost_share(recipe) * (1 + 1e-12))
+        most_with = layout.pack_bounds(recipe, lengths)[1]  # samples in a pack with this one
+        first = order[0]
+        chosen, used = [first], used_of[first].copy()
+        slots = widest = int(lengths[first])
+        most = min(int(most_with[first]), len(order) if room.most is None else room.most)
+        for at in order[1:]:
+            if len(chosen) >= most:
+                break
+            fewer = min(most, int(most_with[at]))
+            width, total = max(widest, int(lengths[at])), slots + int(lengths[at])
+            if in_rows:
+                total = rounded_up(width, room.unit) * (len(chosen) + 1)
+            fits = total <= room.capacity and len(chosen) < fewer
+            if fits and (used + used_of[at] <= caps).all():
+                chosen.append(at)
+                used += used_of[at]
+                slots, widest, most = slots + int(lengths[at]), width, fewer
+        return chosen
 
     def _selected(
         self, lengths: IntArray, room: Room, counted: IntArray | None, ending: bool
     ) -> list[int]:
-        """Indices in the pool of the next pack. The first is the oldest, or its leader."""
+        """Indices in the pool of the next pack. The first is the oldest, or the seed."""
         chosen: list[int]
         if self.strategy != "fullest":
             chosen = select(self.strategy, lengths, room, counted).tolist()
             return chosen
-        order = leader_first(lengths, ending)
+        order = seed_sample_first(lengths, ending)
         counts = None if counted is None else counted[order]
         chosen = order[select(self.strategy, lengths[order], room, counts)].tolist()
         return chosen
-
-    @cached_property
-    def _alignment(self) -> int:
-        return self.recipe.topology.alignment
-
-    @cached_property
-    def _width_unit(self) -> int:
-        return self.recipe.width_unit
-
-    @cached_property
-    def _full_room(self) -> Room:
-        return self._room(self.pool.warmup_steps)
 
     def _room(self, step: int) -> Room:
         """Limits of one pack in a step."""
@@ -452,7 +459,8 @@ class PoolBatcher:
         )
 
 
-# streams.reader ----------------------------------------------------------------------------
+# The reader ---------------------------------------------------------------------------------------
+
 
 _AHEAD = 256  # items that are looked up at once
 _FEW = 16  # items that may all be unreadable, if other readers have more
@@ -462,7 +470,8 @@ _EMPTY_EPOCHS = 16  # per reader: give up after so many epochs without a sample 
 class PoolReader:
     """Reads its share of the remaining epochs into a pool and takes micro-batches from it.
 
-    Deterministic: two readers with the same state produce the same micro-batches.
+    Deterministic: two readers with the same state produce the same micro-batches. `number` says
+    which of the ranks x workers this is.
     """
 
     def __init__(
@@ -478,9 +487,9 @@ class PoolReader:
         self._items, self._batcher, self._length_of = items, batcher, length_of
         self._endless, self._skip = endless, skip
         self._epochs = list(state.epochs)
-        self._number, self._readers, self._read = state.reader, state.readers, state.read
+        self.number, self._readers, self._read = state.reader, state.readers, state.read
         self._coming: list[int] = []  # the next items of the current epoch, the last one first
-        self._found_any = True  # in the current epoch; unknown before this state, so assumed
+        self._any_sample = True  # in the current epoch; unknown before this state, so assumed
         self._empty_epochs = 0
         self._ended = False
         # Whether any item could be used; assumed if others were read before this state.
@@ -491,11 +500,6 @@ class PoolReader:
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
         self._left = state.left
-
-    @property
-    def number(self) -> int:
-        """Which of the ranks x workers this is."""
-        return self._number
 
     def newly_lost(self) -> dict[str, int]:
         """Number of samples lost since the last call, or since the state, by reason."""
@@ -509,7 +513,7 @@ class PoolReader:
             "epochs": [remaining.to_list() for remaining in self._epochs],
             "read": self._read,
             "waiting": [entry.key for entry in self._waiting],
-            "cuts": [self._batcher.cut.to_list()],
+            "cuts": [self._batcher.policy.to_list()],
             "lost": dict(self._lost),
         }
         return state if self._left is None else {**state, "left": self._left}
@@ -558,10 +562,10 @@ class PoolReader:
     def _fill(self) -> None:
         waiting, samples, enough = self._waiting, self._batcher.samples, self._batcher.enough
         while len(waiting) < samples or self._tokens < enough:
-            found = self._next()
-            if found is None:
+            entries = self._next()
+            if entries is None:
                 return
-            for entry in found:
+            for entry in entries:
                 waiting.append(entry)
                 self._tokens += entry.length
 
@@ -574,7 +578,7 @@ class PoolReader:
                 self._coming.pop()
                 self._read += 1
                 self._tried += 1
-                self._found_any = self._found_any or len(entries) > 0
+                self._any_sample = self._any_sample or len(entries) > 0
                 if entries or self._lost.get("skipped", 0) == skipped:
                     self._usable = True
                 return entries
@@ -585,7 +589,7 @@ class PoolReader:
         """The next item of the current epoch; None at its end, if that is known."""
         if not self._coming:
             remaining = self._epochs[0]
-            places = remaining.positions(self._number, self._readers, self._read, _AHEAD)
+            places = remaining.positions(self.number, self._readers, self._read, _AHEAD)
             self._coming = self._items.items(remaining.epoch, places)[::-1]
         return self._coming[-1] if self._coming else None
 
@@ -596,10 +600,10 @@ class PoolReader:
             self._ended = True
             return
         if len(self._epochs) == 1:
-            self._empty_epochs = 0 if self._found_any else self._empty_epochs + 1
+            self._empty_epochs = 0 if self._any_sample else self._empty_epochs + 1
             self._check_found(remaining.epoch)
             self._epochs.append(RemainingEpoch(remaining.epoch + 1, self._items.count))
-            self._found_any = False
+            self._any_sample = False
         del self._epochs[0]
         self._read, self._coming = 0, []
 
@@ -609,13 +613,13 @@ class PoolReader:
             return
         if self._read == 0:
             raise InputError(
-                f"reader {self._number} of {self._readers} has no samples in epoch {epoch}: there "
+                f"reader {self.number} of {self._readers} has no samples in epoch {epoch}: there "
                 f"are fewer items than ranks x workers. Use fewer workers, or more data."
             )
         if self._empty_epochs >= (1 if self._readers == 1 else _EMPTY_EPOCHS * self._readers):
             lost = ", ".join(f"{count} {reason}" for reason, count in sorted(self._lost.items()))
             raise InputError(
-                f"reader {self._number} of {self._readers} found no sample to run in "
+                f"reader {self.number} of {self._readers} found no sample to run in "
                 f"{self._empty_epochs} epochs, up to epoch {epoch} (lost so far: "
                 f"{lost or 'none'}). Add samples, or use another overflow than 'drop'."
             )
@@ -632,59 +636,53 @@ class PoolReader:
         if samples is None:
             return None
         if len(samples) == 1:
-            return self._readable(epoch, *samples[0])
+            return self._entries(epoch, *samples[0])
         return [
             entry
             for sample_id, sample in samples
-            for entry in self._readable(epoch, sample_id, sample)
+            for entry in self._entries(epoch, sample_id, sample)
         ]
-
-    def _readable(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
-        """The entries of one sample; none if it is unreadable and may be skipped."""
-        try:
-            return self._entries(epoch, sample_id, sample)
-        except SampleError as error:
-            if not self._skip:
-                raise
-            self._skipped(error)
-            return []
 
     def _restored(self, state: ReaderState) -> list[Entry]:
         """The pool of a state. Reads in order of items, which is cheap for every source."""
         keys: dict[tuple[int, int], list[Waiting]] = {}
         for key in state.waiting:
             keys.setdefault((key[0], key[1]), []).append(key)
-        found: dict[Waiting, list[Entry]] = {}
+        entries: dict[Waiting, list[Entry]] = {}
         for epoch, sample_id in sorted(keys, key=lambda s: (s[0], item_and_part(s[1]))):
             try:
-                found |= self._again(keys[epoch, sample_id], state.cuts or (self._batcher.cut,))
+                policies = state.policies or (self._batcher.policy,)
+                entries |= self._again(keys[epoch, sample_id], policies)
             except SampleError as error:
                 if not self._skip or self._items.failed:
                     raise
                 self._skipped(error)
-        return [entry for key in state.waiting for entry in found.get(key, ())]
+        return [entry for key in state.waiting for entry in entries.get(key, ())]
 
-    def _again(self, keys: list[Waiting], cuts: Sequence[Cut]) -> dict[Waiting, list[Entry]]:
+    def _again(
+        self, keys: list[Waiting], policies: Sequence[OverflowPolicy]
+    ) -> dict[Waiting, list[Entry]]:
         """The entries of segments of a sample that this or another reader has read before. They
-        are cut again if they no longer fit."""
+        are divided if they no longer fit."""
         epoch, sample_id = keys[0][:2]
         sample = self._items.again(epoch, sample_id)
-        length = self._length(sample_id, sample)
-        usual = pieces_of(self._batcher.cut, length)
-        found: dict[Waiting, list[Entry]] = {}
+        length, policy = self._length(sample_id, sample), self._batcher.policy
+        usual = policy.by_start(length)
+        entries: dict[Waiting, list[Entry]] = {}
         for key in keys:
-            pieces = self._batcher.cut.again(piece_of(key, length, cuts))
-            if pieces is None:
+            before = waiting_segment(key, length, policies)
+            segments = policy.divide(before)
+            if segments is None:
                 raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
-            if not pieces or pieces[-1].end < piece_of(key, length, cuts).end:
-                self._lose("truncated" if pieces else "dropped")
-            found[key] = []
-            for piece in pieces:
-                entry = self._entry(epoch, sample_id, sample, length, piece)
-                if usual.get(piece.start) != piece:
-                    entry = entry._replace(key=[epoch, sample_id, *piece])
-                found[key].append(entry)
-        return found
+            if not segments or segments[-1].end < before.end:
+                self._lose("truncated" if segments else "dropped")
+            entries[key] = []
+            for segment in segments:
+                entry = self._entry(epoch, sample_id, sample, length, segment)
+                if usual.get(segment.start) != segment:
+                    entry = entry._replace(key=[epoch, sample_id, *segment])
+                entries[key].append(entry)
+        return entries
 
     def _length(self, sample_id: int, sample: Sample) -> int:
         try:
@@ -699,30 +697,33 @@ class PoolReader:
         return length
 
     def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
-        """The entries of a sample, after `recipe.overflow` is applied."""
-        length = self._length(sample_id, sample)
+        """The entries of a sample, after `recipe.overflow` is applied; none if it is unreadable and
+        may be skipped."""
         longest, columns = self._batcher.longest, self._batcher.sample_columns
-        if (longest is None or length <= longest) and not columns.names:
-            key = [epoch, sample_id, 0]
-            return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
-        segments = self._batcher.segments(length)
-        if segments is None:
-            raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
-        end = sum(size for _, size in segments)
-        entries = [
-            self._entry(epoch, sample_id, sample, length, Piece(start, size, end))
-            for start, size in segments
-        ]
+        try:
+            length = self._length(sample_id, sample)
+            if (longest is None or length <= longest) and not columns.names:
+                key = [epoch, sample_id, 0]
+                return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
+            segments = self._batcher.policy.segments(length)
+            if segments is None:
+                raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
+            entries = [self._entry(epoch, sample_id, sample, length, each) for each in segments]
+        except SampleError as error:
+            if not self._skip:
+                raise
+            self._skipped(error)
+            return []
         if not entries or entries[0].end < length:
             self._lose("truncated" if entries else "dropped")
         return entries
 
     def _entry(
-        self, epoch: int, sample_id: int, sample: Sample, length: int, piece: Piece
+        self, epoch: int, sample_id: int, sample: Sample, length: int, segment: Segment
     ) -> Entry:
         try:
             columns = self._batcher.sample_columns
-            return entry_of(epoch, sample_id, sample, length, piece, columns)
+            return entry_of(epoch, sample_id, sample, length, segment, columns)
         except SampleError:
             raise
         except Exception as error:
@@ -742,7 +743,7 @@ class PoolReader:
         few = self._readers > 1 and self._tried < _FEW
         if self._first_error is not None and not self._usable and not few:
             raise InputError(
-                f"reader {self._number} of {self._readers} skipped all of the {self._tried} items "
+                f"reader {self.number} of {self._readers} skipped all of the {self._tried} items "
                 f"that it read. The first error: {self._first_error}"
             )
 
@@ -782,3 +783,41 @@ def warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
             f"`lost` of any step.",
             stacklevel=3,
         )
+
+
+def count_steps(
+    states: Sequence[ReaderState],
+    firsts: Sequence[int],
+    workers: int,
+    items: ItemLengths,
+    batcher: PoolBatcher,
+    skip: bool,
+) -> IntArray:
+    """How many steps each reader makes by itself. The first of them has the number `firsts[i]`."""
+    counts = []
+    for state, first in zip(states, firsts, strict=True):
+        counted: Any = items
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of skipped samples: warned of when they are run
+            reader = PoolReader(state, counted, batcher, int, endless=False, skip=skip)
+            count = 0
+            while reader.step(first + count * workers) is not None:
+                count += 1
+        counts.append(count)
+    return np.array(counts, np.int64)
+
+
+def common_steps(counts: IntArray, workers: int) -> list[int]:
+    """The steps of each reader such that all ranks make as many as the longest one.
+
+    Further steps of a rank go to its reader with the fewest.
+
+    >>> common_steps(np.array([5, 3, 4, 4, 2, 3]), workers=2)
+    [5, 3, 4, 4, 4, 4]
+    """
+    steps = counts.reshape(-1, workers).copy()
+    most = int(steps.sum(axis=1).max(initial=0))
+    for rank in steps:
+        while rank.sum() < most:
+            rank[np.argmin(rank)] += 1
+    return [int(count) for count in steps.reshape(-1)]

@@ -5,29 +5,31 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import IntArray, sample_name, sample_number
+from evenstep.core.ragged import IntArray, offsets_of, sample_name, sample_number
 from evenstep.errors import FileError, InputError, SampleError
 
-# sources.source ----------------------------------------------------------------------------
+# Protocols ----------------------------------------------------------------------------------------
 
-# The protocols of a source, and how streams read one.
-#
 # A source is indexed by item, or read in order from a start. An item is one sample, or a list of
 # several. A sample is usually a mapping with `input_ids`; streams need only its length.
 
 Sample: TypeAlias = Any
 """Usually a mapping with `input_ids`; anything that has a length is accepted."""
 Source: TypeAlias = "SampleSource | SequentialSource"
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with how much is done, and how much there is in all."""
 
 
 class Draw(NamedTuple):
@@ -94,6 +96,67 @@ class SeededSource(Protocol):
         """What `source[item]`, or `decode(item)` of a raw item, is in this epoch."""
 
 
+class MeasuredFile(Protocol):
+    """One file of a source, opened."""
+
+    def lengths_of(self, items: IntArray, /) -> IntArray:
+        """The lengths of items of this file."""
+
+
+class Shards(ABC):
+    """What sources of several files share: their items are one list.
+
+    `shards` holds the first item of every file, and the number of all: files of 3, 0 and 2 items
+    -> [0, 3, 3, 5]. A reader that takes whole files takes `shards[k]` to `shards[k + 1]`.
+    """
+
+    paths: list[Path]
+
+    @abstractmethod
+    def _shard_sizes(self) -> list[int]:
+        """The number of items of each file."""
+
+    @cached_property
+    def shards(self) -> IntArray:
+        """The first item of each file, and the number of all items."""
+        return offsets_of(np.array(self._shard_sizes(), np.int64))
+
+    def __len__(self) -> int:
+        return int(self.shards[-1])
+
+    def _locate(self, item: int) -> tuple[int, int]:
+        """(file of an item, its number there)."""
+        if not 0 <= item < len(self):
+            raise IndexError(f"item {item} of {len(self)}")
+        shard = int(np.searchsorted(self.shards, item, "right")) - 1  # skips empty files
+        return shard, item - int(self.shards[shard])
+
+    def _lengths_by_shard(self, items: IntArray, files: Sequence[MeasuredFile]) -> IntArray:
+        """The lengths of these items of the files."""
+        check_items(items, int(self.shards[-1]))
+        at = np.asarray(items, np.int64)
+        if len(files) == 1:
+            return files[0].lengths_of(at)
+        lengths = np.empty(len(at), np.int64)
+        shards = np.searchsorted(self.shards, at, "right") - 1
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            lengths[here] = files[shard].lengths_of(at[here] - self.shards[shard])
+        return lengths
+
+
+def shards_of(source: SampleSource) -> IntArray:
+    """The first item of every shard of a source, and the number of all items; one shard, if the
+    source has no files.
+
+    >>> from evenstep.data import InMemory
+    >>> shards_of(InMemory([[1, 2], [3]])).tolist()
+    [0, 2]
+    """
+    shards: IntArray | None = getattr(source, "shards", None)
+    return np.array([0, len(source)]) if shards is None else shards
+
+
 def is_seeded(source: object) -> bool:
     """Whether samples depend on epoch and seed."""
     return bool(getattr(source, "seeded", False))
@@ -120,20 +183,20 @@ def read_samples(
     """
     try:
         if draw is not None:
-            given = item if has_random_access(source) else raw
-            found = cast("SeededSource", source).drawn(given, draw)
+            indexed = has_random_access(source)
+            content = cast("SeededSource", source).drawn(item if indexed else raw, draw)
         elif has_random_access(source):
-            found = source[item]
+            content = source[item]
         else:
-            found = cast("SequentialSource", source).decode(raw)
+            content = cast("SequentialSource", source).decode(raw)
     except (SampleError, FileError):
         raise
     except Exception as error:
         # This includes StopIteration, which would otherwise end the stream silently.
         raise unreadable(item, error) from error
-    if not isinstance(found, list):
-        return [(item, found)]
-    return [(sample_number(item, part), sample) for part, sample in enumerate(found)]
+    if not isinstance(content, list):
+        return [(item, content)]
+    return [(sample_number(item, part), sample) for part, sample in enumerate(content)]
 
 
 def unreadable(sample_id: int, error: BaseException) -> SampleError:
@@ -210,7 +273,7 @@ def length_of(sample: Sample) -> int:
     return len(tokens)
 
 
-# sources.transform -------------------------------------------------------------------------
+# Transforms ---------------------------------------------------------------------------------------
 
 Transform: TypeAlias = Callable[..., Sample | list[Sample]]
 """From an item to one sample, or to a list of several. A seeded transform also has parameters named
@@ -233,7 +296,7 @@ class ItemTransform:
 
     @classmethod
     def of(cls, function: Transform | None) -> ItemTransform:
-        """With what is found in the signature of `function`. Its first parameter is the item, and
+        """With what the signature of `function` asks for. Its first parameter is the item, and
         arguments that a `functools.partial` has fixed stay as they are."""
         if function is None:
             return cls(None)
@@ -266,17 +329,18 @@ def parameters_of(function: Callable[..., Any], skip: int = 0) -> set[str]:
     ['epoch', 'seed']
     """
     try:
-        found = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return set()  # some builtins have no signature
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    first = [p for p in found if p.kind != inspect.Parameter.KEYWORD_ONLY][:skip]
-    return {p.name for p in found if p.kind in named and p not in first}
+    first = [p for p in parameters if p.kind != inspect.Parameter.KEYWORD_ONLY][:skip]
+    return {p.name for p in parameters if p.kind in named and p not in first}
 
 
-# sources.content ---------------------------------------------------------------------------
+# Digests ------------------------------------------------------------------------------------------
 
 _SPREAD_ITEMS = 16
+ALL_DIGESTED, _SOME_DIGESTED = 2**18, 4096  # entries of a column: all, or so many of more
 
 
 def spread(count: int, most: int = _SPREAD_ITEMS) -> list[int]:
@@ -285,8 +349,26 @@ def spread(count: int, most: int = _SPREAD_ITEMS) -> list[int]:
     >>> spread(100, 4), spread(2)
     ([0, 33, 66, 99], [0, 1])
     """
-    found: list[int] = np.linspace(0, count - 1, min(count, most)).astype(np.int64).tolist()
-    return found
+    items: list[int] = np.linspace(0, count - 1, min(count, most)).astype(np.int64).tolist()
+    return items
+
+
+def digested_entries(count: int, complete: int = _SOME_DIGESTED) -> IntArray:
+    """Which entries of a column are digested: all of up to `complete`, 4096 of more."""
+    return np.arange(count) if count <= complete else np.array(spread(count, _SOME_DIGESTED))
+
+
+def column_digest(column: NDArray[Any], complete: int = _SOME_DIGESTED) -> str:
+    """A digest of a column with one entry per sample, at a cost that does not grow with it."""
+    return values_digest(len(column), column[digested_entries(len(column), complete)])
+
+
+def values_digest(count: int, seen: NDArray[Any]) -> str:
+    """A digest of the entries that were `seen` of a column of `count`."""
+    body = repr(seen.tolist()).encode()
+    if seen.dtype.kind in "biuf":
+        body = seen.astype("<f8" if seen.dtype.kind == "f" else "<i8").tobytes()
+    return hashlib.blake2b(b"%d " % count + body, digest_size=8).hexdigest()
 
 
 def samples_digest(read: Callable[[int], Any], items: Iterable[int]) -> bytes:
@@ -295,18 +377,18 @@ def samples_digest(read: Callable[[int], Any], items: Iterable[int]) -> bytes:
     Every item is read twice, because a transform that draws random numbers of its own must not
     make the fingerprint random, too. An item that cannot be read is part of the digest.
     """
-    found = [[_content(read, item) for item in items] for _ in range(2)]
-    return b"".join(found[0]) if found[0] == found[1] else b""
+    first, second = ([_content(read, item) for item in items] for _ in range(2))
+    return b"".join(first) if first == second else b""
 
 
 def _content(read: Callable[[int], Any], item: int) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     try:
-        found = read(item)
+        content = read(item)
     except Exception:
         digest.update(b"unreadable")
         return digest.digest()
-    samples = found if isinstance(found, list) else [found]
+    samples = content if isinstance(content, list) else [content]
     digest.update(f" {item} {len(samples)}".encode())
     for sample in samples:
         for part in sample_content(sample):
@@ -410,19 +492,19 @@ class SamplesWithoutLoss:
     >>> samples = SamplesWithoutLoss()
     >>> samples.add({"input_ids": [1, 2], "loss_mask": [0, 0]})
     >>> samples.add({"input_ids": [1, 2], "loss_mask": [0, 1]})
-    >>> samples.found
+    >>> samples.any_loss
     True
     """
 
     def __init__(self) -> None:
-        self.found = False
+        self.any_loss = False
         """Whether a sample has a loss token."""
         self._count = 0
         self._last: Any = None
 
     def add(self, sample: Any) -> None:
         """Count a sample; raises if it is the thousandth without a loss token."""
-        if self.found:
+        if self.any_loss:
             return
         try:
             length = length_of(sample)
@@ -431,13 +513,13 @@ class SamplesWithoutLoss:
             return
         if length < 2:
             return
-        self._count, self._last, self.found = self._count + 1, sample, loss_tokens > 0
+        self._count, self._last, self.any_loss = self._count + 1, sample, loss_tokens > 0
         if self._count >= _MANY:
             self.end()
 
     def end(self) -> None:
         """Raise if samples were added and none has a loss token."""
-        if self._count and not self.found:
+        if self._count and not self.any_loss:
             raise InputError(
                 f"none of the first {self._count} samples of two or more tokens has a loss token. "
                 f"In the last one, {cause_of_no_loss(self._last)}"
@@ -455,7 +537,7 @@ def check_some_loss(source: SampleSource) -> None:
             draw = Draw(item, 0, 0) if seeded else None
             for _, sample in read_samples(source, item, None, draw):
                 without_loss.add(sample)
-        if without_loss.found:
+        if without_loss.any_loss:
             return
     if len(source) <= _MOST_ITEMS:
         without_loss.end()

@@ -1,41 +1,48 @@
-"""Stream: what planned and pooled streams share."""
+"""Stream: what planned and pooled streams share, and what can be done with the steps of any."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-import reprlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from evenstep.core.plan import MicroBatch, Plan
-from evenstep.core.ragged import IntArray, offsets_of, rounded_up, sample_name
+from evenstep.core.ragged import offsets_of, rounded_up, sample_name
 from evenstep.core.recipe import Recipe, World
 from evenstep.core.step import Cursor, Step
-from evenstep.core.text import one_of, whole_number
+from evenstep.core.text import one_of, seed_number, truth_value, whole_number
 from evenstep.data.pool import micro_batch
 from evenstep.data.source import (
+    ALL_DIGESTED,
     Draw,
     MeasuredSource,
     Sample,
     SampleSource,
     Source,
     cause_of,
+    digested_entries,
     has_random_access,
     is_seeded,
     read_samples,
+    spread,
+    values_digest,
 )
 from evenstep.errors import ConfigError, InputError, PlanError, SampleError
-from evenstep.planning.inputs import check_exact, flat_array, numbered
 from evenstep.planning.overflow import refusal, refused
 
-# streams.estimate --------------------------------------------------------------------------
+OnError: TypeAlias = Literal["raise", "skip"]
+
+_MANY = 1000  # samples that cannot all be unreadable by chance
+_CHUNK = 1 << 20  # lengths that are checked at once
+_SAMPLED_LENGTHS = 4096  # for an estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +60,170 @@ class Estimate:
         return str(self.steps) if self.exact else f"about {self.steps}"
 
 
-# streams.digests ---------------------------------------------------------------------------
+class Stream(ABC):
+    """Steps of one rank, from a start that the caller sets. Iterating does not move the start.
 
-_ALL_DIGESTED, _SOME_DIGESTED = 2**18, 4096
-
-
-def lengths_digest(source: MeasuredSource) -> str:
-    """A digest of all lengths of up to 262,144 samples; of 4096, evenly spread, of more.
-
-    A sample that was edited usually has another length.
+    A stream is an order of samples, a cursor in it, and a way to form steps: a plan of all ranks
+    (`PlannedStream`) or a pool on each (`PooledStream`).
     """
-    return _values_digest(len(source), source.lengths_of(_spread(len(source))))
+
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        *,
+        world: World | None,
+        seed: int,
+        shuffle: bool,
+        max_num_steps: int | None,
+        infinite_loop: bool,
+        on_error: OnError,
+        fingerprint: str | None,
+    ) -> None:
+        one_of("on_error", on_error, OnError)
+        if max_num_steps is not None:
+            max_num_steps = whole_number("max_num_steps", max_num_steps, least=0)
+        self.source, self.recipe, self.world = source, recipe, world_for(recipe, world)
+        self.seed, self.shuffle = seed_number(seed), shuffle
+        self.max_num_steps, self.on_error = max_num_steps, on_error
+        self.infinite_loop = truth_value("infinite_loop", infinite_loop)
+        self._data_name = fingerprint
+        self._now: Cursor | None = None  # after the last step that was yielded; None: at the start
+        self._iterated = False  # since the start was set
+
+    # Steps -------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        self._now = None
+        for step in self.walk():
+            self._now = step.cursor
+            yield step
+
+    @abstractmethod
+    def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
+        """The steps of one of several workers of this rank, which take turns."""
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> Estimate:
+        """Number of steps in an epoch; may be an estimate."""
+
+    @property
+    @abstractmethod
+    def ends_together(self) -> bool:
+        """Whether all ranks of a finite stream end after the same step."""
+
+    def __len__(self) -> int:
+        """Steps of one pass: those of an epoch, which may be an estimate (see `steps_per_epoch`),
+        but no more than are left of `max_num_steps`; all that are left if the stream is endless or
+        the source has no length."""
+        left = None if self.max_num_steps is None else max(self.max_num_steps - self.done, 0)
+        sized = left is None or has_random_access(self.source)
+        if sized and not self.infinite_loop:
+            steps = self.steps_per_epoch.steps
+            return steps if left is None else min(steps, left)
+        if left is None:
+            raise TypeError(
+                "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
+            )
+        return left
+
+    # Position ----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def done(self) -> int:
+        """Steps before the start, over all epochs."""
+
+    @abstractmethod
+    def start(self, workers: int = 1) -> Cursor:
+        """The cursor of this rank before its first step."""
+
+    @staticmethod
+    @abstractmethod
+    def join(cursors: Sequence[Cursor]) -> Cursor:
+        """Merge cursors of several workers, old and new, into one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor after the last step that was yielded, as plain data."""
+        return (self.start() if self._now is None else self._now).to_dict()
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Start after the step that the state was taken at. `allow` names what has changed."""
+
+    @abstractmethod
+    def skip_batches(self, steps: int) -> None:
+        """Start `steps` steps later."""
+
+    def set_epoch(self, epoch: int, done: int | None = None) -> None:
+        """Start at the first step of `epoch`, after `done` steps (default: those yielded so far).
+
+        Keeps a start within this epoch that was loaded or skipped to, unless the stream was
+        iterated since or `done` is given. So the same loop also resumes:
+
+            stream.load_state_dict(state)  # after step 40 of epoch 3
+            for epoch in range(3, 10):
+                stream.set_epoch(epoch)  # 3: continues after step 40; 4: from the beginning
+                for step in stream: ...
+        """
+        epoch = whole_number("epoch", epoch, least=0)
+        if done is None and not self._iterated and epoch in self._start_epochs():
+            return
+        so_far = self.done if self._now is None else self._now.step
+        self._start_epoch(epoch, so_far if done is None else done)
+        self._now, self._iterated = None, False
+
+    @abstractmethod
+    def _start_epochs(self) -> Collection[int]:
+        """The epochs of the start."""
+
+    @abstractmethod
+    def _start_epoch(self, epoch: int, done: int) -> None:
+        """Start at the beginning of an epoch, after `done` steps."""
+
+    # Identity ----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A digest of what must be the same on all ranks: data, order, recipe, ranks."""
+
+    def _identity_of_data(self, items: str, measured: bool) -> dict[str, str]:
+        """What a cursor says about the samples; `items` is what the source calls them."""
+        source, name = self.source, self._data_name
+        count = f"{len(source)} {items}, " if has_random_access(source) else ""
+        identity = {"data": f"{count}{source.fingerprint if name is None else name}"}
+        if measured:
+            identity["lengths"] = lengths_digest(source)  # type: ignore[arg-type]
+        if is_seeded(source):
+            identity["seed of samples"] = str(self.seed)
+        return identity
 
 
-def values_digest(values: NDArray[Any]) -> str:
-    """A digest of a column with one entry per sample, of as many entries as `lengths_digest`."""
-    return _values_digest(len(values), values[_spread(len(values))])
+def world_for(recipe: Recipe, world: World | None) -> World:
+    """The world of a stream (default: a single rank). Its size must be `recipe.topology.dp`."""
+    world, topology = World() if world is None else world, recipe.topology
+    if world.size != topology.dp:
+        remedy = f"Set topology.dp to {world.size}."
+        if world.size == 1:
+            alone = topology.cp * topology.tp * topology.pp == 1
+            detected = f"World.detect({'' if alone else 'recipe.topology'})"
+            remedy = f"Under torchrun pass world={detected}, or set topology.dp to 1."
+        raise ConfigError(
+            f"the recipe plans for {topology.dp} data-parallel ranks but the world has "
+            f"{world.size}. {remedy}"
+        )
+    return world
 
 
-def _spread(count: int) -> IntArray:
-    if count <= _ALL_DIGESTED:
-        return np.arange(count)
-    return np.linspace(0, count - 1, _SOME_DIGESTED).astype(np.int64)
+def digest_of(data: Mapping[str, Any]) -> str:
+    """A digest of plain data, for `Cursor.identity`."""
+    text = json.dumps(data, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def _values_digest(count: int, seen: NDArray[Any]) -> str:
-    numbers = seen.dtype.kind in "biuf"
-    kept = seen.astype("<f8" if seen.dtype.kind == "f" else "<i8").tobytes() if numbers else b""
-    body = kept if numbers else repr(seen.tolist()).encode()
-    return hashlib.blake2b(b"%d " % count + body, digest_size=8).hexdigest()
-
-
-# streams.known_lengths ---------------------------------------------------------------------
-
-_CHUNK, _SAMPLED_LENGTHS = 1 << 20, 4096
+# Lengths that a source knows ---------------------------------------------------------------------
 
 
 def knows_lengths(source: Source) -> TypeGuard[MeasuredSource]:
@@ -120,68 +257,24 @@ def check_lengths(source: MeasuredSource, recipe: Recipe) -> None:
         raise SampleError(refusal(*first, recipe, more=count - 1))
 
 
+def lengths_digest(source: MeasuredSource) -> str:
+    """A digest of all lengths of up to 262,144 samples; of 4096, evenly spread, of more.
+
+    A sample that was edited usually has another length.
+    """
+    items = digested_entries(len(source), ALL_DIGESTED)
+    return values_digest(len(source), source.lengths_of(items))
+
+
 def estimated_tokens(source: MeasuredSource) -> float:
     """The number of tokens of all samples, from the lengths of up to 4096 of them."""
     if not len(source):
         return 0.0
-    spread = np.linspace(0, len(source) - 1, min(len(source), _SAMPLED_LENGTHS)).astype(np.int64)
-    return float(source.lengths_of(spread).mean()) * len(source)
+    items = np.array(spread(len(source), _SAMPLED_LENGTHS))
+    return float(source.lengths_of(items).mean()) * len(source)
 
 
-# streams.per_sample ------------------------------------------------------------------------
-
-
-def per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[Any]:
-    """`values` as an array with one entry per sample. Arrays are not copied, nor read if mapped.
-
-    >>> per_sample("images", [0, 2], 2)
-    array([0, 2])
-    """
-    array = flat_array(name, values)
-    if array.ndim != 1:
-        raise InputError(
-            f"{name} must have one dimension, got shape {array.shape}. Pass one entry per sample, "
-            f"in a flat list or array."
-        )
-    if len(array) != samples:
-        raise InputError(
-            f"{name} must have one entry per sample, got {len(array)} entries for {samples} "
-            f"samples."
-        )
-    return array
-
-
-def whole_per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[np.integer]:
-    """`values` as an array of one integer per sample. Floats without fraction are converted, and
-    texts as groups are numbered.
-
-    >>> whole_per_sample("groups", [7.0, 5.0], 2), whole_per_sample("groups", ["b", "a"], 2)
-    (array([7, 5]), array([1, 0]))
-    """
-    array = per_sample(name, numbered(values) if name == "groups" else values, samples)
-    if array.dtype.kind in "iu":
-        return array
-    whole = np.zeros(len(array), bool)
-    if array.dtype.kind == "f":
-        whole = (np.abs(array) < 2.0**63) & (array == np.floor(array))  # neither holds for nan
-        check_exact(name, array, whole)
-    elif array.dtype.kind == "O":  # a list of mixed types
-        whole = np.array([type(v) is int and -(2**63) <= v < 2**63 for v in array], bool)
-    if whole.all():
-        return array.astype(np.int64)
-    at = int(np.argmin(whole))
-    texts = " or texts" if name == "groups" else ""
-    raise InputError(
-        f"{name} must be 64-bit integers{texts}, got "
-        f"{reprlib.repr(array[at : at + 1].tolist()[0])} for sample {at}."
-    )
-
-
-# streams.lookup ----------------------------------------------------------------------------
-
-OnError: TypeAlias = Literal["raise", "skip"]
-
-_MANY = 1000  # samples that cannot all be unreadable by chance
+# Samples of a planned stream ---------------------------------------------------------------------
 
 
 class SampleLookup:
@@ -211,14 +304,14 @@ class SampleLookup:
 
     def __getitem__(self, sample_id: int) -> Sample | None:
         try:
-            found = self._read(sample_id)
+            sample = self._read(sample_id)
         except SampleError as error:
             if self.on_error == "raise":
                 raise
             self._skip(sample_id, error)
             return None
         self._tally.any_read = True
-        return found
+        return sample
 
     def _skip(self, sample_id: int, error: SampleError) -> None:
         tally = self._tally
@@ -236,13 +329,13 @@ class SampleLookup:
 
     def _read(self, sample_id: int) -> Sample:
         draw = Draw(sample_id, self.epoch, self.seed) if self._seeded else None
-        found = read_samples(self.source, sample_id, None, draw)
-        if len(found) != 1:
+        samples = read_samples(self.source, sample_id, None, draw)
+        if len(samples) != 1:
             raise SampleError(
-                f"item {sample_name(sample_id)} has {len(found)} samples; a planned stream expects "
-                f"one per item. Use a PooledStream for items of several samples."
+                f"item {sample_name(sample_id)} has {len(samples)} samples; a planned stream "
+                f"expects one per item. Use a PooledStream for items of several samples."
             )
-        return found[0][1]
+        return samples[0][1]
 
 
 @dataclass(slots=True)
@@ -255,95 +348,7 @@ class _Tally:
     first: str = ""
 
 
-# streams.stream ----------------------------------------------------------------------------
-
-
-class Stream(Protocol):
-    """Steps of one rank, from a start that the caller sets. Iterating does not move the start."""
-
-    world: World
-    recipe: Recipe
-    infinite_loop: bool
-    max_num_steps: int | None
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of what must be the same on all ranks: data, order, recipe, ranks."""
-
-    @property
-    def done(self) -> int:
-        """Steps before the start, over all epochs."""
-
-    @property
-    def steps_per_epoch(self) -> Estimate:
-        """Number of steps in an epoch; may be an estimate."""
-
-    @property
-    def ends_together(self) -> bool:
-        """Whether all ranks of a finite stream end after the same step."""
-
-    def __iter__(self) -> Iterator[Step]: ...
-
-    def __len__(self) -> int:
-        """Steps of one pass; an estimate if they depend on lengths."""
-
-    def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
-        """The steps of one of several workers of this rank, which take turns."""
-
-    def start(self, workers: int = 1) -> Cursor:
-        """The cursor of this rank before its first step."""
-
-    def join(self, cursors: Sequence[Cursor]) -> Cursor:
-        """Merge cursors of several workers, old and new, into one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The cursor after the step that was yielded last, as plain data."""
-
-    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
-        """Start after the step that the state was taken at. `allow` names what has changed."""
-
-    def set_epoch(self, epoch: int, done: int | None = None) -> None:
-        """Start at the beginning of an epoch, or at a loaded position within it."""
-
-    def skip_batches(self, steps: int) -> None:
-        """Start `steps` steps later."""
-
-
-def world_for(recipe: Recipe, world: World | None) -> World:
-    """The world of a stream (default: a single rank). Its size must be `recipe.topology.dp`."""
-    found, topology = World() if world is None else world, recipe.topology
-    if found.size != topology.dp:
-        remedy = f"Set topology.dp to {found.size}."
-        if found.size == 1:
-            alone = topology.cp * topology.tp * topology.pp == 1
-            detected = f"World.detect({'' if alone else 'recipe.topology'})"
-            remedy = f"Under torchrun pass world={detected}, or set topology.dp to 1."
-        raise ConfigError(
-            f"the recipe plans for {topology.dp} data-parallel ranks but the world has "
-            f"{found.size}. {remedy}"
-        )
-    return found
-
-
-def steps_of_pass(stream: Stream, endless: bool) -> int:
-    """Steps of one pass: those of an epoch, but no more than are left of `max_num_steps`; all that
-    are left if the stream is `endless`."""
-    most = stream.max_num_steps
-    left = None if most is None else max(most - stream.done, 0)
-    if not endless:
-        steps = stream.steps_per_epoch.steps
-        return steps if left is None else min(steps, left)
-    if left is None:
-        raise TypeError(
-            "an endless stream has no length. Set max_num_steps, or infinite_loop=False."
-        )
-    return left
-
-
-def digest_of(data: Mapping[str, Any]) -> str:
-    """A digest of plain data, for `Cursor.belongs`."""
-    text = json.dumps(data, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=8).hexdigest()
+# The end of a stream -----------------------------------------------------------------------------
 
 
 def until_all_end(
@@ -382,7 +387,7 @@ def empty_step(before: Step | None, recipe: Recipe) -> Step:
             epoch=0,
             micro_batches=(empty,) * count,
             samples={},
-            cursor=Cursor(belongs={}, step=0, place={}),
+            cursor=Cursor(identity={}, step=0, position={}),
             budget=recipe.layout.budget,
             ranks=recipe.topology.dp,
         )
@@ -399,7 +404,7 @@ def empty_step(before: Step | None, recipe: Recipe) -> Step:
     )
 
 
-# streams.separate --------------------------------------------------------------------------
+# Micro-batches of short or long segments alone ---------------------------------------------------
 
 
 def separate_lengths(step: Step, limit: int) -> Step:
@@ -462,12 +467,12 @@ def _sides(micro: MicroBatch, limit: int) -> Iterator[MicroBatch]:
 
 
 def _part(micro: MicroBatch, keep: NDArray[np.bool_]) -> MicroBatch:
-    """Some of the segments in the same rows; rows are as wide as needed, and none is empty unless
+    """The segments to `keep` in the same rows; rows are as wide as needed, and none is empty unless
     all are."""
     rows = np.repeat(np.arange(micro.rows), np.diff(micro.row_offsets))[keep]
-    held = np.bincount(rows, minlength=micro.rows)
-    held = held[held > 0] if len(rows) else np.zeros(1, np.int64)
-    offsets = offsets_of(held.astype(np.int64))
+    sizes = np.bincount(rows, minlength=micro.rows)
+    sizes = sizes[sizes > 0] if len(rows) else np.zeros(1, np.int64)
+    offsets = offsets_of(sizes.astype(np.int64))
     aligned = rounded_up(micro.segments.length[keep], micro.alignment)
     used = np.diff(np.concatenate(([0], np.cumsum(aligned)))[offsets])
     return replace(

@@ -15,7 +15,7 @@ from evenstep.core.text import short_repr
 from evenstep.data.source import LOSS_MASKS, Draw, ItemTransform, Sample
 from evenstep.errors import ConfigError, FileError, InputError
 
-# corpus.tokenizer --------------------------------------------------------------------------
+# Tokenizers ---------------------------------------------------------------------------------------
 
 BYTES = 256
 
@@ -56,7 +56,7 @@ def vocabulary(tokenizer: Any) -> int:
     return BYTES if tokenizer is None else len(tokenizer)
 
 
-# sources.text ------------------------------------------------------------------------------
+# Rows ---------------------------------------------------------------------------------------------
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Tokenize: TypeAlias = Callable[[str], Tokens]
@@ -225,14 +225,14 @@ def _utf8(text: str) -> Tokens:
 
 
 def _called(tokenizer: Any, text: str) -> Tokens:
-    found = tokenizer(text)
-    tokens: Tokens = found["input_ids"] if isinstance(found, Mapping) else found
+    encoded = tokenizer(text)
+    tokens: Tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
     return tokens
 
 
 def _encoded(tokenizer: Any, text: str) -> Tokens:
-    found = tokenizer.encode(text)
-    tokens: Tokens = getattr(found, "ids", found)
+    encoded = tokenizer.encode(text)
+    tokens: Tokens = getattr(encoded, "ids", encoded)
     return tokens
 
 
@@ -248,7 +248,7 @@ def _integers(tokens: Any, where: str) -> NDArray[np.integer[Any]]:
     return array
 
 
-# corpus.chat -------------------------------------------------------------------------------
+# Chats --------------------------------------------------------------------------------------------
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -283,8 +283,8 @@ class ChatEncoder:
 
     @property
     def _template(self) -> str | None:
-        found: str | None = self.template or getattr(self.tokenizer, "chat_template", None)
-        return found
+        template: str | None = self.template or getattr(self.tokenizer, "chat_template", None)
+        return template
 
     def encode(self, messages: Messages, masked: bool = True) -> dict[str, NDArray[Any]]:
         """The sample of one chat. Unless it is `masked`, the template is applied only once."""
@@ -294,21 +294,21 @@ class ChatEncoder:
         if not masked:
             return {"input_ids": np.asarray(self._apply(messages)["input_ids"], np.int64)}
         if _MARK in str(self._template):
-            found = self._apply(messages, return_assistant_tokens_mask=True)
-            mask = found.get("assistant_masks", found.get("assistant_tokens_mask"))
+            encoded = self._apply(messages, return_assistant_tokens_mask=True)
+            mask = encoded.get("assistant_masks", encoded.get("assistant_tokens_mask"))
         else:
-            found = self._apply(messages)
-            mask = self._added(messages, found["input_ids"])
+            encoded = self._apply(messages)
+            mask = self._added(messages, encoded["input_ids"])
         return {
-            "input_ids": np.asarray(found["input_ids"], np.int64),
+            "input_ids": np.asarray(encoded["input_ids"], np.int64),
             "loss_mask": np.asarray(mask, np.uint8),
         }
 
     def _apply(self, messages: Messages, **options: Any) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.tokenizer.apply_chat_template(
+        encoded: Mapping[str, Any] = self.tokenizer.apply_chat_template(
             list(messages), chat_template=self.template, tokenize=True, return_dict=True, **options
         )
-        return found
+        return encoded
 
     def _added(self, messages: Messages, whole: Sequence[int]) -> NDArray[np.uint8]:
         """1 for the tokens that each message of the assistant adds."""
@@ -343,17 +343,15 @@ def _is_message(value: object) -> bool:
 
 
 def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
-    pieces: list[tuple[bytes, int]] = []
+    texts: list[bytes] = []
+    trained: list[int] = []  # per text: 1 if it counts in the loss
     for message in messages:
-        role, own = message["role"], int(message["role"] == "assistant")
-        pieces.append((f"<{role}>\n".encode(), 0))
-        pieces.append((f"{message['content']}</{role}>\n".encode(), own))
-    text = b"".join(piece for piece, _ in pieces)
+        role = message["role"]
+        texts += [f"<{role}>\n".encode(), f"{message['content']}</{role}>\n".encode()]
+        trained += [0, int(role == "assistant")]
     return {
-        "input_ids": np.frombuffer(text, np.uint8).astype(np.int64),
-        "loss_mask": np.repeat(
-            np.array([own for _, own in pieces], np.uint8), [len(piece) for piece, _ in pieces]
-        ),
+        "input_ids": np.frombuffer(b"".join(texts), np.uint8).astype(np.int64),
+        "loss_mask": np.repeat(np.array(trained, np.uint8), [len(text) for text in texts]),
     }
 
 

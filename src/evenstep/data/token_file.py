@@ -27,12 +27,10 @@ from typing import IO, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from evenstep.core.ragged import IntArray, offsets_of, rounded_up
+from evenstep.core.ragged import IntArray, rounded_up
 from evenstep.data.files import Paths, files_of
-from evenstep.data.source import LOSS_MASKS, Sample, SampleSource, check_items, read_samples
+from evenstep.data.source import LOSS_MASKS, Sample, SampleSource, Shards, read_samples
 from evenstep.errors import ConfigError, FileError, InputError
-
-# sources.token_file ------------------------------------------------------------------------
 
 MAGIC = b"EVENSTEP TOKS 1\n"
 HEADER_SIZE = 4096
@@ -42,7 +40,7 @@ _ALIGNMENT = 64
 _BLOCK = 1 << 24
 
 
-class TokenFile:
+class TokenFile(Shards):
     """Samples of files that a `TokenFileWriter` wrote, concatenated; every item is one sample.
 
     `paths` is a path, a pattern such as `"data/*.tokens"`, or a list of either. Matches of a
@@ -64,16 +62,11 @@ class TokenFile:
     def __reduce__(self) -> tuple[type[Self], tuple[list[Path]]]:
         return type(self), (self.paths,)
 
-    def __len__(self) -> int:
-        return self._count
-
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
-        if not 0 <= item < self._count:
-            raise IndexError(f"item {item} of {len(self)}")
         opened, number = self._opened[0], item
-        if number >= opened.header.samples:
-            which = int(np.searchsorted(self._starts, item, "right")) - 1  # skips empty files
-            opened, number = self._opened[which], item - int(self._starts[which])
+        if not 0 <= item < opened.header.samples:
+            shard, number = self._locate(item)
+            opened = self._opened[shard]
         start, end = int(opened.offsets[number]), int(opened.offsets[number + 1])
         if not 0 <= start < end <= opened.header.tokens:
             raise damaged(opened.path, f"sample {number} spans tokens {start} to {end}")
@@ -81,25 +74,16 @@ class TokenFile:
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items. Reads no others."""
-        check_items(items, len(self))
-        at = np.asarray(items, np.int64)
-        if len(self.paths) == 1:
-            return self._opened[0].lengths_of(at)
-        lengths = np.empty(len(at), np.int64)
-        files = np.searchsorted(self._starts, at, "right") - 1
-        for which in np.unique(files).tolist():
-            here = files == which
-            lengths[here] = self._opened[which].lengths_of(at[here] - self._starts[which])
-        return lengths
+        return self._lengths_by_shard(items, self._opened)
 
     @property
     def fingerprint(self) -> str:
         """Covers all samples. It was computed when they were written, so nothing is read, and a
         file that was changed in place by other means is not noticed (see `verify`)."""
-        found = [opened.header.fingerprint for opened in self._opened]
-        if len(found) == 1:
-            return found[0]
-        return hashlib.blake2b(" ".join(found).encode(), digest_size=16).hexdigest()
+        digests = [opened.header.fingerprint for opened in self._opened]
+        if len(digests) == 1:
+            return digests[0]
+        return hashlib.blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
 
     def verify(self) -> None:
         """Read the whole file and raise a FileError if it differs from what was written.
@@ -114,24 +98,20 @@ class TokenFile:
                 if digest.hexdigest() != opened.header.digests[name]:
                     raise damaged(opened.path, f"the digest of {name} does not match")
 
-    @cached_property
-    def _count(self) -> int:
-        return int(self._starts[-1])
-
-    @cached_property
-    def _starts(self) -> IntArray:
-        return offsets_of(np.array([o.header.samples for o in self._opened], np.int64))
+    def _shard_sizes(self) -> list[int]:
+        return [opened.header.samples for opened in self._opened]
 
     @cached_property
     def _opened(self) -> list[_Opened]:
-        found = [_open(path) for path in self.paths]
-        for each in found:
-            if each.columns.keys() != found[0].columns.keys():
+        files = [_open(path) for path in self.paths]
+        first = files[0]
+        for file in files:
+            if file.columns.keys() != first.columns.keys():
                 raise FileError(
-                    f"{each.path} has the columns {', '.join(each.columns)}, but {found[0].path} "
-                    f"has {', '.join(found[0].columns)}. Write both with the same columns."
+                    f"{file.path} has the columns {', '.join(file.columns)}, but {first.path} "
+                    f"has {', '.join(first.columns)}. Write both with the same columns."
                 )
-        return found
+        return files
 
 
 def _open(path: Path) -> _Opened:
@@ -234,10 +214,10 @@ class Header:
 
 def column_type(dtype: DTypeLike) -> np.dtype[Any]:
     """The little-endian dtype of a stored column; a ValueError unless it is a plain number."""
-    found = np.dtype(dtype).newbyteorder("<")
-    if found.kind not in "biuf" or found.itemsize > 8:
-        raise ValueError(f"{found} is not a plain number")
-    return found
+    stored = np.dtype(dtype).newbyteorder("<")
+    if stored.kind not in "biuf" or stored.itemsize > 8:
+        raise ValueError(f"{stored} is not a plain number")
+    return stored
 
 
 def hasher() -> hashlib.blake2b:
@@ -250,7 +230,7 @@ def damaged(path: Path, fault: str) -> FileError:
     return FileError(f"{path} is damaged or incomplete ({fault}). Copy or write it again.")
 
 
-# sources.token_writer ----------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 _BUFFER = 1 << 20
 
@@ -279,14 +259,14 @@ class TokenFileWriter:
         columns: Mapping[str, DTypeLike] | None = None,
     ) -> None:
         self.path = Path(path)
-        given = {TOKENS: dtype, **(columns or {})}
-        if len(given) == len(columns or {}) or OFFSETS in given:
+        dtypes = {TOKENS: dtype, **(columns or {})}
+        if len(dtypes) == len(columns or {}) or OFFSETS in dtypes:
             raise ConfigError(
                 f"columns must not contain the reserved names {TOKENS!r} and {OFFSETS!r}. Rename "
                 f"the column."
             )
-        self._columns = {name: _stored(name, dtype) for name, dtype in given.items()}
-        most = Header(self._columns, 2**63, 2**63, dict.fromkeys([*given, OFFSETS], "f" * 32))
+        self._columns = {name: _stored(name, dtype) for name, dtype in dtypes.items()}
+        most = Header(self._columns, 2**63, 2**63, dict.fromkeys([*dtypes, OFFSETS], "f" * 32))
         if len(most.encode()) > HEADER_SIZE:
             raise ConfigError(
                 f"the names of {len(self._columns)} columns do not fit into a header of "
@@ -465,13 +445,13 @@ class _Section:
 
 def _stored(name: str, dtype: DTypeLike) -> np.dtype[Any]:
     try:
-        found = column_type(dtype)
+        stored = column_type(dtype)
     except (TypeError, ValueError):
-        found = None
-    if found is None or (name == TOKENS and found.kind not in "iu"):
+        stored = None
+    if stored is None or (name == TOKENS and stored.kind not in "iu"):
         numbers = "integers" if name == TOKENS else "integers, floats or bools"
         raise ConfigError(
             f"the dtype of {name!r} must be one of {numbers} of up to 64 bits, got {dtype}. Use "
             f"one such as np.int32."
         )
-    return found
+    return stored

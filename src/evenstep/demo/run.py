@@ -30,7 +30,7 @@ from evenstep.core.recipe import Recipe, Steps, Topology, World
 from evenstep.core.step import Step
 from evenstep.data.planned import PlannedStream
 from evenstep.data.token_file import TokenFile, write_token_file
-from evenstep.planning.kernel import compile_seconds
+from evenstep.planning.kernels import compile_seconds
 from evenstep.planning.planner import make_plan
 from evenstep.report import Entry, Report, RunLog, advice, report_page
 

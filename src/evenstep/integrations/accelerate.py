@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
-from evenstep.data.planned import PlannedStream, Progress
-from evenstep.data.source import check_some_loss
+from evenstep.data.planned import PlannedStream
+from evenstep.data.source import Progress, check_some_loss
 from evenstep.data.stream import Stream
-from evenstep.errors import ConfigError, InputError
+from evenstep.errors import ConfigError, CursorError, InputError
+from evenstep.integrations.dataloader import refuse_reserved
 from evenstep.integrations.hf_arguments import HfCollate
+from evenstep.integrations.run_state import all_gather
 from evenstep.integrations.sampler import Part, PartDataset, StepSampler
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.train.result import ANY_CAUSE
@@ -24,7 +25,9 @@ __all__ = ["StepLoader", "accelerate_loader"]
 
 Collate = Callable[[MicroBatch, Mapping[int, Any]], dict[str, Any]]
 
-_RESERVED = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
+# Keys of what `PartCollate` adds to the inputs; the model does not get them.
+PREDICTED = "evenstep_predicted"
+_STATE = "evenstep_state"
 
 
 def accelerate_loader(
@@ -62,14 +65,9 @@ def accelerate_loader(
     progress  called with (done, total) while `len` counts the micro-batches of an epoch
     options   of torch's `DataLoader`, such as `num_workers`
     """
-    reserved = [name for name in _RESERVED if name in options]
-    if reserved:
-        raise ConfigError(
-            f"{reserved[0]} cannot be set, because the plan determines the batches. Remove it; to "
-            f"make tensors, pass `collate`."
-        )
+    refuse_reserved(options)
     check_accelerator(accelerator, stream)
-    check_fingerprints(accelerator, stream)
+    check_fingerprints(stream)
     if collate is None:
         check_some_loss(stream.source)
     per_step = accelerator.gradient_accumulation_steps
@@ -108,13 +106,11 @@ def check_accelerator(accelerator: Any, stream: Stream) -> None:
         )
 
 
-def check_fingerprints(accelerator: Any, stream: PlannedStream) -> None:
+def check_fingerprints(stream: PlannedStream) -> None:
     """Raise on all processes if one has other data, another seed, recipe or position."""
     mine = f"{stream.fingerprint} {stream.start().to_dict()['digest']}"  # reads some samples
-    if accelerator.num_processes == 1:
-        return
-    found = gather_object([mine])
-    other = [rank for rank, each in enumerate(found) if each != found[0]]
+    fingerprints = all_gather(mine)
+    other = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
     if other:
         raise ConfigError(
             f"process {other[0]} has other data, another seed, recipe or cursor than process 0. "
@@ -137,6 +133,24 @@ def predicted_tokens(micro: MicroBatch) -> int:
     """The tokens of a micro-batch that are not the first of their sample."""
     segments = micro.segments
     return int(segments.length.sum() - (segments.start == 0).sum())
+
+
+class PartCollate:
+    """The inputs of a part, with the number of its tokens to predict and its state."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, read: tuple[Part, dict[int, Any]]) -> dict[str, Any]:
+        part, samples = read
+        inputs = self.collate(part.micro, samples)
+        return {**inputs, PREDICTED: predicted_tokens(part.micro), _STATE: part.state}
+
+
+def pop_predicted(inputs: dict[str, Any]) -> int:
+    """Remove what `PartCollate` adds; the number of tokens to predict, 1 if it is not known."""
+    inputs.pop(_STATE, None)
+    return int(inputs.pop(PREDICTED, 1))
 
 
 class _OwnedSampler(StepSampler):
@@ -173,7 +187,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
             PartDataset(sampler),
             device=accelerator.device if accelerator.device_placement else None,
             batch_sampler=sampler,
-            collate_fn=_WithState(collate),
+            collate_fn=PartCollate(collate),
             **options,
         )
         self.accelerator, self.step_sampler = accelerator, sampler
@@ -198,10 +212,11 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         self.step_sampler.claimed = True
         step: list[dict[str, Any]] = []
         predicted = 0
-        for inputs, state, tokens in super().__iter__():
+        for inputs in super().__iter__():
             self.step_sampler.claimed = False  # torch asks for an iterator once or twice
+            state = inputs[_STATE]
+            predicted += pop_predicted(inputs)
             step.append(inputs)
-            predicted += tokens
             if state is None:
                 continue
             labels = self._labels(step, predicted)
@@ -218,9 +233,9 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
     def _labels(self, step: list[dict[str, Any]], predicted: int) -> Tensor:
         """What a sum over labels is divided by. accelerate divides the loss by the micro-batches of
         a step, and gradients are averaged over processes."""
-        found = [each["shift_labels"] if "shift_labels" in each else each["labels"][..., 1:]
-                 for each in step]  # fmt: skip
-        count = torch.stack([(labels != IGNORE_INDEX).sum() for labels in found]).sum()
+        shifted = [each["shift_labels"] if "shift_labels" in each else each["labels"][..., 1:]
+                   for each in step]  # fmt: skip
+        count = torch.stack([(labels != IGNORE_INDEX).sum() for labels in shifted]).sum()
         total = self.accelerator.reduce(count.to(self.accelerator.device))
         check_labels(self.accelerator, total, predicted)
         return total.clamp(min=1) / (len(step) * self.accelerator.num_processes)
@@ -229,7 +244,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         """Start the next pass at the beginning of `epoch`, or at a position within it that was
         loaded and not iterated yet."""
         super().set_epoch(epoch)
-        self._now = None
+        self._now = self.step_sampler.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step whose micro-batches were all yielded."""
@@ -237,8 +252,10 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start after the step that the state was taken at."""
+        if not isinstance(state, Mapping):
+            raise CursorError("this is not the state of a loader. Pass what state_dict() returned.")
         sampler = self.step_sampler
-        sampler.load_state_dict(state)
+        sampler.load_state_dict(state.get("cursor", state))  # "cursor": written by version 0.1.0
         if sampler.stream.size_left().steps == 0:
             sampler.set_epoch(sampler.epoch + 1)
         self.iteration, self._now = sampler.epoch, None
@@ -246,19 +263,6 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
     def skip_steps(self, steps: int) -> None:
         """Start the next pass `steps` optimizer steps later, for loops that save how many they have
         made in an epoch: `loader.set_epoch(2)`, then `loader.skip_steps(40)`."""
-        state, stream = self.state_dict(), self.step_sampler.stream
+        stream = self.step_sampler.stream
         stream.skip_batches(steps)
-        self.load_state_dict({"cursor": stream.state_dict(), "done": state["done"] + steps})
-
-
-class _WithState:
-    """Collates a micro-batch, and passes on the state after its step and the tokens to predict."""
-
-    def __init__(self, collate: Collate) -> None:
-        self.collate = collate
-
-    def __call__(
-        self, read: tuple[Part, dict[int, Any]]
-    ) -> tuple[dict[str, Any], dict[str, Any] | None, int]:
-        part, samples = read
-        return self.collate(part.micro, samples), part.state, predicted_tokens(part.micro)
+        self.load_state_dict(stream.state_dict())

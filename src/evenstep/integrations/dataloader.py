@@ -8,8 +8,8 @@ import io
 import math
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import islice, pairwise
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from evenstep.core.recipe import Recipe
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
+from evenstep.data.source import Progress
 from evenstep.data.stream import Stream, empty_step
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.run_state import Gather, all_gather
@@ -70,7 +70,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         refuse_dispatching(dataset=self)
         worker, workers = _worker()
         if get_worker_info() is not None:
-            register()
+            register_shared_steps()
         epoch = self._epoch.tolist()
         if epoch != self._applied:
             self._applied, self._turn = epoch, None
@@ -117,8 +117,8 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start after the step that the state was taken at. The state is a cursor, or in a worker
         the result of its own `state_dict`."""
-        given: object = state
-        if not isinstance(given, Mapping) or "cursor" not in state:
+        loaded: object = state
+        if not isinstance(loaded, Mapping) or "cursor" not in state:
             self.stream.load_state_dict(state)
             self._turn = None
             return
@@ -138,7 +138,7 @@ class _SentDataset(StreamDataset):
 
     def _prepared(self, steps: Iterator[Step]) -> Iterator[Any]:
         alone = get_worker_info() is None
-        return (step if alone else Parcel(step) for step in super()._prepared(steps))
+        return (step if alone else SharedStep(step) for step in super()._prepared(steps))
 
 
 class StreamLoader:
@@ -159,9 +159,8 @@ class StreamLoader:
     iteration compares the ranks' data, order, seed, recipe and position, and raises on all of them
     if one differs. All ranks must iterate then.
 
-    >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data.dataset import InMemory
-    >>> from evenstep.data.planned import PlannedStream
+    >>> from evenstep import Packed, PlannedStream, Recipe, Steps
+    >>> from evenstep.data import InMemory
     >>> source = InMemory([{"input_ids": [7] * n} for n in (5, 3, 4, 2)])
     >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=2))
     >>> loader = StreamLoader(PlannedStream(source, recipe, shuffle=False))
@@ -183,9 +182,14 @@ class StreamLoader:
         _check_options(options)
         self.stream = stream
         self.num_workers = whole_number("num_workers", num_workers, least=0)
+        self._collate = collate
         self._dataset = _SentDataset(stream, collate, capped=False)
-        self._options = options
-        self._anyone, self._gather, self._progress = anyone, gather, progress
+        self._options, self._anyone, self._gather, self._progress = (
+            options,
+            anyone,
+            gather,
+            progress,
+        )
         self._loader: Any = None
         self._now: Cursor | None = None
         self._compared = False
@@ -197,54 +201,23 @@ class StreamLoader:
             _compare(self.stream, start)
             self._compared = True
         if self._loader is None:
-            self._loader = self._made(self._dataset, start, **self._options)
-        ready, now = [_iterator(self._loader)], [start]
-        steps: Iterator[Step] = _received(ready[0])
-        stream, collate = self.stream, self._dataset.collate
-        if not (stream.infinite_loop or stream.ends_together):
-
-            def share(cursors: list[Cursor]) -> Iterator[Step]:
-                assert isinstance(stream, PooledStream)
-                now.append(stream.shared(cursors, max(1, self.num_workers)))
-                ready.append(_iterator(self._rest(stream, now[-1])))
-                return _received(ready[-1])
-
-            can_share = isinstance(stream, PooledStream) and stream.can_share
-            last = LastSteps(
-                self._anyone, self._gather, stream.recipe, share if can_share else None, now
-            )
-            steps = last.until_all_end(steps)
-        most = stream.max_num_steps
-        left = None if most is None else max(most - start.step, 0)
+            self._loader = self._loader_of(self.stream, start)
+        steps = _Pass(self, start)
         try:
-            for number, step in enumerate(islice(steps, left), start.step):
-                if collate and step.batches is None:  # an empty step after the end
-                    step = step.collated(collate)
-                if self.num_workers and isinstance(stream, PooledStream):
-                    stream.observe(step)
-                mine = stream.join([now[-1], step.cursor]) if step.cursor.place else now[-1]
-                now[:] = [replace(mine, step=number + 1)]
-                self._now = now[-1]
-                yield replace(step, number=number, cursor=now[-1])
+            for step in steps:
+                self._now = step.cursor
+                yield step
         finally:
-            # An error that torch re-raises keeps its workers alive in a reference cycle.
-            if self.num_workers and self._options.get("persistent_workers"):
-                del ready[0]
-            for each in ready if self.num_workers else ():
-                each._shutdown_workers()
+            steps.close()
 
-    def _made(self, dataset: _SentDataset, start: Cursor, **options: Any) -> Any:
+    def _loader_of(self, stream: Stream, start: Cursor, **options: Any) -> Any:
+        dataset = self._dataset
+        if stream is not self.stream:
+            dataset = _SentDataset(stream, self._collate, capped=False)
         # A separate generator: drawing from torch's would change the dropout of a resumed run.
         seeds = torch.Generator().manual_seed(_seed_of_workers(start))
-        own = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
-        return DataLoader(dataset, **{**own, **options})
-
-    def _rest(self, stream: PooledStream, start: Cursor) -> Any:
-        """A loader of the same stream from another start, which leaves that of the stream."""
-        rest = copy.copy(stream)
-        rest.load_state_dict(start.to_dict())
-        dataset = _SentDataset(rest, self._dataset.collate, capped=False)
-        return self._made(dataset, start, **{**self._options, "persistent_workers": False})
+        settings = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
+        return DataLoader(dataset, **{**settings, **self._options, **options})
 
     def __len__(self) -> int:
         """Steps of one pass. Exact for planned streams, counted once without reading samples;
@@ -281,7 +254,7 @@ def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
     if not isinstance(stream, PlannedStream) or stream.infinite_loop:
         return len(stream)
     if stream.steps_in_every_epoch is None:
-        stream.epoch_size(stream.start().place["epoch"], progress=progress)
+        stream.epoch_size(stream.start().position["epoch"], progress=progress)
     return len(stream)
 
 
@@ -298,7 +271,7 @@ def _compare(stream: Stream, start: Cursor) -> None:
         return
     if not 1 < stream.world.size == distributed.get_world_size():
         return  # without a process group, or other ranks are tensor- or context-parallel
-    place = {} if isinstance(stream, PooledStream) else start.place
+    place = {} if isinstance(stream, PooledStream) else start.position
     text = f"{stream.fingerprint} {start.step} {place}".encode()
     check_fingerprints(hashlib.blake2b(text, digest_size=8).hexdigest(), Distributed())
 
@@ -317,13 +290,18 @@ def _received(steps: Iterator[Step]) -> Iterator[Step]:
         ) from error
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def refuse_reserved(options: Mapping[str, Any]) -> None:
+    """Raise for options of torch's `DataLoader` that a stream decides."""
     reserved = [name for name in _RESERVED if name in options]
     if reserved:
         raise ConfigError(
             f"{reserved[0]} cannot be set, because the stream determines the samples of a step and "
             f"their order. Remove it; to make tensors, pass `collate`."
         )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    refuse_reserved(options)
     for name in ("in_order", "persistent_workers", "pin_memory"):
         truth_value(name, options.get(name, False))
     if not options.get("in_order", True):
@@ -344,61 +322,87 @@ def _worker() -> tuple[int, int]:
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-_NOWHERE = Cursor(belongs={}, step=0, place={})
-
-Share = Callable[[list[Cursor]], Iterator[Step]]
-"""From the cursors of all ranks to the steps of this rank, if what is left is shared anew."""
+_NOWHERE = Cursor(identity={}, step=0, position={})
 
 
-@dataclass(frozen=True)
-class LastSteps:
-    """Steps of this rank until all ranks have ended.
+class _Pass:
+    """One iteration of a `StreamLoader`, and how ranks of a finite pooled stream end together.
 
     When the first rank has no step left, what is left on the others is shared by all. This happens
     again until less than a step is left; then ranks without work get empty steps. A rank that
     shares drops the step that it has at hand, which has not run yet.
-
-    anyone  `anyone(mine)` returns whether any rank has a step; default: torch.distributed
-    gather  an all-gather of objects; default: torch.distributed, if `anyone` is not given
     """
 
-    anyone: Callable[[bool], bool] | None
-    gather: Gather | None
-    recipe: Recipe
-    share: Share | None
-    """None if the source cannot be shared anew."""
-    now: list[Cursor] = field(default_factory=list)
-    """The cursor of this rank after its last step."""
+    def __init__(self, loader: StreamLoader, start: Cursor) -> None:
+        self._loader, self._stream = loader, loader.stream
+        self._now = start  # after the last step; a share moves it
+        self._iterators = [_iterator(loader._loader)]
 
-    def until_all_end(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps, then those of a share, or empty ones."""
-        before: Step | None = None
-        shared_at = -1
+    def __iter__(self) -> Iterator[Step]:
+        stream, collate, most = self._stream, self._loader._collate, self._stream.max_num_steps
+        workers, first = self._loader.num_workers, self._now.step
+        steps = _received(self._iterators[0])
+        if not (stream.infinite_loop or stream.ends_together):
+            steps = self._end_together(steps)
+        left = None if most is None else max(most - first, 0)
+        for number, step in enumerate(islice(steps, left), first):
+            if collate and step.batches is None:  # an empty step after the end
+                step = step.collated(collate)
+            if workers and isinstance(stream, PooledStream):
+                stream.observe(step)
+            joined = stream.join([self._now, step.cursor]) if step.cursor.position else self._now
+            self._now = replace(joined, step=number + 1)
+            yield replace(step, number=number, cursor=self._now)
+
+    def close(self) -> None:
+        """End the workers. An error that torch re-raises keeps them alive in a reference cycle."""
+        loader = self._loader
+        kept = 1 if loader._options.get("persistent_workers") else 0
+        for iterator in self._iterators[kept:] if loader.num_workers else ():
+            iterator._shutdown_workers()
+
+    def _end_together(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps of this rank, then those of a share, or empty ones, until all ranks end."""
+        stream, gather = self._stream, self._gather
+        can_share = gather is not None and isinstance(stream, PooledStream) and stream.can_share
+        before, shared_at = None, -1
         while True:
             step = next(steps, None)
-            some, every = self._ranks_with_steps(step is not None)
-            if not some:
+            any_rank, all_ranks = self._ranks_with_steps(step is not None)
+            if not any_rank:
                 return
-            at = self.now[-1].step
-            if not every and self._gather is not None and self.share and at != shared_at:
-                shared_at = at
-                states = self._gather(self.now[-1].to_dict())
-                steps = self.share([Cursor.from_dict(state) for state in states])
+            if not all_ranks and can_share and self._now.step != shared_at:
+                shared_at = self._now.step
+                assert gather is not None
+                states = gather(self._now.to_dict())
+                steps = self._shared([Cursor.from_dict(state) for state in states])
                 continue
-            if step is None:  # the position is `now`, also after a share
-                step = replace(empty_step(before, self.recipe), cursor=_NOWHERE)
+            if step is None:  # the position stays, also after a share
+                step = replace(empty_step(before, stream.recipe), cursor=_NOWHERE)
             before = step
             yield step
 
+    def _shared(self, cursors: list[Cursor]) -> Iterator[Step]:
+        """The steps of this rank, if what is left at the cursors of all ranks is shared anew."""
+        rest = copy.copy(self._stream)  # the start of the stream stays
+        assert isinstance(rest, PooledStream)
+        self._now = rest.shared(cursors, max(1, self._loader.num_workers))
+        rest.load_state_dict(self._now.to_dict())
+        loader = self._loader._loader_of(rest, self._now, persistent_workers=False)
+        self._iterators.append(_iterator(loader))
+        return _received(self._iterators[-1])
+
     @property
     def _gather(self) -> Gather | None:
-        return all_gather if self.gather is None and self.anyone is None else self.gather
+        loader = self._loader
+        return all_gather if loader._gather is None and loader._anyone is None else loader._gather
 
     def _ranks_with_steps(self, mine: bool) -> tuple[bool, bool]:
         """Whether any rank has a step, and whether every rank has."""
-        if self.anyone is not None:
-            some = self.anyone(mine)
-            return some, self.gather is None or not some or not self.anyone(not mine)
+        anyone, gather = self._loader._anyone, self._loader._gather
+        if anyone is not None:
+            any_rank = anyone(mine)
+            return any_rank, gather is None or not any_rank or not anyone(not mine)
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ConfigError(
@@ -413,6 +417,8 @@ class LastSteps:
         return bool(count > 0), int(count) == distributed.get_world_size()
 
 
+# Steps in shared memory ------------------------------------------------------------------------
+
 _ALIGN = 64  # bytes: suits any dtype, and the size of a cache line
 _DTYPES = {
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
@@ -422,16 +428,24 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def register() -> None:
-    """Let queues of `torch.multiprocessing` send steps as parcels, in this process.
+_ELSEWHERE = pickle.PickleBuffer(bytearray())
+"""Stands for the values of a tensor while the step is pickled."""
+
+
+def register_shared_steps() -> None:
+    """Let queues of `torch.multiprocessing` send steps as `SharedStep`, in this process.
 
     Loaders call it in their workers, so that importing this module has no effect on pickling.
     """
-    ForkingPickler.register(Step, lambda step: Parcel(step).__reduce__())
+    ForkingPickler.register(Step, lambda step: SharedStep(step).__reduce__())
 
 
-class Parcel:
-    """A pickled step. Unpickling it gives the step.
+class SharedStep:
+    """A pickled step with all its tensors in one block of shared memory. Unpickling gives the step.
+
+    torch sends every tensor in shared memory of its own. Each needs an open file and a handshake
+    (half a millisecond), and a step of a few hundred micro-batches exceeds the limit on open files.
+    The receiver of a `SharedStep` gets separate tensors over the same memory.
 
     The constructor pickles, so that its errors (out of memory, something that cannot be pickled)
     are raised to the caller. A queue pickles in a thread, which prints errors and drops the step.
@@ -441,72 +455,60 @@ class Parcel:
         file = io.BytesIO()
         pickler = _TensorPickler(file)
         pickler.dump({field.name: getattr(step, field.name) for field in fields(step)})
-        memory = torch.empty(pickler.size, dtype=torch.uint8, device="cpu")
-        if pickler.size:
+        tensors = pickler.tensors
+        sizes = [tensor.nbytes for tensor in tensors]
+        memory = torch.empty(sum(map(_aligned, sizes)), dtype=torch.uint8, device="cpu")
+        if len(memory):
             memory.share_memory_()
-        for span, tensor in zip(pickler.spans, pickler.tensors, strict=True):
-            span.of(memory).copy_(tensor)
-        self._arguments = (file.getvalue(), pickler.spans, memory)
+        for tensor, values in zip(tensors, _slices(memory, sizes), strict=True):
+            _tensor_over(values, tensor.dtype, tensor.shape).copy_(tensor)
+        self._arguments = (file.getvalue(), sizes, memory)
 
-    def __reduce__(self) -> tuple[Callable[..., Step], tuple[bytes, list[TensorSpan], Tensor]]:
-        return unpacked, self._arguments
-
-
-def unpacked(pickled: bytes, spans: list[TensorSpan], memory: Tensor) -> Step:
-    """The step in a parcel."""
-    return Step(**_TensorUnpickler(pickled, [span.of(memory) for span in spans]).load())
+    def __reduce__(self) -> tuple[Callable[..., Step], tuple[bytes, list[int], Tensor]]:
+        return _received_step, self._arguments
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpan:
-    """Where a tensor is in the memory of a parcel."""
+def _received_step(pickled: bytes, sizes: list[int], memory: Tensor) -> Step:
+    return Step(**pickle.loads(pickled, buffers=_slices(memory, sizes)))
 
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
-    def of(self, memory: Tensor) -> Tensor:
-        """The tensor over this memory. Not a view: pickling a view would pickle all of it."""
-        count = math.prod(self.shape)
-        if count == 0:
-            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        flat = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start)
-        return flat.view(self.shape)
+def _slices(memory: Tensor, sizes: list[int]) -> Iterator[Any]:
+    """The bytes of each tensor."""
+    values, start = memory.numpy(), 0
+    for size in sizes:
+        yield values[start : start + size]
+        start += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / _ALIGN) * _ALIGN
+
+
+def _tensor_over(values: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor over these bytes. Not a view: pickling a view would pickle all of its memory."""
+    if not len(values):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(values, dtype=dtype).view(shape)
 
 
 class _TensorPickler(ForkingPickler):
     """Pickles as torch's queues do, but collects plain tensors instead of pickling them."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, _is_here)
         self.tensors: list[Tensor] = []
-        self.spans: list[TensorSpan] = []
-        self.size = 0
 
     def reducer_override(self, value: Any) -> Any:
         """Called by pickle once for each object that is not of a built-in type."""
         if not _is_plain(value):
             return NotImplemented
-        self.spans.append(TensorSpan(self.size, value.dtype, tuple(value.shape)))
         self.tensors.append(value)
-        self.size += math.ceil(value.nbytes / _ALIGN) * _ALIGN
-        return _tensor, (len(self.tensors) - 1,)
+        return _tensor_over, (_ELSEWHERE, value.dtype, tuple(value.shape))
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Puts the collected tensors back."""
-
-    def __init__(self, pickled: bytes, tensors: list[Tensor]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._tensors = tensors
-
-    def find_class(self, module: str, name: str) -> Any:
-        here = (module, name) == (__name__, _tensor.__name__)
-        return self._tensors.__getitem__ if here else super().find_class(module, name)
-
-
-def _tensor(number: int) -> Tensor:
-    raise AssertionError(f"tensor {number} was unpickled without its parcel")
+def _is_here(buffer: pickle.PickleBuffer) -> bool:
+    """Whether a buffer, such as that of a numpy array, is a part of the pickled bytes."""
+    return buffer is not _ELSEWHERE
 
 
 def _is_plain(value: Any) -> bool:

@@ -50,7 +50,14 @@ class HfCollate:
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 # Arguments that this module sets itself, or that change what a model returns.
-_OWN = ("input_ids", "attention_mask", "position_ids", "labels", "past_key_values", "inputs_embeds")
+_SET_HERE = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "labels",
+    "past_key_values",
+    "inputs_embeds",
+)
 
 
 def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[str, Any]:
@@ -128,25 +135,21 @@ def _extras(batch: Batch, traits: Traits | None) -> dict[str, Any]:
         _refuse_vision(batch)
         return {}
     accepted = traits.parameters
-    found: dict[str, Any] = {
-        name: extra
-        for name, extra in batch.extras.items()
-        if name in accepted and name not in _OWN and batch.aligned.get(name) != "label"
+    batch_extras: Mapping[str, Any] = batch.extras
+    extras = {
+        name: extra.long() if name in _TYPES else extra
+        for name, extra in batch_extras.items()
+        if name in accepted and name not in _SET_HERE and batch.aligned.get(name) != "label"
     }
-    given = [name for name, extra in found.items() if isinstance(extra, RaggedTensor)]
-    if given:
-        split = bool((batch.starts > 0).any()) or batch.continuation is not None
-        if split:
-            raise InputError(
-                f"a sample with {given[0]!r} was split, and its parts cannot share it. Use "
-                f"another overflow than 'split'."
-            )
-    for name in _TYPES:
-        if name in found:
-            found[name] = found[name].long()
-    if given and "mm_token_type_ids" in accepted and "mm_token_type_ids" not in found:
-        found["mm_token_type_ids"] = _types(batch.tokens, traits.media)
-    return found
+    ragged = [name for name, extra in extras.items() if isinstance(extra, RaggedTensor)]
+    if ragged and (bool((batch.starts > 0).any()) or batch.continuation is not None):
+        raise InputError(
+            f"a sample with {ragged[0]!r} was split, and its parts cannot share it. Use another "
+            f"overflow than 'split'."
+        )
+    if ragged and "mm_token_type_ids" in accepted and "mm_token_type_ids" not in extras:
+        extras["mm_token_type_ids"] = _types(batch.tokens, traits.media)
+    return extras
 
 
 def _types(tokens: Tensor, media: tuple[int | None, ...]) -> Tensor:
@@ -217,8 +220,8 @@ def _counted(batch: Batch, real: Tensor, padding: int) -> Tensor:
     done = counts.cumsum(0)
     begins = batch.cu_seqlens[:-1].long()
     before = (done - counts)[begins.clamp(max=len(done) - 1)]
-    found = (done - before[batch.segment_ids.reshape(-1)]) * counts + padding
-    return found.view_as(batch.tokens)
+    positions = (done - before[batch.segment_ids.reshape(-1)]) * counts + padding
+    return positions.view_as(batch.tokens)
 
 
 # The call --------------------------------------------------------------------------------------
@@ -243,6 +246,9 @@ def loss_inputs(batch: Batch, model: Any) -> dict[str, Any]:
         "shift_labels": batch.labels,
         "num_items_in_batch": 1,
     }
+
+
+# What the code and the configs of a model say about its inputs ----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +277,14 @@ class Traits:
     encodes_and_decodes: bool
     """Whether it takes two sequences per sample."""
 
+    def plain_tokens(self, number: int) -> list[int]:
+        """The smallest token ids without a special meaning."""
+        return [t for t in range(len(self.special) + number) if t not in self.special][:number]
+
     @property
     def plain_token(self) -> int:
-        """The smallest token id without a special meaning."""
-        return next(token for token in range(len(self.special) + 1) if token not in self.special)
+        """The smallest of them."""
+        return self.plain_tokens(1)[0]
 
     def accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Without arguments that the forward would raise a TypeError for."""
@@ -300,13 +310,18 @@ def traits_of(model: Any) -> Traits:
     return _KNOWN[core]
 
 
+def text_config(model: Any) -> Any:
+    """The config of the language model inside a model; None if it has none."""
+    configs = (module.config for module in model.modules() if hasattr(module, "config"))
+    config: Any = next(configs, None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def adds_router_loss(model: Any) -> bool:
     """Whether the config asks for the load-balancing loss of a mixture of experts, which the model
     adds to its own loss, with a coefficient other than 0."""
     core = core_of(model)
-    config: Any = getattr(core, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    name = "router_aux_loss_coef"
+    config, name = text_config(core), "router_aux_loss_coef"
     coefficient = getattr(core, name, getattr(config, name, None))
     return bool(getattr(config, "output_router_logits", False)) and coefficient != 0
 
@@ -350,18 +365,19 @@ def _media_token(config: Any, kind: str) -> int | None:
 
 def _special_tokens(core: Any) -> Iterator[int]:
     values = [getattr(module, "padding_idx", None) for module in core.modules()]
-    for config in _configs(getattr(core, "config", None)):
+    for config in configs_in(getattr(core, "config", None)):
         for name, value in vars(config).items():
             if "_token_id" in name or "_token_index" in name:
                 values += value if isinstance(value, (list, tuple)) else [value]
     yield from (value for value in values if isinstance(value, int))
 
 
-def _configs(config: Any) -> Iterator[Any]:
+def configs_in(config: Any) -> Iterator[Any]:
+    """A config, and those of the models inside its model."""
     if hasattr(config, "model_type"):
         yield config
         for value in list(vars(config).values()):
-            yield from _configs(value)
+            yield from configs_in(value)
 
 
 def _padding(core: Any) -> int | None:
@@ -373,6 +389,9 @@ def _padding(core: Any) -> int | None:
         if index is not None and (by_function or hasattr(kind, name)):
             return int(index)
     return None
+
+
+# Rotary positions that depend on neighbours ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,22 +455,24 @@ def rope_limit(model: Any) -> RopeLimit | None:
     >>> rope_limit(LlamaForCausalLM(config))
     RopeLimit(kind='dynamic', tokens=2048)
     """
-    found = [limit for module in model.modules() for limit in _limits(module)]
-    dynamic = [limit for limit in found if limit.kind == "dynamic"]
-    return min(dynamic or found, key=lambda limit: limit.tokens, default=None)
+    limits = [limit for module in model.modules() for limit in _limits(module)]
+    dynamic = [limit for limit in limits if limit.kind == "dynamic"]
+    return min(dynamic or limits, key=lambda limit: limit.tokens, default=None)
 
 
 def _limits(module: Any) -> Iterator[RopeLimit]:
     """The limits of a rotary module; its own `rope_type` counts more than the config's."""
     config: Any = getattr(module, "config", None)
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if "rotary" not in type(module).__name__.lower() or not isinstance(given, Mapping):
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if "rotary" not in type(module).__name__.lower() or not isinstance(rope, Mapping):
         return
     types = getattr(module, "rope_type", None)
-    layered = {name: part for name, part in given.items() if isinstance(part, Mapping)}
-    for name, parameters in (layered or {"": given}).items():
-        own = types.get(name) if isinstance(types, Mapping) else types
-        kind = str(own or parameters.get("rope_type") or parameters.get("type") or "default")
+    by_layer = {name: part for name, part in rope.items() if isinstance(part, Mapping)}
+    for name, parameters in (by_layer or {"": rope}).items():
+        module_type = types.get(name) if isinstance(types, Mapping) else types
+        kind = str(
+            module_type or parameters.get("rope_type") or parameters.get("type") or "default"
+        )
         if "dynamic" in kind:
             yield RopeLimit("dynamic", int(config.max_position_embeddings))
         elif kind == "longrope" or "long_mscale" in parameters:
@@ -466,8 +487,8 @@ def _limits(module: Any) -> Iterator[RopeLimit]:
 
 def rope_indexer(model: Any) -> str | None:
     """The name of the module with `get_rope_index`, which multimodal rotary positions come from."""
-    found = (name for name, module in model.named_modules() if hasattr(module, "get_rope_index"))
-    return next(found, None)
+    names = (name for name, module in model.named_modules() if hasattr(module, "get_rope_index"))
+    return next(names, None)
 
 
 def rope_planes(
@@ -492,11 +513,11 @@ def rope_planes(
     tiles = (batch.sample_ids >= 0).nonzero()[:, 0].tolist()
     for segment, tile in enumerate(tiles):
         slots = slice(begins[tile], begins[tile] + lengths[tile])
-        given = {name: _of_segment(value, slots, segment) for name, value in inputs.items()}
-        if any(given[name] is not None for name in ragged):  # text alone has plain positions
+        sample = {name: _of_segment(value, slots, segment) for name, value in inputs.items()}
+        if any(sample[name] is not None for name in ragged):  # text alone has plain positions
             if "attention_mask" in accepted:
-                given["attention_mask"] = torch.ones(1, lengths[tile], dtype=torch.int64)
-            planes[:, slots] = index(input_ids=tokens[None, slots], **given)[0][:, 0]
+                sample["attention_mask"] = torch.ones(1, lengths[tile], dtype=torch.int64)
+            planes[:, slots] = index(input_ids=tokens[None, slots], **sample)[0][:, 0]
     return planes.view(num_axes, *positions.shape).to(positions.device)
 
 

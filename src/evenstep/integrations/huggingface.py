@@ -31,6 +31,7 @@ from evenstep.integrations.hf_arguments import (
     refuse_router_loss,
     refuse_shard,
     rope_limit,
+    text_config,
     traits_of,
 )
 from evenstep.integrations.packing import (
@@ -38,9 +39,8 @@ from evenstep.integrations.packing import (
     Support,
     choose_layout,
     fault_of,
-    judged_once,
+    support_of,
     supports_packing,
-    text_config,
 )
 from evenstep.tensors.batch import PER_SLOT, Batch
 from evenstep.tensors.head import Head
@@ -113,7 +113,7 @@ def hf_forward(
         _check_attention(model)
         if isinstance(unwrapped(model), FSDPModule):
             # Its forwards communicate, so all ranks judge it now, packed batch or not.
-            judged_once(unwrapped(model))
+            support_of(unwrapped(model))
         if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
             tensors = run(model, batch)
         else:
@@ -153,9 +153,9 @@ def hf_head(model: Any) -> Head:
 def _check_head(model: Any, core: Any, head: Head) -> None:
     tokens = torch.full((1, 4), traits_of(core).plain_token, device=next(core.parameters()).device)
     with torch.no_grad():
-        hidden, own = _hidden_and_logits(unwrapped(model), {"input_ids": tokens})
-        found = head(hidden[:, -own.shape[1] :])
-    if not torch.allclose(found, own, rtol=1e-2, atol=float(own.abs().max()) * 1e-3):
+        hidden, logits = _hidden_and_logits(unwrapped(model), {"input_ids": tokens})
+        ours = head(hidden[:, -logits.shape[1] :])
+    if not torch.allclose(ours, logits, rtol=1e-2, atol=float(logits.abs().max()) * 1e-3):
         raise ConfigError(
             f"the head of {type(core).__name__} does more than its config says. Use its logits: "
             f"hf_forward(model)."
@@ -172,18 +172,18 @@ def _run_logits(model: Any, batch: Batch) -> dict[str, Tensor]:
 def _run_router(model: Any, batch: Batch) -> dict[str, Tensor]:
     traits = traits_of(model)
     taken = traits.takes_any or "output_router_logits" in traits.parameters
-    found = model(**hf_kwargs(batch, model), output_router_logits=True) if taken else None
-    if getattr(found, "router_logits", None) is None:
+    outputs = model(**hf_kwargs(batch, model), output_router_logits=True) if taken else None
+    if getattr(outputs, "router_logits", None) is None:
         raise ConfigError(
             f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
             f"experts whose forward takes output_router_logits."
         )
-    router_logits = select_output(found, "router_logits", batch.rows, batch.width)
-    return {"logits": _logits(found, model, batch), "router_logits": router_logits}
+    router_logits = select_output(outputs, "router_logits", batch.rows, batch.width)
+    return {"logits": _logits(outputs, model, batch), "router_logits": router_logits}
 
 
-def _logits(found: Any, model: Any, batch: Batch) -> Tensor:
-    logits = getattr(found, "logits", None)
+def _logits(outputs: Any, model: Any, batch: Batch) -> Tensor:
+    logits = getattr(outputs, "logits", None)
     if logits is None:
         raise ConfigError(
             f"{type(core_of(model)).__name__} returns no logits. Use a class with a language model "
@@ -220,16 +220,16 @@ def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tens
     if base is core:
         raise ConfigError(f"{type(core).__name__} has no base model to take hidden states from.")
 
-    def keep(module: Any, args: Any, found: Any) -> None:
-        kept.append(found[0] if isinstance(found, tuple) else found.last_hidden_state)
+    def keep(module: Any, args: Any, outputs: Any) -> None:
+        kept.append(outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state)
 
     hook = base.register_forward_hook(keep)
     try:
         few = {"logits_to_keep": 1} if "logits_to_keep" in traits_of(core).parameters else {}
-        found = model(**kwargs, **few)
+        outputs = model(**kwargs, **few)
     finally:
         hook.remove()
-    return kept[-1], found.logits
+    return kept[-1], outputs.logits
 
 
 # Checks ----------------------------------------------------------------------------------------
@@ -257,27 +257,20 @@ def _check_attention(model: Any) -> None:
 def _may_pack(model: Any, batch: Batch, unsupported: Unsupported) -> bool:
     """Whether the model may run the packed batch as it is."""
     inner = unwrapped(model)
-    support = judged_once(inner)
+    support = support_of(inner)
     if support.safe:
         if support.cost and batch.width > LONG:
             _warn_once(inner, f"{type(inner).__name__}: {support.cost}.")
         return True
+    fault = f"{type(inner).__name__} does not support packed batches: {support.why}."
     if unsupported == "raise":
-        raise ConfigError(_refusal(inner, support))
-    _warn_once(
-        inner,
-        f"{type(inner).__name__} does not support packed batches: {support.why}. Running each "
-        f"segment in a row of its own.",
-    )
+        raise ConfigError(
+            f"{fault} Plan with choose_layout(model, layout), try use_attention(model) of "
+            f"evenstep.integrations.hf_attention, or pass forward=hf_forward(model, "
+            f"unsupported='pad')."
+        )
+    _warn_once(inner, f"{fault} Running each segment in a row of its own.")
     return False
-
-
-def _refusal(model: Any, support: Support) -> str:
-    return (
-        f"{type(model).__name__} does not support packed batches: {support.why}. Plan with "
-        f"choose_layout(model, layout), try use_attention(model) of "
-        f"evenstep.integrations.hf_attention, or pass forward=hf_forward(model, unsupported='pad')."
-    )
 
 
 def _warn_once(model: Any, text: str) -> None:
@@ -286,8 +279,7 @@ def _warn_once(model: Any, text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-for _library in ("transformers", "peft"):
-    register_forward(_library, hf_forward)
+# Padded rows for models that cannot run packed ones ---------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,3 +337,7 @@ class PaddedRows:
         packed = outputs.new_zeros((rows * width, *outputs.shape[2:]))
         packed = packed.index_copy(0, self.source, outputs[self.batch.token_mask])
         return packed.view(rows, width, *outputs.shape[2:])
+
+
+for _library in ("transformers", "peft"):
+    register_forward(_library, hf_forward)

@@ -1,10 +1,11 @@
-"""local: the workers of an RL job as plain objects in one process."""
+"""Dispatcher: planned rollouts to the workers of an RL job; plain objects in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,26 +20,67 @@ from evenstep.train.rollouts import RolloutBatch, RolloutPlan, over
 __all__ = ["Dispatcher", "Gathered", "LocalDispatcher"]
 
 
-class Dispatcher(Protocol):
-    """Runs methods on all workers of an RL job: `LocalDispatcher`, or `RayDispatcher`."""
+class Dispatcher(ABC):
+    """Runs methods on all workers of an RL job; worker i is rank i. A kind of worker says how it is
+    called: `LocalDispatcher` plain objects, `RayDispatcher` actors.
+
+        plan = batch.plan(Recipe(layout=..., topology=Topology(dp=dispatcher.size)))
+        old = dispatcher.dispatch("log_probs", plan, batch).tokens()  # (rows, width)
+    """
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        if not workers:
+            raise ConfigError("there are no workers. Pass at least one.")
+        self.workers = list(workers)
+        """The worker of each rank."""
 
     @property
     def size(self) -> int:
         """Number of workers, which is the number of data-parallel ranks."""
-        ...
+        return len(self.workers)
 
     def dispatch(
         self, method: str, plan: RolloutPlan, batch: RolloutBatch, **keywords: Any
     ) -> Gathered:
-        """Call `worker.method(plan, batch, world, **keywords)` on every worker."""
-        ...
+        """Call `worker.method(plan, batch, world, **keywords)` on every worker.
+
+        Each worker runs its own share: `plan.steps(batch, world)`.
+        """
+        _check_job(plan, batch, self.size)
+        jobs = self._jobs(plan, batch)
+        calls = [(*job, World(rank, self.size)) for rank, job in enumerate(jobs)]
+        return Gathered(plan, batch, tuple(self._call_all(method, calls, keywords)))
 
     def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
         """Call `worker.method(*arguments, **keywords)` on every worker; results by rank."""
-        ...
+        shared = tuple(map(self._shared, arguments))
+        return self._call_all(method, [shared] * self.size, keywords)
+
+    def _call_all(
+        self, method: str, calls: Sequence[tuple[Any, ...]], keywords: Mapping[str, Any]
+    ) -> list[Any]:
+        for rank, worker in enumerate(self.workers):
+            if not callable(getattr(worker, method, None)):
+                kind = type(worker).__name__
+                raise ConfigError(f"worker {rank} has no method {method!r}. It is a {kind}.")
+        return self.call(method, calls, {name: self._shared(v) for name, v in keywords.items()})
+
+    @abstractmethod
+    def call(
+        self, method: str, calls: Sequence[tuple[Any, ...]], keywords: Mapping[str, Any]
+    ) -> list[Any]:
+        """Call a method of every worker with its arguments of `calls`; results by rank."""
+
+    def _shared(self, value: Any) -> Any:
+        """An argument that all workers get."""
+        return value
+
+    def _jobs(self, plan: RolloutPlan, batch: RolloutBatch) -> list[tuple[Any, Any]]:
+        """Plan and batch as arguments of each worker."""
+        return [(plan, batch)] * self.size
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """Workers in this process, called one after another in order of ranks.
 
     A controller written for it also runs on Ray, with a `RayDispatcher`. Workers cannot exchange
@@ -57,45 +99,18 @@ class LocalDispatcher:
     [4, 1, 2]
     """
 
-    def __init__(self, workers: Sequence[Any]) -> None:
-        if not workers:
-            raise ConfigError("there are no workers. Pass at least one.")
-        self.workers = list(workers)
-
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        return len(self.workers)
-
-    def dispatch(
-        self, method: str, plan: RolloutPlan, batch: RolloutBatch, **keywords: Any
-    ) -> Gathered:
-        """Call `worker.method(plan, batch, world, **keywords)` on every worker.
-
-        Each worker runs its own share: `plan.steps(batch, world)`.
-        """
-        check_job(plan, batch, self.size)
-        calls = [(plan, batch, World(rank, self.size)) for rank in range(self.size)]
-        return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
-
-    def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
-        """Call `worker.method(*arguments, **keywords)` on every worker; results by rank."""
-        return self._on_all(method, [arguments] * self.size, keywords)
-
-    def _on_all(
-        self, method: str, calls: Sequence[tuple[Any, ...]], keywords: dict[str, Any]
+    def call(
+        self, method: str, calls: Sequence[tuple[Any, ...]], keywords: Mapping[str, Any]
     ) -> list[Any]:
-        for rank, worker in enumerate(self.workers):
-            if not callable(getattr(worker, method, None)):
-                raise no_method(rank, worker, method)
-        found = []
+        """Call a method of every worker with its arguments of `calls`; results by rank."""
+        results = []
         for rank, (worker, arguments) in enumerate(zip(self.workers, calls, strict=True)):
             try:
-                found.append(getattr(worker, method)(*arguments, **keywords))
+                results.append(getattr(worker, method)(*arguments, **keywords))
             except Exception as error:
                 error.add_note(f"in {method} of rank {rank}")
                 raise
-        return found
+        return results
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +140,7 @@ class Gathered:
         tensor with the tokens of its rows end to end, which is faster to send.
         """
         rows = self._rows()
-        parts = [self._end_to_end(rank, own) for rank, own in enumerate(rows)]
+        parts = [self._end_to_end(rank) for rank in range(len(rows))]
         lengths = np.concatenate([lengths for _, lengths in parts])
         ragged = RaggedTensor(
             _joined([values for values, _ in parts]), torch.from_numpy(offsets_of(lengths))
@@ -135,11 +150,10 @@ class Gathered:
     def sequences(self, *, pad: float = 0.0) -> Tensor:
         """(rows, ...), from a value per row; empty rows get `pad`."""
         rows = self._rows()
-        found = []
-        for rank, (values, own) in enumerate(zip(self.by_rank, rows, strict=True)):
-            _check_count(rank, len(values), len(own), "rows")
-            found.append(_tensor(values))
-        return self.batch.restore_sequences(_joined(found), np.concatenate(rows), pad=pad)
+        for rank, values in enumerate(self.by_rank):
+            _check_count(rank, len(values), len(rows[rank]), "rows")
+        values = _joined([_tensor(values) for values in self.by_rank])
+        return self.batch.restore_sequences(values, np.concatenate(rows), pad=pad)
 
     def _rows(self) -> list[IntArray]:
         """The rows of each rank; no row may be on two of them."""
@@ -152,9 +166,9 @@ class Gathered:
             )
         return rows
 
-    def _end_to_end(self, rank: int, rows: IntArray) -> tuple[Tensor, IntArray]:
+    def _end_to_end(self, rank: int) -> tuple[Tensor, IntArray]:
         """The values of a rank's tokens in one tensor, and the number of each row."""
-        values = self.by_rank[rank]
+        values, rows = self.by_rank[rank], self.plan.rows_of(rank)
         if isinstance(values, (Tensor, np.ndarray)):
             lengths = np.maximum(self.plan.lengths[rows], 1)  # an empty row runs as one token
             _check_count(rank, len(values), int(lengths.sum()), "tokens")
@@ -163,7 +177,7 @@ class Gathered:
         return _joined([_tensor(v) for v in values]), np.array([len(v) for v in values], np.int64)
 
 
-def check_job(plan: RolloutPlan, batch: RolloutBatch, size: int) -> None:
+def _check_job(plan: RolloutPlan, batch: RolloutBatch, size: int) -> None:
     """Raise if `size` workers cannot run this plan of this batch."""
     if plan.num_ranks != size:
         raise ConfigError(
@@ -178,11 +192,6 @@ def check_job(plan: RolloutPlan, batch: RolloutBatch, size: int) -> None:
     plan.check(batch)
 
 
-def no_method(rank: int, worker: Any, method: str) -> ConfigError:
-    """The error for a worker without this method."""
-    return ConfigError(f"worker {rank} has no method {method!r}. It is a {type(worker).__name__}.")
-
-
 def _tensor(values: Any) -> Tensor:
     return over(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
 
@@ -193,9 +202,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(full) if full else torch.zeros(0)
 
 
-def _check_count(rank: int, found: int, expected: int, what: str) -> None:
-    if found != expected:
+def _check_count(rank: int, returned: int, expected: int, what: str) -> None:
+    if returned != expected:
         raise InputError(
-            f"rank {rank} returned {found} values for {expected} {what}. Return one for each, in "
-            f"the order of plan.rows_of({rank})."
+            f"rank {rank} returned {returned} values for {expected} {what}. Return one for each, "
+            f"in the order of plan.rows_of({rank})."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from io import BytesIO
@@ -22,10 +22,10 @@ from ray.exceptions import (
 )
 from ray.util import client
 
-from evenstep.core.recipe import Recipe, World
+from evenstep.core.recipe import Recipe
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, RankError
-from evenstep.integrations.local import Gathered, check_job, no_method
+from evenstep.integrations.local import Dispatcher
 from evenstep.train.rollouts import RolloutBatch, RolloutPlan
 
 __all__ = ["RayDispatcher"]
@@ -39,7 +39,7 @@ _ATTEMPTS = 3
 _START_S = 600.0  # also loads a large model
 
 
-class RayDispatcher:
+class RayDispatcher(Dispatcher):
     """Runs methods on all of these Ray actors; actor i is rank i.
 
         dispatcher = RayDispatcher([Worker.remote(rank) for rank in range(4)])
@@ -71,51 +71,37 @@ class RayDispatcher:
         attempts: int | None = None,
         start_timeout: float | None = None,
     ) -> None:
-        if not workers:
-            raise ConfigError("there are no workers. Pass at least one actor.")
+        super().__init__(workers)
         for name, value in (("attempts", attempts), ("start_timeout", start_timeout)):
             if replace is None and value is not None:
                 raise ConfigError(
                     f"{name} has no effect without replace. Leave it out, or pass both."
                 )
-        self.workers = list(workers)
-        """The actor of each rank; replaced ones are the new ones."""
         self._replace = replace
         self._attempts = whole_number("attempts", _ATTEMPTS if attempts is None else attempts)
         self._start_timeout = _START_S if start_timeout is None else start_timeout
         if not self._start_timeout > 0:
             raise ConfigError(f"start_timeout must be above 0, got {start_timeout}.")
 
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        return len(self.workers)
+    def _shared(self, value: Any) -> Any:
+        """A reference to a value, stored once for all workers."""
+        return value if isinstance(value, ray.ObjectRef) else ray.put(value)
 
-    def dispatch(
-        self, method: str, plan: RolloutPlan, batch: RolloutBatch, **keywords: Any
-    ) -> Gathered:
-        """Call `worker.method(plan, batch, world, **keywords)` on every worker, all at once."""
-        check_job(plan, batch, self.size)
-        arguments = sent(plan, batch, self.workers)
-        calls = [(*both, World(rank, self.size)) for rank, both in enumerate(arguments)]
-        return Gathered(plan, batch, tuple(self._on_all(method, calls, keywords)))
+    def _jobs(self, plan: RolloutPlan, batch: RolloutBatch) -> list[tuple[Any, Any]]:
+        """Plan and batch, stored once, as arguments of each worker."""
+        if client.ray.is_connected():  # its server unpickles every argument
+            return [(ray.put(plan), ray.put(batch))] * self.size
+        stored = ray.put(_Job(plan, batch))
+        return [(_argument(stored, worker), _THE_BATCH) for worker in self.workers]
 
-    def broadcast(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
-        """Call `worker.method(*arguments, **keywords)` on every worker; results by rank."""
-        shared = tuple(_put(argument) for argument in arguments)
-        return self._on_all(method, [shared] * self.size, keywords)
-
-    def _on_all(
-        self, method: str, calls: Sequence[tuple[Any, ...]], keywords: dict[str, Any]
+    def call(
+        self, method: str, calls: Sequence[tuple[Any, ...]], keywords: Mapping[str, Any]
     ) -> list[Any]:
-        for rank, worker in enumerate(self.workers):
-            if not hasattr(worker, method):
-                raise no_method(rank, worker, method)
-        named = {name: _put(value) for name, value in keywords.items()}
+        """Call a method of all workers at once with their arguments of `calls`; results by rank."""
 
         def start(rank: int) -> Any:
-            call = getattr(self.workers[rank], method).options(max_task_retries=0)
-            return call.remote(*calls[rank], **named)
+            actor_method = getattr(self.workers[rank], method).options(max_task_retries=0)
+            return actor_method.remote(*calls[rank], **keywords)
 
         started = [start(rank) for rank in range(self.size)]
         with suppress(Exception):  # of any rank: which one, and whether it is lost, comes next
@@ -127,12 +113,12 @@ class RayDispatcher:
     ) -> list[Any]:
         """The results by rank; `start` runs the share of a lost actor again."""
         waiting = {call: rank for rank, call in enumerate(started)}
-        attempts, found = [1] * self.size, dict[int, Any]()
+        attempts, results = [1] * self.size, dict[int, Any]()
         while waiting:
             (ready, *_), _ = ray.wait(list(waiting), num_returns=1)
             rank = waiting.pop(ready)
             try:
-                found[rank] = ray.get(ready)
+                results[rank] = ray.get(ready)
             except Exception as error:
                 if not _is_lost(error):
                     error.add_note(f"in {method} of rank {rank}")
@@ -140,7 +126,7 @@ class RayDispatcher:
                 self._put_in_place(rank, method, attempts[rank], error)
                 attempts[rank] += 1
                 waiting[start(rank)] = rank
-        return [found[rank] for rank in range(self.size)]
+        return [results[rank] for rank in range(self.size)]
 
     def _put_in_place(self, rank: int, method: str, attempts: int, error: Exception) -> None:
         """Replace the actor of a rank, or raise."""
@@ -177,10 +163,7 @@ def _is_lost(error: Exception) -> bool:
     return isinstance(error, _LOST) and not isinstance(error, RayTaskError)
 
 
-def _put(value: Any) -> Any:
-    """A reference to a value, stored once for all workers."""
-    return value if isinstance(value, ray.ObjectRef) else ray.put(value)
-
+# A plan and a batch, stored once by Ray and read by all workers -----------------------------------
 
 LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
 _MOST_RECIPES = 8  # kept by a driver, and by each worker
@@ -289,14 +272,6 @@ class _Fetched:
 
 def _get(stored: Any) -> Any:  # `ray.get` is a wrapper, which would be pickled with its code
     return ray.get(stored)
-
-
-def sent(plan: RolloutPlan, batch: RolloutBatch, workers: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Plan and batch as the first two arguments of a call of each worker."""
-    if client.ray.is_connected():  # its server unpickles every argument
-        return [(ray.put(plan), ray.put(batch))] * len(workers)
-    stored = ray.put(_Job(plan, batch))
-    return [(_argument(stored, worker), _THE_BATCH) for worker in workers]
 
 
 def _argument(stored: Any, worker: Any) -> Any:

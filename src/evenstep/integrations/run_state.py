@@ -41,12 +41,12 @@ def gather_state(stream: HasState, gather: Gather | None = None) -> dict[str, An
     """
     states = list((gather or all_gather)(stream.state_dict()))
     cursors = [Cursor.from_dict(state) for state in states]
-    if cursors[0].belongs.get("stream") != "pooled":
+    if cursors[0].identity.get("stream") != "pooled":
         _check_equal(states)
         return dict(states[0])
     merged = merge_cursors(cursors)
-    ranks, workers = merged.place["ranks"], merged.place["workers"]
-    missing = sorted(set(range(ranks * workers)) - states_of(merged.place).keys())
+    ranks, workers = merged.position["ranks"], merged.position["workers"]
+    missing = sorted(set(range(ranks * workers)) - states_of(merged.position).keys())
     if missing:
         raise CursorError(
             f"{len(states)} ranks gave a state, but reader {missing[0]} of {ranks} ranks x "
@@ -69,11 +69,11 @@ def load_gathered_state(
         state = torch.load(path)["data"] if rank == 0 else None
         load_gathered_state(loader, state)  # on every rank
     """
-    given = [found for found in (gather or all_gather)(state) if found is not None]
-    if not given:
+    states = [each for each in (gather or all_gather)(state) if each is not None]
+    if not states:
         raise CursorError("no rank has a state to load. Pass the checkpoint's state on one rank.")
-    _check_equal(given)
-    stream.load_state_dict(given[0], allow)
+    _check_equal(states)
+    stream.load_state_dict(states[0], allow)
 
 
 def _check_equal(states: Sequence[Mapping[str, Any]]) -> None:

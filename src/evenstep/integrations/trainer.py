@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,19 +30,23 @@ from evenstep.data.dataset import (
     is_source,
     measured_lengths,
 )
-from evenstep.data.planned import PlannedStream, Progress
+from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
 from evenstep.data.source import (
     MeasuredSource,
+    Progress,
     check_masks_read,
     check_some_loss,
     has_random_access,
 )
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.accelerate import (
+    PREDICTED,
+    PartCollate,
     check_accelerator,
     check_fingerprints,
     check_labels,
+    pop_predicted,
     predicted_tokens,
 )
 from evenstep.integrations.dataloader import StreamLoader
@@ -52,11 +56,12 @@ from evenstep.integrations.hf_arguments import (
     core_of,
     hf_kwargs,
     loss_inputs,
+    text_config,
     traits_of,
 )
-from evenstep.integrations.packing import judged_once, text_config
+from evenstep.integrations.packing import support_of
 from evenstep.integrations.run_state import gather_state
-from evenstep.integrations.sampler import Part, PartDataset, StepSampler
+from evenstep.integrations.sampler import PartDataset, StepSampler
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
@@ -67,7 +72,7 @@ from evenstep.train.normalization import AllTokens, expert_frequencies, weighted
 __all__ = ["EvenstepMixin"]
 
 
-_PREDICTED = "evenstep_predicted"  # removed from the inputs before the model gets them
+_POSITION = "evenstep.json"  # the file in a checkpoint with the position of the data
 
 
 class EvenstepMixin:
@@ -119,8 +124,7 @@ class EvenstepMixin:
         self._collate = Collator() if collate is None else collate
         super().__init__(*arguments, **options)
         _check_arguments(self.args)
-        self.add_callback(_SkipFillers(self))  # type: ignore[attr-defined]
-        self.add_callback(_SavePosition(self))  # type: ignore[attr-defined]
+        self.add_callback(_StepEvents(self))  # type: ignore[attr-defined]
         self.step_sampler: StepSampler | None = None
         self.batches: EndlessBatches | None = None
         self._resumed: Any = None
@@ -149,36 +153,34 @@ class EvenstepMixin:
         if self._allow:
             raise ConfigError("allow has no effect on a dataset with a length. Remove it.")
         stream = self._stream()
-        check_accelerator(self.accelerator, stream)
-        check_fingerprints(self.accelerator, stream)
-        if isinstance(self.recipe.layout, Packed):
-            self._check_packing()
+        self._check_stream(stream)
         self.step_sampler = sampler = self._sampler(stream)
-        if self._resumed and not self.args.ignore_data_skip and has_position(Path(self._resumed)):
-            sampler.check_position(read_position(Path(self._resumed)))
+        if (
+            self._resumed
+            and not self.args.ignore_data_skip
+            and (Path(self._resumed) / _POSITION).exists()
+        ):
+            sampler.check_position(_read_position(Path(self._resumed)))
         if getattr(self, "is_deepspeed_enabled", False) and sampler.has_fillers:
             raise ConfigError(
                 "epochs have different numbers of steps, and with DeepSpeed the steps that fill up "
                 "shorter ones would change parameters. Set Steps(samples=...) in the recipe."
             )
-        args = self.args
         return DataLoaderShard(
             PartDataset(sampler),
             device=self.accelerator.device,
             batch_sampler=sampler,
-            collate_fn=_Inputs(_Predicted(self._collator())),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
+            collate_fn=PartCollate(self._collator()),
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            **self._workers,
         )
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], Any]:
         """The micro-batches of a step and the number of their labels on all processes, by which
         the loss is divided; 1 for a step that fills up an epoch."""
-        found = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
-        batches, labels = found
-        predicted = sum(inputs.pop(_PREDICTED, 1) for inputs in batches)
+        step = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
+        batches, labels = step
+        predicted = sum(map(pop_predicted, batches))
         if self._router is not None and batches:
             self._router.count(self.model_wrapped, [inputs[BATCH] for inputs in batches])
         if not torch.is_tensor(labels):
@@ -246,21 +248,12 @@ class EvenstepMixin:
             dataset = Iterated(dataset, transform=_Chosen(self._names))
         recipe, world = self._for_ranks(replace(self.recipe, steps=Steps(micro_batches=1)))
         stream = PooledStream(dataset, recipe, world=world, seed=self._seed, infinite_loop=True)
-        check_accelerator(self.accelerator, stream)
-        if isinstance(self.recipe.layout, Packed):
-            self._check_packing()
-        args = self.args
-        batches = EndlessBatches(
-            stream,
-            _Predicted(self._collator()),
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
+        self._check_stream(stream)
+        loader = StreamLoader(stream, collate=self._collator(), **self._workers)
         if self._resumed:
-            batches.load(Path(self._resumed), self._allow)
-        self.batches = batches
-        return batches
+            loader.load_state_dict(_read_position(Path(self._resumed)), self._allow)
+        self.batches = EndlessBatches(loader)
+        return self.batches
 
     @property
     def _names(self) -> set[str] | None:
@@ -298,9 +291,18 @@ class EvenstepMixin:
         sampler.progress = None
         return sampler
 
-    def _check_packing(self) -> None:
-        support = judged_once(self.model)
-        if not support.safe:
+    @property
+    def _workers(self) -> dict[str, Any]:
+        """Options of torch's loader."""
+        names = ("num_workers", "persistent_workers", "prefetch_factor")
+        return {name: getattr(self.args, f"dataloader_{name}") for name in names}
+
+    def _check_stream(self, stream: PlannedStream | PooledStream) -> None:
+        check_accelerator(self.accelerator, stream)
+        if isinstance(stream, PlannedStream):
+            check_fingerprints(stream)
+        support = support_of(self.model) if isinstance(self.recipe.layout, Packed) else None
+        if support is not None and not support.safe:
             raise ConfigError(
                 f"{type(self.model).__name__} does not support packed batches: {support.why}. Use "
                 f"Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
@@ -337,9 +339,8 @@ def _check_arguments(args: Any) -> None:
         )
 
 
-class _SkipFillers(TrainerCallback):  # type: ignore[misc]
-    """Makes the steps that fill up a shorter epoch change nothing: optimizers leave parameters
-    without a gradient as they are, and keep their state."""
+class _StepEvents(TrainerCallback):  # type: ignore[misc]
+    """What the trainer's steps need of its data."""
 
     def __init__(self, trainer: EvenstepMixin) -> None:
         self._trainer = trainer
@@ -347,46 +348,24 @@ class _SkipFillers(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any, **others: Any
     ) -> None:
+        """Make a step that fills up a shorter epoch change nothing: optimizers leave parameters
+        without a gradient as they are, and keep their state."""
         sampler = self._trainer.step_sampler
         if sampler is not None and sampler.is_filler(state.global_step):
             for parameter in model.parameters():
                 parameter.grad = None
 
-
-class _SavePosition(TrainerCallback):  # type: ignore[misc]
-    """Saves the position of the data with every checkpoint."""
-
-    def __init__(self, trainer: EvenstepMixin) -> None:
-        self._trainer = trainer
-
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        """Save the position of the data with every checkpoint."""
         batches, sampler = self._trainer.batches, self._trainer.step_sampler
+        position = None
         if batches is not None:
-            batches.save(checkpoint, args.should_save)
+            position = gather_state(batches.loader)  # on every process
         elif sampler is not None and args.should_save:
-            write_position(checkpoint, sampler.position_after(state.global_step))
-
-
-class _Predicted:
-    """The inputs of a micro-batch, and the number of its tokens to predict."""
-
-    def __init__(self, collate: HfCollate) -> None:
-        self.collate = collate
-
-    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> dict[str, Any]:
-        return {**self.collate(micro, samples), _PREDICTED: predicted_tokens(micro)}
-
-
-class _Inputs:
-    """Collates a micro-batch."""
-
-    def __init__(self, collate: _Predicted) -> None:
-        self.collate = collate
-
-    def __call__(self, read: tuple[Part, dict[int, Any]]) -> dict[str, Any]:
-        part, samples = read
-        return self.collate(part.micro, samples)
+            position = sampler.position_after(state.global_step)
+        if position is not None and args.should_save:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            (checkpoint / _POSITION).write_text(json.dumps(position))
 
 
 class _Chosen:
@@ -422,49 +401,25 @@ def _token_masks(sample: Mapping[str, Any]) -> Iterator[str]:
 class EndlessBatches:
     """The inputs of every micro-batch of this process, without an end and without a length.
 
-    The stream has steps of one micro-batch, so the position is known after each, and trainers
-    accumulate as many as they like. `options` are those of torch's `DataLoader`.
+    The stream has steps of one micro-batch, so the position of its loader is known after each, and
+    trainers accumulate as many as they like.
     """
 
-    def __init__(self, stream: PooledStream, collate: Callable[..., Any], **options: Any) -> None:
-        assert stream.infinite_loop
-        assert stream.recipe.steps.micro_batches == 1
-        self._loader = StreamLoader(stream, collate=collate, **options)
+    def __init__(self, loader: StreamLoader) -> None:
+        assert loader.stream.infinite_loop
+        assert loader.stream.recipe.steps.micro_batches == 1
+        self.loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in self._loader:
-            assert step.batches is not None
-            yield from step.batches
-
-    def save(self, checkpoint: Path, writes: bool) -> None:
-        """Gather the positions of all processes after the last micro-batch; one `writes` them."""
-        state = gather_state(self._loader)
-        if writes:
-            write_position(checkpoint, state)
-
-    def load(self, checkpoint: Path, allow: Collection[str] = ()) -> None:
-        """Start after the step of a checkpoint, on any number of processes. `allow` names settings
-        that may have changed since."""
-        self._loader.load_state_dict(read_position(checkpoint), allow)
+        for step in self.loader:
+            for micro, inputs in zip(step.micro_batches, step.batches or (), strict=True):
+                yield {**inputs, PREDICTED: predicted_tokens(micro)}
 
 
-_NAME = "evenstep.json"
-
-
-def has_position(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written by a trainer with planned or pooled steps."""
-    return (checkpoint / _NAME).exists()
-
-
-def write_position(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Add a position to a checkpoint."""
-    (checkpoint / _NAME).write_text(json.dumps(dict(state)))
-
-
-def read_position(checkpoint: Path) -> dict[str, Any]:
-    """The position in a checkpoint."""
+def _read_position(checkpoint: Path) -> dict[str, Any]:
+    """The position of the data in a checkpoint."""
     try:
-        state: dict[str, Any] = json.loads((checkpoint / _NAME).read_text())
+        state: dict[str, Any] = json.loads((checkpoint / _POSITION).read_text())
     except (OSError, ValueError) as error:
         raise CursorError(
             f"{checkpoint} has no position of the data that can be read ({error}). Resume from an "
@@ -472,6 +427,14 @@ def read_position(checkpoint: Path) -> dict[str, Any]:
         ) from None
     return state
 
+
+# The load-balancing loss of a step, inside the loss that a model returns --------------------------
+#
+# With output_router_logits=True, a mixture of experts adds `router_aux_loss_coef` times a product
+# of two means over the tokens of the micro-batch to its loss. Summed over micro-batches, empty ones
+# too, that depends on the plan. Here the choices of experts are counted over the whole step first,
+# without gradients. Then the loss is a sum over tokens (see `load_balancing`), and a hook puts this
+# micro-batch's part of the sum in place of the model's term.
 
 BATCH = "evenstep_batch"
 """The key of the `Batch` in the inputs that `RouterCollate` makes."""
@@ -605,11 +568,10 @@ class RouterLoss:
 
     def _check_definition(self) -> None:
         """Compare with the model's own loss on a few tokens, because some define it otherwise."""
-        core, traits = self._core, traits_of(self._core)
-        tokens = [token for token in range(len(traits.special) + 8) if token not in traits.special]
+        core = self._core
         # Six tokens and two of padding, so that there is a mask.
         plan = make_plan([6], Recipe(layout=Padded(samples=1, pad_to=8)))
-        batch = Collator()(plan[0, 0][0], [{"input_ids": tokens[:6]}])
+        batch = Collator()(plan[0, 0][0], [{"input_ids": traits_of(core).plain_tokens(6)}])
         batch = batch.to(next(core.parameters()).device)
         training = core.training
         core.eval()
@@ -638,8 +600,8 @@ class RouterLoss:
 
 def _router_logits(model: Any, batch: Batch) -> Any:
     few = {"logits_to_keep": 1} if "logits_to_keep" in traits_of(model).parameters else {}
-    found = model(**hf_kwargs(batch, model), **few, output_router_logits=True)
-    return {"router_logits": found.router_logits}
+    outputs = model(**hf_kwargs(batch, model), **few, output_router_logits=True)
+    return {"router_logits": outputs.router_logits}
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

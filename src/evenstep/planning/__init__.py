@@ -5,7 +5,7 @@ overflow     samples -> segments
 units        segments -> units, which move as a whole
 steps        samples -> steps; sizing for steps of micro-batches
 batching     sorted rows -> padded micro-batches
-packing      units -> packs
+packers      units -> packs; best_fit, optimal, vector_packing
 balance      packs -> ranks
 assemble   decided steps -> the arrays of a Plan
 """

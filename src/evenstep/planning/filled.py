@@ -7,7 +7,7 @@ import numpy as np
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, Ragged, by_first_appearance, sum_by
 from evenstep.errors import PlanError
-from evenstep.planning.packing.more_bins import divide_bins
+from evenstep.planning.packers import divide_bins
 
 
 def filled_packs(plan: Plan, step: int = 0) -> list[list[IntArray]]:

@@ -9,7 +9,7 @@ import numpy as np
 from evenstep.core.ragged import IntArray, Ragged, by_first_appearance
 from evenstep.core.recipe import Steps
 from evenstep.errors import PlanError
-from evenstep.planning.packing.first_fit import next_fit_kernel
+from evenstep.planning.packers import next_fit_kernel
 
 
 class Leading(Protocol):

@@ -7,9 +7,9 @@ tail padding of the row. Tiles cover every slot exactly once.
     0         4         8       12   cu_seqlens
     0 1 2 3   0 1 2 3   0 1 2 3      places
 
-Two numbers of a slot are equal today and mean different things: its *place* in the tile, which says
-what padding is and which token follows, and `position_ids`, which the model sees. So are the
-boundaries of queries and of keys, see `Boundaries`.
+Two numbers of a slot are equal unless `place_ids` says otherwise: `position_ids`, which the model
+sees, and the place in the tile, which says what is padding and which token follows. The boundaries
+of queries and of keys are equal unless `Boundaries.seen` says otherwise.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ class _Movable:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        def changed(value: Any) -> Any:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        for name, value in values.items():
             if isinstance(value, Tensor):
-                return change(value)
-            if isinstance(value, _Movable):
-                return value._map(change)
-            if isinstance(value, Mapping):
-                return {name: changed(each) for name, each in value.items()}
-            return value
-
-        values = {f.name: changed(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+                values[name] = change(value)
+            elif isinstance(value, _Movable):
+                values[name] = value._map(change)
+            elif name in ("extras", "values"):  # mappings
+                values[name] = {
+                    key: each._map(change) if isinstance(each, _Movable) else change(each)
+                    for key, each in value.items()
+                }
         return replace(self, **values)  # type: ignore[type-var]
 
 
@@ -167,6 +168,7 @@ class Slots(_Movable):
     starts: Tensor  # (tiles) int64
     loss_tokens: Tensor  # (tiles) int64: loss tokens of the tile's whole sample, 0 for a tail
     max_seqlen: int
+    place_ids: Tensor | None = None  # (rows, width) int64: see `places`; None: the position_ids
     continuation: Continuation | None = None
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
     aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
@@ -192,29 +194,15 @@ class Slots(_Movable):
         return bool((self.sample_ids < 0).all())
 
     @property
-    def slot_ids(self) -> Tensor:
-        """(rows, width) int64: the number of each slot in the whole batch, row by row."""
-        slots = torch.arange(self.rows * self.width, device=self.device)
-        return slots.view(self.rows, self.width)
-
-    @property
-    def tokens_left(self) -> Tensor:
-        """(rows, width) int64: tokens from each slot to the end of its segment; padding: 0 or less.
-
-        a a a . | b b      3 2 1 0 | 2 1
-        """
-        ends = self.cu_seqlens[:-1] + self.seqlens  # the slot after the last token of each tile
-        return ends[self.segment_ids] - self.slot_ids
-
-    @property
     def places(self) -> Tensor:
         """(rows, width) int64: the place of each slot in its tile, from 0."""
-        return self.slot_ids - self.cu_seqlens[self.segment_ids]
+        return self.position_ids if self.place_ids is None else self.place_ids
 
     @property
     def token_mask(self) -> Tensor:
         """(rows, width) bool: True for real tokens, False for padding."""
-        return self.tokens_left > 0
+        flat = self.segment_ids.reshape(-1)
+        return (self.places.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -280,16 +268,13 @@ class Batch(Slots):
         """
         column = self.column(values, distance) if isinstance(values, str) else values
         flat = column.reshape(-1, *column.shape[2:])
-        ahead = torch.full_like(flat, fill)
-        end = len(flat) - distance
-        if end > 0:
-            ahead[:end] = flat[distance:]
-        left = self.tokens_left.view(-1)
+        tiles = self.segment_ids.reshape(-1)
+        left = self.seqlens[tiles] - self.places.reshape(-1)  # tokens to the end of the segment
         none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
-        ahead = ahead.masked_fill_(none, fill)
+        ahead = flat.roll(-distance, 0).masked_fill_(none, fill)
         if self.continuation is not None and isinstance(values, str):
             index = torch.where(left > 0, distance - left, -1)  # padding has no continuation
-            ahead = self.continuation.fill(ahead, values, self.segment_ids.reshape(-1), index)
+            ahead = self.continuation.fill(ahead, values, tiles, index)
         return ahead.view_as(column)
 
     def column(self, name: str, distance: int = 1) -> Tensor:
@@ -354,7 +339,7 @@ class BatchShard(Slots):
         logits = model(shard)  # (rows, width / size, vocabulary)
     """
 
-    slot_ids: Tensor = field()  # (rows, width / size) int64: slot numbers in the whole batch
+    slot_ids: Tensor  # (rows, width / size) int64: slot numbers in the whole batch
     rank: int
     size: int
     sharding: Sharding

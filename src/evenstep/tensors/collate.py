@@ -18,7 +18,7 @@ from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import truth_field, whole_number
 from evenstep.data.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, Continuation, Extra, RaggedTensor
 
 
@@ -85,8 +85,8 @@ class Columns:
 
     def targets(self, keys: set[str]) -> Tensor:
         """The target of each slot: its label, or -100 where the loss is masked."""
-        given = [s["labels"] if "labels" in s else s["input_ids"] for s in self.chosen]
-        values = self._segment_values("labels", given, torch.int64)
+        labels = [s["labels"] if "labels" in s else s["input_ids"] for s in self.chosen]
+        values = self._segment_values("labels", labels, torch.int64)
         targets = self._spread("labels", values, torch.int64, IGNORE_INDEX)
         for name in LOSS_MASKS:
             if name in keys:
@@ -100,41 +100,47 @@ class Columns:
         """The slots that a loss mask hides; samples without the mask hide none."""
         masks = self._tensors(name, [s.get(name, 1) for s in self.chosen])
         # One number is that of all tokens.
-        given = [
+        masks = [
             mask.expand(length) if mask.ndim == 0 else mask
             for mask, length in zip(masks, self.expected, strict=True)
         ]
-        values = self._segment_values(name, given, torch.float32)
+        values = self._segment_values(name, masks, torch.float32)
         mask = self._spread(name, values, torch.float32, 0)
         hidden = mask == 0
         if not bool((hidden | (mask == 1)).all()):
-            self._refuse_mask(name, values)
+            at, odd = _first_odd(values, (0, 1))
+            raise InputError(
+                f"sample {self._name(at)} has {odd:g} in its {name!r}; expected 0 or 1. To weight "
+                f"tokens, declare a token-aligned extra 'token_weight' and use the normalization "
+                f"Custom('weighted', lambda batch: batch.ahead('token_weight'))."
+            )
         return hidden
 
     def check_attention_masks(self) -> None:
         """Raise if an `attention_mask` hides tokens; tokenizers return masks of ones."""
         key, one = "attention_mask", torch.ones(1)
-        given = [
-            sample[key] if key in sample else one.expand(length)
-            for sample, length in zip(self.chosen, self.expected, strict=True)
-        ]
-        masks = self._tensors(key, given)
+        masks = self._tensors(
+            key,
+            [
+                sample[key] if key in sample else one.expand(length)
+                for sample, length in zip(self.chosen, self.expected, strict=True)
+            ],
+        )
         if [m.numel() if m.ndim == 1 else -1 for m in masks] != self.expected:
             self._refuse_lengths(key, masks)
         if masks and not bool((torch.cat(masks) == 1).all()):
-            odd = [mask[mask != 1] for mask in masks]
-            at = next(n for n, values in enumerate(odd) if len(values))
+            at, odd = _first_odd(masks, (1,))
             raise InputError(
-                f"sample {self._name(at)} has {odd[at][0].item():g} in its 'attention_mask', but "
-                f"only 1 is supported: every token of a sample is attended to. Remove padding "
-                f"from samples; to ignore real tokens in the loss, set their 'loss_mask' to 0."
+                f"sample {self._name(at)} has {odd:g} in its 'attention_mask', but only 1 is "
+                f"supported: every token of a sample is attended to. Remove padding from samples; "
+                f"to ignore real tokens in the loss, set their 'loss_mask' to 0."
             )
 
     def sample_targets(self, number: int) -> Tensor:
         """The targets of the whole sample of segment `number`."""
         sample = self.chosen[number]
-        given = sample["labels"] if "labels" in sample else sample["input_ids"]
-        targets = _tensors([given])[0].to(torch.int64, copy=True)
+        labels = sample["labels"] if "labels" in sample else sample["input_ids"]
+        targets = _tensors([labels])[0].to(torch.int64, copy=True)
         for name in LOSS_MASKS:
             if name in sample:
                 mask = _tensors([sample[name]])[0].to(torch.float32)
@@ -215,10 +221,9 @@ class Columns:
     ) -> list[Tensor]:
         """Each segment's values of a token-aligned column, checked against the plan."""
         column = self._tensors(key, column)
-        found = [value.numel() for value in column]
         size = math.prod(shape)
         expected = self.expected if size == 1 else [size * length for length in self.expected]
-        if found != expected:
+        if [value.numel() for value in column] != expected:
             self._refuse_lengths(key, column)
         if {value.dtype for value in column} - {dtype}:
             column = [self._cast(key, at, value, dtype) for at, value in enumerate(column)]
@@ -296,10 +301,10 @@ class Columns:
         at = next(
             (n for n, v in enumerate(column) if v.ndim == 0 or v.shape[0] != self.expected[n]), 0
         )
-        found = column[at].shape[0] if column[at].ndim == 1 else f"shape {list(column[at].shape)}"
+        size = column[at].shape[0] if column[at].ndim == 1 else f"shape {list(column[at].shape)}"
         raise InputError(
             f"sample {self._name(at)} was planned with {self.expected[at]} tokens, but its {key!r} "
-            f"has {found}. Plan with the lengths of these samples, and give token-aligned columns "
+            f"has {size}. Plan with the lengths of these samples, and give token-aligned columns "
             f"one entry per token."
         )
 
@@ -310,14 +315,14 @@ class Columns:
             f"{'Omit the key if there are none' if optional else 'Pass a tensor, array or list'}."
         ) from None
 
-    def _refuse_mask(self, name: str, masks: list[Tensor]) -> NoReturn:
-        odd = [mask[(mask != 0) & (mask != 1)] for mask in masks]
-        at = next(n for n, values in enumerate(odd) if len(values))
-        raise InputError(
-            f"sample {self._name(at)} has {odd[at][0].item():g} in its {name!r}; expected 0 or "
-            f"1. To weight tokens, declare a token-aligned extra 'token_weight' and use the "
-            f"normalization Custom('weighted', lambda batch: batch.ahead('token_weight'))."
-        )
+
+def _first_odd(masks: list[Tensor], allowed: tuple[int, ...]) -> tuple[int, float]:
+    """The first mask with a value that is not allowed, and that value."""
+    for at, mask in enumerate(masks):
+        odd = [value for value in mask.tolist() if value not in allowed]
+        if odd:
+            return at, odd[0]
+    raise AssertionError("every value is allowed")
 
 
 def _tensors(column: list[Any]) -> list[Tensor]:

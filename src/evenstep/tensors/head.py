@@ -19,25 +19,6 @@ from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 
-
-def positive(name: str, value: float) -> None:
-    """Raise unless `value` is positive and finite."""
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be positive and finite, got {value}.")
-
-
-def at_least(name: str, value: float, least: float) -> None:
-    """Raise unless `value` is finite and at least `least`."""
-    if not least <= value < math.inf:
-        raise ConfigError(f"{name} must be finite and at least {least:g}, got {value}.")
-
-
-def share(name: str, value: float, most: float = 1.0) -> None:
-    """Raise unless `value` is in [0, most)."""
-    if not 0 <= value < most:
-        raise ConfigError(f"{name} must be in [0, {most:g}), got {value}.")
-
-
 Wanted: TypeAlias = frozenset[Literal["entropy", "mean_log_probs", "log_normalizer"]]
 
 _LEAST = -1e4  # of a log-prob that is multiplied by its probability: 0 * -inf would be NaN
@@ -90,9 +71,9 @@ class Head:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @classmethod
-    def of(cls, given: Head | nn.Linear | Tensor | None) -> Head | None:
-        """A head from what a loss was given."""
-        return given if given is None or isinstance(given, Head) else cls(given)
+    def of(cls, head: Head | nn.Linear | Tensor | None) -> Head | None:
+        """A head from the argument of a loss."""
+        return head if head is None or isinstance(head, Head) else cls(head)
 
     @property
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
@@ -107,151 +88,6 @@ class Head:
                 "the head itself; the root module then holds it and keeps it whole until backward."
             )
         return weight, bias
-
-
-def head_scores(
-    hidden: Tensor, labels: Tensor, head: Head, temperature: float, wanted: Wanted
-) -> tuple[Tensor, ...]:
-    """The fields of `Scores` for (n, hidden) states; 0 where the label is ignored."""
-    weight, bias = head.weight_and_bias
-    if hidden.shape[-1] != weight.shape[-1]:
-        raise InputError(
-            f"outputs have {hidden.shape[-1]} numbers per token, but the head takes "
-            f"{weight.shape[-1]}. Let `forward` return the last hidden states, or omit head."
-        )
-    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
-    dtype = _dtype(hidden, weight)
-    options = _Options(head, temperature, wanted)
-    with torch.autocast(hidden.device.type, enabled=False):
-        found = _HeadScores.apply(
-            hidden.index_select(0, kept).to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-            labels.index_select(0, kept),
-            options,
-        )
-    return tuple(each.new_zeros(len(labels)).index_copy(0, kept, each) for each in found)
-
-
-def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the product: autocast's, else the wider one."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return torch.promote_types(hidden.dtype, weight.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Options:
-    head: Head
-    temperature: float
-    wanted: Wanted
-
-    def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | float]:
-        """(final logits, their derivative by the product) of a chunk, in float32 or wider."""
-        product = nn.functional.linear(hidden, weight, bias)
-        logits = product.to(torch.promote_types(product.dtype, torch.float32))
-        if self.head.scale != 1.0:
-            logits = logits * self.head.scale
-        slope: Tensor | float = self.head.scale / self.temperature
-        if self.head.soft_cap is not None:
-            bent = torch.tanh(logits / self.head.soft_cap)
-            logits, slope = bent * self.head.soft_cap, slope * (1 - bent * bent)
-        return logits if self.temperature == 1.0 else logits / self.temperature, slope
-
-
-class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
-    """Hidden states with labels -> log-probs, entropy, mean log-probs and normalizer of each."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: _Options,
-    ) -> tuple[Tensor, ...]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        # rows: log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it
-        found = torch.zeros((5, len(hidden)), dtype=wide, device=hidden.device)
-        for chunk in _chunks(len(hidden), options.head.chunk):
-            logits, _ = options.logits(hidden[chunk], weight, bias)
-            greatest = logits.amax(-1)
-            logits = logits.sub_(greatest[:, None])
-            exponentials = logits.exp()
-            log_sum = exponentials.sum(-1).log()
-            found[0, chunk] = _at_labels(logits, labels[chunk]) - log_sum
-            if "entropy" in options.wanted:
-                products = exponentials.mul_(logits.clamp(min=_LEAST)).sum(-1)
-                found[1, chunk] = log_sum - products / log_sum.exp()
-            if "mean_log_probs" in options.wanted:
-                found[2, chunk] = logits.mean(-1) - log_sum
-            found[3, chunk], found[4, chunk] = greatest, log_sum
-        ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, labels, found)
-        return found[0].clone(), found[1].clone(), found[2].clone(), found[3] + found[4]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, found = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        wide = found.dtype
-        of_hidden = torch.empty_like(hidden) if need_hidden else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        of_bias = torch.zeros_like(bias, dtype=wide) if need_bias else None
-        for chunk in _chunks(len(hidden), ctx.options.head.chunk):
-            per_label = [gradient[chunk, None] for gradient in gradients]
-            logits, slope = ctx.options.logits(hidden[chunk], weight, bias)
-            change = _logit_gradients(
-                logits, labels[chunk], found[:, chunk], per_label, ctx.options.wanted
-            )
-            if isinstance(slope, Tensor) or slope != 1.0:
-                change = change * slope
-            narrow = change.to(hidden.dtype)
-            if of_hidden is not None:
-                of_hidden[chunk] = narrow @ weight
-            if of_weight is not None:
-                of_weight += narrow.T @ hidden[chunk]
-            if of_bias is not None:
-                of_bias += change.sum(0)
-        return (
-            of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            None,
-            None,
-        )
-
-
-def _logit_gradients(
-    logits: Tensor, labels: Tensor, found: Tensor, gradients: list[Tensor], wanted: Wanted
-) -> Tensor:
-    """(chunk, vocabulary): the gradient by each logit z, with p its probability.
-
-    log-prob of y: [z is y] - p      mean log-prob: 1 / vocabulary - p
-    entropy H: -p (log p + H)        normalizer: p
-    """
-    _, entropy, _, greatest, log_sum = found[:, :, None]
-    of_log_prob, of_entropy, of_mean, of_normalizer = gradients
-    log_probs = logits.sub_(greatest).sub_(log_sum)  # in place: a chunk of logits is large
-    factor = of_normalizer - of_log_prob - of_mean
-    if "entropy" in wanted:
-        factor = factor - of_entropy * (log_probs.clamp(min=_LEAST) + entropy)
-    change = log_probs.exp_().mul_(factor)
-    if "mean_log_probs" in wanted:
-        change.add_(of_mean / logits.shape[-1])
-    return change.scatter_add_(1, labels[:, None], of_log_prob)
-
-
-def _at_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.gather(-1, labels[:, None])[:, 0]
-
-
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(first, first + size) for first in range(0, count, size)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,7 +117,7 @@ def score(
     the log-probs.
     """
     if head is not None:
-        return Scores(*head_scores(outputs, labels, head, temperature, wanted))
+        return Scores(*_head_scores(outputs, labels, head, temperature, wanted))
     logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
@@ -289,23 +125,23 @@ def score(
         nothing = logits.new_zeros(len(labels))
         nll = functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
         return Scores(-nll, nothing, nothing, nothing)
-    return Scores(*_all_scores(logits, labels, wanted))
+    return Scores(*_logit_scores(logits, labels, wanted))
 
 
-def _all_scores(logits: Tensor, labels: Tensor, wanted: Wanted) -> tuple[Tensor, ...]:
+def _logit_scores(logits: Tensor, labels: Tensor, wanted: Wanted) -> tuple[Tensor, ...]:
     counts = labels != IGNORE_INDEX
-    everything = logits.log_softmax(-1)
+    all_log_probs = logits.log_softmax(-1)
     nothing = logits.new_zeros(len(labels))
     entropy = mean = normalizer = nothing
     if "entropy" in wanted:
         # A token of probability 0 adds 0, not 0 * -inf.
-        finite = everything.masked_fill(everything == -torch.inf, 0.0)
-        entropy = -(everything.exp() * finite).sum(-1)
+        finite = all_log_probs.masked_fill(all_log_probs == -torch.inf, 0.0)
+        entropy = -(all_log_probs.exp() * finite).sum(-1)
     if "mean_log_probs" in wanted:
-        mean = everything.mean(-1)
+        mean = all_log_probs.mean(-1)
     if "log_normalizer" in wanted:
         normalizer = logits.logsumexp(-1)
-    log_probs = everything.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    log_probs = all_log_probs.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     return tuple(
         torch.where(counts, each, nothing) for each in (log_probs, entropy, mean, normalizer)
     )
@@ -328,3 +164,159 @@ def label_log_probs(
     [0.25, 1.0]
     """
     return score(logits, labels, head=Head.of(head), temperature=temperature).log_probs
+
+
+# Scores from hidden states, a chunk of logits at a time --------------------------------------
+
+
+def _head_scores(
+    hidden: Tensor, labels: Tensor, head: Head, temperature: float, wanted: Wanted
+) -> tuple[Tensor, ...]:
+    """The fields of `Scores` for (n, hidden) states; 0 where the label is ignored."""
+    weight, bias = head.weight_and_bias
+    if hidden.shape[-1] != weight.shape[-1]:
+        raise InputError(
+            f"outputs have {hidden.shape[-1]} numbers per token, but the head takes "
+            f"{weight.shape[-1]}. Let `forward` return the last hidden states, or omit head."
+        )
+    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    device = hidden.device.type
+    # The dtype of the product: autocast's, else the wider one.
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        scores = _HeadScores.apply(
+            hidden.index_select(0, kept).to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            labels.index_select(0, kept),
+            head,
+            temperature,
+            wanted,
+        )
+    return tuple(each.new_zeros(len(labels)).index_copy(0, kept, each) for each in scores)
+
+
+class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
+    """Hidden states with labels -> log-probs, entropy, mean log-probs and normalizer of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        head: Head,
+        temperature: float,
+        wanted: Wanted,
+    ) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        # rows: log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it
+        scores = torch.zeros((5, len(hidden)), dtype=wide, device=hidden.device)
+        for chunk in _chunks(len(hidden), head.chunk):
+            logits, _ = _chunk_logits(hidden[chunk], weight, bias, head, temperature)
+            greatest = logits.amax(-1)
+            logits = logits.sub_(greatest[:, None])
+            exponentials = logits.exp()
+            log_sum = exponentials.sum(-1).log()
+            scores[0, chunk] = logits.gather(-1, labels[chunk, None])[:, 0] - log_sum
+            if "entropy" in wanted:
+                products = exponentials.mul_(logits.clamp(min=_LEAST)).sum(-1)
+                scores[1, chunk] = log_sum - products / log_sum.exp()
+            if "mean_log_probs" in wanted:
+                scores[2, chunk] = logits.mean(-1) - log_sum
+            scores[3, chunk], scores[4, chunk] = greatest, log_sum
+        ctx.head, ctx.temperature, ctx.wanted = head, temperature, wanted
+        ctx.save_for_backward(hidden, weight, bias, labels, scores)
+        return scores[0].clone(), scores[1].clone(), scores[2].clone(), scores[3] + scores[4]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, scores = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden) if need_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=scores.dtype) if need_weight else None
+        of_bias = torch.zeros_like(bias, dtype=scores.dtype) if need_bias else None
+        for chunk in _chunks(len(hidden), ctx.head.chunk):
+            per_label = [gradient[chunk, None] for gradient in gradients]
+            logits, slope = _chunk_logits(hidden[chunk], weight, bias, ctx.head, ctx.temperature)
+            change = _logit_gradients(
+                logits, labels[chunk], scores[:, chunk], per_label, ctx.wanted
+            )
+            if isinstance(slope, Tensor) or slope != 1.0:
+                change = change * slope
+            narrow = change.to(hidden.dtype)
+            if of_hidden is not None:
+                of_hidden[chunk] = narrow @ weight
+            if of_weight is not None:
+                of_weight += narrow.T @ hidden[chunk]
+            if of_bias is not None:
+                of_bias += change.sum(0)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _chunk_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float
+) -> tuple[Tensor, Tensor | float]:
+    """(final logits, their derivative by the product) of a chunk, in float32 or wider."""
+    product = nn.functional.linear(hidden, weight, bias)
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    if head.scale != 1.0:
+        logits = logits * head.scale
+    slope: Tensor | float = head.scale / temperature
+    if head.soft_cap is not None:
+        bent = torch.tanh(logits / head.soft_cap)
+        logits, slope = bent * head.soft_cap, slope * (1 - bent * bent)
+    return logits if temperature == 1.0 else logits / temperature, slope
+
+
+def _logit_gradients(
+    logits: Tensor, labels: Tensor, scores: Tensor, gradients: list[Tensor], wanted: Wanted
+) -> Tensor:
+    """(chunk, vocabulary): the gradient by each logit z, with p its probability.
+
+    log-prob of y: [z is y] - p      mean log-prob: 1 / vocabulary - p
+    entropy H: -p (log p + H)        normalizer: p
+    """
+    _, entropy, _, greatest, log_sum = scores[:, :, None]
+    of_log_prob, of_entropy, of_mean, of_normalizer = gradients
+    log_probs = logits.sub_(greatest).sub_(log_sum)  # in place: a chunk of logits is large
+    factor = of_normalizer - of_log_prob - of_mean
+    if "entropy" in wanted:
+        factor = factor - of_entropy * (log_probs.clamp(min=_LEAST) + entropy)
+    change = log_probs.exp_().mul_(factor)
+    if "mean_log_probs" in wanted:
+        change.add_(of_mean / logits.shape[-1])
+    return change.scatter_add_(1, labels[:, None], of_log_prob)
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(first, first + size) for first in range(0, count, size)]
+
+
+# Options of losses -----------------------------------------------------------------------------
+
+
+def positive(name: str, value: float) -> None:
+    """Raise unless `value` is positive and finite."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be positive and finite, got {value}.")
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Raise unless `value` is finite and at least `least`."""
+    if not least <= value < math.inf:
+        raise ConfigError(f"{name} must be finite and at least {least:g}, got {value}.")
+
+
+def share(name: str, value: float, most: float = 1.0) -> None:
+    """Raise unless `value` is in [0, most)."""
+    if not 0 <= value < most:
+        raise ConfigError(f"{name} must be in [0, {most:g}), got {value}.")

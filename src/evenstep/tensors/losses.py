@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
-from evenstep.tensors.head import Head, Scores, Wanted, at_least, positive, score, share
+from evenstep.tensors.head import Head, Wanted, at_least, positive, score, share
 
 Reduction: TypeAlias = Literal["sum", "mean", "min", "max"]
 
@@ -85,23 +85,22 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     for each in metrics:
         for name, metric in each.items():
             by_name.setdefault(name, []).append(metric)
-    return {name: _merge(name, found) for name, found in by_name.items()}
-
-
-def _merge(name: str, found: list[Metric]) -> Metric:
-    ways = {metric.reduction for metric in found}
-    if len(ways) > 1:
-        raise InputError(
-            f"the metric {name!r} has several reductions: {', '.join(sorted(ways))}. Use one "
-            f"reduction per name."
-        )
-    first = found[0]
-    totals = torch.stack([metric.total for metric in found])
-    if first.reduction in ("min", "max"):
-        return Metric(first.reduction, getattr(totals, f"a{first.reduction}")(0))
-    counts = [metric.count for metric in found if metric.count is not None]
-    count = torch.stack(counts).sum(0) if counts else None
-    return Metric(first.reduction, totals.sum(0), count)
+    merged: dict[str, Metric] = {}
+    for name, parts in by_name.items():
+        ways = {metric.reduction for metric in parts}
+        if len(ways) > 1:
+            raise InputError(
+                f"the metric {name!r} has several reductions: {', '.join(sorted(ways))}. Use one "
+                f"reduction per name."
+            )
+        way, totals = parts[0].reduction, torch.stack([metric.total for metric in parts])
+        if way in ("min", "max"):
+            merged[name] = Metric(way, getattr(totals, f"a{way}")(0))
+        else:
+            counts = [metric.count for metric in parts if metric.count is not None]
+            count = torch.stack(counts).sum(0) if counts else None
+            merged[name] = Metric(way, totals.sum(0), count)
+    return merged
 
 
 def _extreme(values: Tensor, way: Literal["min", "max"]) -> Tensor:
@@ -129,15 +128,17 @@ def select_output(outputs: Any, name: str, rows: int, width: int) -> Tensor:
         layers = outputs.get(name) if named else getattr(outputs, name, None)
     if isinstance(layers, Tensor):
         return layers
-    found = [layer for layer in layers or () if isinstance(layer, Tensor)]
-    if not found:
+    tensors = [layer for layer in layers or () if isinstance(layer, Tensor)]
+    if not tensors:
         raise InputError(
             f"the model returned {type(outputs).__name__} without {name!r}. Let `forward` return "
             f"the tensor, or an object that has it as {name!r}."
         )
-    device = found[0].device
-    shaped = [layer.to(device).unflatten(0, (rows, width)) if layer.ndim == 2 else layer.to(device)
-              for layer in found]  # fmt: skip
+    device = tensors[0].device
+    shaped = [
+        layer.to(device).unflatten(0, (rows, width)) if layer.ndim == 2 else layer.to(device)
+        for layer in tensors
+    ]
     return torch.stack(shaped, dim=2)
 
 
@@ -246,34 +247,54 @@ class PerSequence:
         metrics: list[dict[str, Metric]] = []
         by_slot: Tensor | None = outputs.new_zeros(len(flat))
         for view in View.of_segments(batch):
-            value, found = _value_and_metrics(self.function(flat[view.slots], view))
+            value, measured = _value_and_metrics(self.function(flat[view.slots], view))
             losses.append(value.sum())
-            metrics.append(found)
+            metrics.append(measured)
             if by_slot is not None and value.shape == by_slot[view.slots].shape:
                 by_slot = by_slot.to(torch.promote_types(by_slot.dtype, value.dtype))
                 by_slot[view.slots] = value.detach()
             else:
                 by_slot = None
         if not metrics:
-            metrics.append(self._empty_metrics(flat, batch))
+            # Ranks that reduce metrics need the same names: the function runs on the padding of
+            # the empty micro-batch, and its values are discarded.
+            view = View(batch, slice(0, int(batch.cu_seqlens[1])), 0)
+            with torch.no_grad():
+                _, measured = _value_and_metrics(self.function(flat[view.slots], view))
+            metrics.append({name: metric.emptied() for name, metric in measured.items()})
         by_sequence = torch.stack(losses)[1:]
         return Sums(by_sequence.sum(), merge(metrics), by_sequence, by_slot=by_slot)
-
-    def _empty_metrics(self, flat: Tensor, batch: Batch) -> dict[str, Metric]:
-        """Empty metrics for an empty micro-batch; ranks that reduce them need the same names.
-
-        The function runs on the padding for the names; its values are discarded.
-        """
-        view = View(batch, slice(0, int(batch.cu_seqlens[1])), 0)
-        with torch.no_grad():
-            _, found = _value_and_metrics(self.function(flat[view.slots], view))
-        return {name: metric.emptied() for name, metric in found.items()}
 
 
 def _value_and_metrics(outcome: Outcome) -> tuple[Tensor, dict[str, Metric]]:
     if isinstance(outcome, Tensor):
         return outcome, {}
     return outcome[0], dict(outcome[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LossTokens:
+    """The slots of a view that have a label; all others get neutral values."""
+
+    view: View
+    counts: Tensor  # (n) bool: has a label
+    total: Tensor  # how many
+
+    @classmethod
+    def of(cls, view: View) -> _LossTokens:
+        counts = view.labels != IGNORE_INDEX
+        return cls(view, counts, counts.sum())
+
+    def extra(self, name: str) -> Tensor:
+        """An extra at the slots that predict its tokens, 0 where there is no label."""
+        return torch.where(self.counts, self.view.ahead(name), 0.0)
+
+    def mean(self, values: Tensor) -> Metric:
+        """The mean over loss tokens."""
+        return Metric.mean((values * self.counts).sum(), self.total)
+
+
+# Losses ----------------------------------------------------------------------------------------
 
 
 def cross_entropy(
@@ -300,28 +321,25 @@ def cross_entropy(
     positive("temperature", temperature)
     share("label_smoothing", label_smoothing)
     at_least("z_loss", z_loss, 0)
-    last, wanted = Head.of(head), _wanted(label_smoothing, z_loss)
+    last = Head.of(head)
+    wanted: Wanted = frozenset({"mean_log_probs"} if label_smoothing else ())
+    wanted |= frozenset({"log_normalizer"} if z_loss else ())
 
     def loss(outputs: Tensor, view: View) -> Outcome:
         labels = view.labels
-        found = score(outputs, labels, head=last, temperature=temperature, wanted=wanted)
-        nll = value = -found.log_probs
+        scores = score(outputs, labels, head=last, temperature=temperature, wanted=wanted)
+        nll = value = -scores.log_probs
         counts = (labels != IGNORE_INDEX).sum()
         metrics = {"nll": Metric.mean(nll.sum(), counts), "loss_tokens": Metric.sum(counts)}
         if label_smoothing:
-            value = (1 - label_smoothing) * nll - label_smoothing * found.mean_log_probs
+            value = (1 - label_smoothing) * nll - label_smoothing * scores.mean_log_probs
         if z_loss:
-            squares = found.log_normalizer.square()
+            squares = scores.log_normalizer.square()
             value = value + z_loss * squares
             metrics["z_loss"] = Metric.mean(z_loss * squares.sum(), counts)
         return value * view.loss_weights, metrics
 
     return PerSequence(loss, vectorised=True)
-
-
-def _wanted(label_smoothing: float, z_loss: float) -> Wanted:
-    smoothed: Wanted = frozenset({"mean_log_probs"} if label_smoothing else ())
-    return smoothed | frozenset({"log_normalizer"} if z_loss else ())
 
 
 Ratio: TypeAlias = Literal["token", "sequence"]
@@ -374,90 +392,72 @@ def policy_gradient(
 
         result = run_step(step, model, policy_gradient(clip_high=0.28, kl_weight=0.01))
     """
-    one_of("ratio", ratio, Ratio)
-    one_of("kl_estimator", kl_estimator, KlEstimator)
-    positive("temperature", temperature)
-    for name, bound in (("clip_low", clip_low), ("clip_high", clip_high)):
-        at_least(name, bound, 0)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ConfigError(f"dual_clip must be greater than 1, got {dual_clip}.")
-    if importance_cap is not None:
-        positive("importance_cap", importance_cap)
+    _check_policy(ratio, kl_estimator, temperature, clip_low, clip_high, dual_clip, importance_cap)
     last = Head.of(head)
     wanted: Wanted = frozenset() if entropy_weight is None else frozenset({"entropy"})
 
     def loss(outputs: Tensor, view: View) -> Outcome:
-        labels = view.labels
-        found = score(outputs, labels, head=last, temperature=temperature, wanted=wanted)
-        tokens = _Tokens.of(outputs, view, found)
-        change = tokens.ratio(ratio)
-        value, metrics = _clipped(change, tokens, clip_low, clip_high, dual_clip)
+        scores = score(outputs, view.labels, head=last, temperature=temperature, wanted=wanted)
+        tokens, new = _LossTokens.of(view), scores.log_probs
+        old = tokens.extra("old_log_probs")
+        bound = MOST_LOG_RATIO_HALF if outputs.dtype == torch.float16 else MOST_LOG_RATIO
+        change = _log_ratio(new - old, tokens, ratio).clamp(-bound, bound).exp()
+        drop = (old - new).clamp(-bound, bound)
+        value, metrics = _clipped(change, drop, tokens, clip_low, clip_high, dual_clip)
         if importance_cap is not None:
-            value, more = _corrected(value, tokens, importance_cap)
-            metrics |= more
+            value = _corrected(value, old, tokens, importance_cap, metrics)
         if kl_weight:
-            divergence = _KL[kl_estimator](tokens.above("reference_log_probs"))
+            above = tokens.extra("reference_log_probs") - new
+            divergence = _KL[kl_estimator](above.clamp(-bound, bound))
             value = value + kl_weight * divergence
             metrics["kl"] = tokens.mean(divergence)
         if entropy_weight is not None:
-            value = value - entropy_weight * found.entropy
-            metrics["entropy"] = tokens.mean(found.entropy)
+            value = value - entropy_weight * scores.entropy
+            metrics["entropy"] = tokens.mean(scores.entropy)
         return torch.where(tokens.counts, value * view.loss_weights, 0.0), metrics
 
     return PerSequence(loss, vectorised=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Tokens:
-    """The slots of a view with their log-probs; slots without a label have neutral values."""
+def _check_policy(
+    ratio: Ratio, kl_estimator: KlEstimator, temperature: float, low: float, high: float,
+    dual: float | None, cap: float | None,
+) -> None:  # fmt: skip
+    one_of("ratio", ratio, Ratio)
+    one_of("kl_estimator", kl_estimator, KlEstimator)
+    positive("temperature", temperature)
+    at_least("clip_low", low, 0)
+    at_least("clip_high", high, 0)
+    if dual is not None and not dual > 1:
+        raise ConfigError(f"dual_clip must be greater than 1, got {dual}.")
+    if cap is not None:
+        positive("importance_cap", cap)
 
-    view: View
-    counts: Tensor  # (n) bool: has a label
-    log_probs: Tensor
-    bound: float
 
-    @classmethod
-    def of(cls, outputs: Tensor, view: View, found: Scores) -> _Tokens:
-        half = outputs.dtype == torch.float16
-        bound = MOST_LOG_RATIO_HALF if half else MOST_LOG_RATIO
-        return cls(view, view.labels != IGNORE_INDEX, found.log_probs, bound)
-
-    def extra(self, name: str) -> Tensor:
-        """An extra at the slots that predict its tokens, 0 where there is no label."""
-        return torch.where(self.counts, self.view.ahead(name), 0.0)
-
-    def above(self, name: str) -> Tensor:
-        """The log-probs `name` minus the new ones, clamped."""
-        return (self.extra(name) - self.log_probs).clamp(-self.bound, self.bound)
-
-    def ratio(self, way: Ratio) -> Tensor:
-        """New over old probability of each token, or its geometric mean over the sequence."""
-        change = self.log_probs - self.extra("old_log_probs")
-        if way == "sequence":
-            count = self.view.sum_by_segment(self.counts.to(change)).clamp(min=1)
-            self.view.check_whole_samples()
-            mean = self.view.sum_by_segment(change) / count
-            change = torch.where(self.counts, mean[self.view.segment_ids], 0.0)
-        return change.clamp(-self.bound, self.bound).exp()
-
-    def mean(self, values: Tensor) -> Metric:
-        """The mean over loss tokens."""
-        return Metric.mean((values * self.counts).sum(), self.counts.sum())
+def _log_ratio(change: Tensor, tokens: _LossTokens, way: Ratio) -> Tensor:
+    """Differences of log-probs: of each token, or their mean over its sequence."""
+    if way == "token":
+        return change
+    view, counts = tokens.view, tokens.counts
+    number = view.sum_by_segment(counts.to(change)).clamp(min=1)
+    view.check_whole_samples()
+    mean = view.sum_by_segment(change) / number
+    return torch.where(counts, mean[view.segment_ids], 0.0)
 
 
 def _clipped(
-    change: Tensor, tokens: _Tokens, low: float, high: float, dual: float | None
+    change: Tensor, drop: Tensor, tokens: _LossTokens, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, dict[str, Metric]]:
+    """The loss per token; `change`: new over old probability; `drop`: old minus new log-prob."""
     counts, advantage = tokens.counts, tokens.extra("advantages")
     clipped = change.clamp(1 - low, 1 + high)
     value = -torch.minimum(change * advantage, clipped * advantage)
-    old = tokens.extra("old_log_probs")
     metrics = {
         "ratio": tokens.mean(change),
         "ratio_min": Metric.min(torch.where(counts, change, torch.inf)),
         "ratio_max": Metric.max(torch.where(counts, change, -torch.inf)),
         "clipped": tokens.mean(change != clipped),
-        "approx_kl": tokens.mean((old - tokens.log_probs).clamp(-tokens.bound, tokens.bound)),
+        "approx_kl": tokens.mean(drop),
     }
     if dual is not None:
         most = -dual * advantage
@@ -467,14 +467,15 @@ def _clipped(
     return value, metrics
 
 
-def _corrected(value: Tensor, tokens: _Tokens, cap: float) -> tuple[Tensor, dict[str, Metric]]:
-    """Tokens were sampled by the rollout's probabilities, not by the old ones."""
-    change = tokens.extra("old_log_probs") - tokens.extra("rollout_log_probs")
+def _corrected(
+    value: Tensor, old: Tensor, tokens: _LossTokens, cap: float, metrics: dict[str, Metric]
+) -> Tensor:
+    """Tokens were sampled by the rollout's probabilities, not by the old ones. Adds metrics."""
+    change = old - tokens.extra("rollout_log_probs")
     weight = change.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-    return value * weight.clamp(max=cap), {
-        "importance": tokens.mean(weight),
-        "truncated": tokens.mean(weight > cap),
-    }
+    metrics["importance"] = tokens.mean(weight)
+    metrics["truncated"] = tokens.mean(weight > cap)
+    return value * weight.clamp(max=cap)
 
 
 def value_loss(*, clip: float | None = 0.2) -> PerSequence:
@@ -494,20 +495,19 @@ def value_loss(*, clip: float | None = 0.2) -> PerSequence:
         positive("clip", clip)
 
     def loss(outputs: Tensor, view: View) -> Outcome:
-        counts = view.labels != IGNORE_INDEX
-        value = torch.where(counts, scalars(outputs), 0.0)
-        target = torch.where(counts, view.ahead("returns"), 0.0)
+        tokens = _LossTokens.of(view)
+        value = torch.where(tokens.counts, scalars(outputs), 0.0)
+        target = tokens.extra("returns")
         error = (value - target).square()
-        total = counts.sum()
         metrics = {
-            "value": Metric.mean(value.sum(), total),
-            "value_error": Metric.mean(error.sum(), total),
+            "value": Metric.mean(value.sum(), tokens.total),
+            "value_error": Metric.mean(error.sum(), tokens.total),
         }
         if clip is not None:
-            old = torch.where(counts, view.ahead("old_values"), 0.0)
+            old = tokens.extra("old_values")
             near = torch.maximum(torch.minimum(value, old + clip), old - clip)
             far = (near - target).square()
-            metrics["clipped"] = Metric.mean((far > error).sum(), total)
+            metrics["clipped"] = Metric.mean((far > error).sum(), tokens.total)
             error = torch.maximum(error, far)
         return error / 2 * view.loss_weights, metrics
 
@@ -521,7 +521,7 @@ def scalars(outputs: Tensor) -> Tensor:
             f"the model returned {tuple(outputs.shape[1:])} numbers per token; expected one. Use a "
             f"model with a scalar head, such as one for token classification with one label."
         )
-    return outputs.reshape(len(outputs)).to(torch.promote_types(outputs.dtype, torch.float32))
+    return _wide(outputs.reshape(len(outputs)))
 
 
 Divergence: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -568,18 +568,17 @@ def distillation(
         )
 
     def loss(outputs: Tensor, view: View) -> Outcome:
-        counts = view.labels != IGNORE_INDEX
+        tokens = _LossTokens.of(view)
+        counts = tokens.counts
         student = (_wide(outputs) / temperature).log_softmax(-1)
-        if teacher is not None:
-            known = _log_probs(_called(teacher, view), temperature, student)
-        elif "teacher_logits" in view.source.aligned:
-            known = _log_probs(_stored(view), temperature, student)
+        if teacher is not None or "teacher_logits" in view.source.aligned:
+            known = _teacher_log_probs(teacher, view, temperature, student)
         else:
             known, student = _top(view, student, counts, rest)
         # Slots without a label may hold anything, also NaN.
         known = torch.where(counts[:, None], known, student.detach())
         value = torch.where(counts, _divergence(known, student, divergence, beta), 0.0)
-        return value * view.loss_weights, {divergence: Metric.mean(value.sum(), counts.sum())}
+        return value * view.loss_weights, {divergence: Metric.mean(value.sum(), tokens.total)}
 
     return PerSequence(loss, vectorised=True)
 
@@ -601,22 +600,22 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
     return (first.exp() * ratio).sum(-1)
 
 
-def _called(teacher: Callable[[Any], Any], view: View) -> Tensor:
-    with torch.no_grad():
-        batch = view.source
-        return view.flat(select_output(teacher(batch), "logits", batch.rows, batch.width))
-
-
-def _stored(view: View) -> Tensor:
-    if view.source.aligned["teacher_logits"] != "token":
+def _teacher_log_probs(
+    teacher: Callable[[Any], Any] | None, view: View, temperature: float, student: Tensor
+) -> Tensor:
+    """(n, vocabulary): of the teacher itself, else of the extra 'teacher_logits'."""
+    batch = view.source
+    if teacher is not None:
+        with torch.no_grad():
+            outputs = select_output(teacher(batch), "logits", batch.rows, batch.width)
+        logits = view.flat(outputs)
+    elif batch.aligned["teacher_logits"] == "token":
+        logits = view.extra("teacher_logits")
+    else:
         raise InputError(
             "'teacher_logits' must be a token-aligned extra: like the model's logits, they are "
             "those of the slot that predicts a token. Do not shift them with at_labels()."
         )
-    return view.extra("teacher_logits")
-
-
-def _log_probs(logits: Tensor, temperature: float, student: Tensor) -> Tensor:
     if logits.shape[-1] != student.shape[-1]:
         raise InputError(
             f"the teacher has {logits.shape[-1]} logits per token and the model "
@@ -720,9 +719,7 @@ def load_balancing(
         if over == "sequence":
             known = _by_sequence(logits, view, top_k)[view.segment_ids]  # (n, layers, experts)
         else:
-            given = frequencies() if callable(frequencies) else frequencies
-            assert given is not None
-            known = _matching(given, logits)
+            known = _matching(frequencies() if callable(frequencies) else frequencies, logits)
         if layers == "joint":
             known, probabilities = known.mean(-2), probabilities.mean(-2)
         value = (known * probabilities).sum(-1) * logits.shape[-1]
@@ -774,10 +771,11 @@ def _checked(outputs: Tensor, top_k: int) -> Tensor:
             f"experts) with at least top_k={top_k} experts. Let `forward` return a mapping with "
             f"`router_logits`, for Hugging Face dict(model(..., output_router_logits=True))."
         )
-    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    return _wide(outputs)
 
 
-def _matching(frequencies: Tensor, logits: Tensor) -> Tensor:
+def _matching(frequencies: Tensor | None, logits: Tensor) -> Tensor:
+    assert frequencies is not None
     layers, experts = logits.shape[1:]
     if tuple(frequencies.shape) not in ((experts,), (layers, experts)):
         raise InputError(

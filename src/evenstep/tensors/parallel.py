@@ -64,7 +64,8 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
             f"round_to={size}, or plan with Topology(tp={size}, sequence_parallel=True)."
         )
     run = batch.width // size
-    slot_ids = batch.slot_ids[:, rank * run : (rank + 1) * run]
+    slots = torch.arange(batch.rows * batch.width, device=batch.device)
+    slot_ids = slots.view(batch.rows, batch.width)[:, rank * run : (rank + 1) * run]
     return _shard(batch, slot_ids, rank, size, "sequence")
 
 
@@ -84,9 +85,11 @@ def join_shards(shards: Sequence[BatchShard]) -> Batch:
             "ranks' batches with the same function."
         )
     whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
+    places = [shard.place_ids for shard in shards if shard.place_ids is not None]
     return Batch(
         **{name: _join_slots([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
         **{name: getattr(whole, name) for name in PER_TILE},
+        place_ids=_join_slots(places, slot_ids) if places else None,
         extras={
             name: _join_slots([s.extras[name] for s in shards], slot_ids)
             if _is_per_slot(whole, name)
@@ -161,6 +164,7 @@ def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Shard
     return BatchShard(
         **{name: take_slots(getattr(batch, name), slot_ids) for name in PER_SLOT},
         **{name: getattr(batch, name) for name in PER_TILE},
+        place_ids=None if batch.place_ids is None else take_slots(batch.place_ids, slot_ids),
         slot_ids=slot_ids,
         rank=rank,
         size=size,

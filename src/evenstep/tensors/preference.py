@@ -132,16 +132,15 @@ def dpo(
     positive("beta", beta)
     share("label_smoothing", label_smoothing, 0.5)
     at_least("margin", margin, 0)
-    if label_smoothing and loss not in _SMOOTHED:
-        raise ConfigError(
-            f"label_smoothing has no meaning for loss={loss!r}. Set it to 0, or use one of: "
-            f"{', '.join(_SMOOTHED)}."
-        )
-    if margin and loss not in (*_SMOOTHED, "hinge"):
-        raise ConfigError(
-            f"margin has no meaning for loss={loss!r}. Set it to 0, or use one of: "
-            f"{', '.join((*_SMOOTHED, 'hinge'))}."
-        )
+    for name, value, losses in (
+        ("label_smoothing", label_smoothing, _SMOOTHED),
+        ("margin", margin, (*_SMOOTHED, "hinge")),
+    ):
+        if value and loss not in losses:
+            raise ConfigError(
+                f"{name} has no meaning for loss={loss!r}. Set it to 0, or use one of: "
+                f"{', '.join(losses)}."
+            )
     last, divided = Head.of(head), loss == "ipo" if average is None else average
 
     def function(outputs: Tensor, view: View) -> Outcome:
@@ -153,8 +152,7 @@ def dpo(
         rewards = beta * (ratio / counts if divided else ratio)
         chosen, rejected = rewards[pairs.chosen], rewards[pairs.rejected]
         # The margin is divided between both: c - r becomes c - r - margin.
-        c, r = chosen - margin / 2, rejected + margin / 2
-        value = _LOSSES[loss](c, r, label_smoothing, beta)
+        value = _LOSSES[loss](chosen - margin / 2, rejected + margin / 2, label_smoothing, beta)
         return pairs.spread(value), _metrics(chosen, rejected, by_tile, pairs)
 
     return PerSequence(function, vectorised=True, unit="pair")
@@ -170,8 +168,8 @@ def _reference(view: View) -> Tensor:
             "dpo needs the extra 'reference_log_probs' per sequence or per token. Compute it with "
             "compute_log_probs and declare it in Collator(extras=...), or set reference=False."
         )
-    given = torch.where(view.labels != IGNORE_INDEX, view.ahead("reference_log_probs"), 0.0)
-    return view.sum_by_segment(given)
+    per_token = view.ahead("reference_log_probs")
+    return view.sum_by_segment(torch.where(view.labels != IGNORE_INDEX, per_token, 0.0))
 
 
 def _metrics(

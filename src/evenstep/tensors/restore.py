@@ -38,177 +38,6 @@ Work: TypeAlias = Plan | Step | Sequence[MicroBatch | FedMicroBatch]
 """A plan of all ranks, or the work of one rank: a step, or micro-batches in order."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """Micro-batches as flat arrays, in the order of their results.
-
-    Row i of the restored tensor is sample `sample_ids[i]`; `segments.sample` holds row numbers.
-    The rows are all samples of a plan, or the samples of one rank in ascending order of id.
-    """
-
-    work: Work
-    sample_ids: IntArray  # per sample, ascending
-    lengths: IntArray  # per sample, its whole length
-    segments: Segments
-    ends: IntArray  # per segment, the end of its sample after truncation
-    row_offsets: IntArray
-    micro_offsets: IntArray
-    widths: IntArray  # per micro-batch
-    alignments: IntArray  # per micro-batch
-    topology: Topology | None  # that the micro-batches were planned for, if known
-
-    @classmethod
-    def of(cls, work: Work) -> Origin:
-        """The origin of the results of a plan, a step or micro-batches."""
-        if isinstance(work, Plan):
-            return cls(
-                work,
-                np.arange(len(work.lengths)),
-                work.lengths,
-                work.segments,
-                work.ends(work.segments.sample),
-                work.row_offsets,
-                work.micro_offsets,
-                work.widths,
-                np.full(work.num_micro_batches, work.recipe.topology.alignment),
-                work.recipe.topology,
-            )
-        return cls._of_micro_batches(work, _micro_batches(work))
-
-    @classmethod
-    def _of_micro_batches(cls, work: Work, micros: Sequence[MicroBatch]) -> Origin:
-        segments = [micro.segments for micro in micros]
-        ids, sample = np.unique(_joined([s.sample for s in segments]), return_inverse=True)
-        lengths = np.zeros(len(ids), np.int64)
-        lengths[sample] = _joined([micro.sample_lengths for micro in micros])
-        before = offsets_of(np.array([len(s) for s in segments], np.int64))
-        rows = [micro.row_offsets[1:] + first for micro, first in zip(micros, before, strict=False)]
-        return cls(
-            work,
-            ids,
-            lengths,
-            Segments(
-                sample, _joined([s.start for s in segments]), _joined([s.length for s in segments])
-            ),
-            _joined([micro.sample_ends for micro in micros]),
-            _joined([np.zeros(1, np.int64), *rows]),
-            offsets_of(np.array([micro.rows for micro in micros], np.int64)),
-            np.array([micro.width for micro in micros], np.int64),
-            np.array([micro.alignment for micro in micros], np.int64),
-            work.plan.recipe.topology if isinstance(work, Step) and work.plan else None,
-        )
-
-    def __len__(self) -> int:
-        return len(self.widths)
-
-    @property
-    def rows(self) -> IntArray:
-        """Rows of each micro-batch."""
-        return np.diff(self.micro_offsets)
-
-    @property
-    def segment_offsets(self) -> IntArray:
-        """First segment of each micro-batch, followed by the number of segments."""
-        return self.row_offsets[self.micro_offsets]
-
-    @property
-    def micro_batch_of_segment(self) -> IntArray:
-        """The micro-batch of each segment."""
-        return np.repeat(np.arange(len(self)), np.diff(self.segment_offsets))
-
-    @property
-    def first_slots(self) -> IntArray:
-        """First slot of each segment, counted in its micro-batch."""
-        micro = self.micro_batch_of_segment
-        row = np.repeat(np.arange(len(self.row_offsets) - 1), np.diff(self.row_offsets))
-        unit = self.alignments[micro]
-        end = offsets_of(rounded_up(self.segments.length, unit))  # laid end to end over all rows
-        inside = end[:-1] - end[self.row_offsets[row]]
-        return (row - self.micro_offsets[micro]) * self.widths[micro] + inside
-
-    def choose(self, results: Sequence[Any] | Mapping[Key, Any]) -> tuple[IntArray, list[Any]]:
-        """The micro-batch numbers and results to restore from; empty micro-batches are skipped."""
-        if isinstance(results, Mapping):
-            chosen = [self._number(key) for key in results]
-            given = list(results.values())
-        else:
-            chosen, given = list(range(len(self))), list(results)
-            if len(given) != len(self):
-                some = ", or a mapping from (step, rank, position) to some of them"
-                raise InputError(
-                    f"expected {len(self)} results, one for each micro-batch of {self._name}, got "
-                    f"{len(given)}. Pass one for each, empty ones "
-                    f"included{some if isinstance(self.work, Plan) else ''}."
-                )
-        if not given:
-            raise InputError(
-                "no results were given, so their dtype is unknown. Pass the result of at least "
-                "one micro-batch, which may be empty."
-            )
-        held = np.diff(self.segment_offsets)[chosen]
-        kept = [at for at, count in enumerate(held) if count] or [0]
-        return np.array(chosen, np.int64)[kept], [given[at] for at in kept]
-
-    def _number(self, key: Key) -> int:
-        plan = self.work
-        if not isinstance(plan, Plan):
-            raise InputError(
-                f"results of {self._name} were passed as a mapping, which requires a Plan. Pass a "
-                f"sequence with one result for each micro-batch."
-            )
-        step, rank, position = key
-        if 0 <= step < plan.num_steps and 0 <= rank < plan.num_ranks:
-            first, end = plan.cell_offsets[step * plan.num_ranks + rank :][:2].tolist()
-            if 0 <= position < end - first:
-                return int(first + position)
-        raise InputError(
-            f"the key (step {step}, rank {rank}, position {position}) is not in the plan of "
-            f"{plan.num_steps} steps on {plan.num_ranks} ranks. Position p is "
-            f"plan[step, rank][p]."
-        )
-
-    @property
-    def _name(self) -> str:
-        if isinstance(self.work, Step):
-            return f"step {self.work.number}"
-        return "the plan" if isinstance(self.work, Plan) else "the rank"
-
-    def describe(self, number: int) -> str:
-        """'micro-batch 2 of step 0 on rank 1 (samples 4, 7, ...)'"""
-        where = f"micro-batch {number}"
-        if isinstance(self.work, Plan):
-            plan = self.work
-            cell = int(np.searchsorted(plan.cell_offsets, number, side="right")) - 1
-            step, rank = divmod(cell, plan.num_ranks)
-            where = f"micro-batch {number - plan.cell_offsets[cell]} of step {step} on rank {rank}"
-        elif isinstance(self.work, Step):
-            where += f" of step {self.work.number}"
-        held = self.segments.sample[slice(*self.segment_offsets[number : number + 2].tolist())]
-        named = ", ".join(map(self.name_of, held[:4])) + (", ..." if len(held) > 4 else "")
-        return f"{where} ({f'samples {named}' if named else 'empty'})"
-
-    def name_of(self, row: int) -> str:
-        """The sample of a row, as errors name it."""
-        return sample_name(int(self.sample_ids[row]))
-
-
-def _micro_batches(work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Sequence[MicroBatch]:
-    if isinstance(work, Step):
-        return work.read_micro_batches
-    micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in work]
-    for item in micros:
-        if not isinstance(item, MicroBatch):
-            raise InputError(
-                f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with a "
-                f"{type(item).__name__}."
-            )
-    return micros
-
-
-def _joined(arrays: Sequence[IntArray]) -> IntArray:
-    return np.concatenate([np.empty(0, np.int64), *arrays])
-
-
 Result: TypeAlias = Tensor | Sequence[Tensor]
 """Result of one micro-batch: a tensor, or one tensor per context- or sequence-parallel rank."""
 Results: TypeAlias = Sequence[Result] | Mapping[Key, Result]
@@ -254,7 +83,6 @@ def restore_tokens(
             [10,  0,  0]])
     """
     origin = Origin.of(work)
-    found = _Found.of(origin, results, sharding)
     longest = int(origin.lengths.max(initial=0))
     width = longest if width is None else width
     if width < longest:
@@ -264,7 +92,8 @@ def restore_tokens(
             f"width to {longest} or more."
         )
     count = len(origin.lengths)
-    flat = _scatter(found, np.arange(count) * width, count * width, pad, shifted)
+    firsts = np.arange(count) * width
+    flat = _scatter(origin, results, firsts, count * width, pad, shifted, sharding)
     return flat.view(count, width, *flat.shape[1:])
 
 
@@ -286,8 +115,7 @@ def restore_ragged(
     """
     origin = Origin.of(work)
     offsets = offsets_of(origin.lengths)
-    found = _Found.of(origin, results, sharding)
-    values = _scatter(found, offsets[:-1], int(offsets[-1]), pad, shifted)
+    values = _scatter(origin, results, offsets[:-1], int(offsets[-1]), pad, shifted, sharding)
     return RaggedTensor(values, torch.from_numpy(offsets).to(values.device))
 
 
@@ -309,20 +137,26 @@ def restore_sequences(
     [1.0, 2.0, 3.0]
     """
     origin = Origin.of(work)
-    chosen, given = origin.choose(results)
+    numbers, chosen = origin.choose(results)
     offsets, segments = origin.segment_offsets, origin.segments
-    for number, result in zip(chosen.tolist(), given, strict=True):
+    for number, result in zip(numbers.tolist(), chosen, strict=True):
         expected = int(offsets[number + 1] - offsets[number])
         if not isinstance(result, Tensor) or result.shape[:1] != (expected,):
-            found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise InputError(
-                f"{origin.describe(number)} has {expected} segments, but its result is {found}. "
+                f"{origin.describe(number)} has {expected} segments, but its result is {shape}. "
                 f"Return one entry per segment, ({expected}, ...)."
             )
-    values = _join(origin, chosen, given)
-    at = ranges_of(offsets[chosen], np.diff(offsets)[chosen])  # the segment of each value
+    values = _join(origin, numbers, chosen)
+    at = ranges_of(offsets[numbers], np.diff(offsets)[numbers])  # the segment of each value
     sample = segments.sample[at]
-    _check_split(origin, sample, combine)
+    counts = np.bincount(sample, minlength=len(origin.lengths))
+    if combine is None and counts.max(initial=0) > 1:
+        split = int(counts.argmax())
+        raise InputError(
+            f"sample {origin.name_of(split)} was split into {counts[split]} segments with one "
+            f"value each. Set combine to 'sum', 'mean', 'min' or 'max'."
+        )
     index = torch.from_numpy(sample).to(values.device)
     if combine == "mean" and not values.is_floating_point():
         values = values.float()
@@ -339,57 +173,41 @@ def restore_sequences(
     return restored.scatter_reduce(0, across, values, f"a{combine}", include_self=False)
 
 
-# Locating tokens ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """Concatenated slots of the chosen micro-batches, and the segments in them."""
-
-    values: Tensor  # (slots, ...)
-    first: IntArray  # per segment, its first slot in `values`
-    sample: IntArray
-    start: IntArray
-    length: IntArray
-    continues: IntArray  # 1 where the sample was split after this segment
-
-    @classmethod
-    def of(cls, origin: Origin, results: Results, sharding: Sharding | None) -> _Found:
-        if sharding is not None:
-            one_of("sharding", sharding, Sharding)
-        chosen, given = origin.choose(results)
-        rows = origin.rows[chosen]
-        checked = [
-            _whole(origin, number, height, result, sharding)
-            for number, height, result in zip(chosen.tolist(), rows.tolist(), given, strict=True)
-        ]
-        values = _join(origin, chosen, [result.flatten(0, 1) for result in checked])
-        base = np.full(len(origin), -1)
-        base[chosen] = offsets_of(rows * origin.widths[chosen])[:-1]
-        micro = origin.micro_batch_of_segment
-        kept = base[micro] >= 0
-        segments = origin.segments.take(kept.nonzero()[0])
-        continues = (segments.start + segments.length < origin.ends[kept]).astype(np.int64)
-        first = (base[micro] + origin.first_slots)[kept]
-        return cls(values, first, segments.sample, segments.start, segments.length, continues)
-
-
-def _scatter(found: _Found, firsts: IntArray, total: int, pad: float, shifted: bool) -> Tensor:
-    """Copy token j of sample i to entry `firsts[i] + j` of `total`."""
-    values, device = found.values, found.values.device
-    begin = firsts[found.sample] + found.start
+def _scatter(
+    origin: Origin, results: Results, firsts: IntArray, total: int, pad: float, shifted: bool,
+    sharding: Sharding | None,
+) -> Tensor:  # fmt: skip
+    """Copy the result of token j of sample i to entry `firsts[i] + j` of `total`."""
+    if sharding is not None:
+        one_of("sharding", sharding, Sharding)
+    numbers, chosen = origin.choose(results)
+    rows = np.diff(origin.micro_offsets)[numbers]
+    whole = [
+        _whole(origin, number, height, result, sharding)
+        for number, height, result in zip(numbers.tolist(), rows.tolist(), chosen, strict=True)
+    ]
+    values = _join(origin, numbers, [result.flatten(0, 1) for result in whole])
+    # Two micro-batches of 8 and 4 slots: the first segment of the second one begins at entry 8.
+    before = np.full(len(origin), -1)
+    before[numbers] = offsets_of(rows * origin.widths[numbers])[:-1]
+    micro = origin.micro_batch_of_segment
+    here = np.flatnonzero(before[micro] >= 0)  # segments of the micro-batches that have results
+    segments = origin.segments.take(here)
+    source = (before[micro] + origin.first_slots)[here]
+    target, length = firsts[segments.sample] + segments.start, segments.length
+    device = values.device
     flat = values.new_full((total, *values.shape[1:]), pad)
-    length = found.length
     if shifted:
         # log-probs [of b, of c, none] of tokens [a, b, c] -> [0, of b, of c]
-        flat.index_fill_(0, torch.from_numpy(begin).to(device), 0)
-        length, begin = length - 1 + found.continues, begin + 1
-    source = torch.from_numpy(ranges_of(found.first, length)).to(device)
-    target = torch.from_numpy(ranges_of(begin, length)).to(device)
-    return flat.index_copy_(0, target, values.index_select(0, source))
+        flat.index_fill_(0, torch.from_numpy(target).to(device), 0)
+        continues = segments.start + length < origin.ends[here]
+        target, length = target + 1, length - 1 + continues
+    read = torch.from_numpy(ranges_of(source, length)).to(device)
+    written = torch.from_numpy(ranges_of(target, length)).to(device)
+    return flat.index_copy_(0, written, values.index_select(0, read))
 
 
-# Checking results --------------------------------------------------------------------------------
+# Results of one micro-batch --------------------------------------------------------------------
 
 
 def _whole(
@@ -398,12 +216,12 @@ def _whole(
     """Result of one micro-batch, (rows, width, ...), joined over ranks."""
     expected = (rows, int(origin.widths[number]))
     if not isinstance(result, Tensor):
-        found, size = [tuple(shard.shape) for shard in result], max(len(result), 1)
+        shapes, size = [tuple(shard.shape) for shard in result], max(len(result), 1)
         share = (expected[0], expected[1] // size)
-        if not found or any(shape[:2] != share for shape in found) or expected[1] % size:
+        if not shapes or any(shape[:2] != share for shape in shapes) or expected[1] % size:
             raise InputError(
                 f"{origin.describe(number)} has shape {expected}, but its results per rank have "
-                f"shapes {found}. Pass {share} from each context- or sequence-parallel rank."
+                f"shapes {shapes}. Pass {share} from each context- or sequence-parallel rank."
             )
         if size == 1:
             return result[0]
@@ -442,28 +260,186 @@ def _boundaries(origin: Origin, number: int) -> Tensor:
     return torch.from_numpy(place(lengths, rows - rows[0], width, alignment).offsets)
 
 
-def _join(origin: Origin, chosen: IntArray, given: Sequence[Tensor]) -> Tensor:
-    first = given[0]
-    for number, result in zip(chosen.tolist(), given, strict=True):
-        if (result.dtype, result.device, result.shape[1:]) != (
-            first.dtype,
-            first.device,
-            first.shape[1:],
-        ):
+def _join(origin: Origin, numbers: IntArray, results: Sequence[Tensor]) -> Tensor:
+    """The results end to end; raises if their entries differ."""
+    first = results[0]
+    kind = first.dtype, first.device, first.shape[1:]
+    for number, result in zip(numbers.tolist(), results, strict=True):
+        if (result.dtype, result.device, result.shape[1:]) != kind:
             raise InputError(
                 f"the result of {origin.describe(number)} has {result.dtype} entries of shape "
                 f"{tuple(result.shape[1:])} on {result.device}, but the first result has "
                 f"{first.dtype} entries of shape {tuple(first.shape[1:])} on {first.device}. All "
                 f"results must have the same dtype, device and entry shape."
             )
-    return torch.cat(list(given))
+    return torch.cat(list(results))
 
 
-def _check_split(origin: Origin, sample: IntArray, combine: Reduction | None) -> None:
-    counts = np.bincount(sample, minlength=len(origin.lengths))
-    if combine is None and counts.max(initial=0) > 1:
-        at = int(counts.argmax())
-        raise InputError(
-            f"sample {origin.name_of(at)} was split into {counts[at]} segments with one value "
-            f"each. Set combine to 'sum', 'mean', 'min' or 'max'."
+# Where results come from -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Micro-batches as flat arrays, in the order of their results.
+
+    Row i of the restored tensor is sample `sample_ids[i]`; `segments.sample` holds row numbers.
+    The rows are all samples of a plan, or the samples of one rank in ascending order of id.
+    """
+
+    work: Work
+    sample_ids: IntArray  # per sample, ascending
+    lengths: IntArray  # per sample, its whole length
+    segments: Segments
+    ends: IntArray  # per segment, the end of its sample after truncation
+    row_offsets: IntArray
+    micro_offsets: IntArray
+    widths: IntArray  # per micro-batch
+    alignments: IntArray  # per micro-batch
+    topology: Topology | None  # that the micro-batches were planned for, if known
+
+    @classmethod
+    def of(cls, work: Work) -> Origin:
+        """The origin of the results of a plan, a step or micro-batches."""
+        if isinstance(work, Plan):
+            return cls(
+                work,
+                np.arange(len(work.lengths)),
+                work.lengths,
+                work.segments,
+                work.ends(work.segments.sample),
+                work.row_offsets,
+                work.micro_offsets,
+                work.widths,
+                np.full(work.num_micro_batches, work.recipe.topology.alignment),
+                work.recipe.topology,
+            )
+        return cls._of_rank(work)
+
+    @classmethod
+    def _of_rank(cls, work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Origin:
+        micros = _micro_batches(work)
+        segments = [micro.segments for micro in micros]
+        ids, sample = np.unique(_joined([s.sample for s in segments]), return_inverse=True)
+        lengths = np.zeros(len(ids), np.int64)
+        lengths[sample] = _joined([micro.sample_lengths for micro in micros])
+        before = offsets_of(np.array([len(s) for s in segments], np.int64))
+        rows = [micro.row_offsets[1:] + first for micro, first in zip(micros, before, strict=False)]
+        return cls(
+            work,
+            ids,
+            lengths,
+            Segments(
+                sample, _joined([s.start for s in segments]), _joined([s.length for s in segments])
+            ),
+            _joined([micro.sample_ends for micro in micros]),
+            _joined([np.zeros(1, np.int64), *rows]),
+            offsets_of(np.array([micro.rows for micro in micros], np.int64)),
+            np.array([micro.width for micro in micros], np.int64),
+            np.array([micro.alignment for micro in micros], np.int64),
+            work.plan.recipe.topology if isinstance(work, Step) and work.plan else None,
         )
+
+    def __len__(self) -> int:
+        return len(self.widths)
+
+    @property
+    def segment_offsets(self) -> IntArray:
+        """First segment of each micro-batch, followed by the number of segments."""
+        return self.row_offsets[self.micro_offsets]
+
+    @property
+    def micro_batch_of_segment(self) -> IntArray:
+        """The micro-batch of each segment."""
+        return np.repeat(np.arange(len(self)), np.diff(self.segment_offsets))
+
+    @property
+    def first_slots(self) -> IntArray:
+        """First slot of each segment, counted in its micro-batch."""
+        micro = self.micro_batch_of_segment
+        row = np.repeat(np.arange(len(self.row_offsets) - 1), np.diff(self.row_offsets))
+        unit = self.alignments[micro]
+        end = offsets_of(rounded_up(self.segments.length, unit))  # laid end to end over all rows
+        inside = end[:-1] - end[self.row_offsets[row]]
+        return (row - self.micro_offsets[micro]) * self.widths[micro] + inside
+
+    def choose(self, results: Sequence[Any] | Mapping[Key, Any]) -> tuple[IntArray, list[Any]]:
+        """The micro-batch numbers and results to restore from; empty micro-batches are skipped."""
+        if isinstance(results, Mapping):
+            numbers = [self._number(key) for key in results]
+            values = list(results.values())
+        else:
+            numbers, values = list(range(len(self))), list(results)
+            if len(values) != len(self):
+                keyed = ", or a mapping from (step, rank, position) to some of them"
+                raise InputError(
+                    f"expected {len(self)} results, one for each micro-batch of {self._name}, got "
+                    f"{len(values)}. Pass one for each, empty ones "
+                    f"included{keyed if isinstance(self.work, Plan) else ''}."
+                )
+        if not values:
+            raise InputError(
+                "no results were given, so their dtype is unknown. Pass the result of at least "
+                "one micro-batch, which may be empty."
+            )
+        counts = np.diff(self.segment_offsets)[numbers]
+        kept = np.flatnonzero(counts).tolist() or [0]
+        return np.array(numbers, np.int64)[kept], [values[at] for at in kept]
+
+    def _number(self, key: Key) -> int:
+        plan = self.work
+        if not isinstance(plan, Plan):
+            raise InputError(
+                f"results of {self._name} were passed as a mapping, which requires a Plan. Pass a "
+                f"sequence with one result for each micro-batch."
+            )
+        step, rank, position = key
+        if 0 <= step < plan.num_steps and 0 <= rank < plan.num_ranks:
+            first, end = plan.cell_offsets[step * plan.num_ranks + rank :][:2].tolist()
+            if 0 <= position < end - first:
+                return int(first + position)
+        raise InputError(
+            f"the key (step {step}, rank {rank}, position {position}) is not in the plan of "
+            f"{plan.num_steps} steps on {plan.num_ranks} ranks. Position p is "
+            f"plan[step, rank][p]."
+        )
+
+    @property
+    def _name(self) -> str:
+        if isinstance(self.work, Step):
+            return f"step {self.work.number}"
+        return "the plan" if isinstance(self.work, Plan) else "the rank"
+
+    def describe(self, number: int) -> str:
+        """'micro-batch 2 of step 0 on rank 1 (samples 4, 7, ...)'"""
+        where = f"micro-batch {number}"
+        if isinstance(self.work, Plan):
+            plan = self.work
+            cell = int(np.searchsorted(plan.cell_offsets, number, side="right")) - 1
+            step, rank = divmod(cell, plan.num_ranks)
+            where = f"micro-batch {number - plan.cell_offsets[cell]} of step {step} on rank {rank}"
+        elif isinstance(self.work, Step):
+            where += f" of step {self.work.number}"
+        samples = self.segments.sample[slice(*self.segment_offsets[number : number + 2].tolist())]
+        names = ", ".join(map(self.name_of, samples[:4])) + (", ..." if len(samples) > 4 else "")
+        return f"{where} ({f'samples {names}' if names else 'empty'})"
+
+    def name_of(self, row: int) -> str:
+        """The sample of a row, as errors name it."""
+        return sample_name(int(self.sample_ids[row]))
+
+
+def _micro_batches(work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Sequence[MicroBatch]:
+    if isinstance(work, Step):
+        return work.read_micro_batches
+    micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in work]
+    for item in micros:
+        if not isinstance(item, MicroBatch):
+            raise InputError(
+                f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with a "
+                f"{type(item).__name__}."
+            )
+    return micros
+
+
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.empty(0, np.int64), *arrays])

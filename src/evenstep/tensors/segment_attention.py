@@ -213,17 +213,6 @@ class Call:
         """What scores are multiplied by."""
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
 
-    @property
-    def plain(self) -> bool:
-        """Whether the softmax is the usual one: no soft cap and no sinks."""
-        return self.softcap is None and self.sinks is None
-
-    @property
-    def needs_grad(self) -> bool:
-        """Whether a backward pass may follow."""
-        inputs = (self.q, self.k, self.v, self.sinks)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-
 
 def _never(call: Call) -> None:
     return None
@@ -239,7 +228,7 @@ class Backend:
 
 def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of all queries to all keys, or to those of the mask; causal without a mask."""
-    if not call.plain:
+    if call.softcap is not None or call.sinks is not None:
         return explicit(call, q, k, v, mask)
     return functional.scaled_dot_product_attention(
         q, k, v,
@@ -374,7 +363,9 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 def _flex_refuses(call: Call) -> str | None:
     if call.dropout:
         return "does not support dropout"
-    if call.q.device.type == "cpu" and call.needs_grad:
+    inputs = (call.q, call.k, call.v, call.sinks)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if call.q.device.type == "cpu" and needs_grad:
         return "does not support gradients on the CPU"
     if call.q.is_cuda and (call.q.shape[3] < 16 or call.v.shape[3] < 16):
         return "requires head dimensions of at least 16"

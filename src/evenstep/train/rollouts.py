@@ -24,7 +24,7 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, check_masks_read, check_masks_spelt
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.inputs import checked_groups
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
 

@@ -21,15 +21,16 @@ from evenstep.compat.nemo_rl.rows import (
 )
 from evenstep.compat.nemo_rl.sharding import (
     DynamicBatchingArgs,
+    RankRows,
     SequencePackingArgs,
     check_even,
     dynamic_rows,
     packed_rows,
+    share_rows,
 )
 from evenstep.core.ragged import IntArray
 from evenstep.core.text import whole_number
 from evenstep.errors import InputError
-from evenstep.planning.batching.rank_rows import RankRows, share_rows
 
 _Batch = TypeVar("_Batch", bound="BatchedDataDict")
 _COUPLED = (

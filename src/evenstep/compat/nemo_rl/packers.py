@@ -9,7 +9,7 @@ from typing import ClassVar
 from evenstep.compat.nemo_rl.packing_metrics import PackingMetrics
 from evenstep.core.text import seed_number, short_repr, truth_value, whole_number
 from evenstep.errors import ConfigError
-from evenstep.planning.packing.packers import pack
+from evenstep.planning.packers import pack
 
 
 class PackingAlgorithm(Enum):

@@ -16,7 +16,7 @@ from evenstep.compat.veomni.lengths import Length, get_length_by_attention_mask_
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.source import Sample
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.batching.selection import Room, select
+from evenstep.planning.pool import Room, select
 
 
 class Buffered(NamedTuple):

@@ -14,10 +14,9 @@ from evenstep.planning.balance.partition import partition
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ranks_first import fit_ranks
 from evenstep.planning.balance.waves import best_waves
-from evenstep.planning.packing.more_bins import divide_bins
-from evenstep.planning.packing.packers import pack
-from evenstep.planning.packing.vector_pack import vector_pack
+from evenstep.planning.packers import divide_bins, pack
 from evenstep.planning.units import Units
+from evenstep.planning.vector_packing import vector_pack
 
 NONE: IntArray = np.empty(0, np.int64)
 _SCANNED = 128  # packs of a rank up to which all are scanned for each unit

@@ -7,8 +7,7 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.partition import partition
-from evenstep.planning.heap import rise, sink
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel, rise, sink
 
 _SWAPS = 200
 

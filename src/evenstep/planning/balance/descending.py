@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 WordArray: TypeAlias = NDArray[np.uint64]
 

@@ -3,8 +3,7 @@
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.heap import sink
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel, sink
 
 
 def differenced(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:

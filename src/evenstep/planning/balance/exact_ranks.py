@@ -9,7 +9,7 @@ import numpy as np
 
 from evenstep.core.ragged import IntArray
 from evenstep.planning.balance.packs import Movable, Room, Shape
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _TRIES = 100  # assignments of a unit to a pack while one rank is packed
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _CLOSE = 1e-3  # a heaviest pack this close to its wave's mean is accepted
 _ROUNDS = 100  # exchanges per wave

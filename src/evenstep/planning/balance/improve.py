@@ -17,7 +17,7 @@ import numpy as np
 
 from evenstep.core.ragged import IntArray
 from evenstep.planning.balance.packs import Movable, Room, Shape
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _MASK = 2**48 - 1
 

@@ -14,12 +14,10 @@ from evenstep.planning.balance.exchange import PackLimits, UnitArrays
 from evenstep.planning.balance.problem import Problem
 from evenstep.planning.balance.ranks_first import has_room
 from evenstep.planning.balance.waves import fill_around
-from evenstep.planning.heap import rise, sink
-from evenstep.planning.kernel import kernel
-from evenstep.planning.packing.more_bins import divide_bins
-from evenstep.planning.packing.spread import spread_units
-from evenstep.planning.packing.vector_pack import vector_pack
+from evenstep.planning.kernels import kernel, rise, sink
+from evenstep.planning.packers import divide_bins
 from evenstep.planning.units import Units
+from evenstep.planning.vector_packing import spread_units, vector_pack
 
 _LOOK = 64  # packs tried for a unit, from the lightest on, before all others are
 

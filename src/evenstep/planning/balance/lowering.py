@@ -8,7 +8,7 @@ from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.differencing import differenced
 from evenstep.planning.balance.multifit import multifit_kernel
 from evenstep.planning.balance.swapping import swap_kernel
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _CLOSE = 1e-4  # a heaviest part this close to its bound is accepted
 _FEW = 4096  # items up to which other starts are tried

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _HALVINGS = 24  # of the distance between the bound and the best known
 

@@ -19,8 +19,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.planning.balance.descending import heaviest_first
 from evenstep.planning.balance.differencing import differenced
 from evenstep.planning.balance.lowering import lower_heaviest
-from evenstep.planning.heap import sink
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel, sink
 
 Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 
 class Parts(NamedTuple):

@@ -7,7 +7,7 @@ best fit forms each rank's packs. Units that do not fit into their rank's packs 
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 
 @kernel

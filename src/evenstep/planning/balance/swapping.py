@@ -12,7 +12,7 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.parts import Parts, exchange_items, gather_parts
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _PARTNERS = 16  # light parts tried for one swap before all others
 _LOOKS = 64  # partners tried per part, on average

@@ -14,9 +14,7 @@ import numpy as np
 from evenstep.core.measures import slowest
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.balance.exchange import PackLimits, UnitArrays, WavePacks, refine_waves
-from evenstep.planning.heap import rise, sink
-from evenstep.planning.kernel import kernel
-from evenstep.planning.packing.first_fit import nearest_free
+from evenstep.planning.kernels import kernel, nearest_free, rise, sink
 
 _LOOK = 256  # units tried in a row that a further limit rejects
 _GOOD = 1.003  # waves this even need no further attempt

@@ -23,8 +23,8 @@ from evenstep.planning.balance.equal_sizes import deal_equal
 from evenstep.planning.balance.kinds import kinds_apart
 from evenstep.planning.balance.partition import partition
 from evenstep.planning.balance.problem import Problem
-from evenstep.planning.packing.spread import spread_units
 from evenstep.planning.units import Units
+from evenstep.planning.vector_packing import spread_units
 
 Way: TypeAlias = Callable[[Problem, int], IntArray]
 """(problem, waves) -> the address of each unit; empty if units do not fit that way."""

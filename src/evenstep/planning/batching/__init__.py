@@ -7,6 +7,4 @@ blocks             contiguous micro-batches and what they cost
 lock_step, levels  cuts for ranks that synchronise at every micro-batch
 rank_sums, shifts  cuts for ranks that synchronise once per step
 in_order           the next samples while the bounds hold
-rank_rows          rows of a padded batch, or bins of them, dealt to ranks in turn (NeMo-RL)
-selection          the next micro-batch out of a pool
 """

@@ -11,7 +11,7 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.batching.cuts import optimal_cuts
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _EXACT = 2**24
 _ROUNDING = 1 + 1e-12  # 3 rows of cost 0.1 fit a level of 0.3

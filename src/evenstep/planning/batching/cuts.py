@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 
 @kernel

@@ -6,7 +6,7 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import Recipe
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 from evenstep.planning.units import Units
 
 _ANY = 2**62  # more slots than any pack has

@@ -9,7 +9,7 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.batching.blocks import SortedUnits, block_cost, block_costs, block_start
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _SHARES = np.array([0.6, 0.45, 0.3, 0.2, 0.14, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005])
 _TRIALS = 6  # bisections of one level

@@ -14,7 +14,7 @@ from evenstep.planning.batching.blocks import (
     block_start,
     even_blocks,
 )
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _LEVELS = 48
 _STATES = 512  # wave starts kept after each wave

@@ -4,7 +4,7 @@ import numpy as np
 
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.planning.batching.blocks import SortedUnits, block_cost, block_costs
-from evenstep.planning.kernel import kernel
+from evenstep.planning.kernels import kernel
 
 _FARTHEST = 64  # blocks between the two that exchange a unit
 _LESS = 1 - 1e-9

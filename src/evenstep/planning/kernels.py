@@ -1,4 +1,4 @@
-"""`kernel`: the decorator of compiled functions.
+"""`kernel`: the decorator of compiled functions, and what several of them share.
 
 A kernel is a function over numpy arrays and numbers that numba compiles once and caches on disk.
 It also works as plain Python: set `NUMBA_DISABLE_JIT=1` to debug it or to measure coverage.
@@ -20,6 +20,8 @@ from numba.core import event
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.serialize import dumps
 from numpy.typing import NDArray
+
+from evenstep.core.ragged import FloatArray, IntArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,14 +91,14 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         _CLOCK.on_start(None)
         try:
-            found = super().load_overload(signature, target_context)
+            compiled = super().load_overload(signature, target_context)
         except Exception:  # unpickling damaged bytes can raise any error
-            found = None
+            compiled = None
         finally:
             _CLOCK.on_end(None)
-        if found is None:
+        if compiled is None:
             _log("compiling planning kernels (once per machine; about 10 s for the first plan)")
-        return found
+        return compiled
 
     def save_overload(self, signature: Any, data: Any) -> None:
         with suppress(OSError):  # for example a full disk or a read-only folder
@@ -211,3 +213,54 @@ if not config.DISABLE_JIT:
 
     trailing_zeros = cast(Callable[[int], int], kernel(_trailing_zeros_of))
     prefetch = cast(Callable[[NDArray[Any], int], None], intrinsic(_prefetch_line))
+
+
+# A binary heap of numbers, ordered by a key, least first: keys [5, 1, 3] -> heap [1, 0, 2].
+
+
+@kernel
+def comes_before(a: int, b: int, key: FloatArray, by_number: bool) -> bool:
+    """Whether a comes before b. At equal keys the lower number does, if `by_number`."""
+    return key[a] < key[b] or (by_number and key[a] == key[b] and a < b)
+
+
+@kernel
+def sink(heap: IntArray, count: int, key: FloatArray, node: int, by_number: bool) -> None:
+    """Move the entry at `node` down until neither child comes before it."""
+    while True:
+        child = 2 * node + 1
+        if child >= count:
+            return
+        if child + 1 < count and comes_before(heap[child + 1], heap[child], key, by_number):
+            child += 1
+        if not comes_before(heap[child], heap[node], key, by_number):
+            return
+        heap[node], heap[child] = heap[child], heap[node]
+        node = child
+
+
+@kernel
+def rise(heap: IntArray, count: int, key: FloatArray, by_number: bool) -> None:
+    """Move the last of `count` entries up until it does not come before its parent.
+
+    keys [5, 4, 3], heap [1, 0, 2]: 2 comes before 1, its parent, so the heap becomes [2, 0, 1]
+    """
+    node = count - 1
+    while node > 0 and comes_before(heap[node], heap[(node - 1) // 2], key, by_number):
+        parent = (node - 1) // 2
+        heap[node], heap[parent] = heap[parent], heap[node]
+        node = parent
+
+
+@kernel
+def nearest_free(link: IntArray, index: int) -> int:
+    """The nearest free entry from `index` on, in the direction of the links.
+
+    `link[i]` is i for a free entry and points towards a neighbour once the entry is taken. Paths
+    are shortened on the way. The entry at the end of the array is never taken and means "none":
+    links [1, 2, 2] have entries 0 and 1 taken, and lead from anywhere to 2.
+    """
+    while link[index] != index:
+        link[index] = link[link[index]]
+        index = link[index]
+    return index

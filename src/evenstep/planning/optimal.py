@@ -13,23 +13,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenstep.core.bounds import pack_bound
-from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.kernel import kernel
-from evenstep.planning.packing.best_fit import best_fit_decreasing
-from evenstep.planning.packing.first_fit import nearest_free
-from evenstep.planning.packing.items import bins_in_order
+from evenstep.core.ragged import IntArray
+from evenstep.planning.kernels import kernel, nearest_free
 
 _LIMIT = 2000  # partners tried for one gap
 _LOOKS = 500_000  # partners tried in all: some milliseconds
 
 
 class Lengths(NamedTuple):
-    """The items that are not packed yet, by length.
+    """The lengths that are not packed yet, as a table of distinct ones with their counts.
 
     `value[r]` is the length of rank r, `left[r]` how many remain, and `link` leads from a rank to
     the nearest one at or below it that remains. `first[g >> shift]` is the highest rank whose
     length is at most `g >> shift << shift`.
+
+    lengths 3, 3, 5, 9 -> value [0, 3, 5, 9, capacity + 1], left [0, 2, 1, 1], link [0, 1, 2, 3];
+    once 5 is taken, link [0, 1, 1, 3]
     """
 
     value: IntArray
@@ -51,7 +50,8 @@ def by_length(ordered: IntArray, capacity: int) -> Lengths:
             ranks += 1
             value[ranks] = ordered[i]
         left[ranks] += 1
-    value[ranks + 1] = capacity + 1
+    value[ranks + 1] = capacity + 1  # ends every search
+    # At most four entries of `first` for an item, however large the capacity is.
     shift = 0
     while capacity >> shift > 4 * n:
         shift += 1
@@ -83,20 +83,23 @@ def take(lengths: Lengths, rank: int) -> None:
 
 @kernel
 def best_pair(
-    lengths: Lengths, gap: int, held: int, enough: int, limit: int
+    lengths: Lengths, gap: int, taken: int, enough: int, limit: int
 ) -> tuple[int, int, int, int]:
     """Two lengths with the least waste in `gap`: (waste, longer rank, shorter rank, looks).
 
-    The most even pair that wastes at most `enough` wins. One item of rank `held` is already taken.
+    The most even pair that wastes at most `enough` wins. One item of rank `taken` counts as gone.
+
+    gap 10, lengths 3, 4, 5, 7, enough 0: from the most even on, 5 has no partner, 4 finds 5 and
+    wastes 1, 3 finds 7 and wastes 0
     """
     value, left = lengths.value, lengths.left
     waste, longer, shorter, looks = gap + 1, 0, 0, 0
     b = at_most(lengths, gap // 2)
     while b > 0 and looks < limit:
         looks += 1
-        if b != held or left[b] > 1:
+        if b != taken or left[b] > 1:
             a = at_most(lengths, gap - value[b])
-            while a > 0 and left[a] <= (1 if a == b else 0) + (1 if a == held else 0):
+            while a > 0 and left[a] <= (1 if a == b else 0) + (1 if a == taken else 0):
                 a = nearest_free(lengths.link, a - 1)
             if a >= b and gap - value[a] - value[b] < waste:
                 waste, longer, shorter = gap - value[a] - value[b], a, b
@@ -115,6 +118,11 @@ def fill_exactly(
     `ordered` are the lengths, ascending. A partner that wastes at most `enough` is taken at once.
     If `enough` is negative, the accepted waste adapts: `spare` is the waste that the bound allows
     in all, shared by the remaining bins.
+
+        capacity 10, lengths 7, 6, 5, 4, 3, 2, 2, 1, no waste accepted
+        7 opens a bin, gap 3: the longest length that fits, 3, leaves no waste       [7, 3]
+        6 opens a bin, gap 4: 4                                                      [6, 4]
+        5 opens a bin, gap 5: one item (2) wastes 3, two (2, 2) waste 1, three 0     [5, 2, 2, 1]
     """
     n = ordered.shape[0]
     lengths = by_length(ordered, capacity)
@@ -125,12 +133,14 @@ def fill_exactly(
     packed = 0
     bins = 0
     while packed < n:
+        # A new bin, and how much of it may be wasted.
         gap = capacity
         allowed = enough
         if enough < 0:
             # In floats, because the product may exceed 64 bits.
             share = float(spare) * -enough * capacity / (2 * max(left, capacity))
             allowed = max(0, int(np.floor(share)))
+        # Fill its gap, by one to three items at a time, until nothing fits.
         while True:
             one = at_most(lengths, gap)
             if one == 0:
@@ -139,24 +149,27 @@ def fill_exactly(
             if gap < capacity and 3 * value[one] >= gap:  # three items can fill the gap
                 waste = gap - value[one]
                 limit = min(_LIMIT, looks)
+                # Two items, if they waste less than one.
                 if waste > allowed:
-                    found, a, b, more = best_pair(lengths, gap, -1, allowed, limit)
+                    pair, a, b, more = best_pair(lengths, gap, -1, allowed, limit)
                     looks -= more
-                    if found < waste:
-                        waste, one, two = found, a, b
+                    if pair < waste:
+                        waste, one, two = pair, a, b
+                # Three items: a short one, and the best pair beside it.
                 if waste > allowed:
                     tried = 0
                     c = at_most(lengths, gap // 3)
                     while c > 0 and tried < limit:
                         rest = gap - value[c]
-                        found, a, b, more = best_pair(lengths, rest, c, allowed, limit)
+                        pair, a, b, more = best_pair(lengths, rest, c, allowed, limit)
                         tried += more + 1
-                        if found < waste:
-                            waste, one, two, three = found, a, b, c
+                        if pair < waste:
+                            waste, one, two, three = pair, a, b, c
                             if waste <= allowed:
                                 break
                         c = nearest_free(lengths.link, c - 1)
                     looks -= tried
+            # Take them.
             for rank in (one, two, three):
                 if rank > 0:
                     take(lengths, rank)
@@ -172,7 +185,7 @@ def fill_exactly(
 
 @kernel
 def name_items(ordered: IntArray, order: IntArray, filled: IntArray, bins: IntArray) -> IntArray:
-    """The bin of each item, given the ranks that fill each bin. `ordered` is `lengths[order]`."""
+    """The bin of each item, by the ranks that fill each bin. `ordered` is `lengths[order]`."""
     n = ordered.shape[0]
     following = np.zeros(n + 1, np.int64)  # the next item of each rank, as an index of `order`
     rank = 0
@@ -195,13 +208,15 @@ def optimal_kernel(
 
     `order` is shortest first and `ordered` is `lengths[order]`.
     """
-    # Space left next to an item that no other item fits is wasted in any packing.
+    # The waste that a packing in `bound` bins may have in all. Space next to an item that no other
+    # item fits is wasted in any packing.
     spare = bound * capacity
     for length in ordered:
         spare -= capacity if length + ordered[0] > capacity else length
     each = max(0, spare // max(bound, 1))
     looks = _LOOKS
     best = np.empty(0, np.int64)
+    # No waste at first, then waste that adapts or is fixed, in an order that ends early on average.
     for enough in (0, -2, each, -1, 10, -4, 50, 5, 20, 2):
         if bins <= bound or looks == 0:
             break
@@ -210,22 +225,3 @@ def optimal_kernel(
             bins = used
             best = name_items(ordered, order, filled, bin_of)
     return best
-
-
-def optimal(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
-    """As few bins as the search finds; proven optimal if their number equals `pack_bound`.
-
-    Best fit comes first. If it needs more bins than the bound, bins are filled exactly with several
-    tolerances until the bound is reached.
-
-    >>> len(optimal(np.array([6, 5, 4, 3, 2]), 10)), pack_bound(np.array([6, 5, 4, 3, 2]), 10)
-    (2, 2)
-    """
-    packed = best_fit_decreasing(lengths, capacity)
-    bound = pack_bound(lengths, capacity)
-    if len(packed) > bound:
-        order = np.argsort(lengths, kind="stable")
-        better = optimal_kernel(lengths[order], order, capacity, bound, len(packed))
-        if len(better):
-            return bins_in_order(better)
-    return packed

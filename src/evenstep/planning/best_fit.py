@@ -17,38 +17,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, Ragged
-from evenstep.planning.kernel import kernel, prefetch, trailing_zeros
-from evenstep.planning.packing.best_fit_few import fit_few_items
-from evenstep.planning.packing.first_fit import first_fit_decreasing
-from evenstep.planning.packing.items import bins_in_order, check_items
+from evenstep.errors import InputError
+from evenstep.planning.kernels import kernel, prefetch, trailing_zeros
 
 Natural: TypeAlias = NDArray[np.unsignedinteger]
 
 _TOGETHER = 2**19  # items from which on two threads share the work
 BLOCK = 256  # targets prefetched at a time: enough to hide latency, few enough to stay in cache
 NONE = np.uint32(2**32 - 1)  # no bin
-_LARGE, _EACH = 2**22, 64  # largest useful table of spaces: in all, or per item
-_FEW, _WIDE = 2**14, 16  # up to so many items, no table for capacities of so much per item
 
 
-def best_fit_decreasing(lengths: IntArray, capacity: int, seed: int = 0) -> Ragged:
-    """Longest first into the fullest bin with room.
+def check_items(lengths: IntArray, capacity: int) -> None:
+    """Raise if an item is shorter than 1 or longer than a bin."""
+    shortest, longest = extent(lengths)
+    if shortest < 1:
+        at = int(lengths.argmin())
+        raise InputError(
+            f"item {at} has length {lengths[at]}; expected 1 or more. Remove the item."
+        )
+    if longest > capacity:
+        at = int(lengths.argmax())
+        raise InputError(
+            f"item {at} has length {lengths[at]} but a bin holds {capacity}. Raise the capacity, "
+            f"or split or drop the item."
+        )
 
-    For few items and a large capacity, the spaces of open bins are kept in a sorted list instead of
-    a table. For many items and a capacity that is very large even so, first fit decreasing is used:
-    it has the same worst-case guarantee.
 
-    >>> best_fit_decreasing(np.array([10, 20, 30, 40, 50, 60, 70, 80, 90]), 100).tolist()
-    [[8, 0], [7, 1], [6, 2], [5, 3], [4]]
-    """
-    if len(lengths) <= _FEW and capacity > _WIDE * len(lengths):
-        return _best_fit_few(lengths, capacity)
-    if capacity > max(_LARGE, _EACH * len(lengths)):
-        return first_fit_decreasing(lengths, capacity)
-    return best_fit(lengths, capacity)
+@kernel
+def extent(lengths: IntArray) -> tuple[int, int]:
+    """The shortest and the longest length."""
+    low, high = lengths[0], lengths[0]
+    for i in range(lengths.shape[0]):
+        low = min(low, lengths[i])
+        high = max(high, lengths[i])
+    return low, high
 
 
-def _best_fit_few(lengths: IntArray, capacity: int) -> Ragged:
+def bins_in_order(bin_of: IntArray) -> Ragged:
+    """The items of each bin, by index: bins [1, 0, 1] -> [[1], [0, 2]]."""
+    return Ragged.group(bin_of, int(bin_of.max(initial=-1)) + 1)
+
+
+def bins_by(bin_of: IntArray, order: IntArray) -> Ragged:
+    """The items of each bin, in `order`: bins [1, 0, 1], order [2, 1, 0] -> [[1], [2, 0]]."""
+    grouped = bins_in_order(bin_of[order])
+    return Ragged(order[grouped.values], grouped.offsets)
+
+
+def best_fit_few(lengths: IntArray, capacity: int) -> Ragged:
     """`best_fit` without tables over the capacity."""
     check_items(lengths, capacity)
     order = np.argsort(-lengths, kind="stable")
@@ -169,7 +185,7 @@ def bit(number: int) -> np.uint64:
 
 @kernel
 def smallest_space(low: Natural, high: Natural, length: int) -> int:
-    """The smallest space of `length` or more that some open bin has, or -1.
+    """The smallest space of `length` or more that an open bin has, or -1.
 
     `low` has a bit per space, 64 to a word; `high` has a bit per word of `low`.
     """
@@ -205,6 +221,11 @@ def fit_items(
     number of bins.
 
     `below` links the bins of a stack: bins of equal space, the newest on top.
+
+        capacity 10, lengths 6, 6, 3, 2    bins            stacks by space
+        6 opens a bin for each of its two  [6] [6]         4: 1 -> 0
+        3 goes onto the newest of space 4  [6] [6, 3]      4: 0      1: 1
+        2 has space 4, not 1               [6, 2] [6, 3]   2: 0      1: 1
     """
     top = np.full(capacity + 1, NONE, np.uint32)  # the newest bin of each remaining space
     low = np.zeros((capacity >> 6) + 1, np.uint64)
@@ -214,6 +235,7 @@ def fit_items(
     for at in range(present.shape[0]):
         length, stop = int(present[at]), int(stops[at])
         while item < stop:
+            # The stack whose bins fit best, how many items each of them takes, and their new stack.
             space = smallest_space(low, high, length)
             fresh = space < 0  # no open bin is large enough: open new ones
             if fresh:
@@ -223,6 +245,7 @@ def fit_items(
             rest = space - each * length
             newest = top[rest]
             if fresh:
+                # Open bins while each can be given `each` items of this length.
                 while item + each <= stop:
                     size[bins] = each
                     below[bins] = newest
@@ -233,6 +256,7 @@ def fit_items(
                     item += each
                     bins += 1
             else:
+                # Move bins from their stack to the one of the space that they have left.
                 chosen = top[space]
                 while chosen != NONE and item + each <= stop:
                     size[chosen] += each
@@ -309,3 +333,69 @@ def fit_counted(
     start_bins(size, offsets)
     fill_bins(bin_of, order, offsets[1:], values)
     return offsets
+
+
+@kernel
+def place_of(spaces: IntArray, count: int, wanted: int) -> int:
+    """The first of `count` ascending spaces that is `wanted` or more; `count` if none is."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if spaces[middle] >= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@kernel
+def fit_few_items(present: IntArray, stops: IntArray, capacity: int) -> IntArray:
+    """The bin of each item, longest first, as `fit_items` finds it.
+
+    A sorted list of spaces takes the place of its tables over the capacity. Items of length
+    `present[k]` end at `stops[k]`. Bins of equal space are a stack.
+    """
+    n = stops[-1]
+    bin_of = np.empty(n, np.int64)
+    below = np.empty(n, np.int64)  # the next bin of the same stack, or -1
+    spaces = np.empty(n + 1, np.int64)  # of open bins, ascending
+    tops = np.empty(n + 1, np.int64)  # the newest bin of each space
+    count, bins, item = 0, 0, 0
+    for at in range(present.shape[0]):
+        length, stop = present[at], stops[at]
+        while item < stop:
+            # The stack whose bins fit best, how many items each of them takes, and their new stack.
+            place = place_of(spaces, count, length)
+            fresh = place == count  # no open bin is large enough: open new ones
+            space = capacity if fresh else spaces[place]
+            each = min(space // length, stop - item)
+            rest = space - each * length
+            target = place_of(spaces, count, rest)
+            known = target < count and spaces[target] == rest
+            newest = tops[target] if known else -1
+            # Move bins to it, from their stack or newly opened.
+            chosen = bins if fresh else tops[place]
+            while chosen >= 0 and item + each <= stop:
+                after = bins + 1 if fresh else below[chosen]
+                bins += fresh
+                below[chosen] = newest
+                newest = chosen
+                bin_of[item : item + each] = chosen
+                item += each
+                chosen = after
+            # Take an empty stack off the list, and put a new one onto it.
+            if not fresh:
+                tops[place] = chosen
+                if chosen < 0:
+                    count -= 1
+                    for k in range(place, count):
+                        spaces[k], tops[k] = spaces[k + 1], tops[k + 1]
+            if rest > 0:
+                # Less space than before: removing `place` did not move `target`.
+                if not known:
+                    for k in range(count, target, -1):
+                        spaces[k], tops[k] = spaces[k - 1], tops[k - 1]
+                    count += 1
+                    spaces[target] = rest
+                tops[target] = newest
+    return bin_of

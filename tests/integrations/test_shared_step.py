@@ -23,7 +23,7 @@ from evenstep import MicroBatch, Packed, PlannedStream, Recipe, Step, Steps
 from evenstep.data import InMemory
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 from evenstep.tensors import Collator
-from tests.internals import Parcel, _is_plain
+from tests.internals import SharedStep, _is_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
@@ -48,7 +48,7 @@ def step_with(*batches: Any) -> Step:
 
 def sent(step: Step) -> Step:
     """Send a step as a queue of torch does, but to the same process."""
-    arrived = ForkingPickler.loads(ForkingPickler.dumps(Parcel(step)))
+    arrived = ForkingPickler.loads(ForkingPickler.dumps(SharedStep(step)))
     assert isinstance(arrived, Step)
     return arrived
 
@@ -63,7 +63,7 @@ def few_files(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_step_of_many_micro_batches_needs_few_files(context: str) -> None:
     loader = StreamLoader(
         stream_of(300), collate=Collator(), num_workers=1, multiprocessing_context=context
@@ -87,7 +87,7 @@ def test_samples_that_hold_tensors_need_few_files() -> None:
     assert [int(step.samples[i]["input_ids"][2]) for i in range(300)] == list(range(2, 302))
 
 
-def test_a_plain_data_loader_sends_steps_as_parcels() -> None:
+def test_a_plain_data_loader_sends_steps_in_shared_memory() -> None:
     dataset = StreamDataset(stream_of(300), Collator())
     with few_files(256):
         (step,) = list(DataLoader(dataset, batch_size=None, num_workers=1))
@@ -100,7 +100,7 @@ from multiprocessing.reduction import ForkingPickler
 
 from evenstep import Packed, PlannedStream, Recipe, Step
 from evenstep.data import InMemory
-from tests.internals import register_parcels
+from tests.internals import register_shared_steps
 from evenstep.integrations.dataloader import StreamDataset, StreamLoader
 
 source = InMemory([{"input_ids": [1, 2, 3]}])
@@ -108,7 +108,7 @@ stream = PlannedStream(source, Recipe(layout=Packed(max_tokens=3)))
 assert len(list(StreamDataset(stream))) == 1
 assert len(list(StreamLoader(stream, num_workers=1))) == 1
 assert Step not in ForkingPickler._extra_reducers
-register_parcels()
+register_shared_steps()
 assert Step in ForkingPickler._extra_reducers
 """
     subprocess.run(
@@ -202,7 +202,7 @@ def test_a_step_that_cannot_be_sent_raises(bad: int, workers: int) -> None:
     assert seen == list(range(bad))
 
 
-def test_pickling_a_received_tensor_does_not_pickle_the_whole_parcel() -> None:
+def test_pickling_a_received_tensor_does_not_pickle_the_whole_step() -> None:
     (step,) = list(StreamLoader(stream_of(100), collate=Collator(), num_workers=1))
     (alone,) = [step.collated(Collator()) for step in stream_of(100)]
     assert len(pickle.dumps(step)) < 1.5 * len(pickle.dumps(alone))

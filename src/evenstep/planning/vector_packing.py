@@ -1,0 +1,306 @@
+"""Packs under several limits: slots, and whatever `limits` and `layout.samples` count.
+
+Item i takes `taken[i, d]` of limit d, of which a pack holds `caps[d]`. Slots are limit 0.
+
+    sizes [5, 5, 4] of 10 slots, patches [3, 3, 0] of 4 -> taken [[5, 3], [5, 3], [4, 0]]
+    caps [10, 4]: items 0 and 1 have the slots to share a pack, but not the patches
+
+`LimitedPacker` opens packs one by one and needs few of them. `spread_units` fills a given number of
+packs side by side. Packs that are filled one after the other reach one limit while there is room
+under another: with at most seven segments per pack, the last packs hold seven short segments and
+few tokens. Spread over all packs, every limit is used evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from evenstep.core.bounds import bins_bound
+from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up
+from evenstep.planning.kernels import kernel, rise, sink
+from evenstep.planning.units import Units
+
+_SCORES = (1, 3, 2, 0)  # of `scored_fit_kernel`, the best on average first
+_FEW = 512  # items up to which all scores are tried; beyond, one finds nearly as few bins
+_PART = 1024  # items packed together: scoring every bin takes items x bins steps
+_WHOLE = 2**24  # items x bins up to which all items are packed together once: about 8 ms
+_CHOICE = 4  # packs with room that a unit chooses from when it is spread
+_LOOK = 64  # packs tried to find them, from the emptiest on
+
+
+def vector_pack(
+    sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray, enough: int = 0
+) -> Ragged:
+    """The items of each bin. Item i takes `sizes[i]` of `capacity` and `extra[i, d]` of `caps[d]`.
+
+    An item that exceeds a limit by itself has a bin of its own. The search ends when the number of
+    bins is the lower bound, or at most `enough`.
+
+    >>> patches = np.array([[3.0], [3.0], [0.0], [0.0]])
+    >>> vector_pack(np.array([5, 5, 5, 4]), patches, 10, np.array([4.0])).tolist()
+    [[0, 2], [1, 3]]
+    """
+    return LimitedPacker(sizes, extra, capacity, caps).bins(enough)
+
+
+class LimitedPacker:
+    """Few bins under several limits. It can be asked again: what it packed once is kept.
+
+    Best fit has several forms where an item takes of more than one limit: in which order items are
+    taken, and which bin fits best. None is best for all inputs, so they are tried one after the
+    other while there are too many bins; last, items are spread over fewer bins. An answer does not
+    depend on what was asked before.
+    """
+
+    def __init__(self, sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray) -> None:
+        taken, caps = limit_table(sizes, extra, capacity, caps)
+        over = (taken > caps).any(axis=1)
+        self._alone, self._fitting = np.flatnonzero(over), np.flatnonzero(~over)
+        taken = taken[self._fitting]
+        binding = taken.sum(axis=0) > caps  # other limits hold for all items together
+        self._taken, self._caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
+        self._bound = bins_bound(self._taken, self._caps) if binding.any() else 1
+        self._packings: list[IntArray] = []  # the bin of each fitting item, ever fewer bins
+        self._more = self._tries()
+
+    def bins(self, enough: int = 0) -> Ragged:
+        """The first packing with at most `enough` bins, or the one with the fewest."""
+        enough = max(enough - len(self._alone), self._bound)
+        at = 0
+        while at == 0 or _count(self._packings[at - 1]) > enough:
+            if at == len(self._packings):
+                packing = next(self._more, None)
+                if packing is None:
+                    break
+                self._packings.append(packing)
+            at += 1
+        bins = _count(self._packings[at - 1])
+        bin_of = np.empty(len(self._fitting) + len(self._alone), np.int64)
+        bin_of[self._fitting] = self._packings[at - 1]
+        bin_of[self._alone] = bins + np.arange(len(self._alone))
+        return Ragged.group(bin_of, bins + len(self._alone))
+
+    def _tries(self) -> Iterator[IntArray]:
+        """The bin of each item, packed in ever fewer bins."""
+        taken, caps, most = self._taken, self._caps, len(self._taken)
+        if not len(caps):
+            yield np.zeros(len(taken), np.int64)
+            return
+        orders = _orders(taken / caps)
+        best = orders[0]
+        for score in _SCORES if len(taken) <= _FEW else _SCORES[:1]:
+            for order in orders:
+                bin_of = fit_parts(taken, caps, order, score, most)
+                if len(bin_of):
+                    yield bin_of
+                    best, most = order, _count(bin_of) - 1
+        if len(taken) > _PART and len(taken) * self._bound <= _WHOLE:
+            bin_of = _fit(taken, caps, best, _SCORES[0], most)
+            if len(bin_of):
+                yield bin_of
+                most = _count(bin_of) - 1
+        bin_of, packs = spread_over(taken, caps, self._bound, most)
+        if packs >= 0:
+            yield bin_of
+
+
+def limit_table(
+    sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """(what each item takes of every limit, the limits), slots first."""
+    return np.column_stack((sizes.astype(np.float64), extra)), np.append(float(capacity), caps)
+
+
+def _orders(shares: FloatArray) -> list[IntArray]:
+    """Items by their share of the scarcest limit, their largest share, the sum, other limits."""
+    total = shares.sum(axis=1)
+    scarce, *others = np.argsort(-shares.sum(axis=0), kind="stable").tolist()
+    keys = [shares[:, scarce], shares.max(axis=1), total, *(shares[:, d] for d in others)]
+    return [np.lexsort((-total, -key)) for key in keys]
+
+
+def _count(bin_of: IntArray) -> int:
+    """The number of bins."""
+    return int(bin_of.max(initial=-1)) + 1
+
+
+def fit_parts(
+    taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int
+) -> IntArray:
+    """The bin of each item, by best fit in parts; empty if more than `most` bins are needed.
+
+    Each part has items of all sizes: with two parts, those at even and at odd places of `order`. A
+    part leaves about one bin half empty, so these bins are packed again, together.
+    """
+    parts = divided_up(len(order), _PART)
+    if parts == 1:
+        return _fit(taken, caps, order, score, most)
+    bin_of, bins = np.empty(len(order), np.int64), 0
+    for part in range(parts):
+        items = order[part::parts]
+        bin_of[items] = bins + _fit(taken[items], caps, np.arange(len(items)), score, len(items))
+        bins = int(bin_of[items].max()) + 1
+    full = np.bincount(bin_of, (taken / caps).sum(axis=1), bins)
+    loose = np.zeros(bins, np.bool_)
+    loose[np.argsort(full, kind="stable")[:parts]] = True
+    # Bins that stay are numbered anew, in order: loose [F, T, F] -> 0, -, 1
+    items = order[loose[bin_of[order]]]
+    again = _fit(taken[items], caps, np.arange(len(items)), score, parts)
+    if len(again):  # `parts` bins are enough if best fit does as well as before
+        bin_of = (np.cumsum(~loose) - 1)[bin_of]
+        bin_of[items] = bins - parts + again
+    return bin_of if _count(bin_of) <= most else np.empty(0, np.int64)
+
+
+def _fit(taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int) -> IntArray:
+    """`scored_fit_kernel`, which reads limit by limit."""
+    return scored_fit_kernel(np.ascontiguousarray(taken.T), caps, order, score, most)
+
+
+@kernel
+def scored_fit_kernel(
+    taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int
+) -> IntArray:
+    """The bin of each item, taken in `order`; empty if more than `most` bins are needed.
+
+    Item i takes `taken[d, i]` of limit d, at most `caps[d]`, which is above 0. Of all bins with
+    room, the one with the lowest score is chosen, by what it has left in shares of each limit: the
+    dot product with the item, largest first (0); or, after the item, the sum of squares (1), the
+    largest share (2) or the sum (3).
+
+        caps [10, 4], bins with room [5, 1] and [6, 4], item [5, 1]
+        score 3: left (0 + 0) and (0.1 + 0.75), so the item goes to the first bin and fills it
+    """
+    limits, n = taken.shape
+    room = np.empty((limits, most + 1))  # room[d, b]: what bin b has left of limit d
+    scores = np.empty(most + 1)
+    bin_of = np.empty(n, np.int64)
+    bins = 0
+    for item in order:
+        # Score all open bins, limit by limit. A bin without room stays at infinity.
+        scores[:bins] = 0.0
+        for d in range(limits):
+            wanted, left = taken[d, item], room[d]
+            share = 1 / caps[d]
+            # One loop per score and no branch inside, so that the compiler uses vectors.
+            if score == 0:
+                for b in range(bins):
+                    value = scores[b] - (wanted * share) * (left[b] * share)
+                    scores[b] = value if left[b] >= wanted else np.inf
+            elif score == 1:
+                for b in range(bins):
+                    rest = (left[b] - wanted) * share
+                    value = scores[b] + rest * rest
+                    scores[b] = value if left[b] >= wanted else np.inf
+            elif score == 2:
+                for b in range(bins):
+                    value = max(scores[b], (left[b] - wanted) * share)
+                    scores[b] = value if left[b] >= wanted else np.inf
+            else:
+                for b in range(bins):
+                    value = scores[b] + (left[b] - wanted) * share
+                    scores[b] = value if left[b] >= wanted else np.inf
+        # Take the first bin with the lowest score, or open one.
+        chosen, best = -1, np.inf
+        for b in range(bins):
+            if scores[b] < best:
+                chosen, best = b, scores[b]
+        if chosen < 0:
+            if bins == most:
+                return np.empty(0, np.int64)
+            chosen = bins
+            bins += 1
+            for d in range(limits):
+                room[d, chosen] = caps[d]
+        for d in range(limits):
+            room[d, chosen] -= taken[d, item]
+        bin_of[item] = chosen
+    return bin_of
+
+
+def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
+    """The units of each of `packs` packs, within all limits; None if a unit fits nowhere.
+
+    Units are taken by the sum of their shares of all limits, largest first. Units that exceed a
+    limit by themselves come before all others.
+    """
+    taken, caps = limit_table(units.size, units.extra, capacity, units.caps)
+    pack_of, count = spread_over(taken, caps, packs, packs)
+    return Ragged.group(pack_of, packs) if count == packs else None
+
+
+def spread_over(taken: FloatArray, caps: FloatArray, least: int, most: int) -> tuple[IntArray, int]:
+    """(the pack of each item, packs), in the fewest packs found; packs is -1 if none is.
+
+    The distance from `least` is doubled until the items fit, then bisected: where they fit, they
+    nearly always fit into more packs. From 10 on, where 14 are needed: 10, 11, 13, 17, 15, 14.
+    """
+    shares = taken / np.maximum(caps, 1e-9)
+    alone = (taken > caps).any(axis=1)
+    order = np.lexsort((-shares.sum(axis=1), ~alone))
+    best, packs = np.empty(0, np.int64), -1
+    failed, count = least - 1, least  # items do not fit into `failed` packs, as far as tried
+    while count <= most:
+        pack_of = spread_kernel(taken, order, caps, count)
+        if len(pack_of) == len(taken):
+            best, packs, most = pack_of, count, count - 1
+        else:
+            failed = count
+        if packs >= 0:
+            count = failed + max(1, (packs - failed) // 2)
+        else:
+            count = min(2 * count - least + 1, most) if count < most else most + 1
+    return best, packs
+
+
+@kernel
+def spread_kernel(taken: FloatArray, order: IntArray, caps: FloatArray, packs: int) -> IntArray:
+    """The pack of each item, taken in `order`; empty if an item fits nowhere.
+
+    An item goes to one of the emptiest packs with room: the one that it leaves emptiest. A pack is
+    as full as its largest share of any limit. An item that exceeds a limit by itself takes an empty
+    pack.
+
+        caps [10, 4], packs with [5, 1] and [2, 3], which are 0.5 and 0.75 full, item [2, 1]
+        the first would be 0.7 full and the second 1.0, so the item goes to the first
+    """
+    pack_of = np.empty(taken.shape[0], np.int64)
+    used = np.zeros((packs, caps.shape[0]))
+    full = np.zeros(packs)
+    heap = np.arange(packs)  # the emptiest at the root
+    count = packs
+    looked_at = np.empty(_LOOK, np.int64)
+    for item in order:
+        # Take the emptiest packs off the heap until a few of them have room.
+        looks, choices = 0, 0
+        chosen, least = -1, np.inf
+        while count > 0 and looks < _LOOK and choices < _CHOICE:
+            pack = heap[0]
+            fits, share = True, 0.0
+            for d in range(caps.shape[0]):
+                total = used[pack, d] + taken[item, d]
+                fits = fits and total <= caps[d]
+                if total > 0:
+                    share = max(share, total / max(caps[d], 1e-9))
+            if fits or full[pack] == 0:
+                choices += 1
+                if share < least:
+                    chosen, least = pack, share
+            looked_at[looks] = pack
+            looks += 1
+            count -= 1
+            heap[0] = heap[count]
+            sink(heap, count, full, 0, True)
+        if chosen < 0:
+            return np.empty(0, np.int64)
+        # Put the item into the best of them, and all of them back.
+        pack_of[item] = chosen
+        used[chosen] += taken[item]
+        full[chosen] = least
+        for k in range(looks):
+            heap[count] = looked_at[k]
+            count += 1
+            rise(heap, count, full, True)
+    return pack_of
