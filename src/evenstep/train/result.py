@@ -354,9 +354,10 @@ class StepResult:
         """Whether labels are needed and all of them are ignored, although there are tokens to
         predict. A step without samples, or with samples of one token only, is just empty."""
         assert self.known is not None
-        metrics, (step_loss, _) = self._numbers.metrics, self.known
+        assert self.numbers is not None
+        metrics, (step_loss, _) = self.numbers.metrics, self.known
         none = float(metrics[LABELS].value) == 0 and float(metrics[PREDICTED].value) > 0
-        return none and step_loss.needs_labels(self._numbers.denominators)
+        return none and step_loss.needs_labels(self.numbers.denominators)
 
     @property
     def deviation(self) -> float:

@@ -489,7 +489,7 @@ class StepRun:
             total=time.perf_counter() - began,
             first=first,
         )
-        return self._check_result(self._result(timings, bundle, numbers))
+        return self._result(timings, bundle, numbers)
 
     # Prepare, in the prefetching thread ----------------------------------------------------------
 
@@ -742,8 +742,7 @@ class StepRun:
         later = self.step_loss.ahead and self.ranks.size > 1
         later = later and self.suspects is None and not self.counts_groups
         if self.separate is None:
-            self._sum_gradients(count_labels=later)
-            bundles.append(Bundle({}, {SQUARE: Metric.sum(self._square())}))
+            bundles.append(self._sum_gradients(count_labels=later))
         bundle = Bundle.merge(bundles)
         if later:
             return bundle, None
@@ -753,8 +752,7 @@ class StepRun:
         numbers = self.step_loss.finish(self.separate or self.parameters, reduced, self.totals)
         if self.separate is not None:
             # Only now is there one gradient: sum it over ranks and measure it.
-            self._sum_gradients(count_labels=False)
-            square = Bundle({}, {SQUARE: Metric.sum(self._square())})
+            square = self._sum_gradients(count_labels=False)
             with self.communicate:
                 metrics = {**numbers.metrics, **square.reduce(self.ranks).metrics}
             numbers = replace(numbers, metrics=metrics)
@@ -787,8 +785,8 @@ class StepRun:
             metrics |= extremes(SCALE, self.scale)
         return metrics
 
-    def _sum_gradients(self, count_labels: bool) -> None:
-        """Sum gradients over ranks, unless the framework has.
+    def _sum_gradients(self, count_labels: bool) -> Bundle:
+        """Sum gradients over ranks, unless the framework has; this rank's share of their norm.
 
         `count_labels` if ranks exchange no numbers: then those that tell whether the step has a
         loss token go along, unless the plan knows it.
@@ -809,16 +807,16 @@ class StepRun:
             labels, predicted = summed.tolist()
             if predicted and not labels:
                 raise self._without_loss()
-
-    def _square(self) -> Tensor:
-        """This rank's share of the squared norm of the gradient, without a scaler's scale."""
+        # Without a scaler's scale: the norm is that of the exact gradient.
         share = square_share(self.parameters, self.ranks.size, self.framework.kind == "fsdp")
-        return share if self.scale is None else share / self.scale.double().square()
+        share = share if self.scale is None else share / self.scale.double().square()
+        return Bundle({}, {SQUARE: Metric.sum(share)})
 
     def _result(self, timings: Timings, bundle: Bundle, numbers: LossValues | None) -> StepResult:
+        """The result, marked as skipped if it is not finite, or an error; alike on all ranks."""
         often = "micro_batch" if self.framework.kind == "fsdp" else "step"
         costs = () if self.step is None else self.step.costs
-        return StepResult(
+        result = StepResult(
             timings=timings,
             tokens=self.tokens,
             slots=self.slots,
@@ -833,9 +831,6 @@ class StepRun:
             numbers=numbers,
             known=(self.step_loss, self.totals),
         )
-
-    def _check_result(self, result: StepResult) -> StepResult:
-        """The result, marked as skipped if it is not finite, or an error; alike on all ranks."""
         if result.numbers is not None and result.without_loss:
             raise self._without_loss()
         if self.suspects is None or result.finite:
