@@ -242,10 +242,10 @@ def check_fingerprints(fingerprint: str, collective: Collective) -> None:
 
     Ranks without a fingerprint are not compared. All ranks must call this together.
     """
-    found = torch.zeros(collective.size, dtype=torch.float64)
+    digests = torch.zeros(collective.size, dtype=torch.float64)
     # 48 bits: a float64 represents them exactly.
-    found[collective.rank] = int(fingerprint[:12], 16) if fingerprint else 0
-    values = collective.all_reduce_sum(found).tolist()
+    digests[collective.rank] = int(fingerprint[:12], 16) if fingerprint else 0
+    values = collective.all_reduce_sum(digests).tolist()
     known = {rank: value for rank, value in enumerate(values) if value}
     first = next(iter(known), 0)
     others = [rank for rank, value in known.items() if value != known[first]]

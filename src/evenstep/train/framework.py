@@ -204,18 +204,18 @@ def groups_of(state: Any) -> list[Any]:
 
 def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
     """(ranks over which fully_shard exchanges gradients, its divide factor if one was set)."""
-    found = set()
+    exchanges = set()
     for group in fsdp_groups(model):
         sizes = [getattr(group.mesh_info, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
-        found.add((math.prod(sizes), getattr(group, "gradient_divide_factor", None)))
-    if len(found) > 1 or any(factor and factor != int(factor) for _, factor in found):
-        shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(found, key=str))
+        exchanges.add((math.prod(sizes), getattr(group, "gradient_divide_factor", None)))
+    if len(exchanges) > 1 or any(factor and factor != int(factor) for _, factor in exchanges):
+        shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(exchanges, key=str))
         raise ConfigError(
             f"modules wrapped by fully_shard exchange gradients over different ranks or with "
             f"different divide factors (ranks / factor: {shown}). Shard all modules over the same "
             f"ranks, and set the same integer divide factor on all of them or on none."
         )
-    ranks, factor = found.pop() if found else (1, None)
+    ranks, factor = exchanges.pop() if exchanges else (1, None)
     return ranks, int(factor) if factor else None
 
 

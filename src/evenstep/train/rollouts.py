@@ -33,11 +33,11 @@ Stored: TypeAlias = NDArray[Any] | tuple[NDArray[np.uint8], torch.dtype, tuple[i
 
 def array_of(tensor: Tensor) -> Stored:
     """A tensor on the host as an array, or its bytes, dtype and shape (numpy has no bfloat16)."""
-    held = tensor.contiguous()
+    contiguous = tensor.contiguous()
     try:
-        return np.asarray(held.numpy(force=True))
+        return np.asarray(contiguous.numpy(force=True))
     except TypeError:
-        return held.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+        return contiguous.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
 
 
 def tensor_of(stored: Stored) -> Tensor:
@@ -48,8 +48,8 @@ def tensor_of(stored: Stored) -> Tensor:
     """
     if isinstance(stored, np.ndarray):
         return over(stored)
-    held, dtype, shape = stored
-    return over(held).view(dtype).view(shape) if held.size else torch.empty(shape, dtype=dtype)
+    raw, dtype, shape = stored
+    return over(raw).view(dtype).view(shape) if raw.size else torch.empty(shape, dtype=dtype)
 
 
 def over(array: NDArray[Any]) -> Tensor:
@@ -61,11 +61,11 @@ def over(array: NDArray[Any]) -> Tensor:
 @cache
 def _warn_now() -> None:
     """torch warns of read-only memory once, and never after this."""
-    held = np.zeros(1)
-    held.flags.writeable = False
+    read_only = np.zeros(1)
+    read_only.flags.writeable = False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        torch.from_numpy(held)
+        torch.from_numpy(read_only)
 
 
 Side: TypeAlias = Literal["left", "right"]
@@ -87,10 +87,10 @@ class Spans:
                 f"attention_mask has shape {tuple(mask.shape)}; expected (rows, width). Pass a "
                 f"mask of tokens, not of pairs of tokens."
             )
-        held = mask.detach().cpu()
-        ones = held == 1
-        if not bool((ones == (held != 0)).all()):
-            odd = held[~ones & (held != 0)][0].item()
+        ones_and_zeros = mask.detach().cpu()
+        ones = ones_and_zeros == 1
+        if not bool((ones == (ones_and_zeros != 0)).all()):
+            odd = ones_and_zeros[~ones & (ones_and_zeros != 0)][0].item()
             raise InputError(
                 f"attention_mask holds {odd:g}; expected 0 or 1. A row is one sequence: unpack "
                 f"packed rows first."
@@ -116,21 +116,21 @@ class Spans:
                 "lengths do not say on which side rows are padded. Set padding_side='left' or "
                 "'right', or pass an attention_mask."
             )
-        given = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else lengths
-        found = np.asarray(given)
-        if found.shape != (rows,) or found.dtype.kind not in "iu":
+        on_host = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else lengths
+        counts = np.asarray(on_host)
+        if counts.shape != (rows,) or counts.dtype.kind not in "iu":
             raise InputError(
-                f"lengths must be {rows} integers, one per row; got shape {found.shape} and dtype "
-                f"{found.dtype}."
+                f"lengths must be {rows} integers, one per row; got shape {counts.shape} and dtype "
+                f"{counts.dtype}."
             )
-        outside = np.flatnonzero((found < 0) | (found > width))
+        outside = np.flatnonzero((counts < 0) | (counts > width))
         if len(outside):
             row = int(outside[0])
             raise InputError(
-                f"row {row} has length {found[row]}; expected 0 to {width}, the width of the rows."
+                f"row {row} has length {counts[row]}; expected 0 to {width}, the width of the rows."
             )
-        starts = width - found if side == "left" else np.zeros(rows, np.int64)
-        return cls(frozen(starts), frozen(found), width)
+        starts = width - counts if side == "left" else np.zeros(rows, np.int64)
+        return cls(frozen(starts), frozen(counts), width)
 
     @property
     def run_lengths(self) -> IntArray:
@@ -138,7 +138,7 @@ class Spans:
         return np.maximum(self.lengths, 1)
 
     def take(self, rows: IntArray) -> Spans:
-        """The spans of some rows."""
+        """The spans of these rows."""
         return Spans(frozen(self.starts[rows]), frozen(self.lengths[rows]), self.width)
 
 
@@ -179,91 +179,30 @@ def find_spans(ones: NDArray[np.uint8], starts: IntArray, lengths: IntArray) -> 
     return -1
 
 
-def places_of(rows: ArrayLike, held: IntArray) -> IntArray:
-    """Where each of `rows` is in `held`, which is ascending. Raises if one is not there or twice.
+def places_of(rows: ArrayLike, numbers: IntArray) -> IntArray:
+    """Where each of `rows` is in the ascending `numbers`. Raises if one is missing or twice.
 
     >>> places_of([7, 2], np.array([2, 5, 7])).tolist()
     [2, 0]
     """
-    given = np.asarray(rows, np.int64)
-    if len(held) and held[-1] == len(held) - 1:  # all rows
-        at, known = given, (given >= 0) & (given < len(held))
+    wanted = np.asarray(rows, np.int64)
+    if len(numbers) and numbers[-1] == len(numbers) - 1:  # all rows
+        at, known = wanted, (wanted >= 0) & (wanted < len(numbers))
     else:
-        at = np.searchsorted(held, given)
-        known = np.append(held, -1)[at] == given
+        at = np.searchsorted(numbers, wanted)
+        known = np.append(numbers, -1)[at] == wanted
     if not known.all():
         raise InputError(
-            f"row {given[~known][0]} is not among the {len(held)} rows of this batch. Pass numbers "
-            f"of rows that it holds."
+            f"row {wanted[~known][0]} is not among the {len(numbers)} rows of this batch. Pass "
+            f"numbers of rows that it holds."
         )
     if not (at[1:] > at[:-1]).all():
         ordered = np.sort(at)
         twice = ordered[1:] == ordered[:-1]
         if twice.any():
-            row = held[ordered[1:][twice][0]]
+            row = numbers[ordered[1:][twice][0]]
             raise InputError(f"row {row} is given twice. Pass each row once.")
     return at
-
-
-def check_complete(at: IntArray, held: IntArray, spans: Spans) -> None:
-    """Raise if a row that has tokens has no result."""
-    missing = spans.lengths > 0
-    missing[at] = False
-    if missing.any():
-        raise InputError(
-            f"row {held[missing][0]} has no result. Join the results of all ranks and steps, or "
-            f"restore those of selected rows (`batch.select(rows)`)."
-        )
-
-
-def pad_tokens(
-    values: Sequence[Tensor] | RaggedTensor, at: IntArray, held: IntArray, spans: Spans, pad: float
-) -> Tensor:
-    """Values per token of the rows at `at` -> (rows, width, ...), each row where its tokens are."""
-    if not len(held) and not isinstance(values, RaggedTensor) and not len(values):
-        return torch.zeros((0, spans.width))
-    if isinstance(values, RaggedTensor):
-        found, joined = torch.diff(values.offsets).cpu().numpy(), values.values
-    else:
-        found, joined = np.array([len(value) for value in values], np.int64), _joined(values)
-    _check_lengths(found, at, held, spans)
-    length = spans.lengths[at]
-    columns = ranges_of(spans.starts[at] + at * spans.width, length)
-    target = torch.from_numpy(columns).to(joined.device)
-    source = torch.from_numpy(ranges_of(offsets_of(found)[:-1], length)).to(joined.device)
-    flat = joined.new_full((len(held) * spans.width, *joined.shape[1:]), pad)
-    flat = flat.index_copy(0, target, joined.index_select(0, source))
-    return flat.view(len(held), spans.width, *flat.shape[1:])
-
-
-def pad_sequences(values: Tensor, at: IntArray, spans: Spans, pad: float) -> Tensor:
-    """Values of the rows at `at`, (rows, ...) -> in the order of rows; empty rows get `pad`."""
-    if len(values) != len(at):
-        raise InputError(f"got {len(values)} values for {len(at)} rows. Pass one per row.")
-    real = np.flatnonzero(spans.lengths[at] > 0)
-    target, source = (torch.from_numpy(index).to(values.device) for index in (at[real], real))
-    restored = values.new_full((len(spans.lengths), *values.shape[1:]), pad)
-    return restored.index_copy(0, target, values.index_select(0, source))
-
-
-def _joined(values: Sequence[Tensor]) -> Tensor:
-    if not len(values):
-        raise InputError("no results were given, so their dtype is unknown. Pass one per row.")
-    return torch.cat(list(values))
-
-
-def _check_lengths(found: IntArray, at: IntArray, held: IntArray, spans: Spans) -> None:
-    if len(found) != len(at):
-        raise InputError(f"got {len(found)} results for {len(at)} rows. Pass one per row.")
-    expected = spans.lengths[at]
-    # An empty row runs as one token.
-    wrong = np.flatnonzero((found != expected) & ~((expected == 0) & (found == 1)))
-    if len(wrong):
-        row = wrong[0]
-        raise InputError(
-            f"row {held[at[row]]} has {expected[row]} tokens, but its result has {found[row]} "
-            f"entries. Return one entry per token."
-        )
 
 
 _ARRAYS = ("lengths", "row_digests")
@@ -320,13 +259,13 @@ class RolloutPlan:
 
     def __repr__(self) -> str:
         """Sizes and the padding that the plan removes, in one line."""
-        found = self.metrics()
+        metrics = self.metrics()
         parts = (
             counted(len(self.epochs), "epoch"),
-            counted(int(found["num_steps"]), "step"),
+            counted(int(metrics["num_steps"]), "step"),
             counted(self.num_ranks, "rank"),
             counted(len(self.lengths), "row"),
-            f"removed padding {found['removed_padding_ratio']:.1%}",
+            f"removed padding {metrics['removed_padding_ratio']:.1%}",
         )
         return line("RolloutPlan", parts)
 
@@ -392,14 +331,14 @@ class RolloutPlan:
         `imbalance_micro_batch` are the planned cost of the slowest rank over the mean, if ranks
         synchronise once per step or at every micro-batch; epochs count equally.
         """
-        found = [plan.stats() for plan in self.epochs]
+        stats = [plan.stats() for plan in self.epochs]
         times, empty = len(self.epochs), int((self.lengths == 0).sum())
-        tokens = sum(each["tokens"] for each in found) - empty * times
+        tokens = sum(each["tokens"] for each in stats) - empty * times
         before = len(self.lengths) * self.width * times
-        slots = sum(each["slots"] for each in found)
+        slots = sum(each["slots"] for each in stats)
         return {
-            "num_steps": sum(each["num_steps"] for each in found),
-            "num_micro_batches": sum(each["num_micro_batches"] for each in found),
+            "num_steps": sum(each["num_steps"] for each in stats),
+            "num_micro_batches": sum(each["num_micro_batches"] for each in stats),
             "num_empty_rows": empty,
             "tokens": tokens,
             "slots_before": before,
@@ -407,8 +346,8 @@ class RolloutPlan:
             "removed_padding": before - slots,
             "removed_padding_ratio": (before - slots) / before if before else 0.0,
             "padding_ratio": (slots - tokens) / slots if slots else 0.0,
-            "imbalance_step": sum(e["imbalance_cost_step"] for e in found) / times,
-            "imbalance_micro_batch": sum(e["imbalance_cost_micro_batch"] for e in found) / times,
+            "imbalance_step": sum(e["imbalance_cost_step"] for e in stats) / times,
+            "imbalance_micro_batch": sum(e["imbalance_cost_micro_batch"] for e in stats) / times,
         }
 
     def _row_numbers(self, plan: Plan) -> IntArray:
@@ -494,9 +433,9 @@ class RolloutBatch:
         if padding_side is not None:
             one_of("padding_side", padding_side, Side)
         if (lengths is None) == (_MASK not in tensors):
-            found = "neither" if lengths is None else "both"
+            passed = "neither" if lengths is None else "both"
             raise ConfigError(
-                f"expected an 'attention_mask' among the tensors or lengths=, got {found}. Pass "
+                f"expected an 'attention_mask' among the tensors or lengths=, got {passed}. Pass "
                 f"one of them."
             )
         if lengths is None:
@@ -596,9 +535,9 @@ class RolloutBatch:
 
     def __repr__(self) -> str:
         """Sizes and names in one line."""
-        some = "" if len(self) == self.num_rows else f" of {self.num_rows:,}"
+        of_all = "" if len(self) == self.num_rows else f" of {self.num_rows:,}"
         parts = (
-            f"{len(self):,}{some} row{'' if len(self) == 1 and not some else 's'}",
+            f"{len(self):,}{of_all} row{'' if len(self) == 1 and not of_all else 's'}",
             f"width {self.width:,}",
             counted(int(self.lengths.sum()), "token"),
             *self.tensors,
@@ -627,9 +566,9 @@ class RolloutBatch:
         self, tensors: Mapping[str, Tensor], *, aligned: Mapping[str, Aligned] | None = None
     ) -> RolloutBatch:
         """The same rows with further tensors, such as old log-probs; the same name replaces."""
-        found = self._copy(tensors=dict(self.tensors), aligned=dict(self.aligned))
-        found._add(tensors, aligned or {})
-        return found
+        copy = self._copy(tensors=dict(self.tensors), aligned=dict(self.aligned))
+        copy._add(tensors, aligned or {})
+        return copy
 
     def select(self, rows: ArrayLike) -> RolloutBatch:
         """These rows of the whole batch, copied, for example `plan.rows_of(rank)`.
@@ -650,9 +589,9 @@ class RolloutBatch:
         )
 
     def _copy(self, **changed: Any) -> RolloutBatch:
-        found = object.__new__(RolloutBatch)
-        vars(found).update(vars(self) | changed)
-        return found
+        copy = object.__new__(RolloutBatch)
+        vars(copy).update(vars(self) | changed)
+        return copy
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors as arrays: pickle protocol 5 does not copy them, so readers can share memory."""
@@ -661,7 +600,7 @@ class RolloutBatch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.tensors = {name: tensor_of(held) for name, held in state["tensors"].items()}
+        self.tensors = {name: tensor_of(stored) for name, stored in state["tensors"].items()}
         self._digested = _version(self.tensors["input_ids"])
 
     def collator(self, *, pad_token: int = 0) -> Collator:
@@ -765,7 +704,24 @@ class RolloutBatch:
         `compute_log_probs` and `restore_ragged` return them. Every row of this batch is needed
         once; padding gets `pad`. For (rows, width - 1) or responses, take the last columns.
         """
-        return pad_tokens(values, self._complete(rows), self.rows, self.spans, pad)
+        at, spans = self._complete(rows), self.spans
+        if isinstance(values, RaggedTensor):
+            lengths, joined = torch.diff(values.offsets).cpu().numpy(), values.values
+        elif len(values):
+            lengths = np.array([len(value) for value in values], np.int64)
+            joined = torch.cat(list(values))
+        elif not len(self):
+            return torch.zeros((0, spans.width))
+        else:
+            raise InputError("no results were given, so their dtype is unknown. Pass one per row.")
+        self._check_lengths(lengths, at)
+        length = spans.lengths[at]
+        columns = ranges_of(spans.starts[at] + at * spans.width, length)
+        target = torch.from_numpy(columns).to(joined.device)
+        source = torch.from_numpy(ranges_of(offsets_of(lengths)[:-1], length)).to(joined.device)
+        flat = joined.new_full((len(self) * spans.width, *joined.shape[1:]), pad)
+        flat = flat.index_copy(0, target, joined.index_select(0, source))
+        return flat.view(len(self), spans.width, *flat.shape[1:])
 
     def restore_sequences(
         self, values: Tensor | Sequence[float], rows: ArrayLike | None = None, *, pad: float = 0.0
@@ -777,15 +733,41 @@ class RolloutBatch:
         >>> batch.restore_sequences(torch.tensor([7, 8, 9]), rows=[2, 1, 0]).tolist()
         [9, 0, 7]
         """
-        return pad_sequences(torch.as_tensor(values), self._complete(rows), self.spans, pad)
+        at, values = self._complete(rows), torch.as_tensor(values)
+        if len(values) != len(at):
+            raise InputError(f"got {len(values)} values for {len(at)} rows. Pass one per row.")
+        real = np.flatnonzero(self.lengths[at] > 0)
+        target, source = (torch.from_numpy(index).to(values.device) for index in (at[real], real))
+        restored = values.new_full((len(self), *values.shape[1:]), pad)
+        return restored.index_copy(0, target, values.index_select(0, source))
 
     def _complete(self, rows: ArrayLike | None) -> IntArray:
         """Where each of `rows` is in this batch; all but empty ones must be there."""
         if rows is None:
             return np.arange(len(self))
         at = places_of(rows, self.rows)
-        check_complete(at, self.rows, self.spans)
+        missing = self.lengths > 0
+        missing[at] = False
+        if missing.any():
+            raise InputError(
+                f"row {self.rows[missing][0]} has no result. Join the results of all ranks and "
+                f"steps, or restore those of selected rows (`batch.select(rows)`)."
+            )
         return at
+
+    def _check_lengths(self, lengths: IntArray, at: IntArray) -> None:
+        """Raise unless the results of the rows at `at` have an entry per token."""
+        if len(lengths) != len(at):
+            raise InputError(f"got {len(lengths)} results for {len(at)} rows. Pass one per row.")
+        expected = self.lengths[at]
+        # An empty row runs as one token.
+        wrong = np.flatnonzero((lengths != expected) & ~((expected == 0) & (lengths == 1)))
+        if len(wrong):
+            row = wrong[0]
+            raise InputError(
+                f"row {self.rows[at[row]]} has {expected[row]} tokens, but its result has "
+                f"{lengths[row]} entries. Return one entry per token."
+            )
 
 
 def _shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:

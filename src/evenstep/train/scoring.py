@@ -69,7 +69,7 @@ def compute_log_probs(
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
     >>> samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
     >>> recipe = Recipe(layout=Packed(max_tokens=4))
-    >>> [len(found) for found in compute_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe)]
+    >>> [len(each) for each in compute_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe)]
     [3, 1]
     """
     ranks = Alone() if collective is None else collective
@@ -91,8 +91,8 @@ def compute_log_probs(
                 "have no effect. Leave them out."
             )
         items = samples if samples.batches is None else samples.batches
-        found = restore_ragged(samples, scorer.results(items), shifted=True)
-        return list(found.values.split(torch.diff(found.offsets).tolist()))
+        restored = restore_ragged(samples, scorer.results(items), shifted=True)
+        return list(restored.values.split(torch.diff(restored.offsets).tolist()))
     if recipe is None:
         raise ConfigError("recipe is missing. Pass a Recipe, or a Step in place of the samples.")
     check_recipe(recipe)
@@ -167,18 +167,18 @@ class _Scorer:
         outputs = select_output(outputs, "logits", batch.rows, batch.width)
         # All tokens, not only loss tokens.
         labels = batch.ahead("tokens", fill=IGNORE_INDEX)
-        found = score(outputs.flatten(0, 1), labels.flatten(), **self.options)
-        values = found.log_probs
+        scores = score(outputs.flatten(0, 1), labels.flatten(), **self.options)
+        values = scores.log_probs
         if self.options["wanted"]:
-            values = torch.stack((found.log_probs, found.entropy), -1)
+            values = torch.stack((scores.log_probs, scores.entropy), -1)
         return values.unflatten(0, labels.shape)
 
 
 def _collated(micro: MicroBatch, samples: Any) -> Batch:
     """The batch of the tokens alone; a mask that hides tokens is still an error."""
     keys = ("input_ids", "attention_mask")
-    held = {i: samples[i] for i in set(micro.segments.sample.tolist())}
-    needed = {i: {key: held[i][key] for key in keys if key in held[i]} for i in held}
+    whole = {i: samples[i] for i in set(micro.segments.sample.tolist())}
+    needed = {i: {key: whole[i][key] for key in keys if key in whole[i]} for i in whole}
     return Collator()(micro, needed)
 
 

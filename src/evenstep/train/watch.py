@@ -195,8 +195,8 @@ class Watch:
     def _publish(self, rank: int, what: str) -> str:
         """Record the failure of a rank unless one is recorded; return the recorded one."""
         with suppress(Exception):
-            found = self._store.compare_set(f"{self._prefix}/failed", "", f"{rank} {what}")
-            first, _, recorded = found.decode().partition(" ")
+            entry = self._store.compare_set(f"{self._prefix}/failed", "", f"{rank} {what}")
+            first, _, recorded = entry.decode().partition(" ")
             if int(first) != self.rank:
                 return f"rank {first} {recorded}"
         return f"rank {rank} {what}"
@@ -265,7 +265,7 @@ def _group(store: Any, rank: int | None, size: int | None, timeout: float) -> tu
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if store is None:
         # The group's connection blocks while it is in use; a separate one does not.
-        held = distributed.distributed_c10d._get_default_store()
-        store = held.clone() if hasattr(held, "clone") else held
+        shared = distributed.distributed_c10d._get_default_store()
+        store = shared.clone() if hasattr(shared, "clone") else shared
         store.set_timeout(timedelta(seconds=min(5.0, max(1.0, timeout))))
     return store, rank, size
