@@ -72,7 +72,6 @@ def compute_log_probs(
     >>> [len(each) for each in compute_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe)]
     [3, 1]
     """
-    ranks = Alone() if collective is None else collective
     device = device_of(model) if device is None else device
     positive("temperature", temperature)
     wanted: Wanted = frozenset({"entropy"} if entropy else ())
@@ -93,6 +92,13 @@ def compute_log_probs(
         items = samples if samples.batches is None else samples.batches
         restored = restore_ragged(samples, scorer.results(items), shifted=True)
         return list(restored.values.split(torch.diff(restored.offsets).tolist()))
+    return _score_planned(scorer, samples, recipe, Alone() if collective is None else collective)
+
+
+def _score_planned(
+    scorer: _Scorer, samples: SampleSequence, recipe: Recipe | None, ranks: Collective
+) -> list[Tensor]:
+    """Plan the samples, score this rank's micro-batches and sum the results over ranks."""
     if recipe is None:
         raise ConfigError("recipe is missing. Pass a Recipe, or a Step in place of the samples.")
     check_recipe(recipe)
@@ -102,7 +108,7 @@ def compute_log_probs(
             f"{{'input_ids': tokens}}, or padded tensors as RolloutBatch({{'input_ids': ids, "
             f"'attention_mask': mask}})."
         )
-    if collate is None and len(samples) and not isinstance(samples[0], Mapping):
+    if scorer.collate is _collated and len(samples) and not isinstance(samples[0], Mapping):
         raise InputError(
             f"samples must be mappings with input_ids, got a {type(samples[0]).__name__}. Pass "
             f"[{{'input_ids': tokens}} for tokens in ...]."
@@ -114,8 +120,10 @@ def compute_log_probs(
         )
     plan = make_plan([length_of(samples[i]) for i in range(len(samples))], recipe)
     if plan.num_micro_batches == 0:  # no samples, or all are dropped
-        shape = (2,) if entropy else ()
-        return [torch.zeros((length, *shape), device=device) for length in plan.lengths.tolist()]
+        shape = (2,) if scorer.options["wanted"] else ()
+        return [
+            torch.zeros((length, *shape), device=scorer.device) for length in plan.lengths.tolist()
+        ]
     keys, micros = zip(*_mine(plan, ranks.rank), strict=True)
     results = scorer.results((micro, samples) for micro in micros)
     with torch.no_grad():
