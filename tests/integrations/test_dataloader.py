@@ -485,8 +485,10 @@ def test_an_interrupted_loop_stops_its_workers() -> None:
 
 
 def test_an_interrupted_process_stops_its_workers() -> None:
+    # Shells start commands in the background with SIGINT ignored, so the process sets it.
     code = """
-        import multiprocessing, time
+        import multiprocessing, signal, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from tests.integrations.test_dataloader import ours, stream_of
 
         for step in ours(stream_of("planned", infinite_loop=True), 2):
