@@ -1,14 +1,18 @@
 """Hypothesis profiles: `ci` by default, `pytest --hypothesis-profile=long` to draw more.
 
-Test processes share the compilation of kernels.
+Test processes share the compilation of kernels, and each computes with one thread: there is one
+process per core.
 """
 
 import gc
+import os
 from collections.abc import Generator
 from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 # No deadline: the first example of a test may compile kernels.
 settings.register_profile(
