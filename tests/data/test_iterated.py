@@ -172,7 +172,7 @@ def test_an_iterable_that_cannot_be_opened_names_the_item() -> None:
         raise KeyError("absent")
 
     with pytest.raises(SampleError, match=r"item 4 cannot be read \(KeyError: 'absent'\)"):
-        Iterated(broken).open(4, 0)
+        next(Iterated(broken).open(4, 0))
 
 
 def test_the_fingerprint_is_given_or_covers_the_type() -> None:

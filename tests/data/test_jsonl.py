@@ -3,7 +3,6 @@
 import json
 import pickle
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,14 @@ def test_items_are_the_lines_that_are_not_blank(lines: list[str], ended: bool, b
     data = "\n".join(lines) + ("\n" if ended and lines else "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(line_files, "_BLOCK", block)
-        with tempfile.TemporaryFile(buffering=0) as file:
-            file.write(data.encode())
-            index = line_files._scanned(file.fileno())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "a.jsonl")
+            path.write_bytes(data.encode())
+            file = line_files.LineFile(path)
+            found = [file[item] for item in range(len(file))]
     kept = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    starts = index.starts.tolist()
-    found = [data[a:b] for a, b in pairwise(starts)]
     assert [json.loads(text) for text in found] == [json.loads(line) for _, line in kept]
-    assert [index.line(item) for item in range(len(kept))] == [number for number, _ in kept]
+    assert [file.number(item) for item in range(len(kept))] == [number for number, _ in kept]
 
 
 def test_a_line_becomes_the_tokens_of_its_text(tmp_path: Path) -> None:

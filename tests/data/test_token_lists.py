@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenstep.data import ParquetText
 from evenstep.errors import InputError
 from tests.examples import examples
-from tests.internals import is_token_list, list_lengths, parquet_list_lengths
+from tests.internals import is_token_list, list_lengths
 
 TYPES = [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64())]
 
@@ -36,12 +37,14 @@ def test_the_lists_of_all_files_and_row_groups_are_counted(
             table = pa.table({"ids": pa.array(rows, kind), "text": ["x"] * len(rows)})
             pq.write_table(table, path, row_group_size=group)
         seen: list[tuple[int, int]] = []
-        found = parquet_list_lengths(paths, "ids", lambda done, total: seen.append((done, total)))
+        found = ParquetText(paths, field="ids").list_lengths(
+            lambda done, total: seen.append((done, total))
+        )
         assert found is not None
         assert found.tolist() == [len(tokens) for rows in files for tokens in rows]
         assert all(total == len(found) for _, total in seen)
         assert not seen or seen[-1][0] == len(found)
-        assert parquet_list_lengths(paths, "text", ignore) is None
+        assert ParquetText(paths, field="text").list_lengths(ignore) is None
 
 
 def test_a_sliced_column_and_lists_of_one_size_are_counted() -> None:
@@ -63,7 +66,7 @@ def test_a_row_without_a_list_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [[1]] * 5}), path)
     pq.write_table(pa.table({"ids": [[1], [2], None]}), other, row_group_size=2)
     with pytest.raises(InputError, match=r"b.parquet: row 2 has None as 'ids'"):
-        parquet_list_lengths([path, other], "ids", ignore)
+        ParquetText([path, other], field="ids").list_lengths(ignore)
 
 
 def test_a_later_file_with_another_type_is_named(tmp_path: Path) -> None:
@@ -71,7 +74,7 @@ def test_a_later_file_with_another_type_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [[1]]}), path)
     pq.write_table(pa.table({"ids": ["text"]}), other)
     with pytest.raises(InputError, match=r"b.parquet: the column 'ids' holds string"):
-        parquet_list_lengths([path, other], "ids", ignore)
+        ParquetText([path, other], field="ids").list_lengths(ignore)
     pq.write_table(pa.table({"text": ["text"]}), other)
     with pytest.raises(InputError, match=r"b.parquet has no column 'ids'; it has text"):
-        parquet_list_lengths([path, other], "ids", ignore)
+        ParquetText([path, other], field="ids").list_lengths(ignore)

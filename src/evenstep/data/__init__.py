@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from evenstep.data.dataset import InMemory, Iterated, Lengths, Mapped, MeasuredMapped, as_source
     from evenstep.data.feed import FedMicroBatch, Feed
     from evenstep.data.files import Jsonl, ParquetText
-    from evenstep.data.megatron import MegatronTokens
     from evenstep.data.pool import Pool
     from evenstep.data.pooled import merge_cursors
     from evenstep.data.source import (
@@ -31,7 +30,12 @@ if TYPE_CHECKING:
     )
     from evenstep.data.stream import separate_lengths, until_all_end
     from evenstep.data.text import ChatEncoder
-    from evenstep.data.token_file import TokenFile, TokenFileWriter, write_token_file
+    from evenstep.data.token_file import (
+        MegatronTokens,
+        TokenFile,
+        TokenFileWriter,
+        write_token_file,
+    )
 
 __all__ = [
     "ChatEncoder",
@@ -69,7 +73,6 @@ if not TYPE_CHECKING:
             "dataset": ["InMemory", "Iterated", "Lengths", "Mapped", "MeasuredMapped", "as_source"],
             "feed": ["FedMicroBatch", "Feed"],
             "files": ["Jsonl", "ParquetText"],
-            "megatron": ["MegatronTokens"],
             "pool": ["Pool"],
             "pooled": ["merge_cursors"],
             "source": [
@@ -81,6 +84,6 @@ if not TYPE_CHECKING:
             ],
             "stream": ["separate_lengths", "until_all_end"],
             "text": ["ChatEncoder"],
-            "token_file": ["TokenFile", "TokenFileWriter", "write_token_file"],
+            "token_file": ["MegatronTokens", "TokenFile", "TokenFileWriter", "write_token_file"],
         },
     )

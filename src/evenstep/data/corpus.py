@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -27,39 +26,35 @@ from numpy.typing import NDArray
 from evenstep.core.plan_file import replace_file
 from evenstep.core.ragged import IntArray
 from evenstep.core.text import one_of, whole_number
+from evenstep.data.dataset import Mapped
 from evenstep.data.files import (
     Jsonl,
     ParquetText,
     SavedDatasets,
-    dataset_list_lengths,
     is_saved_dataset,
-    load_saved_dataset,
     matches,
-    parquet_list_lengths,
     refuse_compressed,
 )
-from evenstep.data.megatron import MegatronTokens
 from evenstep.data.source import (
     LOSS_MASKS,
-    ItemTransform,
     Progress,
     Sample,
     SampleSource,
     SamplesWithoutLoss,
-    Transform,
+    digest_of,
     length_of,
     read_samples,
 )
 from evenstep.data.text import (
     ChatEncoder,
-    ChatTransform,
-    RowDecoder,
+    Tokenize,
     as_tokenize,
     check_folder,
+    encode_row,
     load_tokenizer,
     vocabulary,
 )
-from evenstep.data.token_file import TokenFile, TokenFileWriter
+from evenstep.data.token_file import MegatronTokens, TokenFile, TokenFileWriter
 from evenstep.errors import ConfigError, EvenstepError, FileError, InputError, SampleError
 
 # Files and formats --------------------------------------------------------------------------------
@@ -76,8 +71,18 @@ FORMATS: dict[str, Format] = {
 """By the end of a file's name; others are text. A folder that a Hugging Face dataset was saved to
 is a dataset."""
 
-TOKENIZED: tuple[Format, ...] = ("tokens", "megatron")
+TOKENS: dict[Format, type[TokenFile | MegatronTokens]] = {
+    "tokens": TokenFile,
+    "megatron": MegatronTokens,
+}
 """Formats of tokens, which no tokenizer makes."""
+
+ROWS: dict[Format, type[Jsonl | ParquetText | SavedDatasets]] = {
+    "jsonl": Jsonl,
+    "parquet": ParquetText,
+    "dataset": SavedDatasets,
+}
+"""Formats of rows."""
 
 
 def corpus_files(paths: Iterable[str]) -> list[Path]:
@@ -150,24 +155,9 @@ def _index(path: Path) -> Path:
 
 # Numbers of tokens --------------------------------------------------------------------------------
 
-
-def known_counts(
-    kind: Format, files: list[Path], field: str, progress: Progress
-) -> IntArray | None:
-    """The number of tokens of every sample of these files; None if they hold text."""
-    match kind:
-        case "tokens" | "megatron":
-            source = TokenFile(files) if kind == "tokens" else MegatronTokens(files)
-            return source.lengths_of(np.arange(len(source)))
-        case "parquet":
-            return parquet_list_lengths(files, field, progress)
-        case "dataset":
-            datasets = {str(file): load_saved_dataset(file) for file in files}
-            return dataset_list_lengths(datasets, field, progress)
-    return None
-
-
 Engine: TypeAlias = Literal["processes", "ray"]
+Counts: TypeAlias = Iterator[tuple[IntArray, IntArray]]
+"""Items and their numbers of tokens, part by part."""
 
 _TASK_ITEMS = 512  # items that one task counts
 _PER_WORKER = 16  # tasks, so that none waits long for the last
@@ -180,11 +170,8 @@ def count_tokens(
     """The number of tokens of every item: the same for any workers and engine."""
     total, done = len(source), 0
     counts = np.zeros(total, np.int64)
-    if engine == "ray" and total:
-        parts = _count_on_ray(source, workers)
-    else:
-        parts = _count_here(source, workers or 1)
-    for items, tokens in parts:
+    count = _count_on_ray if engine == "ray" and total else _count_here
+    for items, tokens in count(source, workers):
         counts[items] = tokens
         done += len(items)
         progress(done, total)
@@ -207,53 +194,41 @@ def task_size(total: int, workers: int) -> int:
     return min(_TASK_ITEMS, max(1, total // (workers * _PER_WORKER)))
 
 
-def count_item(source: SampleSource, item: int) -> int:
-    """The number of tokens of an item. An error names its file and line."""
+def read_item(source: SampleSource, item: int) -> list[Sample]:
+    """The samples of an item. An error names its file and line."""
     try:
-        content = source[item]
-    except FileError:
-        raise
-    except Exception as error:
-        raise unreadable_item(item, error) from None
-    return sum(map(length_of, content if isinstance(content, list) else [content]))
+        return [sample for _, sample in read_samples(source, item)]
+    except SampleError as error:
+        cause = error.__cause__ or error
+        said = (
+            str(cause) if isinstance(cause, EvenstepError) else f"{type(cause).__name__}: {cause}"
+        )
+        notes = [note.removeprefix("raised for ") for note in getattr(cause, "__notes__", ())]
+        where = notes[0] if notes else f"sample {item}"  # sources leave the place in a note
+        raise InputError(said if where in said else f"{where}: {said}") from None
 
 
-def unreadable_item(item: int, error: BaseException) -> InputError:
-    """The error for an item that raised `error`, with its file and line."""
-    notes = [note.removeprefix("raised for ") for note in getattr(error, "__notes__", ())]
-    where = notes[0] if notes else f"sample {item}"  # sources leave the place in a note
-    said = str(error) if isinstance(error, EvenstepError) else f"{type(error).__name__}: {error}"
-    return InputError(said if where in said else f"{where}: {said}")
+def _counts(source: SampleSource, items: IntArray) -> IntArray:
+    return np.array(
+        [sum(map(length_of, read_item(source, item))) for item in items.tolist()], np.int64
+    )
 
 
-def _count_here(source: SampleSource, workers: int) -> Iterator[tuple[IntArray, IntArray]]:
-    """Items and their numbers of tokens, in order."""
-    total = len(source)
+def _count_here(source: SampleSource, workers: int | None) -> Counts:
+    """In order, by this process or several. Each of those unpickles the source once, from a
+    file."""
+    total, workers = len(source), workers or 1
     size = task_size(total, workers)
     tasks = [np.arange(start, min(start + size, total)) for start in range(0, total, size)]
     if min(workers, len(tasks)) <= 1:
         yield from ((items, _counts(source, items)) for items in tasks)
-    else:
-        yield from _in_processes(source, tasks, min(workers, len(tasks)))
-
-
-def _counts(source: SampleSource, items: IntArray) -> IntArray:
-    return np.array([count_item(source, item) for item in items.tolist()], np.int64)
-
-
-# Processes ---------------------------------------------------------------------------------------
-
-
-def _in_processes(
-    source: SampleSource, tasks: list[IntArray], workers: int
-) -> Iterator[tuple[IntArray, IntArray]]:
-    """Every process unpickles the source once, from a file."""
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "source")
         path.write_bytes(pickle.dumps(source))
         # Processes that are forked would inherit locks of the tokenizer's threads.
         pool = ProcessPoolExecutor(
-            workers,
+            min(workers, len(tasks)),
             mp_context=get_context("spawn"),
             initializer=signal.signal,
             initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C ends them through this process
@@ -299,11 +274,8 @@ def _load(path: Path) -> SampleSource:
 # have the same paths on all nodes.
 
 
-def _count_on_ray(source: SampleSource, workers: int | None) -> Iterator[tuple[IntArray, IntArray]]:
-    """Items and their numbers of tokens, in any order.
-
-    `workers` is the largest number of actors; None: as many as the cluster has CPUs.
-    """
+def _count_on_ray(source: SampleSource, workers: int | None) -> Counts:
+    """In any order. `workers` is the largest number of actors; None: the cluster's CPUs."""
     try:
         import ray
         import ray.data
@@ -342,8 +314,7 @@ class _Counter:
         items, fault = block["id"], ""
         tokens = np.zeros(len(items), np.int64)
         try:
-            for at, item in enumerate(items.tolist()):
-                tokens[at] = count_item(self._source, item)
+            tokens = _counts(self._source, items)
         except EvenstepError as error:
             fault = str(error)
         return {"id": items, "tokens": tokens, "fault": np.array([fault] * len(items))}
@@ -414,14 +385,14 @@ class Corpus:
 
     def _refuse_idle(self, kind: Format) -> None:
         """Refuse options that have no effect on a format."""
-        if kind in ("text", *TOKENIZED) and self.field is not None:
+        if (kind == "text" or kind in TOKENS) and self.field is not None:
             raise ConfigError(f"data.field has no effect on {kind} files. Remove it.")
-        if kind in TOKENIZED and self.tokenizer is not None:
+        if kind in TOKENS and self.tokenizer is not None:
             raise ConfigError(f"data.tokenizer has no effect on {kind} files. Remove it.")
 
     def _files_and_format(self) -> tuple[list[Path], Format]:
         """The files and their format."""
-        files = corpus_files((self.paths,) if isinstance(self.paths, str) else self.paths)
+        files = corpus_files(self.paths)
         kind = self.format or format_of(files)
         self._refuse_idle(kind)
         return files, kind
@@ -463,17 +434,24 @@ class Corpus:
             workers = whole_number("workers", workers)
         files, kind = self._files_and_format()
         report = progress or (lambda done, total: None)
-        known = known_counts(kind, files, self.field or "text", report)
-        if known is None:
-            if workers is None and engine == "processes":
-                workers = default_workers(files)
-            with _in_words_of_settings():
-                source = self._source(kind, files, masked=False)
-                return count_tokens(source, workers, engine, report)
+        with _in_words_of_settings():
+            known = self._known_counts(kind, files, report)
+            if known is None:
+                if workers is None and engine == "processes":
+                    workers = default_workers(files)
+                return count_tokens(self._source(kind, files, False), workers, engine, report)
         if engine != "processes" or self.tokenizer is not None:
             idle = "data.tokenizer" if self.tokenizer is not None else f"the engine {engine}"
             raise ConfigError(f"{idle} has no effect on lists of tokens. Remove it.")
         return known
+
+    def _known_counts(self, kind: Format, files: list[Path], progress: Progress) -> IntArray | None:
+        """The number of tokens of every sample of these files; None if they hold text."""
+        if kind in TOKENS:
+            tokens = TOKENS[kind](files)
+            return tokens.lengths_of(np.arange(len(tokens)))
+        rows = ROWS[kind](files, field=self.field) if kind in ROWS else None
+        return None if rows is None else rows.list_lengths(progress)
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples as one token file at `path`, written unless it already holds them."""
@@ -481,23 +459,22 @@ class Corpus:
         if kind == "tokens" and len(files) == 1:
             return TokenFile(files[0])
         key, beside = self._key(files), path.with_suffix(".json")
-        if path.exists() and _text(beside) == key:
-            return TokenFile(path)
-        with _in_words_of_settings():
-            self._write(path, kind, files, progress or (lambda done, total: None))
-        replace_file(beside, key.encode())
+        if not (path.exists() and _text(beside) == key):
+            with _in_words_of_settings():
+                self._write(path, kind, files, progress or (lambda done, total: None))
+            replace_file(beside, key.encode())
         return TokenFile(path)
 
     def _write(self, path: Path, kind: Format, files: list[Path], progress: Progress) -> None:
         source = self._source(kind, files)
+        total, empty, without_loss = len(source), 0, SamplesWithoutLoss()
         columns: dict[str, Any] = {"loss_mask": np.uint8}
         if kind != "chat":
-            first: Sample = next(self._read(source, 0)) if len(source) else {}
+            first: Sample = next(iter(read_item(source, 0)), {}) if total else {}
             columns = {name: _stored_type(name, first[name]) for name in _trained(first)}
-        total, empty, without_loss = len(source), 0, SamplesWithoutLoss()
         with TokenFileWriter(path, dtype=np.int32, columns=columns) as writer:
             for item in range(total):
-                for sample in self._read(source, item):
+                for sample in read_item(source, item):
                     for name in _trained(sample) ^ columns.keys():
                         has = "has no" if name in columns else "has"
                         raise InputError(
@@ -515,50 +492,19 @@ class Corpus:
                 raise InputError("data.paths: no file has a token. Check the files.")
             without_loss.end()
 
-    @staticmethod
-    def _read(source: SampleSource, item: int) -> Iterator[Sample]:
-        try:
-            for _, sample in read_samples(source, item):
-                yield sample
-        except SampleError as error:
-            raise unreadable_item(item, error.__cause__ or error) from None
-
-    def _source(self, kind: Format, files: list[Path], masked: bool = True) -> Any:
+    def _source(self, kind: Format, files: list[Path], masked: bool = True) -> SampleSource:
         """The samples of the files; those of chats without a loss mask unless `masked`."""
+        if kind in TOKENS:
+            return TOKENS[kind](files)
         tokenizer = load_tokenizer(self.tokenizer)
-        match kind:
-            case "text":
-                return TextFiles(files, tokenizer)
-            case "tokens":
-                return TokenFile(files)
-            case "megatron":
-                return MegatronTokens(files)
-            case "chat":
-                encoder = self._encoder(tokenizer)
-                chat = ChatTransform(self.field or "messages", encoder, masked)
-                return self._rows(format_of(files[:1]), files, None, chat, masked)
-        return self._rows(kind, files, tokenizer, None, masked)
-
-    def _rows(
-        self,
-        kind: Format,
-        files: list[Path],
-        tokenizer: Any,
-        transform: Transform | None,
-        masked: bool,
-    ) -> Any:
-        column = self.field or "text"
-        if kind == "dataset":
-            tokenize, made = as_tokenize(tokenizer), ItemTransform.of(transform)
-            decoder = RowDecoder(column, tokenize, made, counting=not masked)
-            return SavedDatasets(files, decoder)
-        if kind == "parquet":
-            return ParquetText(files, field=column, tokenizer=tokenizer, transform=transform)
-        source = Jsonl(files, field=self.field, tokenizer=tokenizer, transform=transform)
-        return source if masked else source.counting()
-
-    def _encoder(self, tokenizer: Any) -> ChatEncoder:
-        return ChatEncoder(tokenizer, self._template_text())
+        if kind == "text":
+            return Mapped(files, transform=partial(_read_text, as_tokenize(tokenizer)))
+        if kind == "chat":
+            encoder = ChatEncoder(tokenizer, self._template_text())
+            transform = partial(encode_row, encoder, self.field or "messages", masked)
+            return ROWS[format_of(files[:1])](files, transform=transform)
+        rows = ROWS[kind](files, field=self.field, tokenizer=tokenizer)
+        return rows if masked else rows.counting()
 
     def _template_text(self) -> str | None:
         template = None if self.template is None else _text(Path(self.template))
@@ -577,31 +523,16 @@ class Corpus:
             [str(file), status.st_size, status.st_mtime_ns]
             for file, status in statuses([*files, *named])
         ]
-        digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
         options = {**asdict(self), "paths": list(self.paths)}
+        digest = digest_of(json.dumps(seen)).hex()
         return json.dumps({"options": options, "files": len(files), "digest": digest}, indent=1)
 
 
-class TextFiles:
-    """Every file is one sample: the tokens of its text."""
-
-    def __init__(self, files: list[Path], tokenizer: Any) -> None:
-        self._files, self._tokenize = files, as_tokenize(tokenizer)
-
-    @property
-    def fingerprint(self) -> str:
-        """The names of the files."""
-        return ",".join(map(str, self._files))
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, item: int, /) -> Sample:
-        path = self._files[item]
-        text = _text(path)
-        if text is None:
-            raise FileError(f"{path} is not UTF-8 text. Leave it out, or set data.format.")
-        return {"input_ids": np.asarray(self._tokenize(text))}
+def _read_text(tokenize: Tokenize, path: Path) -> Sample:
+    text = _text(path)
+    if text is None:
+        raise FileError(f"{path} is not UTF-8 text. Leave it out, or set data.format.")
+    return {"input_ids": np.asarray(tokenize(text))}
 
 
 def _trained(sample: Sample) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core.ragged import IntArray, frozen
-from evenstep.data.files import Jsonl, dataset_list_lengths, refuse_empty
+from evenstep.data.files import Jsonl, column_lengths, dataset_column, refuse_empty
 from evenstep.data.source import (
     Draw,
     ItemTransform,
@@ -25,8 +24,10 @@ from evenstep.data.source import (
     Sample,
     Source,
     Transform,
+    TransformedItems,
     check_items,
     column_digest,
+    digest_of,
     is_seeded,
     length_of,
     parameters_of,
@@ -51,38 +52,23 @@ def measured_lengths(
     which reads no other columns. Otherwise every item is read once. `progress(done, total)` is
     called meanwhile; without it, a warning says how long it takes, if that is long.
     """
-    if read is None and hasattr(dataset, "lengths_of"):
-        lengths: IntArray = dataset.lengths_of(np.arange(len(dataset)))
-        return lengths
-    if read is None and _has_column(dataset):
-        listed = dataset_list_lengths({"the dataset": dataset}, "input_ids", progress or _ignored)
-        if listed is not None:
-            return listed
-    if read is None and is_seeded(dataset):
-        return _of_items(dataset, lambda item: dataset.drawn(item, Draw(item, 0, 0)), progress)
-    return _of_items(dataset, dataset.__getitem__ if read is None else read, progress)
-
-
-def _ignored(done: int, total: int) -> None:
-    """Progress that is not shown."""
-
-
-def _has_column(dataset: Any) -> bool:
-    """Whether it is a Hugging Face dataset with `input_ids`, read as they are stored."""
-    columns = getattr(dataset, "column_names", None)
-    if not (isinstance(columns, list) and "input_ids" in columns):
-        return False
-    kind = getattr(dataset, "format", {}).get("type")
-    return hasattr(dataset, "select_columns") and kind != "custom"  # custom: `set_transform`
-
-
-def _of_items(dataset: Any, read: Callable[[int], Sample], progress: Progress | None) -> IntArray:
     total, start, warned = len(dataset), time.monotonic(), progress is not None
+    report = progress or (lambda done, total: None)
+    if read is None:
+        if hasattr(dataset, "lengths_of"):
+            lengths: IntArray = dataset.lengths_of(np.arange(total))
+            return lengths
+        if _has_column(dataset):
+            column = dataset_column(dataset, "input_ids", "the dataset")
+            listed = column_lengths([column], "input_ids", report)
+            if listed is not None:
+                return listed
+        seeded = is_seeded(dataset)
+        read = (lambda i: dataset.drawn(i, Draw(i, 0, 0))) if seeded else dataset.__getitem__
     lengths = np.zeros(total, np.int64)
     for item in range(total):
         lengths[item] = item_length(item, read(item))
-        if progress is not None:
-            progress(item + 1, total)
+        report(item + 1, total)
         elapsed = time.monotonic() - start
         if elapsed > _PATIENCE and not warned:
             warned = True
@@ -94,6 +80,15 @@ def _of_items(dataset: Any, read: Callable[[int], Sample], progress: Progress | 
                 stacklevel=2,
             )
     return lengths
+
+
+def _has_column(dataset: Any) -> bool:
+    """Whether it is a Hugging Face dataset with `input_ids`, read as they are stored."""
+    columns = getattr(dataset, "column_names", None)
+    if not (isinstance(columns, list) and "input_ids" in columns):
+        return False
+    kind = getattr(dataset, "format", {}).get("type")
+    return hasattr(dataset, "select_columns") and kind != "custom"  # custom: `set_transform`
 
 
 def item_length(item: int, sample: Sample) -> int:
@@ -190,11 +185,9 @@ class InMemory:
     @cached_property
     def fingerprint(self) -> str:
         """Covers the number of items and all values of up to 64 of them, evenly spread."""
-        digest = hashlib.blake2b(f"memory {len(self)}".encode(), digest_size=16)
-        digest.update(
-            samples_digest(self._samples.__getitem__, spread(len(self), _FINGERPRINT_ITEMS))
-        )
-        return digest.hexdigest()
+        items = spread(len(self), _FINGERPRINT_ITEMS)
+        samples = samples_digest(self._samples.__getitem__, items)
+        return digest_of(f"memory {len(self)}", samples).hex()
 
     @cached_property
     def _lengths(self) -> IntArray:
@@ -214,7 +207,7 @@ class MapStyle(Protocol):
     def __getitem__(self, item: Any, /) -> Any: ...
 
 
-class Mapped:
+class Mapped(TransformedItems):
     """A dataset of unknown lengths; `transform` turns its items into samples.
 
     A transform may have parameters named `sample_id`, `epoch` and `seed` (see `Draw`), so that what
@@ -232,37 +225,27 @@ class Mapped:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        if not 0 <= item < len(self.dataset):
-            raise IndexError(f"item {item} of {len(self)}")
-        content = self.dataset[index(item)]
-        return content if self.transform.function is None else self.transform(content)
-
     @property
     def seeded(self) -> bool:
         """Whether the transform takes a sample's id, epoch or seed."""
         return self.transform.seeded or is_seeded(self.dataset)
 
-    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
-        """An item with a seeded transform."""
-        dataset: Any = self.dataset
-        if not 0 <= item < len(dataset):
-            raise IndexError(f"item {item} of {len(self)}")
-        content = dataset.drawn(item, draw) if is_seeded(dataset) else dataset[index(item)]
-        return self.transform(content, draw)
-
     @cached_property
     def fingerprint(self) -> str:
         """Covers the number of items, and 16 samples as they are read, evenly spread; so also the
         transform. Not the samples if two reads of them differ. Not the dataset's name or path."""
-        digest = hashlib.blake2b(f"mapped {len(self)} ".encode(), digest_size=16)
-        digest.update(
-            samples_digest(lambda item: self.drawn(item, Draw(item, 0, 0)), spread(len(self)))
-        )
-        return digest.hexdigest()
+        samples = samples_digest(lambda item: self._read(item, Draw(item, 0, 0)), spread(len(self)))
+        return digest_of(f"mapped {len(self)} ", samples).hex()
+
+    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
+        dataset: Any = self.dataset
+        if not 0 <= item < len(dataset):
+            raise IndexError(f"item {item} of {len(self)}")
+        drawn = draw is not None and is_seeded(dataset)
+        return self.transform(dataset.drawn(item, draw) if drawn else dataset[index(item)], draw)
 
 
-class MeasuredMapped:
+class MeasuredMapped(TransformedItems):
     """A dataset whose items are single samples of known length.
 
     `lengths` are those of the samples that `transform` returns, one per item, or the name of a
@@ -290,17 +273,19 @@ class MeasuredMapped:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, item: int, /) -> Sample:
-        return _single(item, self._source[item])
-
     @property
     def seeded(self) -> bool:
         """Whether the transform takes a sample's id, epoch or seed."""
         return self._source.seeded
 
-    def drawn(self, item: int, draw: Draw) -> Sample:
-        """An item with a seeded transform."""
-        return _single(item, self._source.drawn(item, draw))
+    def _read(self, item: int, draw: Draw | None = None) -> Sample:
+        sample = self._source._read(item, draw)
+        if isinstance(sample, list):
+            raise InputError(
+                f"item {item} is a list, that is several samples, but has one length. Return one "
+                f"mapping or array from transform, or use a PooledStream with Mapped(dataset)."
+            )
+        return sample
 
     def lengths_of(self, items: IntArray) -> IntArray:
         """The lengths of these items."""
@@ -310,15 +295,16 @@ class MeasuredMapped:
     @cached_property
     def fingerprint(self) -> str:
         """Covers what that of `Mapped` does, and all lengths."""
-        digest = hashlib.blake2b(f"measured {self._source.fingerprint} ".encode(), digest_size=16)
-        digest.update(self._lengths.astype("<i8").tobytes())
-        return digest.hexdigest()
+        lengths = self._lengths.astype("<i8").tobytes()
+        return digest_of(f"measured {self._source.fingerprint} ", lengths).hex()
 
     @cached_property
     def _lengths(self) -> IntArray:
         lengths: Any = self._lengths_or_column
+        source, plain = self._source, self._source.transform.function is None
         if lengths is None:
-            lengths = self._counted()
+            read = None if plain else lambda item: source._read(item, Draw(item, 0, 0))
+            lengths = measured_lengths(source.dataset, read)
         elif isinstance(lengths, str):
             lengths = self._column(lengths)
         lengths = np.asarray(lengths)
@@ -334,11 +320,6 @@ class MeasuredMapped:
             )
         return frozen(lengths.astype(np.int64))
 
-    def _counted(self) -> IntArray:
-        source, plain = self._source, self._source.transform.function is None
-        read = None if plain else lambda item: source.drawn(item, Draw(item, 0, 0))
-        return measured_lengths(source.dataset, read)
-
     def _column(self, name: str) -> Any:
         dataset: Any = self._source.dataset
         columns = getattr(dataset, "column_names", None)
@@ -349,15 +330,6 @@ class MeasuredMapped:
                 f"lengths."
             )
         return dataset.with_format("numpy")[name][:]
-
-
-def _single(item: int, sample: Sample | list[Sample]) -> Sample:
-    if isinstance(sample, list):
-        raise InputError(
-            f"item {item} is a list, that is several samples, but has one length. Return one "
-            f"mapping or array from transform, or use a PooledStream with Mapped(dataset)."
-        )
-    return sample
 
 
 # Items one after the other ------------------------------------------------------------------------
@@ -410,20 +382,27 @@ class Iterated:
         name = getattr(self.items, "__qualname__", type(self.items).__qualname__)
         info = getattr(self.items, "info", None) if _is_hugging_face(self.items) else None
         about = [str(getattr(info, key, "")) for key in ("dataset_name", "config_name", "version")]
-        text = " ".join(["iterated", name, *about])
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest_of(" ".join(["iterated", name, *about])).hex()
 
     def open(self, start: int, epoch: int) -> Iterator[Any]:
         """The raw items from index `start` on.
 
         An iterator that raises is finished, so its errors are raised even with `on_error="skip"`.
         """
+        index = start
         try:
-            iterable, first = self._opened(start, epoch)
-            iterator = iter(iterable)
+            iterable, index = self._opened(start, epoch)
+            for item in iterable:
+                if index >= start:
+                    yield item
+                index += 1
+        except SampleError:
+            raise
         except Exception as error:
-            raise _broken(start, error) from error
-        return _counted(iterator, first, start)
+            raise SampleError(
+                f"item {index} cannot be read ({type(error).__name__}: {error}). An iterator that "
+                f"raises cannot continue. Repair the item, or catch the error inside the iterable."
+            ) from error
 
     def decode(self, item: Any) -> Sample | list[Sample]:
         """The sample, or list of samples, of one raw item."""
@@ -453,29 +432,6 @@ class Iterated:
         return items(**passed), start if "start" in passed else 0
 
 
-def _counted(iterator: Iterator[Any], index: int, start: int) -> Iterator[Any]:
-    """The items from index `start` on; `index` is that of the iterator's first item."""
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except SampleError:
-            raise
-        except Exception as error:
-            raise _broken(index, error) from error
-        if index >= start:
-            yield item
-        index += 1
-
-
-def _broken(index: int, error: Exception) -> SampleError:
-    return SampleError(
-        f"item {index} cannot be read ({type(error).__name__}: {error}). An iterator that raises "
-        f"cannot continue. Repair the item, or catch the error inside the iterable."
-    )
-
-
 def _is_hugging_face(items: object) -> bool:
     return any(
         base.__name__ == "IterableDataset" and base.__module__.startswith("datasets.")
@@ -498,9 +454,8 @@ def _hugging_face(dataset: Any, start: int, epoch: int) -> tuple[Iterable[Any], 
 
 def _only_row(batch: Any) -> Any:
     """{"a": [1], "b": [2]} -> {"a": 1, "b": 2}; a table of one row is returned as it is."""
-    return (
-        {key: column[0] for key, column in batch.items()} if isinstance(batch, Mapping) else batch
-    )
+    listed = isinstance(batch, Mapping)
+    return {name: column[0] for name, column in batch.items()} if listed else batch
 
 
 # What users pass -> a source ----------------------------------------------------------------------

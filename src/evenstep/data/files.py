@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import re
 import threading
 import weakref
-from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,8 +26,9 @@ from evenstep.data.source import (
     ItemTransform,
     Progress,
     Sample,
-    Shards,
     Transform,
+    TransformedItems,
+    digest_of,
     samples_digest,
     spread,
 )
@@ -107,6 +107,17 @@ def matches(pattern: PathLike) -> list[Path]:
     return [Path(each) for each in sorted(glob.glob(text, recursive=True))]  # noqa: PTH207
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of the system into a FileError."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be read ({error.strerror or error}). Check the path."
+        ) from None
+
+
 def files_digest(paths: Sequence[Path]) -> bytes:
     """A digest of sizes and contents in order; names and dates do not matter.
 
@@ -114,32 +125,64 @@ def files_digest(paths: Sequence[Path]) -> bytes:
     block of each. So files of 4 MiB together are covered completely, and an edit inside a larger
     one may go unnoticed unless it changes the size.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    parts: list[bytes] = []
+    blocks = max(2, _DIGEST_BLOCKS // len(paths))
     for path in paths:
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(b" %d " % size)
-                for start in _starts(size, max(2, _DIGEST_BLOCKS // len(paths))):
-                    file.seek(start)
-                    digest.update(file.read(_DIGEST_BLOCK))
-        except OSError as error:
-            raise FileError(
-                f"{path} cannot be read ({error.strerror or error}). Check the path."
-            ) from None
-    return digest.digest()
+        with reading(path), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            starts: Sequence[int] = range(0, size, _DIGEST_BLOCK)
+            if len(starts) > blocks:
+                starts = spread(size - _DIGEST_BLOCK + 1, blocks)
+            parts.append(b" %d " % size)
+            for start in starts:
+                file.seek(start)
+                parts.append(file.read(_DIGEST_BLOCK))
+    return digest_of(*parts)
 
 
-def _starts(size: int, blocks: int) -> list[int]:
-    """Where so many blocks of a file start; those of the whole file if it is small.
+class Shards(ABC):
+    """What sources of several files share: their items are one list.
 
-    >>> _starts(3 * 65536 + 1, 8), _starts(1 << 20, 3)
-    ([0, 65536, 131072, 196608], [0, 491520, 983040])
+    `shards` holds the first item of every file, and the number of all: files of 3, 0 and 2 items
+    -> [0, 3, 3, 5]. A reader that takes whole files takes `shards[k]` to `shards[k + 1]`. Every
+    process opens the files on first use.
     """
-    if size <= blocks * _DIGEST_BLOCK:
-        return list(range(0, size, _DIGEST_BLOCK))
-    starts: list[int] = np.linspace(0, size - _DIGEST_BLOCK, blocks).astype(np.int64).tolist()
-    return starts
+
+    paths: list[Path]
+
+    @abstractmethod
+    def _open(self, path: Path) -> Any:
+        """An opened file, whose `len` is the number of its items."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was opened or computed on first use is not pickled."""
+        kind = type(self)
+        return {k: v for k, v in vars(self).items() if not hasattr(kind, k)}
+
+    def __len__(self) -> int:
+        return int(self.shards[-1])
+
+    @cached_property
+    def shards(self) -> IntArray:
+        """The first item of each file, and the number of all items."""
+        return offsets_of(np.array([len(file) for file in self._files], np.int64))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts: list[int] = self.shards.tolist()
+        return starts
+
+    @cached_property
+    def _files(self) -> list[Any]:
+        return [self._open(path) for path in self.paths]
+
+    def _locate(self, item: int) -> tuple[int, int]:
+        """(file of an item, its number there)."""
+        starts = self._starts
+        if not 0 <= item < starts[-1]:
+            raise IndexError(f"item {item} of {starts[-1]}")
+        shard = bisect_right(starts, item) - 1  # skips empty files
+        return shard, item - starts[shard]
 
 
 # Lines --------------------------------------------------------------------------------------------
@@ -161,47 +204,66 @@ class LineFile:
         return {name: value for name, value in vars(self).items() if name != "_file"}
 
     def __len__(self) -> int:
-        return len(self._index.starts) - 1
+        return len(self._index[0]) - 1
 
     def __getitem__(self, item: int) -> bytes:
         """A line, with the blank lines after it."""
-        starts = self._index.starts
+        starts = self._index[0]
         begin, end = int(starts[item]), int(starts[item + 1])
         line = _read_at(self._file, begin, end - begin)
         if len(line) != end - begin:
-            raise self._changed(os.fstat(self._file).st_size, int(starts[-1]))
+            raise self._changed(os.fstat(self._file).st_size)
         return line
 
     def number(self, item: int) -> int:
-        """The number of an item's line, from 1."""
-        return self._index.line(item)
+        """The number of an item's line, from 1: items of lines [a, blank, b] -> 1, 3."""
+        return item + 1 + int(np.searchsorted(self._index[1], item, "right"))
 
     @cached_property
-    def _index(self) -> _LineIndex:
-        return _scanned(self._file)
+    def _index(self) -> tuple[IntArray, IntArray]:
+        """Where each item's line starts, with the size of the file at the end; for each blank line,
+        the number of items before it.
+
+        A file of the lines "1", " " and "2" has the starts [0, 4, 5] (5 is its size), blanks [1].
+        """
+        parts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
+        size, ended = 0, True  # whether a line ends before this block
+        while block := _read_at(self._file, size, _BLOCK):
+            view = np.frombuffer(block, np.uint8)
+            begins = np.flatnonzero(np.append(ended, view[:-1] == _NEWLINE))
+            parts.append(begins + size)
+            firsts.append(view[begins])
+            size, ended = size + len(block), bool(view[-1] == _NEWLINE)
+        starts, first = np.append(np.concatenate(parts), size), np.concatenate(firsts)
+        blank = first == _NEWLINE
+        for line in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
+            blank[line] = self._is_blank(int(starts[line]), int(starts[line + 1]))
+        return starts[np.append(~blank, True)], np.cumsum(~blank)[blank]
+
+    def _is_blank(self, begin: int, end: int) -> bool:
+        """Whether these bytes are white space only."""
+        return not any(
+            _read_at(self._file, at, min(_LINE_PART, end - at)).strip()
+            for at in range(begin, end, _LINE_PART)
+        )
 
     @cached_property
     def _file(self) -> int:
         """The descriptor of the open file. It is not mapped: touching a page of a file that was
         shortened kills the process. Forked processes may share it: reads name their position."""
-        try:
+        with reading(self.path):
             file = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, file)
             size = os.fstat(file).st_size
             os.pread(file, 1, 0)  # fails for a folder
-        except OSError as error:
-            raise FileError(
-                f"{self.path} cannot be read ({error.strerror or error}). Check the path."
-            ) from None
-        index: _LineIndex | None = vars(self).get("_index")  # from this or another process
-        if index is not None and index.starts[-1] != size:
-            raise self._changed(size, int(index.starts[-1]))
+        if "_index" in vars(self) and self._index[0][-1] != size:  # from this or another process
+            raise self._changed(size)
         return file
 
-    def _changed(self, size: int, before: int) -> FileError:
+    def _changed(self, size: int) -> FileError:
         return FileError(
-            f"{self.path} has {size} bytes but had {before} when it was indexed. Do not change the "
-            f"file while it is in use."
+            f"{self.path} has {size} bytes but had {self._index[0][-1]} when it was indexed. Do "
+            f"not change the file while it is in use."
         )
 
 
@@ -213,81 +275,60 @@ def _read_at(file: int, begin: int, size: int) -> bytes:
     return data
 
 
-class _LineIndex(NamedTuple):
-    """Where each item's line starts, with the size of the file at the end; for each blank line,
-    the number of items before it."""
-
-    starts: IntArray
-    blanks: IntArray
-
-    def line(self, item: int) -> int:
-        """The line number of an item, from 1: items of lines [a, blank, b] -> 1, 3."""
-        return item + 1 + int(np.searchsorted(self.blanks, item, "right"))
-
-
-def _scanned(file: int) -> _LineIndex:
-    """Find the lines, block by block.
-
-    A file of the lines "1", " " and "2" has the starts [0, 4, 5] (5 is its size) and blanks [1].
-    """
-    starts, blank = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
-    at, ended = 0, True  # whether a line ends before this block
-    while block := _read_at(file, at, _BLOCK):
-        view = np.frombuffer(block, np.uint8)
-        begins = np.flatnonzero(np.append(ended, view[:-1] == _NEWLINE))
-        first = view[begins]
-        empty = first == _NEWLINE
-        for number in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
-            empty[number] = _is_blank(file, at + int(begins[number]))
-        starts.append(begins + at)
-        blank.append(empty)
-        at, ended = at + len(block), bool(view[-1] == _NEWLINE)
-    empty = np.concatenate(blank)
-    items = np.concatenate([*starts, [at]])[np.append(~empty, True)].astype(np.int64)
-    return _LineIndex(items, np.cumsum(~empty)[empty])
-
-
-def _is_blank(file: int, begin: int) -> bool:
-    """Whether the line that begins there has white space only."""
-    while part := _read_at(file, begin, _LINE_PART):
-        line, newline, _ = part.partition(b"\n")
-        if line.strip():
-            return False
-        if newline:
-            break
-        begin += len(part)
-    return True
-
-
 # Rows ---------------------------------------------------------------------------------------------
 
 
-class RowSource(Shards):
+class RowSource(Shards, TransformedItems):
     """What sources of rows share: a row of a file is decoded into a sample, or several."""
 
-    _decoder: RowDecoder
-    _first_kind: str | None = None
-    """What is read of the first row, if rows may differ in that."""
+    _default_field: str | None = "text"
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        field: str | None = None,
+        tokenizer: Any = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.paths = files_of(paths)
+        self._decoder = RowDecoder(
+            field or self._default_field, as_tokenize(tokenizer), ItemTransform.of(transform)
+        )
 
     @abstractmethod
     def _row(self, item: int) -> tuple[Any, str]:
         """(the row, its file and line)."""
-
-    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        return self._read(item)
 
     @property
     def seeded(self) -> bool:
         """Whether the transform takes a sample's id, epoch or seed."""
         return self._decoder.transform.seeded
 
-    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
-        """An item with a seeded transform."""
-        return self._read(item, draw)
+    def counting(self) -> Any:
+        """The same rows, of which only tokens are counted: labels and masks may be lost."""
+        other = copy(self)
+        other._decoder = replace(self._decoder, counting=True)
+        return other
+
+    def list_lengths(self, progress: Progress) -> IntArray | None:
+        """The lengths of the token lists in `field`, read without the tokens; None if the format
+        does not tell, or the first file holds anything else."""
+        return None
+
+    @cached_property
+    def _first_field(self) -> str | None:
+        """What is read of the first row, if rows decide that; None if it cannot be read."""
+        if self._decoder.field is not None:
+            return None
+        try:
+            return self._decoder.field_of(self._row(0)[0])
+        except InputError:
+            return None
 
     def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
         row, where = self._row(item)
-        return self._decoder.decode(row, where, draw, self._first_kind)
+        return self._decoder.decode(row, where, draw, self._first_field)
 
     def _samples_digest(self, count: int) -> bytes:
         """A digest of 16 of the first `count` items, as epoch 0 of seed 0 draws them."""
@@ -314,28 +355,18 @@ class Jsonl(RowSource):
     (2, [99])
     """
 
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        field: str | None = None,
-        tokenizer: Any = None,
-        transform: Transform | None = None,
-    ) -> None:
-        self.paths = files_of(paths)
-        self._files = [LineFile(path) for path in self.paths]
-        self._decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
+    _default_field = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+    def _open(self, path: Path) -> LineFile:
+        return LineFile(path)
 
     @property
     def has_tokens(self) -> bool:
         """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
         return len(self) > 0 and self._decoder.has_tokens(self._row(0)[0])
-
-    def counting(self) -> Jsonl:
-        """The same rows, of which only tokens are counted: labels and masks may be lost."""
-        other = copy(self)
-        other._decoder = replace(self._decoder, counting=True)
-        return other
 
     def _row(self, item: int) -> tuple[Any, str]:
         shard, number = self._locate(item)
@@ -353,21 +384,8 @@ class Jsonl(RowSource):
     def fingerprint(self) -> str:
         """Covers 16 samples as they are read, so also tokenizer, field and transform; number of
         lines, sizes and 64 blocks of 64 KiB of the files (see `files_digest`). Not their names."""
-        digest = hashlib.blake2b(f"jsonl {len(self)} ".encode(), digest_size=16)
-        digest.update(files_digest(self.paths))
-        digest.update(self._samples_digest(len(self)))
-        return digest.hexdigest()
-
-    @cached_property
-    def _first_kind(self) -> str | None:  # type: ignore[override]
-        """What is read of the first row; None if it cannot be read."""
-        try:
-            return self._decoder.kind_of(self._row(0)[0])
-        except InputError:
-            return None
-
-    def _shard_sizes(self) -> list[int]:
-        return [len(file) for file in self._files]
+        samples = self._samples_digest(len(self))
+        return digest_of(f"jsonl {len(self)} ", files_digest(self.paths), samples).hex()
 
 
 # Parquet ------------------------------------------------------------------------------------------
@@ -380,8 +398,8 @@ class ParquetText(RowSource):
 
     `paths` is a path, a pattern such as `"data/*.parquet"`, or a list of either. Matches of a
     pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
-    several; without a transform, the tokens of `field`, and no other column is read. A transform
-    may have parameters named `sample_id`, `epoch` and `seed` (see `Draw`).
+    several; without a transform, the tokens of `field` (default: `text`), and no other column is
+    read. A transform may have parameters named `sample_id`, `epoch` and `seed` (see `Draw`).
 
     Footers are read on first use. Parquet is decoded by row group, and the last four groups are
     cached. So reading in order is fast, but reading in shuffled order decodes a group for almost
@@ -390,113 +408,91 @@ class ParquetText(RowSource):
         ParquetText(["a.parquet", "b.parquet"], field="content", tokenizer=tokenizer)
     """
 
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        field: str = "text",
-        tokenizer: Any = None,
-        transform: Transform | None = None,
-    ) -> None:
-        self.paths = files_of(paths)
-        self._decoder = RowDecoder(field, as_tokenize(tokenizer), ItemTransform.of(transform))
-        self._reset()
+    def _open(self, path: Path) -> _ParquetFile:
+        with reading_parquet(path) as parquet:
+            metadata = parquet.read_metadata(path)
+            schema = metadata.schema.to_arrow_schema()
+            with path.open("rb") as file:
+                size = file.seek(-8, os.SEEK_END) + 8  # ... footer | its size, 4 bytes | PAR1
+                length = int.from_bytes(file.read(4), "little")
+                file.seek(size - 8 - length)
+                footer = f" {size} {metadata.num_rows} ".encode() + file.read(length)
+        if self._columns is not None:
+            check_column(schema, self._columns[0], f"{path}", ", or pass a transform")
+        groups = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+        return _ParquetFile(path, schema, offsets_of(np.array(groups, np.int64)), footer)
 
-    def _reset(self) -> None:
-        self._decoded: OrderedDict[int, Any] = OrderedDict()  # group -> table, newest last
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "_decoder": self._decoder}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reset()
+    @property
+    def _columns(self) -> list[str] | None:
+        """The columns that are read; None: all."""
+        return None if self._decoder.transform.function else [str(self._decoder.field)]
 
     def _row(self, item: int) -> tuple[Any, str]:
-        file, number = self._locate(item)
-        offsets = self._index.offsets
-        group = int(np.searchsorted(offsets, item, "right")) - 1  # skips empty groups
-        row = self._table(group).slice(item - int(offsets[group]), 1).to_pylist()[0]
-        return row, f"{self.paths[file]}, row {number}"
+        shard, number = self._locate(item)
+        offsets = self._files[shard].offsets
+        group = int(np.searchsorted(offsets, number, "right")) - 1  # skips empty groups
+        row = self._tables(shard, group).slice(number - int(offsets[group]), 1).to_pylist()[0]
+        return row, f"{self.paths[shard]}, row {number}"
 
-    def _shard_sizes(self) -> list[int]:
-        ends = [*self._index.first[1:], len(self._index.file)]
-        sizes: list[int] = np.diff(self._index.offsets[[0, *ends]]).tolist()
-        return sizes
+    @cached_property
+    def _tables(self) -> Callable[[int, int], Any]:
+        """(file, row group) -> its table, from the cache if possible. One thread decodes at a
+        time."""
+        lock, paths, columns = threading.Lock(), self.paths, self._columns
+
+        @lru_cache(_GROUPS_KEPT)
+        def decoded(shard: int, group: int) -> Any:
+            path = paths[shard]
+            with reading_parquet(path) as parquet, parquet.ParquetFile(path) as opened:
+                return opened.read_row_group(group, columns=columns)
+
+        def table(shard: int, group: int) -> Any:
+            with lock:
+                return decoded(shard, group)
+
+        return table
 
     @cached_property
     def fingerprint(self) -> str:
         """Covers 16 samples of the first row group as they are read, so also tokenizer, field and
         transform; the size and footer (counts, schema, statistics) of every file, and 64 blocks of
         64 KiB (see `files_digest`). Not the names of files."""
-        index = self._index
-        digest = hashlib.blake2b(f"parquet {index.digest} ".encode(), digest_size=16)
-        digest.update(files_digest(self.paths))
-        group = int(index.offsets[index.offsets > 0][0]) if len(self) else 0
-        digest.update(self._samples_digest(group))
-        return digest.hexdigest()
+        footers = digest_of(*(file.footer for file in self._files)).hex()
+        first = next((file.offsets for file in self._files if len(file)), np.zeros(1, np.int64))
+        samples = self._samples_digest(int(first[first > 0][0]) if len(self) else 0)
+        return digest_of(f"parquet {footers} ", files_digest(self.paths), samples).hex()
 
-    @cached_property
-    def _index(self) -> _GroupIndex:
-        digest = hashlib.blake2b(digest_size=16)
-        counts: list[int] = []
-        files: list[int] = []
-        first: list[int] = []
-        for number, path in enumerate(self.paths):
-            metadata, about = self._footer(path)
-            digest.update(about)
-            first.append(len(counts))
-            counts += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
-            files += [number] * metadata.num_row_groups
-        offsets = offsets_of(np.array(counts, np.int64))
-        return _GroupIndex(offsets, np.array(files, np.int64), first, digest.hexdigest())
+    def list_lengths(self, progress: Progress) -> IntArray | None:
+        """The lengths of the token lists in `field`, one row group after the other."""
+        name = str(self._decoder.field)
 
-    def _footer(self, path: Path) -> tuple[Any, bytes]:
-        """The metadata of a file, and its size and footer as bytes for the fingerprint."""
-        with reading(path) as parquet:
-            metadata = parquet.read_metadata(path)
-            with path.open("rb") as file:
-                size = file.seek(-8, os.SEEK_END) + 8  # ... footer | its size, 4 bytes | PAR1
-                length = int.from_bytes(file.read(4), "little")
-                file.seek(size - 8 - length)
-                about = f" {size} {metadata.num_rows} ".encode() + file.read(length)
-            names = metadata.schema.to_arrow_schema().names
-        if self._decoder.transform.function is None and self._decoder.field not in names:
-            raise InputError(
-                f"{path} has no column {self._decoder.field!r}; it has {', '.join(names[:20])}. "
-                f"{other_field(names)}, or pass a transform."
-            )
-        return metadata, about
+        def chunks(path: Path) -> Iterator[Any]:
+            with reading_parquet(path) as parquet, parquet.ParquetFile(path) as opened:
+                for group in range(opened.num_row_groups):
+                    yield opened.read_row_group(group, columns=[name]).column(name)
 
-    def _table(self, group: int) -> Any:
-        """A decoded row group, from the cache if possible. One thread decodes at a time."""
-        with self._lock:
-            if group not in self._decoded:
-                file = int(self._index.file[group])
-                transformed = self._decoder.transform.function is not None
-                columns = None if transformed else [self._decoder.field]
-                number = group - self._index.first[file]
-                path = self.paths[file]
-                with reading(path) as parquet, parquet.ParquetFile(path) as opened:
-                    self._decoded[group] = opened.read_row_group(number, columns=columns)
-                while len(self._decoded) > _GROUPS_KEPT:
-                    self._decoded.popitem(last=False)
-            self._decoded.move_to_end(group)
-            return self._decoded[group]
+        columns = [
+            ListColumn(str(file.path), file.schema.field(name).type, len(file), chunks(file.path))
+            for file in self._files
+        ]
+        return column_lengths(columns, name, progress)
 
 
-class _GroupIndex(NamedTuple):
-    """Row groups of all files: where their rows start, and their file; each file's first group."""
+@dataclass(frozen=True, slots=True)
+class _ParquetFile:
+    """A file: where its row groups start and the last one ends, its size and footer as bytes."""
 
+    path: Path
+    schema: Any
     offsets: IntArray
-    file: IntArray
-    first: list[int]
-    digest: str
+    footer: bytes
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[Any]:
+def reading_parquet(path: Path) -> Iterator[Any]:
     """Yield pyarrow.parquet, and turn its errors into a FileError."""
     try:
         from pyarrow import ArrowException, parquet
@@ -519,6 +515,15 @@ def reading(path: Path) -> Iterator[Any]:
 _ROWS_AT_ONCE = 10_000  # of a dataset at a time
 
 
+class ListColumn(NamedTuple):
+    """A column of one file or dataset: its Arrow type, and its rows chunk by chunk."""
+
+    where: str
+    kind: Any
+    rows: int
+    chunks: Iterator[Any]
+
+
 def is_token_list(kind: Any) -> bool:
     """Whether an Arrow type is a list of integers."""
     from pyarrow import types
@@ -531,8 +536,7 @@ def list_lengths(column: Any, name: str, where: str, first: int = 0) -> IntArray
     """The lengths of the lists of an Arrow column; `first` is the number of its first row."""
     from pyarrow import compute
 
-    if not is_token_list(column.type):
-        raise _not_lists(column.type, name, where)
+    _check_token_lists(column.type, name, where)
     counts = compute.list_value_length(column)
     if counts.null_count:
         at = first + int(compute.index(compute.is_null(counts), True).as_py())
@@ -543,143 +547,97 @@ def list_lengths(column: Any, name: str, where: str, first: int = 0) -> IntArray
     return np.asarray(counts.to_numpy(), np.int64)
 
 
-def parquet_list_lengths(paths: Sequence[Path], name: str, progress: Progress) -> IntArray | None:
-    """The lengths of the token lists of a column of Parquet files, one row group after the other.
-
-    None if the column of the first file holds anything else.
-    """
-    return _column_lengths([_parquet_column(path, name) for path in paths], name, progress)
-
-
-def dataset_list_lengths(
-    datasets: Mapping[str, Any], name: str, progress: Progress
-) -> IntArray | None:
-    """The same for a column of Hugging Face datasets, which errors name by their keys."""
-    columns = [_dataset_column(dataset, name, where) for where, dataset in datasets.items()]
-    return _column_lengths(columns, name, progress)
-
-
-class _ListColumn(NamedTuple):
-    """A column of one file or dataset: its Arrow type, and its rows part by part."""
-
-    where: str
-    kind: Any
-    rows: int
-    parts: Callable[[], Iterator[Any]]
-
-
-def _column_lengths(
-    columns: Sequence[_ListColumn], name: str, progress: Progress
-) -> IntArray | None:
+def column_lengths(columns: Sequence[ListColumn], name: str, progress: Progress) -> IntArray | None:
+    """The lengths of the token lists of a column of several files or datasets; None if the first
+    one holds anything else."""
     if not is_token_list(columns[0].kind):
         return None
     lengths = [np.zeros(0, np.int64)]
     done, total = 0, sum(column.rows for column in columns)
-    for column in columns:
+    for where, kind, _, chunks in columns:
         before = done
-        if not is_token_list(column.kind):
-            raise _not_lists(column.kind, name, column.where)
-        for part in column.parts():
-            lengths.append(list_lengths(part, name, column.where, done - before))
-            done += len(part)
+        _check_token_lists(kind, name, where)
+        for chunk in chunks:
+            lengths.append(list_lengths(chunk, name, where, done - before))
+            done += len(chunk)
             progress(done, total)
     return np.concatenate(lengths)
 
 
-def _parquet_column(path: Path, name: str) -> _ListColumn:
-    with reading(path) as parquet:
-        kind = _type_in_schema(parquet.read_schema(path), name, str(path))
-        rows = int(parquet.read_metadata(path).num_rows)
-
-    def groups() -> Iterator[Any]:
-        with reading(path) as parquet, parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                yield file.read_row_group(group, columns=[name]).column(name)
-
-    return _ListColumn(str(path), kind, rows, groups)
+def dataset_column(dataset: Any, name: str, where: str) -> ListColumn:
+    """A column of a Hugging Face dataset, which errors name `where`."""
+    schema = dataset.features.arrow_schema
+    check_column(schema, name, where)
+    tables = dataset.select_columns([name]).with_format("arrow").iter(_ROWS_AT_ONCE)
+    chunks = (table[name] for table in tables)
+    return ListColumn(where, schema.field(name).type, len(dataset), chunks)
 
 
-def _dataset_column(dataset: Any, name: str, where: str) -> _ListColumn:
-    kind = _type_in_schema(dataset.features.arrow_schema, name, where)
-
-    def parts() -> Iterator[Any]:
-        column = dataset.select_columns([name]).with_format("arrow")
-        for begin in range(0, len(dataset), _ROWS_AT_ONCE):
-            yield column[begin : begin + _ROWS_AT_ONCE][name]
-
-    return _ListColumn(where, kind, len(dataset), parts)
-
-
-def _not_lists(kind: Any, name: str, where: str) -> InputError:
-    return InputError(
-        f"{where}: the column {name!r} holds {kind}, expected lists of integers. Choose another "
-        f"column."
-    )
-
-
-def _type_in_schema(schema: Any, name: str, where: str) -> Any:
+def check_column(schema: Any, name: str, where: str, or_else: str = "") -> None:
+    """Raise unless an Arrow schema has the column."""
     if name not in schema.names:
         raise InputError(
             f"{where} has no column {name!r}; it has {', '.join(schema.names[:20])}. "
-            f"{other_field(schema.names)}."
+            f"{other_field(schema.names)}{or_else}."
         )
-    return schema.field(name).type
+
+
+def _check_token_lists(kind: Any, name: str, where: str) -> None:
+    if not is_token_list(kind):
+        raise InputError(
+            f"{where}: the column {name!r} holds {kind}, expected lists of integers. Choose "
+            f"another column."
+        )
 
 
 # Saved datasets of Hugging Face -------------------------------------------------------------------
 
 
 class SavedDatasets(RowSource):
-    """Rows of saved datasets, decoded into samples. Every process opens them on first use."""
+    """Rows of datasets that were saved to folders, decoded into samples."""
 
-    def __init__(self, paths: list[Path], decoder: RowDecoder) -> None:
-        self.paths, self._decoder = paths, decoder
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "_decoder": self._decoder}
+    def _open(self, path: Path) -> Any:
+        """The dataset in a folder, memory-mapped. Rows are plain Python objects."""
+        try:
+            from datasets import load_from_disk
+        except ImportError:
+            raise ConfigError(
+                f"reading {path} needs datasets, which is not installed. Install it with: "
+                f"pip install 'evenstep[datasets]'."
+            ) from None
+        if (path / "dataset_dict.json").is_file():
+            names = sorted(each.name for each in path.iterdir() if is_saved_dataset(each))
+            raise FileError(
+                f"{path} holds several datasets: {', '.join(names)}. Name one, such as "
+                f"{path / names[0] if names else path}."
+            )
+        try:
+            return load_from_disk(str(path)).with_format(None)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise FileError(
+                f"{path} is not a saved Hugging Face dataset ({reason}). Save one with "
+                f"save_to_disk."
+            ) from None
 
     @property
     def fingerprint(self) -> str:
         """Those of the datasets."""
-        return ",".join(str(dataset._fingerprint) for dataset in self._datasets)
+        return ",".join(str(dataset._fingerprint) for dataset in self._files)
 
     def _row(self, item: int) -> tuple[Any, str]:
         shard, number = self._locate(item)
-        return self._datasets[shard][number], f"{self.paths[shard]}, row {number}"
+        return self._files[shard][number], f"{self.paths[shard]}, row {number}"
 
-    def _shard_sizes(self) -> list[int]:
-        return [len(dataset) for dataset in self._datasets]
-
-    @cached_property
-    def _datasets(self) -> list[Any]:
-        return [load_saved_dataset(path) for path in self.paths]
+    def list_lengths(self, progress: Progress) -> IntArray | None:
+        """The lengths of the token lists in `field`, from Arrow."""
+        name = str(self._decoder.field)
+        named = zip(self.paths, self._files, strict=True)
+        columns = [dataset_column(dataset, name, str(path)) for path, dataset in named]
+        return column_lengths(columns, name, progress)
 
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether a folder holds a saved dataset, or several by name."""
     one = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
     return one or (path / "dataset_dict.json").is_file()
-
-
-def load_saved_dataset(path: Path) -> Any:
-    """The dataset in a folder, memory-mapped. Rows are plain Python objects."""
-    try:
-        from datasets import load_from_disk
-    except ImportError:
-        raise ConfigError(
-            f"reading {path} needs datasets, which is not installed. Install it with: "
-            f"pip install 'evenstep[datasets]'."
-        ) from None
-    if (path / "dataset_dict.json").is_file():
-        names = sorted(each.name for each in path.iterdir() if is_saved_dataset(each))
-        raise FileError(
-            f"{path} holds several datasets: {', '.join(names)}. Name one, such as "
-            f"{path / names[0] if names else path}."
-        )
-    try:
-        return load_from_disk(str(path)).with_format(None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise FileError(
-            f"{path} is not a saved Hugging Face dataset ({reason}). Save one with save_to_disk."
-        ) from None

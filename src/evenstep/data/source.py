@@ -6,18 +6,17 @@ import hashlib
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import IntArray, offsets_of, sample_name, sample_number
+from evenstep.core.ragged import IntArray, sample_name, sample_number
 from evenstep.errors import FileError, InputError, SampleError
 
 # Protocols ----------------------------------------------------------------------------------------
@@ -96,53 +95,24 @@ class SeededSource(Protocol):
         """What `source[item]`, or `decode(item)` of a raw item, is in this epoch."""
 
 
-class MeasuredFile(Protocol):
-    """One file of a source, opened."""
-
-    def lengths_of(self, items: IntArray, /) -> IntArray:
-        """The lengths of items of this file."""
-
-
-class Shards(ABC):
-    """What sources of several files share: their items are one list.
-
-    `shards` holds the first item of every file, and the number of all: files of 3, 0 and 2 items
-    -> [0, 3, 3, 5]. A reader that takes whole files takes `shards[k]` to `shards[k + 1]`.
-    """
-
-    paths: list[Path]
+class TransformedItems(ABC):
+    """What sources by index share whose items go through a transform, which may be seeded."""
 
     @abstractmethod
-    def _shard_sizes(self) -> list[int]:
-        """The number of items of each file."""
+    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
+        """The samples of an item. Raises an IndexError if there is no such item."""
 
-    @cached_property
-    def shards(self) -> IntArray:
-        """The first item of each file, and the number of all items."""
-        return offsets_of(np.array(self._shard_sizes(), np.int64))
+    @property
+    @abstractmethod
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
 
-    def __len__(self) -> int:
-        return int(self.shards[-1])
+    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
+        return self._read(item)
 
-    def _locate(self, item: int) -> tuple[int, int]:
-        """(file of an item, its number there)."""
-        if not 0 <= item < len(self):
-            raise IndexError(f"item {item} of {len(self)}")
-        shard = int(np.searchsorted(self.shards, item, "right")) - 1  # skips empty files
-        return shard, item - int(self.shards[shard])
-
-    def _lengths_by_shard(self, items: IntArray, files: Sequence[MeasuredFile]) -> IntArray:
-        """The lengths of these items of the files."""
-        check_items(items, int(self.shards[-1]))
-        at = np.asarray(items, np.int64)
-        if len(files) == 1:
-            return files[0].lengths_of(at)
-        lengths = np.empty(len(at), np.int64)
-        shards = np.searchsorted(self.shards, at, "right") - 1
-        for shard in np.unique(shards).tolist():
-            here = shards == shard
-            lengths[here] = files[shard].lengths_of(at[here] - self.shards[shard])
-        return lengths
+    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
+        """An item with a seeded transform."""
+        return self._read(item, draw)
 
 
 def shards_of(source: SampleSource) -> IntArray:
@@ -365,10 +335,16 @@ def column_digest(column: NDArray[Any], complete: int = _SOME_DIGESTED) -> str:
 
 def values_digest(count: int, seen: NDArray[Any]) -> str:
     """A digest of the entries that were `seen` of a column of `count`."""
-    body = repr(seen.tolist()).encode()
-    if seen.dtype.kind in "biuf":
-        body = seen.astype("<f8" if seen.dtype.kind == "f" else "<i8").tobytes()
-    return hashlib.blake2b(b"%d " % count + body, digest_size=8).hexdigest()
+    body = _numbers(seen) if seen.dtype.kind in "biuf" else repr(seen.tolist()).encode()
+    return digest_of(b"%d " % count, body, size=8).hex()
+
+
+def digest_of(*parts: str | bytes | memoryview, size: int = 16) -> bytes:
+    """A digest of the parts, joined. In hexadecimal it is a fingerprint."""
+    digest = hashlib.blake2b(digest_size=size)
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.digest()
 
 
 def samples_digest(read: Callable[[int], Any], items: Iterable[int]) -> bytes:
@@ -377,61 +353,44 @@ def samples_digest(read: Callable[[int], Any], items: Iterable[int]) -> bytes:
     Every item is read twice, because a transform that draws random numbers of its own must not
     make the fingerprint random, too. An item that cannot be read is part of the digest.
     """
-    first, second = ([_content(read, item) for item in items] for _ in range(2))
+    first, second = ([_item_digest(read, item) for item in items] for _ in range(2))
     return b"".join(first) if first == second else b""
 
 
-def _content(read: Callable[[int], Any], item: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+def _item_digest(read: Callable[[int], Any], item: int) -> bytes:
     try:
         content = read(item)
     except Exception:
-        digest.update(b"unreadable")
-        return digest.digest()
+        return digest_of("unreadable")
     samples = content if isinstance(content, list) else [content]
-    digest.update(f" {item} {len(samples)}".encode())
-    for sample in samples:
-        for part in sample_content(sample):
-            digest.update(part)
-    return digest.digest()
+    return digest_of(f" {item} {len(samples)}", *map(_sample_bytes, samples))
 
 
-def sample_content(sample: Any) -> Iterable[bytes]:
-    """The tokens of a sample, then its other values by name.
-
-    Tokens are the same in any container. Values that are neither numbers nor text count by their
-    type and length only.
-    """
+def _sample_bytes(sample: Any) -> bytes:
+    """The tokens of a sample, then its other values by name."""
     if not isinstance(sample, Mapping):
-        yield _bytes(sample)
-        return
-    yield _bytes(sample.get("input_ids"))
-    for name in sorted(map(str, sample)):
-        if name != "input_ids" and name in sample:
-            yield f" {name} ".encode()
-            yield _bytes(sample[name])
+        return _bytes(sample)
+    names = [name for name in sorted(map(str, sample)) if name != "input_ids" and name in sample]
+    values = [f" {name} ".encode() + _bytes(sample[name]) for name in names]
+    return _bytes(sample.get("input_ids")) + b"".join(values)
 
 
 def _bytes(value: Any) -> bytes:
-    """A value as bytes; numbers in the same way for any container and width."""
+    """A value as bytes; numbers in the same way for any container and width.
+
+    Values that are neither numbers nor text count by their type and length only.
+    """
     if isinstance(value, str | bytes):
         body = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         return b" %d " % len(body) + body
-    try:
+    with suppress(TypeError, ValueError, RuntimeError):  # ragged lists, tensors on a device
         array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors on a device
-        return _shape(value)
-    if array.dtype.kind not in "biuf":
-        return _shape(value)
-    body = array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
-    return f" {'x'.join(map(str, array.shape)) or '-'} ".encode() + body
-
-
-def _shape(value: Any) -> bytes:
+        if array.dtype.kind in "biuf":
+            return f" {'x'.join(map(str, array.shape)) or '-'} ".encode() + _numbers(array)
     if isinstance(value, list | tuple):
         return b" [" + b"".join(map(_bytes, value)) + b"]"
     if isinstance(value, Mapping):
-        return b" {" + b"".join(sample_content(value)) + b"}"
+        return b" {" + _sample_bytes(value) + b"}"
     try:
         size: Any = len(value)
     except TypeError:
@@ -439,11 +398,14 @@ def _shape(value: Any) -> bytes:
     return f" {type(value).__qualname__} {size}".encode()
 
 
+def _numbers(array: NDArray[Any]) -> bytes:
+    return array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
+
+
+# Loss tokens --------------------------------------------------------------------------------------
+
 _MANY = 1000  # samples that cannot all be without a loss token by chance
 _MOST_ITEMS = 10_000  # that are read to find these samples
-
-
-# Loss tokens -----------------------------------------------------------------------------------
 
 
 def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:

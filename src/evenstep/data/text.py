@@ -76,10 +76,9 @@ def as_tokenize(tokenizer: Any = None) -> Tokenize:
     """
     if tokenizer is None:
         return _utf8
-    if callable(tokenizer):
-        return partial(_called, tokenizer)
-    if callable(getattr(tokenizer, "encode", None)):
-        return partial(_encoded, tokenizer)
+    encode = tokenizer if callable(tokenizer) else getattr(tokenizer, "encode", None)
+    if callable(encode):
+        return partial(_ids, encode)
     raise ConfigError(
         f"expected a tokenizer, got {type(tokenizer).__name__}. Pass a function from str to ids, "
         f"an object with an encode method, or None for UTF-8 bytes."
@@ -104,76 +103,65 @@ class RowDecoder:
     counting: bool = False
 
     def decode(
-        self, row: Any, where: str, draw: Draw | None = None, first_kind: str | None = None
+        self, row: Any, where: str, draw: Draw | None = None, first_field: str | None = None
     ) -> Sample | list[Sample]:
         """The samples of `row`. Errors get a note that names `where`.
 
-        `first_kind` is the `kind_of` the first row, if it is known.
+        `first_field` is the field that is read of the first row, if rows decide that.
         """
         try:
-            self._check_kind(row, first_kind, where)
             if self.transform.function is not None:
                 return self.transform(row, draw)
-            value = self._value(row, where)
-            if not self.counting and not self.has_tokens(row):
-                self._check_masks(row, where)
+            field = self._checked_field(row, where, first_field)
+            value, complete = row[field], self.has_tokens(row)
+            if not (complete or self.counting):
+                self._check_masks(row, field, where)
             if isinstance(value, str):
                 return {"input_ids": _integers(self.tokenize(value), where)}
-            tokens = self._listed(value, where, self._field_of(row))
-            return {**row, "input_ids": tokens} if self.has_tokens(row) else {"input_ids": tokens}
+            tokens = self._listed(value, field, where)
+            return {**row, "input_ids": tokens} if complete else {"input_ids": tokens}
         except Exception as error:
             error.add_note(f"raised for {where}")
             raise
 
     def has_tokens(self, row: Any) -> bool:
         """Whether a row is a sample as it is, with a list of `input_ids`."""
-        if self.transform.function is not None or not isinstance(row, Mapping):
-            return False
-        return self._field_of(row) == "input_ids" and isinstance(row.get("input_ids"), list)
+        return self.field_of(row) == "input_ids" and isinstance(row["input_ids"], list)
 
-    def kind_of(self, row: Any) -> str | None:
-        """Which of `text` and `input_ids` is read of a row, if the row decides that."""
-        plain = self.field is None and self.transform.function is None
-        if not plain or not isinstance(row, Mapping):
+    def field_of(self, row: Any) -> str | None:
+        """The field that is read of a row; None if the row lacks it, or a transform reads it."""
+        if self.transform.function is not None or not isinstance(row, Mapping):
             return None
-        field = self._field_of(row)
+        field = self.field or ("text" if "text" in row else "input_ids")
         return field if field in row else None
 
-    def _check_kind(self, row: Any, first: str | None, where: str) -> None:
-        """Raise if a row has tokens and the first one has text, or the other way round."""
-        kind = self.kind_of(row)
-        if kind is not None and first is not None and kind != first:
-            raise InputError(
-                f"{where}: the row has {kind!r}, but the first one has {first!r}. Keep rows of "
-                f"text and rows of tokens in separate files, or pass a transform."
-            )
-
-    def _field_of(self, row: Mapping[str, Any]) -> str:
-        return self.field or ("input_ids" if "input_ids" in row and "text" not in row else "text")
-
-    def _value(self, row: Any, where: str) -> Any:
+    def _checked_field(self, row: Any, where: str, first_field: str | None) -> str:
         if not isinstance(row, Mapping):
             raise InputError(
                 f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
                 f"per row, or pass a transform."
             )
-        field = self._field_of(row)
+        field = self.field_of(row)
+        if field is None:
+            has = ", ".join(map(repr, list(row)[:20])) or "none"
+            raise InputError(
+                f"{where}: no field {self.field or 'text'!r}; the row has {has}. "
+                f"{other_field(row)}, or pass a transform."
+            )
+        if self.field is None and first_field not in (None, field):
+            raise InputError(
+                f"{where}: the row has {field!r}, but the first one has {first_field!r}. Keep rows "
+                f"of text and rows of tokens in separate files, or pass a transform."
+            )
         if self.field is None and self.tokenize is _utf8 and {"text", "input_ids"} <= row.keys():
             raise InputError(
                 f"{where}: the row has both 'text' and 'input_ids'. Set field to one of them, or "
                 f"pass a transform."
             )
-        if field not in row:
-            has = ", ".join(map(repr, list(row)[:20])) or "none"
-            raise InputError(
-                f"{where}: no field {field!r}; the row has {has}. {other_field(row)}, or pass a "
-                f"transform."
-            )
-        return row[field]
+        return field
 
-    def _check_masks(self, row: Mapping[str, Any], where: str) -> None:
+    def _check_masks(self, row: Mapping[str, Any], field: str, where: str) -> None:
         """Raise if a row says which tokens are trained, and that would be lost."""
-        field = self._field_of(row)
         for name in ("labels", *LOSS_MASKS):
             value = row.get(name)
             if value is None or (name == "labels" and not isinstance(value, list)):
@@ -188,7 +176,7 @@ class RowDecoder:
                 f"transform."
             )
 
-    def _listed(self, value: Any, where: str, field: str) -> NDArray[np.integer[Any]]:
+    def _listed(self, value: Any, field: str, where: str) -> NDArray[np.integer[Any]]:
         """Token ids that a row has as a list in `field`."""
         if not isinstance(value, list):
             raise InputError(
@@ -224,16 +212,10 @@ def _utf8(text: str) -> Tokens:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def _called(tokenizer: Any, text: str) -> Tokens:
-    encoded = tokenizer(text)
+def _ids(encode: Callable[[str], Any], text: str) -> Tokens:
+    encoded = encode(text)
     tokens: Tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
-    return tokens
-
-
-def _encoded(tokenizer: Any, text: str) -> Tokens:
-    encoded = tokenizer.encode(text)
-    tokens: Tokens = getattr(encoded, "ids", encoded)
-    return tokens
+    return getattr(tokens, "ids", tokens)  # `tokenizers` gives an Encoding
 
 
 def _integers(tokens: Any, where: str) -> NDArray[np.integer[Any]]:
@@ -330,8 +312,7 @@ class ChatEncoder:
 
 
 def _check_chat(messages: object) -> None:
-    listed = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-    if not listed or not all(_is_message(each) for each in messages):  # type: ignore[attr-defined]
+    if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
         raise InputError(
             "a chat must be a list of messages, each with a role and a content that is text."
         )
@@ -355,20 +336,8 @@ def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTransform:
-    """From a row with messages in `field` to a sample; without a loss mask if it is only counted.
-
-    It is sent to other processes, so it is a class: an inner function cannot be pickled.
-    """
-
-    field: str
-    encoder: ChatEncoder
-    masked: bool = True
-
-    def __call__(self, row: Any) -> dict[str, NDArray[Any]]:
-        if not isinstance(row, Mapping) or self.field not in row:
-            raise InputError(
-                f"a chat must have a field {self.field!r} with its messages. Set data.field."
-            )
-        return self.encoder.encode(row[self.field], masked=self.masked)
+def encode_row(encoder: ChatEncoder, field: str, masked: bool, row: Any) -> dict[str, NDArray[Any]]:
+    """The sample of a row with the messages of a chat in `field`; see `ChatEncoder.encode`."""
+    if not isinstance(row, Mapping) or field not in row:
+        raise InputError(f"a chat must have a field {field!r} with its messages. Set data.field.")
+    return encoder.encode(row[field], masked)

@@ -1,4 +1,6 @@
-"""TokenFile: the tokens of many samples in memory-mapped files.
+"""Tokens in memory-mapped files: TokenFile, its writer, and MegatronTokens.
+
+A token file holds many samples, with further columns beside their tokens:
 
     header, 4096 bytes | input_ids | further columns | offsets
     header = magic, 16 bytes | sha256 of the rest, 32 bytes | JSON, padded with spaces
@@ -16,31 +18,71 @@ import mmap
 import os
 import secrets
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from evenstep.core.ragged import IntArray, rounded_up
-from evenstep.data.files import Paths, files_of
-from evenstep.data.source import LOSS_MASKS, Sample, SampleSource, Shards, read_samples
+from evenstep.core.ragged import IntArray, offsets_of, rounded_up
+from evenstep.core.text import one_of
+from evenstep.data.files import Paths, Shards, files_digest, files_of, reading
+from evenstep.data.source import (
+    LOSS_MASKS,
+    Sample,
+    SampleSource,
+    check_items,
+    digest_of,
+    read_samples,
+)
 from evenstep.errors import ConfigError, FileError, InputError
+
+
+class MappedTokens(Shards):
+    """What sources of mapped files share: lengths that are known without reading tokens."""
+
+    def lengths_of(self, items: IntArray) -> IntArray:
+        """The lengths of these items. Reads no others."""
+        check_items(items, len(self))
+        at = np.asarray(items, np.int64)
+        if len(self._files) == 1:
+            return self._files[0].lengths_of(at)  # type: ignore[no-any-return]
+        lengths = np.empty(len(at), np.int64)
+        shards = np.searchsorted(self.shards, at, "right") - 1
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            lengths[here] = self._files[shard].lengths_of(at[here] - self.shards[shard])
+        return lengths
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    with reading(path), path.open("rb") as file:
+        # An empty file cannot be mapped.
+        empty = os.fstat(file.fileno()).st_size == 0
+        return b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _damaged(path: Path, fault: str) -> FileError:
+    """The error for a file that differs from what was written."""
+    return FileError(f"{path} is damaged or incomplete ({fault}). Copy or write it again.")
+
+
+# Token files --------------------------------------------------------------------------------------
 
 MAGIC = b"EVENSTEP TOKS 1\n"
 HEADER_SIZE = 4096
 TOKENS, OFFSETS = "input_ids", "offsets"
 _TEXT = len(MAGIC) + 32
 _ALIGNMENT = 64
-_BLOCK = 1 << 24
 
 
-class TokenFile(Shards):
+class TokenFile(MappedTokens):
     """Samples of files that a `TokenFileWriter` wrote, concatenated; every item is one sample.
 
     `paths` is a path, a pattern such as `"data/*.tokens"`, or a list of either. Matches of a
@@ -59,51 +101,47 @@ class TokenFile(Shards):
     def __init__(self, paths: Paths) -> None:
         self.paths = files_of(paths)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[list[Path]]]:
-        return type(self), (self.paths,)
-
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
-        opened, number = self._opened[0], item
-        if not 0 <= item < opened.header.samples:
-            shard, number = self._locate(item)
-            opened = self._opened[shard]
-        start, end = int(opened.offsets[number]), int(opened.offsets[number + 1])
-        if not 0 <= start < end <= opened.header.tokens:
-            raise damaged(opened.path, f"sample {number} spans tokens {start} to {end}")
-        return {name: column[start:end] for name, column in opened.columns.items()}
-
-    def lengths_of(self, items: IntArray) -> IntArray:
-        """The lengths of these items. Reads no others."""
-        return self._lengths_by_shard(items, self._opened)
+        shard, number = self._locate(item)
+        file: _TokenColumns = self._files[shard]
+        start, end = int(file.offsets[number]), int(file.offsets[number + 1])
+        if not 0 <= start < end <= file.header.tokens:
+            raise _damaged(file.path, f"sample {number} spans tokens {start} to {end}")
+        return {name: column[start:end] for name, column in file.columns.items()}
 
     @property
     def fingerprint(self) -> str:
         """Covers all samples. It was computed when they were written, so nothing is read, and a
         file that was changed in place by other means is not noticed (see `verify`)."""
-        digests = [opened.header.fingerprint for opened in self._opened]
-        if len(digests) == 1:
-            return digests[0]
-        return hashlib.blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
+        digests = [file.header.fingerprint for file in self._files]
+        return digests[0] if len(digests) == 1 else digest_of(" ".join(digests)).hex()
 
     def verify(self) -> None:
         """Read the whole file and raise a FileError if it differs from what was written.
 
         Opening checks only sizes and the header.
         """
-        for opened in self._opened:
-            for name, section in [*opened.columns.items(), (OFFSETS, opened.offsets)]:
-                digest, data = hasher(), section.view(np.uint8)
-                for at in range(0, len(data), _BLOCK):
-                    digest.update(data[at : at + _BLOCK].tobytes())
-                if digest.hexdigest() != opened.header.digests[name]:
-                    raise damaged(opened.path, f"the digest of {name} does not match")
+        for file in self._files:
+            for name, section in [*file.columns.items(), (OFFSETS, file.offsets)]:
+                if digest_of(section.view(np.uint8).data).hex() != file.header.digests[name]:
+                    raise _damaged(file.path, f"the digest of {name} does not match")
 
-    def _shard_sizes(self) -> list[int]:
-        return [opened.header.samples for opened in self._opened]
+    def _open(self, path: Path) -> _TokenColumns:
+        data = _mapped(path)
+        header = Header.decode(path, data[:HEADER_SIZE])
+        sections, size = header.sections()
+        if len(data) != size:
+            raise _damaged(path, f"it has {len(data)} bytes instead of {size}")
+        array = np.frombuffer(data, np.uint8)
+        columns = {name: array[a:b].view(dtype) for name, (a, b, dtype) in sections.items()}
+        offsets = columns.pop(OFFSETS)
+        if (offsets[0], offsets[-1]) != (0, header.tokens):
+            raise _damaged(path, f"its samples span tokens {offsets[0]} to {offsets[-1]}")
+        return _TokenColumns(path, header, columns, offsets)
 
     @cached_property
-    def _opened(self) -> list[_Opened]:
-        files = [_open(path) for path in self.paths]
+    def _files(self) -> list[_TokenColumns]:
+        files = [self._open(path) for path in self.paths]
         first = files[0]
         for file in files:
             if file.columns.keys() != first.columns.keys():
@@ -114,38 +152,23 @@ class TokenFile(Shards):
         return files
 
 
-def _open(path: Path) -> _Opened:
-    try:
-        with path.open("rb") as file:
-            block = file.read(HEADER_SIZE)
-            size = os.fstat(file.fileno()).st_size
-            header = Header.decode(path, block)
-            sections, expected = header.sections()
-            if size != expected:
-                raise damaged(path, f"it has {size} bytes instead of {expected}")
-            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Check the path."
-        ) from None
-    columns = {name: data[a:b].view(dtype) for name, (a, b, dtype) in sections.items()}
-    offsets = columns.pop(OFFSETS)
-    if (offsets[0], offsets[-1]) != (0, header.tokens):
-        raise damaged(path, f"its samples span tokens {offsets[0]} to {offsets[-1]}")
-    return _Opened(path, header, columns, offsets)
+@dataclass(frozen=True, slots=True)
+class _TokenColumns:
+    """An opened token file."""
 
-
-class _Opened(NamedTuple):
     path: Path
     header: Header
     columns: dict[str, NDArray[Any]]
     offsets: NDArray[Any]
 
+    def __len__(self) -> int:
+        return self.header.samples
+
     def lengths_of(self, at: IntArray) -> IntArray:
         """The lengths of samples of this file."""
         lengths: IntArray = (self.offsets[at + 1] - self.offsets[at]).astype(np.int64)
         if len(at) and lengths.min() < 1:
-            raise damaged(self.path, f"sample {at[lengths.argmin()]} has {lengths.min()} tokens")
+            raise _damaged(self.path, f"sample {at[lengths.argmin()]} has {lengths.min()} tokens")
         return lengths
 
 
@@ -194,7 +217,7 @@ class Header:
             )
         digest, text = block[len(MAGIC) : _TEXT], block[_TEXT:]
         if len(block) != HEADER_SIZE or hashlib.sha256(text).digest() != digest:
-            raise damaged(path, "its header does not match its digest")
+            raise _damaged(path, "its header does not match its digest")
         try:
             values = json.loads(text)
             columns = {str(name): column_type(dtype) for name, dtype in values["columns"]}
@@ -204,12 +227,12 @@ class Header:
             digests = {name: str(values["digests"][name]) for name in (*columns, OFFSETS)}
             return cls(columns, samples, tokens, digests)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise damaged(path, f"its header is malformed: {error}") from None
+            raise _damaged(path, f"its header is malformed: {error}") from None
 
     @property
     def fingerprint(self) -> str:
         """The same for the same samples in the same order."""
-        return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
+        return digest_of(self.encode()).hex()
 
 
 def column_type(dtype: DTypeLike) -> np.dtype[Any]:
@@ -218,16 +241,6 @@ def column_type(dtype: DTypeLike) -> np.dtype[Any]:
     if stored.kind not in "biuf" or stored.itemsize > 8:
         raise ValueError(f"{stored} is not a plain number")
     return stored
-
-
-def hasher() -> hashlib.blake2b:
-    """The hash function of section digests."""
-    return hashlib.blake2b(digest_size=16)
-
-
-def damaged(path: Path, fault: str) -> FileError:
-    """The error for a file that differs from what was written."""
-    return FileError(f"{path} is damaged or incomplete ({fault}). Copy or write it again.")
 
 
 # Writing ------------------------------------------------------------------------------------------
@@ -259,12 +272,12 @@ class TokenFileWriter:
         columns: Mapping[str, DTypeLike] | None = None,
     ) -> None:
         self.path = Path(path)
-        dtypes = {TOKENS: dtype, **(columns or {})}
-        if len(dtypes) == len(columns or {}) or OFFSETS in dtypes:
+        if {TOKENS, OFFSETS} & set(columns or {}):
             raise ConfigError(
                 f"columns must not contain the reserved names {TOKENS!r} and {OFFSETS!r}. Rename "
                 f"the column."
             )
+        dtypes = {TOKENS: dtype, **(columns or {})}
         self._columns = {name: _stored(name, dtype) for name, dtype in dtypes.items()}
         most = Header(self._columns, 2**63, 2**63, dict.fromkeys([*dtypes, OFFSETS], "f" * 32))
         if len(most.encode()) > HEADER_SIZE:
@@ -434,7 +447,7 @@ class _Section:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
-        self.digest = hasher()
+        self.digest = hashlib.blake2b(digest_size=16)
 
     def write(self, array: NDArray[Any]) -> None:
         """Append a contiguous array."""
@@ -455,3 +468,148 @@ def _stored(name: str, dtype: DTypeLike) -> np.dtype[Any]:
             f"one such as np.int32."
         )
     return stored
+
+
+# Megatron -----------------------------------------------------------------------------------------
+
+#     .bin = tokens of all sequences
+#     .idx = header | lengths, int32 | pointers, int64 | documents, int64
+#     header = magic, 9 bytes | version, 8 | dtype code, 1 | sequences, 8 | documents, 8
+#
+# All numbers are little-endian. `lengths[i]` tokens from byte `pointers[i]` on are sequence i.
+# Document i is the sequences `documents[i]` to `documents[i + 1]`; the array has one entry more
+# than there are documents, and the header counts its entries.
+
+_INDEX_MAGIC = b"MMIDIDX\0\0"
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
+Unit: TypeAlias = Literal["document", "sequence"]
+_ENDS = (".bin", ".idx")
+
+
+class MegatronTokens(MappedTokens):
+    """Samples of files that Megatron's `preprocess_data.py` wrote, concatenated.
+
+    `paths` is a path, a pattern such as `"data/*.idx"`, or a list of either; a path is the name of
+    either file of a pair, or what both names share. A sample is a document, or a sequence with
+    `unit="sequence"`; they differ if documents were split into sentences. Those without tokens are
+    left out. `source[i]` has `input_ids`, a read-only view of the mapped file. Every process opens
+    the files on first use and reads the indices once.
+
+        MegatronTokens("data/wiki_text_document")
+    """
+
+    def __init__(self, paths: Paths, *, unit: Unit = "document") -> None:
+        one_of("unit", unit, Unit)
+        files = files_of(paths)
+        names = [path.with_suffix("") if path.suffix in _ENDS else path for path in files]
+        self.paths = list(dict.fromkeys(names))
+        self.unit = unit
+
+    def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
+        shard, number = self._locate(item)
+        return {"input_ids": self._files[shard].tokens(number)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Covers number and sizes of samples and files, and 64 blocks of 64 KiB of the files (see
+        `files_digest`). Not their names."""
+        contents = files_digest([file for path in self.paths for file in _pair(path)])
+        return digest_of(f"megatron {self.unit} {self.shards.tolist()} ", contents).hex()
+
+    def _open(self, path: Path) -> _Sequences:
+        data_path, index_path = _pair(path)
+        index, data = _mapped(index_path), _mapped(data_path)
+        dtype, sizes, pointers, documents = _index_columns(index_path, index)
+        spans, lengths = None, sizes
+        # Documents [0, 1, 2, 3] of 3 sequences are one sequence each.
+        if self.unit == "document" and not np.array_equal(documents, np.arange(len(sizes) + 1)):
+            if len(documents) < 1 or documents[0] != 0 or documents[-1] != len(sizes):
+                raise _damaged(index_path, f"its documents do not span {len(sizes)} sequences")
+            if (np.diff(documents) < 0).any():
+                raise _damaged(index_path, "its documents are not in order")
+            spans = documents[:-1], documents[1:]
+            lengths = np.diff(offsets_of(sizes.astype(np.int64))[documents])
+        if not (lengths > 0).all():
+            kept = np.flatnonzero(lengths)
+            spans = (kept, kept + 1) if spans is None else (spans[0][kept], spans[1][kept])
+            lengths = lengths[kept]
+        return _Sequences(data_path, data, dtype, sizes, pointers, spans, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """An opened pair of files.
+
+    spans    the first sequence of each sample, and the one after its last; None if sample i is
+             sequence i
+    lengths  of the samples
+    """
+
+    path: Path
+    data: mmap.mmap | bytes
+    dtype: np.dtype[Any]
+    sizes: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    spans: tuple[IntArray, IntArray] | None
+    lengths: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def lengths_of(self, at: IntArray) -> IntArray:
+        """The lengths of samples of this file."""
+        return self.lengths[at].astype(np.int64)
+
+    def tokens(self, number: int) -> NDArray[Any]:
+        """The tokens of a sample; a view if its sequences follow each other in the file."""
+        first, end = number, number + 1
+        if self.spans is not None:
+            first, end = (int(bound[number]) for bound in self.spans)
+        sizes = self.sizes[first:end].astype(np.int64) * self.dtype.itemsize
+        starts = self.pointers[first:end]
+        if (starts[1:] == starts[:-1] + sizes[:-1]).all():
+            return self._view(int(starts[0]), int(sizes.sum()))
+        parts = zip(starts.tolist(), sizes.tolist(), strict=True)
+        return np.concatenate([self._view(start, size) for start, size in parts])
+
+    def _view(self, start: int, size: int) -> NDArray[Any]:
+        if not 0 <= start <= start + size <= len(self.data):
+            raise _damaged(
+                self.path, f"a sample spans bytes {start} to {start + size} of {len(self.data)}"
+            )
+        return np.frombuffer(self.data, self.dtype, size // self.dtype.itemsize, start)
+
+
+def _index_columns(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype[Any], Any, Any, Any]:
+    """The dtype of tokens, and the arrays lengths, pointers and documents of an index."""
+    if index[: len(_INDEX_MAGIC)] != _INDEX_MAGIC:
+        raise FileError(
+            f"{path} is not an index of Megatron's memory-mapped format. Write one with "
+            f"preprocess_data.py."
+        )
+    size = _INDEX_HEADER.size
+    if len(index) < size:
+        raise _damaged(path, f"it has {len(index)} bytes")
+    _, version, code, sequences, documents = _INDEX_HEADER.unpack(index[:size])
+    if version != 1 or code not in CODES:
+        raise FileError(f"{path} has version {version} and dtype {code}, which are unknown.")
+    dtype = np.dtype(f"<{CODES[code]}")
+    if dtype.kind == "f":
+        raise FileError(f"{path} is an index of {dtype} values, expected integer tokens.")
+    expected = size + 12 * sequences + 8 * documents
+    if len(index) == expected + sequences and sequences:
+        raise FileError(f"{path} has a mode per sequence. Only text is read; write it without.")
+    if len(index) != expected:
+        raise _damaged(path, f"it has {len(index)} bytes instead of {expected}")
+    lengths = np.frombuffer(index, "<i4", sequences, size)
+    pointers = np.frombuffer(index, "<i8", sequences, size + 4 * sequences)
+    ends = np.frombuffer(index, "<i8", documents, size + 12 * sequences)
+    if sequences and lengths.min() < 0:
+        raise _damaged(path, f"a sequence has {lengths.min()} tokens")
+    return dtype, lengths, pointers, ends
+
+
+def _pair(path: Path) -> tuple[Path, Path]:
+    """The names of both files, which share `path`."""
+    return path.with_name(f"{path.name}.bin"), path.with_name(f"{path.name}.idx")
