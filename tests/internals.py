@@ -81,7 +81,13 @@ if TYPE_CHECKING:
     from evenstep.data import steps as epoch_steps_module
     from evenstep.data.corpus import default_workers, task_size
     from evenstep.data.dataset import as_measured
-    from evenstep.data.files import files_digest, files_of, is_token_list, list_lengths
+    from evenstep.data.files import (
+        as_tokenize,
+        files_digest,
+        files_of,
+        is_token_list,
+        list_lengths,
+    )
     from evenstep.data.order import (
         EpochOrder,
         ReaderShares,
@@ -103,7 +109,6 @@ if TYPE_CHECKING:
     )
     from evenstep.data.steps import StreamPosition
     from evenstep.data.stream import Stream
-    from evenstep.data.text import RowDecoder, as_tokenize
     from evenstep.data.token_file import CODES, HEADER_SIZE, Header
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation

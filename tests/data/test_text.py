@@ -1,6 +1,9 @@
 """Any tokenizer becomes a function from text to ids, and errors name the row."""
 
+import json
 import pickle
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from evenstep.data import Jsonl
 from evenstep.errors import ConfigError, InputError
-from tests.internals import ItemTransform, RowDecoder, as_tokenize
+from tests.internals import as_tokenize
 
 
 def word_level() -> Tokenizer:
@@ -58,9 +62,11 @@ def test_anything_but_a_tokenizer_is_refused() -> None:
 
 
 def decoded(row: Any, tokenizer: Any = None, transform: Any = None) -> Any:
-    return RowDecoder("text", as_tokenize(tokenizer), ItemTransform.of(transform)).decode(
-        row, "a.jsonl, line 4"
-    )
+    """What becomes of the row in line 4 of a.jsonl."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.jsonl")
+        path.write_text("\n\n\n" + json.dumps(row))
+        return Jsonl(path, field="text", tokenizer=tokenizer, transform=transform)[0]
 
 
 def test_a_row_becomes_the_tokens_of_its_field() -> None:
@@ -113,4 +119,4 @@ def test_an_error_in_the_callers_code_gets_a_note_with_the_row() -> None:
 
     with pytest.raises(KeyError) as caught:
         decoded({"text": "x"}, transform=transform)
-    assert caught.value.__notes__ == ["raised for a.jsonl, line 4"]
+    assert [note[-15:] for note in caught.value.__notes__] == ["a.jsonl, line 4"]

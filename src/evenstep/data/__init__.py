@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
-    from evenstep.data.corpus import Corpus
+    from evenstep.data.corpus import ChatEncoder, Corpus
     from evenstep.data.dataset import InMemory, Iterated, Lengths, Mapped, MeasuredMapped, as_source
     from evenstep.data.feed import FedMicroBatch, Feed
     from evenstep.data.files import Jsonl, ParquetText
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         SequentialSource,
     )
     from evenstep.data.stream import separate_lengths, until_all_end
-    from evenstep.data.text import ChatEncoder
     from evenstep.data.token_file import (
         MegatronTokens,
         TokenFile,
@@ -69,7 +68,7 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
-            "corpus": ["Corpus"],
+            "corpus": ["ChatEncoder", "Corpus"],
             "dataset": ["InMemory", "Iterated", "Lengths", "Mapped", "MeasuredMapped", "as_source"],
             "feed": ["FedMicroBatch", "Feed"],
             "files": ["Jsonl", "ParquetText"],
@@ -83,7 +82,6 @@ if not TYPE_CHECKING:
                 "SequentialSource",
             ],
             "stream": ["separate_lengths", "until_all_end"],
-            "text": ["ChatEncoder"],
             "token_file": ["MegatronTokens", "TokenFile", "TokenFileWriter", "write_token_file"],
         },
     )

@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -31,6 +31,8 @@ from evenstep.data.files import (
     Jsonl,
     ParquetText,
     SavedDatasets,
+    Tokenize,
+    as_tokenize,
     is_saved_dataset,
     matches,
     refuse_compressed,
@@ -44,15 +46,6 @@ from evenstep.data.source import (
     digest_of,
     length_of,
     read_samples,
-)
-from evenstep.data.text import (
-    ChatEncoder,
-    Tokenize,
-    as_tokenize,
-    check_folder,
-    encode_row,
-    load_tokenizer,
-    vocabulary,
 )
 from evenstep.data.token_file import MegatronTokens, TokenFile, TokenFileWriter
 from evenstep.errors import ConfigError, EvenstepError, FileError, InputError, SampleError
@@ -151,6 +144,160 @@ def _index(path: Path) -> Path:
     """The `.idx` file of a `.bin` file, if there is one; any other file as it is."""
     index = path.with_suffix(".idx")
     return index if path.suffix == ".bin" and index.is_file() else path
+
+
+# Tokenizers ---------------------------------------------------------------------------------------
+
+BYTES = 256
+
+
+def check_folder(folder: str | None) -> None:
+    """Raise unless the folder exists; None needs none."""
+    if folder is not None and not Path(folder).is_dir():
+        raise FileError(f"data.tokenizer: {folder} is not a folder. Give that of a tokenizer.")
+
+
+def load_tokenizer(folder: str | None) -> Any:
+    """The Hugging Face tokenizer in a folder; None for None, which means UTF-8 bytes.
+
+    Nothing is downloaded and no code of the folder is run.
+    """
+    if folder is None:
+        return None
+    check_folder(folder)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            'data.tokenizer needs transformers. Install it with pip install "evenstep[hf]".'
+        ) from None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FileError(f"data.tokenizer: {folder} holds no tokenizer ({reason}).") from None
+
+
+def vocabulary(tokenizer: Any) -> int:
+    """One more than the largest token id.
+
+    >>> vocabulary(None)
+    256
+    """
+    return BYTES if tokenizer is None else len(tokenizer)
+
+
+# Chats --------------------------------------------------------------------------------------------
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+_MARK = "{% generation %}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEncoder:
+    """Turns the messages of a chat into `input_ids` and a `loss_mask`.
+
+    With a Hugging Face tokenizer, its chat template is applied, or `template`. If the template
+    marks what the assistant generates, these tokens count in the loss. Otherwise those that an
+    assistant's message adds to the text before it do. Without a tokenizer, tokens are bytes and
+    each message is `<role>\\n`, its content and `</role>\\n`.
+
+    >>> chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    >>> sample = ChatEncoder().encode(chat)
+    >>> bytes(sample["input_ids"][sample["loss_mask"] == 1].tolist())
+    b'2</assistant>\\n'
+    """
+
+    tokenizer: Any = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None and self.template is not None:
+            raise ConfigError("data.template needs data.tokenizer. Set it, or remove the template.")
+        if self.tokenizer is not None and self._template is None:
+            raise ConfigError(
+                "the tokenizer has no chat template. Set data.template to a file with one."
+            )
+
+    @property
+    def _template(self) -> str | None:
+        template: str | None = self.template or getattr(self.tokenizer, "chat_template", None)
+        return template
+
+    def encode(self, messages: Messages, masked: bool = True) -> dict[str, NDArray[Any]]:
+        """The sample of one chat. Unless it is `masked`, the template is applied only once."""
+        _check_chat(messages)
+        if self.tokenizer is None:
+            return _as_bytes(messages)
+        if not masked:
+            return {"input_ids": np.asarray(self._apply(messages)["input_ids"], np.int64)}
+        if _MARK in str(self._template):
+            encoded = self._apply(messages, return_assistant_tokens_mask=True)
+            mask = encoded.get("assistant_masks", encoded.get("assistant_tokens_mask"))
+        else:
+            encoded = self._apply(messages)
+            mask = self._added(messages, encoded["input_ids"])
+        return {
+            "input_ids": np.asarray(encoded["input_ids"], np.int64),
+            "loss_mask": np.asarray(mask, np.uint8),
+        }
+
+    def _apply(self, messages: Messages, **options: Any) -> Mapping[str, Any]:
+        encoded: Mapping[str, Any] = self.tokenizer.apply_chat_template(
+            list(messages), chat_template=self.template, tokenize=True, return_dict=True, **options
+        )
+        return encoded
+
+    def _added(self, messages: Messages, whole: Sequence[int]) -> NDArray[np.uint8]:
+        """1 for the tokens that each message of the assistant adds."""
+        mask = np.zeros(len(whole), np.uint8)
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._apply(messages[:number], add_generation_prompt=True)["input_ids"]
+            after = self._apply(messages[: number + 1])["input_ids"]
+            whole_so_far = list(whole[: len(after)])
+            if list(after[: len(before)]) != list(before) or whole_so_far != list(after):
+                raise InputError(
+                    "the chat template changes earlier messages when later ones are added, so the "
+                    "assistant's tokens are unknown. Mark them in the template with "
+                    "{% generation %} and {% endgeneration %}."
+                )
+            mask[len(before) : len(after)] = 1
+        return mask
+
+
+def _check_chat(messages: object) -> None:
+    if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
+        raise InputError(
+            "a chat must be a list of messages, each with a role and a content that is text."
+        )
+
+
+def _is_message(value: object) -> bool:
+    keys = ("role", "content")
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in keys)
+
+
+def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
+    texts: list[bytes] = []
+    trained: list[int] = []  # per text: 1 if it counts in the loss
+    for message in messages:
+        role = message["role"]
+        texts += [f"<{role}>\n".encode(), f"{message['content']}</{role}>\n".encode()]
+        trained += [0, int(role == "assistant")]
+    return {
+        "input_ids": np.frombuffer(b"".join(texts), np.uint8).astype(np.int64),
+        "loss_mask": np.repeat(np.array(trained, np.uint8), [len(text) for text in texts]),
+    }
+
+
+def encode_row(encoder: ChatEncoder, field: str, masked: bool, row: Any) -> dict[str, NDArray[Any]]:
+    """The sample of a row with the messages of a chat in `field`; see `ChatEncoder.encode`."""
+    if not isinstance(row, Mapping) or field not in row:
+        raise InputError(f"a chat must have a field {field!r} with its messages. Set data.field.")
+    return encoder.encode(row[field], masked)
 
 
 # Numbers of tokens --------------------------------------------------------------------------------

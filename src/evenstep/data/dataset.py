@@ -234,8 +234,7 @@ class Mapped(TransformedItems):
     def fingerprint(self) -> str:
         """Covers the number of items, and 16 samples as they are read, evenly spread; so also the
         transform. Not the samples if two reads of them differ. Not the dataset's name or path."""
-        samples = samples_digest(lambda item: self._read(item, Draw(item, 0, 0)), spread(len(self)))
-        return digest_of(f"mapped {len(self)} ", samples).hex()
+        return digest_of(f"mapped {len(self)} ", self._samples_digest(len(self))).hex()
 
     def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
         dataset: Any = self.dataset
@@ -245,7 +244,7 @@ class Mapped(TransformedItems):
         return self.transform(dataset.drawn(item, draw) if drawn else dataset[index(item)], draw)
 
 
-class MeasuredMapped(TransformedItems):
+class MeasuredMapped(Mapped):
     """A dataset whose items are single samples of known length.
 
     `lengths` are those of the samples that `transform` returns, one per item, or the name of a
@@ -267,19 +266,11 @@ class MeasuredMapped(TransformedItems):
         lengths: ArrayLike | str | None = None,
         transform: Transform | None = None,
     ) -> None:
-        self._source = Mapped(dataset, transform=transform)
+        super().__init__(dataset, transform=transform)
         self._lengths_or_column = lengths
 
-    def __len__(self) -> int:
-        return len(self._source)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether the transform takes a sample's id, epoch or seed."""
-        return self._source.seeded
-
     def _read(self, item: int, draw: Draw | None = None) -> Sample:
-        sample = self._source._read(item, draw)
+        sample = super()._read(item, draw)
         if isinstance(sample, list):
             raise InputError(
                 f"item {item} is a list, that is several samples, but has one length. Return one "
@@ -296,15 +287,15 @@ class MeasuredMapped(TransformedItems):
     def fingerprint(self) -> str:
         """Covers what that of `Mapped` does, and all lengths."""
         lengths = self._lengths.astype("<i8").tobytes()
-        return digest_of(f"measured {self._source.fingerprint} ", lengths).hex()
+        return digest_of(f"measured {super().fingerprint} ", lengths).hex()
 
     @cached_property
     def _lengths(self) -> IntArray:
         lengths: Any = self._lengths_or_column
-        source, plain = self._source, self._source.transform.function is None
         if lengths is None:
-            read = None if plain else lambda item: source._read(item, Draw(item, 0, 0))
-            lengths = measured_lengths(source.dataset, read)
+            plain = self.transform.function is None
+            read = None if plain else lambda item: Mapped._read(self, item, Draw(item, 0, 0))
+            lengths = measured_lengths(self.dataset, read)
         elif isinstance(lengths, str):
             lengths = self._column(lengths)
         lengths = np.asarray(lengths)
@@ -321,7 +312,7 @@ class MeasuredMapped(TransformedItems):
         return frozen(lengths.astype(np.int64))
 
     def _column(self, name: str) -> Any:
-        dataset: Any = self._source.dataset
+        dataset: Any = self.dataset
         columns = getattr(dataset, "column_names", None)
         if not (isinstance(columns, list) and name in columns):
             raise InputError(

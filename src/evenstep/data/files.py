@@ -10,18 +10,21 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.text import counted, short_repr
 from evenstep.data.source import (
+    LOSS_MASKS,
     Draw,
     ItemTransform,
     Progress,
@@ -29,10 +32,8 @@ from evenstep.data.source import (
     Transform,
     TransformedItems,
     digest_of,
-    samples_digest,
     spread,
 )
-from evenstep.data.text import RowDecoder, as_tokenize, other_field
 from evenstep.errors import ConfigError, FileError, InputError
 
 # Paths --------------------------------------------------------------------------------------------
@@ -71,17 +72,13 @@ def refuse_empty(source: Any) -> None:
     """Raise if a source of files, or a wrapper of one, has no samples: a stream of it would end
     without a step. No samples in memory are no steps."""
     files = source
-    while not hasattr(files, "paths"):  # Mapped has a dataset, MeasuredMapped a Mapped
-        inner = vars(files) if hasattr(files, "__dict__") else {}
-        files = inner.get("dataset", inner.get("_source"))
-        if files is None:
-            return
-    paths = files.paths
-    if not paths or len(source):
-        return
-    count = len(paths) - 1
-    more = f" and {count} more {'file' if count == 1 else 'files'}" if count else ""
-    raise InputError(f"no samples in {paths[0]}{more}. Check the files.")
+    while not hasattr(files, "paths") and hasattr(files, "dataset"):
+        files = files.dataset
+    paths = getattr(files, "paths", ())
+    if paths and not len(source):
+        others = len(paths) - 1
+        more = f" and {counted(others, 'more file')}" if others else ""
+        raise InputError(f"no samples in {paths[0]}{more}. Check the files.")
 
 
 def refuse_compressed(path: Path) -> None:
@@ -277,11 +274,65 @@ def _read_at(file: int, begin: int, size: int) -> bytes:
 
 # Rows ---------------------------------------------------------------------------------------------
 
+Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+Tokenize: TypeAlias = Callable[[str], Tokens]
+
+
+def as_tokenize(tokenizer: Any = None) -> Tokenize:
+    """A function from text to token ids, for any kind of tokenizer.
+
+    None gives UTF-8 bytes as tokens. A callable is called; it returns ids or, as in
+    `transformers`, a mapping with `input_ids`. Of other objects (`tokenizers`, `tiktoken`,
+    `sentencepiece`), `encode` is called. The function can be pickled if the tokenizer can.
+
+    >>> as_tokenize()("hé").tolist()
+    [104, 195, 169]
+    >>> as_tokenize(lambda text: {"input_ids": [ord(c) for c in text]})("ab")
+    [97, 98]
+    """
+    if tokenizer is None:
+        return _utf8
+    encode = tokenizer if callable(tokenizer) else getattr(tokenizer, "encode", None)
+    if callable(encode):
+        return partial(_ids, encode)
+    raise ConfigError(
+        f"expected a tokenizer, got {type(tokenizer).__name__}. Pass a function from str to ids, "
+        f"an object with an encode method, or None for UTF-8 bytes."
+    )
+
+
+def _utf8(text: str) -> Tokens:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def _ids(encode: Callable[[str], Any], text: str) -> Tokens:
+    encoded = encode(text)
+    tokens: Tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+    return getattr(tokens, "ids", tokens)  # `tokenizers` gives an Encoding
+
+
+def other_field(names: Collection[str]) -> str:
+    """What to do about a row that lacks a field, but has fields of these names.
+
+    >>> other_field(["messages", "id"])
+    'This looks like chat data: set data.format to chat'
+    """
+    if "messages" in names:
+        return "This looks like chat data: set data.format to chat"
+    return "Set field to one of them"
+
 
 class RowSource(Shards, TransformedItems):
-    """What sources of rows share: a row of a file is decoded into a sample, or several."""
+    """What sources of rows share: a row of a file becomes a sample, or several.
+
+    That is by `transform`, or as the tokens of its `field`, which is text or, without a tokenizer,
+    a list of token ids. Without a field it is `text`, or `input_ids` of a row without text. A row
+    with a list of `input_ids` is a sample as it is; labels and loss masks beside another field are
+    an error, unless only tokens are counted.
+    """
 
     _default_field: str | None = "text"
+    _counting = False
 
     def __init__(
         self,
@@ -292,23 +343,23 @@ class RowSource(Shards, TransformedItems):
         transform: Transform | None = None,
     ) -> None:
         self.paths = files_of(paths)
-        self._decoder = RowDecoder(
-            field or self._default_field, as_tokenize(tokenizer), ItemTransform.of(transform)
-        )
+        self.field = field or self._default_field
+        self.transform = ItemTransform.of(transform)
+        self._tokenize = as_tokenize(tokenizer)
 
     @abstractmethod
     def _row(self, item: int) -> tuple[Any, str]:
         """(the row, its file and line)."""
 
     @property
-    def seeded(self) -> bool:
-        """Whether the transform takes a sample's id, epoch or seed."""
-        return self._decoder.transform.seeded
+    def has_tokens(self) -> bool:
+        """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
+        return len(self) > 0 and self._is_sample(self._row(0)[0])
 
     def counting(self) -> Any:
         """The same rows, of which only tokens are counted: labels and masks may be lost."""
         other = copy(self)
-        other._decoder = replace(self._decoder, counting=True)
+        other._counting = True
         return other
 
     def list_lengths(self, progress: Progress) -> IntArray | None:
@@ -316,23 +367,107 @@ class RowSource(Shards, TransformedItems):
         does not tell, or the first file holds anything else."""
         return None
 
+    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
+        row, where = self._row(item)
+        try:
+            if self.transform.function is not None:
+                return self.transform(row, draw)
+            return self._decode(row, where)
+        except Exception as error:
+            error.add_note(f"raised for {where}")
+            raise
+
+    def _decode(self, row: Any, where: str) -> Sample:
+        field = self._checked_field(row, where)
+        value, is_sample = row[field], self._is_sample(row)
+        if not (is_sample or self._counting):
+            _check_masks(row, field, where)
+        if not isinstance(value, str):
+            tokens = self._token_list(value, field, where)
+            return {**row, "input_ids": tokens} if is_sample else {"input_ids": tokens}
+        array = np.asarray(self._tokenize(value))
+        if array.ndim == 1 and not len(array):
+            array = np.zeros(0, np.int64)  # numpy makes [] floats
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InputError(
+                f"{where}: the tokenizer must return a flat sequence of integer ids, got "
+                f"{array.dtype} of shape {array.shape}. Pass a function from one text to its ids."
+            )
+        return {"input_ids": array}
+
+    def _field_of(self, row: Any) -> str | None:
+        """The field that is read of a row; None if the row lacks it, or a transform reads it."""
+        if self.transform.function is not None or not isinstance(row, Mapping):
+            return None
+        field = self.field or ("text" if "text" in row else "input_ids")
+        return field if field in row else None
+
+    def _is_sample(self, row: Any) -> bool:
+        """Whether a row is a sample as it is, with a list of `input_ids`."""
+        return self._field_of(row) == "input_ids" and isinstance(row["input_ids"], list)
+
     @cached_property
     def _first_field(self) -> str | None:
         """What is read of the first row, if rows decide that; None if it cannot be read."""
-        if self._decoder.field is not None:
-            return None
         try:
-            return self._decoder.field_of(self._row(0)[0])
+            return None if self.field else self._field_of(self._row(0)[0])
         except InputError:
             return None
 
-    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
-        row, where = self._row(item)
-        return self._decoder.decode(row, where, draw, self._first_field)
+    def _checked_field(self, row: Any, where: str) -> str:
+        if not isinstance(row, Mapping):
+            raise InputError(
+                f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
+                f"per row, or pass a transform."
+            )
+        field = self._field_of(row)
+        if field is None:
+            has = ", ".join(map(repr, list(row)[:20])) or "none"
+            raise InputError(
+                f"{where}: no field {self.field or 'text'!r}; the row has {has}. "
+                f"{other_field(row)}, or pass a transform."
+            )
+        if self._first_field not in (None, field):
+            raise InputError(
+                f"{where}: the row has {field!r}, but the first one has {self._first_field!r}. "
+                f"Keep rows of text and rows of tokens in separate files, or pass a transform."
+            )
+        if self.field is None and self._tokenize is _utf8 and {"text", "input_ids"} <= row.keys():
+            raise InputError(
+                f"{where}: the row has both 'text' and 'input_ids'. Set field to one of them, or "
+                f"pass a transform."
+            )
+        return field
 
-    def _samples_digest(self, count: int) -> bytes:
-        """A digest of 16 of the first `count` items, as epoch 0 of seed 0 draws them."""
-        return samples_digest(lambda item: self._read(item, Draw(item, 0, 0)), spread(count))
+    def _token_list(self, value: Any, field: str, where: str) -> NDArray[np.integer[Any]]:
+        fault, remedy = "", "Correct the row, or pass a transform"
+        if not isinstance(value, list):
+            fault = f"must be a str, got {type(value).__name__}"
+        elif odd := [token for token in value if type(token) is not int]:
+            fault = f"has {short_repr(odd[0])} in its list, expected token ids"
+        elif self._tokenize is not _utf8:
+            fault = "is a list of token ids, on which the tokenizer has no effect"
+            remedy = "Remove the tokenizer, or choose another field"
+        if fault:
+            raise InputError(f"{where}: field {field!r} {fault}. {remedy}.")
+        return np.array(value, np.int64)
+
+
+def _check_masks(row: Mapping[str, Any], field: str, where: str) -> None:
+    """Raise if a row says which tokens are trained, and that would be lost."""
+    for name in ("labels", *LOSS_MASKS):
+        value = row.get(name)
+        if value is None or (name == "labels" and not isinstance(value, list)):
+            continue  # a label of the whole text is not about tokens
+        remedy = f"Remove {name!r}"
+        if "input_ids" in row:
+            remedy = f"Set field to 'input_ids', which is read with {name!r}"
+        elif isinstance(row[field], list):
+            remedy = f"Rename {field!r} to 'input_ids', or remove {name!r}"
+        raise InputError(
+            f"{where}: the row has {name!r}, but only {field!r} is read. {remedy}, or pass a "
+            f"transform."
+        )
 
 
 class Jsonl(RowSource):
@@ -362,11 +497,6 @@ class Jsonl(RowSource):
 
     def _open(self, path: Path) -> LineFile:
         return LineFile(path)
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
-        return len(self) > 0 and self._decoder.has_tokens(self._row(0)[0])
 
     def _row(self, item: int) -> tuple[Any, str]:
         shard, number = self._locate(item)
@@ -425,7 +555,7 @@ class ParquetText(RowSource):
     @property
     def _columns(self) -> list[str] | None:
         """The columns that are read; None: all."""
-        return None if self._decoder.transform.function else [str(self._decoder.field)]
+        return None if self.transform.function else [str(self.field)]
 
     def _row(self, item: int) -> tuple[Any, str]:
         shard, number = self._locate(item)
@@ -464,7 +594,7 @@ class ParquetText(RowSource):
 
     def list_lengths(self, progress: Progress) -> IntArray | None:
         """The lengths of the token lists in `field`, one row group after the other."""
-        name = str(self._decoder.field)
+        name = str(self.field)
 
         def chunks(path: Path) -> Iterator[Any]:
             with reading_parquet(path) as parquet, parquet.ParquetFile(path) as opened:
@@ -631,7 +761,7 @@ class SavedDatasets(RowSource):
 
     def list_lengths(self, progress: Progress) -> IntArray | None:
         """The lengths of the token lists in `field`, from Arrow."""
-        name = str(self._decoder.field)
+        name = str(self.field)
         named = zip(self.paths, self._files, strict=True)
         columns = [dataset_column(dataset, name, str(path)) for path, dataset in named]
         return column_lengths(columns, name, progress)

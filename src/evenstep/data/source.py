@@ -95,26 +95,6 @@ class SeededSource(Protocol):
         """What `source[item]`, or `decode(item)` of a raw item, is in this epoch."""
 
 
-class TransformedItems(ABC):
-    """What sources by index share whose items go through a transform, which may be seeded."""
-
-    @abstractmethod
-    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
-        """The samples of an item. Raises an IndexError if there is no such item."""
-
-    @property
-    @abstractmethod
-    def seeded(self) -> bool:
-        """Whether the transform takes a sample's id, epoch or seed."""
-
-    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
-        return self._read(item)
-
-    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
-        """An item with a seeded transform."""
-        return self._read(item, draw)
-
-
 def shards_of(source: SampleSource) -> IntArray:
     """The first item of every shard of a source, and the number of all items; one shard, if the
     source has no files.
@@ -305,6 +285,32 @@ def parameters_of(function: Callable[..., Any], skip: int = 0) -> set[str]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     first = [p for p in parameters if p.kind != inspect.Parameter.KEYWORD_ONLY][:skip]
     return {p.name for p in parameters if p.kind in named and p not in first}
+
+
+class TransformedItems(ABC):
+    """What sources by index share whose items go through a transform, which may be seeded."""
+
+    transform: ItemTransform
+
+    @abstractmethod
+    def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
+        """The samples of an item. Raises an IndexError if there is no such item."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the transform takes a sample's id, epoch or seed."""
+        return self.transform.seeded
+
+    def __getitem__(self, item: int, /) -> Sample | list[Sample]:
+        return self._read(item)
+
+    def drawn(self, item: int, draw: Draw) -> Sample | list[Sample]:
+        """An item with a seeded transform."""
+        return self._read(item, draw)
+
+    def _samples_digest(self, count: int) -> bytes:
+        """A digest of 16 of the first `count` items, as epoch 0 of seed 0 draws them."""
+        return samples_digest(lambda item: self._read(item, Draw(item, 0, 0)), spread(count))
 
 
 # Digests ------------------------------------------------------------------------------------------
