@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import signal
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -85,7 +83,7 @@ def corpus_files(paths: Iterable[str]) -> list[Path]:
     """
     files: dict[Path, None] = {}
     for path in paths:
-        new = [file for each in matches(path) for file in _files(each)]
+        new = [file for match in matches(path) for file in _files(match)]
         if not new:
             raise FileError(f"data.paths: {path} has no files. Check the path.")
         for file in new:
@@ -94,20 +92,36 @@ def corpus_files(paths: Iterable[str]) -> list[Path]:
     return list(files)
 
 
+def _files(path: Path) -> list[Path]:
+    if is_saved_dataset(path):
+        return [path]
+    if path.is_dir():  # without hidden files, and without linked folders, which may be cycles
+        inner = [each for each in sorted(path.iterdir()) if not each.name.startswith(".")]
+        shown = [each for each in inner if not (each.is_symlink() and each.is_dir())]
+        return [file for each in shown for file in _files(each)]
+    if path.is_file():
+        index = path.with_suffix(".idx")
+        return [index if path.suffix == ".bin" and index.is_file() else path]
+    # Megatron's tools name both files by what they share.
+    index = path.with_name(f"{path.name}.idx")
+    return [index] if index.is_file() else []
+
+
 def format_of(files: list[Path]) -> Format:
     """The format of the files by their names; all must have the same.
 
     >>> format_of([Path("a.jsonl"), Path("b.jsonl")])
     'jsonl'
     """
-    kinds = {_format(file): file for file in files}
+    kinds: dict[Format, Path] = {}
+    for file in files:
+        kinds["dataset" if file.is_dir() else FORMATS.get(file.suffix.lower(), "text")] = file
     if len(kinds) > 1:
         named = " and ".join(f"{file.name} ({kind})" for kind, file in kinds.items())
         raise ConfigError(
             f"data.paths mix formats: {named}. Set data.format, or name files of one format."
         )
-    (kind,) = kinds
-    return kind
+    return next(iter(kinds))
 
 
 def statuses(files: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
@@ -117,74 +131,6 @@ def statuses(files: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
         data = file.with_suffix(".bin") if file.suffix == ".idx" else file
         paths += sorted(file.iterdir()) if file.is_dir() else dict.fromkeys([file, data])
     return [(path, path.stat()) for path in paths if path.exists()]
-
-
-def _format(file: Path) -> Format:
-    return "dataset" if file.is_dir() else FORMATS.get(file.suffix.lower(), "text")
-
-
-def _files(path: Path) -> list[Path]:
-    if is_saved_dataset(path):
-        return [path]
-    if path.is_dir():
-        return [file for each in sorted(path.iterdir()) if _shown(each) for file in _files(each)]
-    if path.is_file():
-        return [_index(path)]
-    # Megatron's tools name both files by what they share.
-    index = path.with_name(f"{path.name}.idx")
-    return [index] if index.is_file() else []
-
-
-def _shown(path: Path) -> bool:
-    """Whether a file of a folder counts: hidden ones do not, nor linked folders (may be cycles)."""
-    return not path.name.startswith(".") and not (path.is_symlink() and path.is_dir())
-
-
-def _index(path: Path) -> Path:
-    """The `.idx` file of a `.bin` file, if there is one; any other file as it is."""
-    index = path.with_suffix(".idx")
-    return index if path.suffix == ".bin" and index.is_file() else path
-
-
-# Tokenizers ---------------------------------------------------------------------------------------
-
-BYTES = 256
-
-
-def check_folder(folder: str | None) -> None:
-    """Raise unless the folder exists; None needs none."""
-    if folder is not None and not Path(folder).is_dir():
-        raise FileError(f"data.tokenizer: {folder} is not a folder. Give that of a tokenizer.")
-
-
-def load_tokenizer(folder: str | None) -> Any:
-    """The Hugging Face tokenizer in a folder; None for None, which means UTF-8 bytes.
-
-    Nothing is downloaded and no code of the folder is run.
-    """
-    if folder is None:
-        return None
-    check_folder(folder)
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError(
-            'data.tokenizer needs transformers. Install it with pip install "evenstep[hf]".'
-        ) from None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise FileError(f"data.tokenizer: {folder} holds no tokenizer ({reason}).") from None
-
-
-def vocabulary(tokenizer: Any) -> int:
-    """One more than the largest token id.
-
-    >>> vocabulary(None)
-    256
-    """
-    return BYTES if tokenizer is None else len(tokenizer)
 
 
 # Chats --------------------------------------------------------------------------------------------
@@ -227,7 +173,11 @@ class ChatEncoder:
 
     def encode(self, messages: Messages, masked: bool = True) -> dict[str, NDArray[Any]]:
         """The sample of one chat. Unless it is `masked`, the template is applied only once."""
-        _check_chat(messages)
+        chat: object = messages
+        if not (isinstance(chat, Sequence) and chat and all(map(_is_message, chat))):
+            raise InputError(
+                "a chat must be a list of messages, each with a role and a content that is text."
+            )
         if self.tokenizer is None:
             return _as_bytes(messages)
         if not masked:
@@ -268,13 +218,6 @@ class ChatEncoder:
         return mask
 
 
-def _check_chat(messages: object) -> None:
-    if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
-        raise InputError(
-            "a chat must be a list of messages, each with a role and a content that is text."
-        )
-
-
 def _is_message(value: object) -> bool:
     keys = ("role", "content")
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in keys)
@@ -309,20 +252,6 @@ Counts: TypeAlias = Iterator[tuple[IntArray, IntArray]]
 _TASK_ITEMS = 512  # items that one task counts
 _PER_WORKER = 16  # tasks, so that none waits long for the last
 _BYTES_PER_WORKER = 1 << 22  # of files that are worth one more process
-
-
-def count_tokens(
-    source: SampleSource, workers: int | None, engine: Engine, progress: Progress
-) -> IntArray:
-    """The number of tokens of every item: the same for any workers and engine."""
-    total, done = len(source), 0
-    counts = np.zeros(total, np.int64)
-    count = _count_on_ray if engine == "ray" and total else _count_here
-    for items, tokens in count(source, workers):
-        counts[items] = tokens
-        done += len(items)
-        progress(done, total)
-    return counts
 
 
 def default_workers(files: Iterable[Path]) -> int:
@@ -361,58 +290,43 @@ def _counts(source: SampleSource, items: IntArray) -> IntArray:
     )
 
 
-def _count_here(source: SampleSource, workers: int | None) -> Counts:
-    """In order, by this process or several. Each of those unpickles the source once, from a
-    file."""
-    total, workers = len(source), workers or 1
-    size = task_size(total, workers)
+def _count_here(source: SampleSource, workers: int) -> Counts:
+    """In order, by this process or several."""
+    total, size = len(source), task_size(len(source), workers)
     tasks = [np.arange(start, min(start + size, total)) for start in range(0, total, size)]
     if min(workers, len(tasks)) <= 1:
         yield from ((items, _counts(source, items)) for items in tasks)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "source")
-        path.write_bytes(pickle.dumps(source))
-        # Processes that are forked would inherit locks of the tokenizer's threads.
-        pool = ProcessPoolExecutor(
-            min(workers, len(tasks)),
-            mp_context=get_context("spawn"),
-            initializer=signal.signal,
-            initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C ends them through this process
-        )
-        try:
-            with _without_main_module():  # the processes start here
-                counts = pool.map(partial(_stored_counts, path), tasks)
-            yield from zip(tasks, counts, strict=True)
-        except BrokenProcessPool:
-            raise InputError(
-                "a process that counts tokens was killed, perhaps for its memory. Use fewer "
-                "workers."
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Processes that start within do not import the user's script, which would run it again: a
-    source has nothing of it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+    # Processes that are forked would inherit locks of the tokenizer's threads.
+    pool = ProcessPoolExecutor(
+        min(workers, len(tasks)), get_context("spawn"), _start_process, (source,)
+    )
+    # Processes that start while there is another main module do not import the user's script,
+    # which would run it again: a source has nothing of it.
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
-        yield
+        counts = pool.map(_counts_in_process, tasks)  # the processes start here
+        sys.modules["__main__"] = main
+        yield from zip(tasks, counts, strict=True)
+    except BrokenProcessPool:
+        raise InputError(
+            "a process that counts tokens was killed, perhaps for its memory. Use fewer workers."
+        ) from None
     finally:
         sys.modules["__main__"] = main
+        pool.shutdown(cancel_futures=True)
 
 
-def _stored_counts(path: Path, items: IntArray) -> IntArray:
-    return _counts(_load(path), items)
+_SOURCES: list[SampleSource] = []  # the one that a process counts
 
 
-@cache
-def _load(path: Path) -> SampleSource:
-    source: SampleSource = pickle.loads(path.read_bytes())
-    return source
+def _start_process(source: SampleSource) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends it through the first process
+    _SOURCES.append(source)
+
+
+def _counts_in_process(items: IntArray) -> IntArray:
+    return _counts(_SOURCES[0], items)
 
 
 # Ray Data -----------------------------------------------------------------------------------------
@@ -551,11 +465,7 @@ class Corpus:
         'data.tokenizer: nowhere is not a folder. Give that of a tokenizer.'
         """
         faults = []
-        for check in (
-            self._files_and_format,
-            lambda: check_folder(self.tokenizer),
-            self._template_text,
-        ):
+        for check in (self._files_and_format, self._check_tokenizer, self._template_text):
             try:
                 check()
             except EvenstepError as error:
@@ -584,21 +494,29 @@ class Corpus:
         with _in_words_of_settings():
             known = self._known_counts(kind, files, report)
             if known is None:
-                if workers is None and engine == "processes":
-                    workers = default_workers(files)
-                return count_tokens(self._source(kind, files, False), workers, engine, report)
+                source = self._source(kind, files, masked=False)
+                if engine == "ray" and len(source):
+                    parts = _count_on_ray(source, workers)
+                else:
+                    parts = _count_here(source, workers or default_workers(files))
+                counts, done = np.zeros(len(source), np.int64), 0
+                for items, tokens in parts:
+                    counts[items] = tokens
+                    done += len(items)
+                    report(done, len(source))
+                return counts
         if engine != "processes" or self.tokenizer is not None:
             idle = "data.tokenizer" if self.tokenizer is not None else f"the engine {engine}"
             raise ConfigError(f"{idle} has no effect on lists of tokens. Remove it.")
         return known
 
-    def _known_counts(self, kind: Format, files: list[Path], progress: Progress) -> IntArray | None:
+    def _known_counts(self, kind: Format, files: list[Path], report: Progress) -> IntArray | None:
         """The number of tokens of every sample of these files; None if they hold text."""
         if kind in TOKENS:
-            tokens = TOKENS[kind](files)
-            return tokens.lengths_of(np.arange(len(tokens)))
-        rows = ROWS[kind](files, field=self.field) if kind in ROWS else None
-        return None if rows is None else rows.list_lengths(progress)
+            source = TOKENS[kind](files)
+            return source.lengths_of(np.arange(len(source)))
+        rows = ROWS.get(kind)
+        return None if rows is None else rows(files, field=self.field).list_lengths(report)
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples as one token file at `path`, written unless it already holds them."""
@@ -643,25 +561,51 @@ class Corpus:
         """The samples of the files; those of chats without a loss mask unless `masked`."""
         if kind in TOKENS:
             return TOKENS[kind](files)
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = self._load_tokenizer()
         if kind == "text":
             return Mapped(files, transform=partial(_read_text, as_tokenize(tokenizer)))
         if kind == "chat":
             encoder = ChatEncoder(tokenizer, self._template_text())
             transform = partial(encode_row, encoder, self.field or "messages", masked)
-            return ROWS[format_of(files[:1])](files, transform=transform)
+            return ROWS.get(format_of(files[:1]), Jsonl)(files, transform=transform)
         rows = ROWS[kind](files, field=self.field, tokenizer=tokenizer)
         return rows if masked else rows.counting()
+
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
+            raise FileError(
+                f"data.tokenizer: {self.tokenizer} is not a folder. Give that of a tokenizer."
+            )
+
+    def _load_tokenizer(self) -> Any:
+        """The tokenizer; None for UTF-8 bytes. Nothing is downloaded and no code is run."""
+        self._check_tokenizer()
+        if self.tokenizer is None:
+            return None
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise ConfigError(
+                'data.tokenizer needs transformers. Install it with pip install "evenstep[hf]".'
+            ) from None
+        try:
+            return AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).partition("\n")[0]
+            raise FileError(
+                f"data.tokenizer: {self.tokenizer} holds no tokenizer ({reason})."
+            ) from None
+
+    def vocabulary(self) -> int:
+        """One more than the largest token id that the tokenizer gives."""
+        tokenizer = self._load_tokenizer()
+        return 256 if tokenizer is None else len(tokenizer)
 
     def _template_text(self) -> str | None:
         template = None if self.template is None else _text(Path(self.template))
         if self.template is not None and template is None:
             raise FileError(f"data.template: {self.template} cannot be read. Check the path.")
         return template
-
-    def vocabulary(self) -> int:
-        """One more than the largest token id that the tokenizer gives."""
-        return vocabulary(load_tokenizer(self.tokenizer))
 
     def _key(self, files: list[Path]) -> str:
         """What the token file depends on, as JSON."""
