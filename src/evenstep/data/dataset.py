@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import getattr_static
 from operator import index
 from os import PathLike
@@ -120,8 +120,11 @@ class Lengths:
     def __init__(self, lengths: NDArray[np.integer]) -> None:
         array: object = lengths
         if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"):
+            got = f"a {type(array).__name__}"
+            if isinstance(array, np.ndarray):
+                got = f"an array of shape {array.shape} and dtype {array.dtype}"
             raise InputError(
-                f"lengths must be a flat numpy array of integers, got {_what(lengths)}. Use "
+                f"lengths must be a flat numpy array of integers, got {got}. Use "
                 f"np.asarray(lengths), or np.load(..., mmap_mode='r') for a large file."
             )
         self._lengths = lengths
@@ -143,12 +146,6 @@ class Lengths:
             f"sample {item} cannot be read: the source holds only lengths. Read it from your own "
             f"dataset by its id, or pass the stream a source of samples."
         )
-
-
-def _what(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"
 
 
 # Samples in memory --------------------------------------------------------------------------------
@@ -297,7 +294,14 @@ class MeasuredMapped(Mapped):
             read = None if plain else lambda item: Mapped._read(self, item, Draw(item, 0, 0))
             lengths = measured_lengths(self.dataset, read)
         elif isinstance(lengths, str):
-            lengths = self._column(lengths)
+            columns = getattr(self.dataset, "column_names", None)
+            if not (isinstance(columns, list) and lengths in columns):
+                raise InputError(
+                    f"unknown column {lengths!r} for lengths; the {type(self.dataset).__name__} "
+                    f"has {columns or 'no named columns'}. Name another column, or pass the "
+                    f"lengths."
+                )
+            lengths = cast("Any", self.dataset).with_format("numpy")[lengths][:]
         lengths = np.asarray(lengths)
         if lengths.shape != (len(self),):
             raise InputError(
@@ -310,17 +314,6 @@ class MeasuredMapped(Mapped):
                 f"every item."
             )
         return frozen(lengths.astype(np.int64))
-
-    def _column(self, name: str) -> Any:
-        dataset: Any = self.dataset
-        columns = getattr(dataset, "column_names", None)
-        if not (isinstance(columns, list) and name in columns):
-            raise InputError(
-                f"unknown column {name!r} for lengths; the {type(dataset).__name__} has "
-                f"{columns if columns else 'no named columns'}. Name another column, or pass the "
-                f"lengths."
-            )
-        return dataset.with_format("numpy")[name][:]
 
 
 # Items one after the other ------------------------------------------------------------------------
@@ -415,7 +408,12 @@ class Iterated:
         if callable(set_epoch):
             set_epoch(epoch)
         if _is_hugging_face(items):
-            return _hugging_face(items, start, epoch)
+            # `skip` fixes the order of shards, which later epochs shuffle, and counts items before
+            # `split_dataset_by_node`. In those cases, items before `start` are read instead.
+            skips = start > 0 and epoch == 0 and getattr(items, "_distributed", None) is None
+            # Plain iteration omits the items of other DataLoader workers; batches do not.
+            batches = (items.skip(start) if skips else items).iter(batch_size=1)
+            return map(_only_row, batches), start if skips else 0
         if isinstance(items, Iterable):
             return items, 0
         wanted = {"start": start, "epoch": epoch}
@@ -428,19 +426,6 @@ def _is_hugging_face(items: object) -> bool:
         base.__name__ == "IterableDataset" and base.__module__.startswith("datasets.")
         for base in type(items).__mro__
     )
-
-
-def _hugging_face(dataset: Any, start: int, epoch: int) -> tuple[Iterable[Any], int]:
-    """All items of a Hugging Face stream, in every worker, and the index of the first.
-
-    `skip` fixes the order of shards, which later epochs shuffle, and counts items before
-    `split_dataset_by_node`. In those cases, items before `start` are read instead of skipped.
-    """
-    first = 0
-    if start and epoch == 0 and getattr(dataset, "_distributed", None) is None:
-        dataset, first = dataset.skip(start), start
-    # Plain iteration omits the items of other DataLoader workers; iterating over batches does not.
-    return map(_only_row, dataset.iter(batch_size=1)), first
 
 
 def _only_row(batch: Any) -> Any:
@@ -461,12 +446,7 @@ def as_source(value: object) -> Source:
     >>> as_source([{"input_ids": [5, 6]}])[0]
     {'input_ids': [5, 6]}
     """
-    if is_source(value):
-        return cast("Source", value)
-    kind = _kind(value)
-    if kind not in _WRAPPED:
-        raise _not_a_source(value, _REMEDIES[kind])
-    return _WRAPPED[kind](value)
+    return cast("Source", value) if is_source(value) else _wrap(value, Mapped)
 
 
 def as_measured(value: object, lengths: ArrayLike | None = None) -> MeasuredSource:
@@ -479,23 +459,19 @@ def as_measured(value: object, lengths: ArrayLike | None = None) -> MeasuredSour
     >>> as_measured([{"input_ids": [5, 6]}]).lengths_of(np.arange(1)).tolist()
     [2]
     """
-    if is_source(value):
-        if _has(value, *_BY_INDEX, "lengths_of"):
-            return cast("MeasuredSource", value)
-        refuse_empty(value)
-        if isinstance(value, Jsonl) and value.has_tokens:
-            return MeasuredMapped(cast("Any", value))
-        by_index = ", or measure it with MeasuredMapped(source)" if _has(value, *_BY_INDEX) else ""
-        raise ConfigError(
-            f"expected a source with known lengths, got {type(value).__name__}. Read it with a "
-            f"PooledStream{by_index}."
-        )
-    kind = _kind(value)
-    if kind == "samples":
-        return InMemory(cast("Any", value))
-    if kind == "dataset":
-        return MeasuredMapped(cast("Any", value), lengths=lengths)
-    raise _not_a_source(value, _MEASURED_REMEDIES.get(kind, _REMEDIES.get(kind, "")))
+    if not is_source(value):
+        return cast("MeasuredSource", _wrap(value, partial(MeasuredMapped, lengths=lengths)))
+    by_index = _has(value, *_BY_INDEX)
+    if by_index and _has(value, "lengths_of"):
+        return cast("MeasuredSource", value)
+    refuse_empty(value)
+    if isinstance(value, Jsonl) and value.has_tokens:
+        return MeasuredMapped(value)
+    measure = ", or measure it with MeasuredMapped(source)" if by_index else ""
+    raise ConfigError(
+        f"expected a source with known lengths, got {type(value).__name__}. Read it with a "
+        f"PooledStream{measure}."
+    )
 
 
 def is_source(value: object) -> bool:
@@ -505,32 +481,47 @@ def is_source(value: object) -> bool:
 
 _BY_INDEX = ("fingerprint", "__len__", "__getitem__")
 _IN_ORDER = ("fingerprint", "open", "decode")
-_WRAPPED: dict[str, Callable[[Any], Source]] = {
-    "samples": InMemory,
-    "dataset": Mapped,
-    "iterable dataset": Iterated,
-}
-"""What is wrapped, and in what."""
 _REMEDIES = {
-    "lengths": "Wrap a list of samples, mappings with input_ids, with InMemory(samples)",
-    "texts": "Turn text into tokens with Mapped(texts, transform=...), or open files with "
-    "Jsonl(paths), ParquetText(paths) or TokenFile(paths)",
-    "datasets": "Pass one of its values",
-    "items": "Wrap it with Iterated(items)",
-    "path": "Open it with Jsonl(path), ParquetText(path) or TokenFile(path)",
-    "other": "Pass a list of samples, a dataset or a source",
+    "lengths": (
+        "Wrap a list of samples, mappings with input_ids, with InMemory(samples)",
+        "Wrap it with Lengths(np.asarray(lengths))",
+    ),
+    "texts": (
+        "Turn text into tokens with Mapped(texts, transform=...), or open files with "
+        "Jsonl(paths), ParquetText(paths) or TokenFile(paths)",
+        "Turn text into tokens with MeasuredMapped(texts, transform=...), or open files with "
+        "TokenFile(paths)",
+    ),
+    "datasets": ("Pass one of its values", ""),
+    "items": ("Wrap it with Iterated(items)", "Use a PooledStream with Iterated(items)"),
+    "iterable dataset": ("", "It has no known lengths: use a PooledStream"),
+    "path": (
+        "Open it with Jsonl(path), ParquetText(path) or TokenFile(path)",
+        "Open it with TokenFile(path), or Jsonl(path) if its rows have input_ids; or use a "
+        "PooledStream with Jsonl(path) or ParquetText(path)",
+    ),
+    "other": ("Pass a list of samples, a dataset or a source", ""),
 }
-"""The remedy for each kind of argument that is neither a source nor wrapped."""
-_MEASURED_REMEDIES = {
-    "lengths": "Wrap it with Lengths(np.asarray(lengths))",
-    "texts": "Turn text into tokens with MeasuredMapped(texts, transform=...), or open files with "
-    "TokenFile(paths)",
-    "items": "Use a PooledStream with Iterated(items)",
-    "iterable dataset": "It has no known lengths: use a PooledStream",
-    "path": "Open it with TokenFile(path), or Jsonl(path) if its rows have input_ids; or use a "
-    "PooledStream with Jsonl(path) or ParquetText(path)",
-}
-"""The remedies that differ if lengths must be known."""
+"""The remedy for each kind of argument that is not a source; the one if lengths must be known, if
+that is another."""
+
+
+def _wrap(value: Any, map_style: Callable[[Any], Source]) -> Source:
+    """A list of samples or a dataset as a source; `map_style` makes one of a map-style dataset."""
+    measured = map_style is not Mapped
+    kind = _kind(value)
+    if kind == "samples":
+        return InMemory(value)
+    if kind == "dataset":
+        return map_style(value)
+    if kind == "iterable dataset" and not measured:
+        return Iterated(value)
+    remedy, if_measured = _REMEDIES[kind]
+    if measured and if_measured:
+        remedy = if_measured
+    raise ConfigError(
+        f"expected a source, got {type(value).__name__}. {remedy} (from evenstep.data)."
+    )
 
 
 def _kind(value: object) -> str:
@@ -560,10 +551,4 @@ def _has(value: object, *names: str) -> bool:
     return all(
         getattr_static(value, name, missing) is not missing or hasattr(value, name)
         for name in names
-    )
-
-
-def _not_a_source(value: object, remedy: str) -> ConfigError:
-    return ConfigError(
-        f"expected a source, got {type(value).__name__}. {remedy} (from evenstep.data)."
     )

@@ -426,28 +426,21 @@ def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
     """
     labels = slice(start + 1, min(end + 1, stop))
     counted = np.ones(max(labels.stop - labels.start, 0), np.bool_)
-    if isinstance(sample, Mapping):
-        try:
-            _hide(counted, sample, labels)
-        except (LookupError, TypeError, ValueError) as error:
-            raise InputError(
-                f"the loss tokens of a sample cannot be counted ({type(error).__name__}: {error}). "
-                f"Give its labels and loss masks one number per token, and omit those that are "
-                f"None."
-            ) from None
-    return int(counted.sum())
-
-
-def _hide(counted: NDArray[np.bool_], sample: Mapping[str, Any], labels: slice) -> None:
-    """Set to False what the sample's masks and labels hide of the tokens `labels`."""
-    for name in LOSS_MASKS:
-        if name in sample:
-            mask = _array(sample[name])
+    if not isinstance(sample, Mapping):
+        return len(counted)
+    try:
+        for mask in (_array(sample[name]) for name in LOSS_MASKS if name in sample):
             counted &= (mask[labels] if mask.ndim else mask) != 0
-    if "labels" in sample:
-        counted &= _array(sample["labels"])[labels] != -100
-    for span in sample.get("loss_masking_spans", ()):
-        counted[slice(*(max(int(edge) - labels.start, 0) for edge in span))] = False
+        if "labels" in sample:
+            counted &= _array(sample["labels"])[labels] != -100
+        for span in sample.get("loss_masking_spans", ()):
+            counted[slice(*(max(int(edge) - labels.start, 0) for edge in span))] = False
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"the loss tokens of a sample cannot be counted ({type(error).__name__}: {error}). "
+            f"Give its labels and loss masks one number per token, and omit those that are None."
+        ) from None
+    return int(counted.sum())
 
 
 class SamplesWithoutLoss:

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -285,6 +285,7 @@ class TokenFileWriter:
                 f"the names of {len(self._columns)} columns do not fit into a header of "
                 f"{HEADER_SIZE} bytes. Use fewer columns or shorter names."
             )
+        self._lost = [name for name in ("labels", *LOSS_MASKS) if name not in dtypes]
         self._sections: dict[str, _Section] = {}
         self._temporary = self.path
         self._samples = self._tokens = 0
@@ -292,16 +293,14 @@ class TokenFileWriter:
     def __enter__(self) -> Self:
         self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
         self._samples = self._tokens = 0
-        try:
+        with self._writing():
             main = self._temporary.open("xb", _BUFFER)
             self._sections[TOKENS] = _Section(main)
             main.write(bytes(HEADER_SIZE))
             for name in [*list(self._columns)[1:], OFFSETS]:
                 spool = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BUFFER)
                 self._sections[name] = _Section(spool)
-        except OSError as error:
-            raise self._unwritable(error) from None
-        self._sections[OFFSETS].write(np.zeros(1, "<i8"))
+            self._sections[OFFSETS].write(np.zeros(1, "<i8"))
         return self
 
     def append(self, sample: Sample) -> None:
@@ -315,8 +314,8 @@ class TokenFileWriter:
                 f"the writer."
             )
         row = sample if isinstance(sample, Mapping) else {TOKENS: sample}
-        for name in ("labels", *LOSS_MASKS):
-            if name in row and name not in self._columns:
+        for name in self._lost:
+            if name in row:
                 remedy = f"Pass columns={{{name!r}: np.{'int32' if name == 'labels' else 'uint8'}}}"
                 raise self._refused(
                     f"has {name!r}, which would be lost", f"{remedy}, or remove it."
@@ -333,12 +332,10 @@ class TokenFileWriter:
             if len(array) != length:
                 fault = f"has {length} tokens but {len(array)} entries in {name!r}"
                 raise self._refused(fault, "Expected one entry per token.")
-        try:
+        with self._writing():
             for name, array in arrays.items():
                 self._sections[name].write(array)
             self._sections[OFFSETS].write(np.array([self._tokens + length], "<i8"))
-        except OSError as error:
-            raise self._unwritable(error) from None
         self._samples += 1
         self._tokens += length
 
@@ -348,19 +345,16 @@ class TokenFileWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except OSError as fault:
-            raise self._unwritable(fault) from None
-        finally:
-            self._discard()
-
-    def _finish(self) -> None:
-        if not self._sections:
+        if kind is None and not self._sections:
             raise FileError(
                 f"{self.path} was not written, because writing a sample failed. Write it again."
             )
+        with self._writing():
+            if kind is None:
+                self._finish()
+        self._discard()
+
+    def _finish(self) -> None:
         digests = {name: section.digest.hexdigest() for name, section in self._sections.items()}
         header = Header(self._columns, self._samples, self._tokens, digests)
         main = self._sections[TOKENS].file
@@ -374,6 +368,20 @@ class TokenFileWriter:
         main.close()
         self._temporary.replace(self.path)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Discard what was written if the system refuses more, or the block is left by an error."""
+        try:
+            yield
+        except BaseException as error:
+            self._discard()
+            if not isinstance(error, OSError):
+                raise
+            raise FileError(
+                f"{self.path} cannot be written ({error.strerror or error}). Choose an existing, "
+                f"writable folder with enough free space."
+            ) from None
+
     def _discard(self) -> None:
         """Close and remove temporary files."""
         sections, self._sections = self._sections, {}
@@ -382,13 +390,6 @@ class TokenFileWriter:
                 section.file.close()
         if sections:
             self._temporary.unlink(missing_ok=True)
-
-    def _unwritable(self, error: OSError) -> FileError:
-        self._discard()
-        return FileError(
-            f"{self.path} cannot be written ({error.strerror or error}). Choose an existing, "
-            f"writable folder with enough free space."
-        )
 
     def _refused(self, fault: str, remedy: str) -> InputError:
         return InputError(f"{self.path}: sample {self._samples} {fault}. {remedy}")
@@ -431,14 +432,12 @@ def write_token_file(
     ...     len(write_token_file(f"{folder}/tokens", [{"input_ids": [1, 2]}, {"input_ids": [3]}]))
     2
     """
+    if isinstance(samples, SampleSource):
+        source, items = samples, range(len(samples))
+        samples = (sample for item in items for _, sample in read_samples(source, item))
     with TokenFileWriter(path, dtype=dtype, columns=columns) as writer:
-        if isinstance(samples, SampleSource):
-            for item in range(len(samples)):
-                for _, sample in read_samples(samples, item):
-                    writer.append(sample)
-        else:
-            for sample in samples:
-                writer.append(sample)
+        for sample in samples:
+            writer.append(sample)
     return TokenFile(path)
 
 
