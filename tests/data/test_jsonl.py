@@ -46,7 +46,7 @@ def test_items_are_the_lines_that_are_not_blank(lines: list[str], ended: bool, b
             file = line_files.LineFile(path)
             found = [file[item] for item in range(len(file))]
     kept = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    assert [json.loads(text) for text in found] == [json.loads(line) for _, line in kept]
+    assert found == [json.loads(line) for _, line in kept]
     assert [file.number(item) for item in range(len(kept))] == [number for number, _ in kept]
 
 

@@ -189,7 +189,7 @@ _NEWLINE = 10
 
 
 class LineFile:
-    """The non-blank lines of a file, which is scanned for line ends once, on first use.
+    """The rows of a JSONL file, one per line that is not blank. Line ends are found on first use.
 
     Pickling keeps this index but not the open file.
     """
@@ -203,14 +203,16 @@ class LineFile:
     def __len__(self) -> int:
         return len(self._index[0]) - 1
 
-    def __getitem__(self, item: int) -> bytes:
-        """A line, with the blank lines after it."""
+    def __getitem__(self, item: int) -> Any:
         starts = self._index[0]
-        begin, end = int(starts[item]), int(starts[item + 1])
+        begin, end = int(starts[item]), int(starts[item + 1])  # with the blank lines after it
         line = _read_at(self._file, begin, end - begin)
         if len(line) != end - begin:
             raise self._changed(os.fstat(self._file).st_size)
-        return line
+        try:
+            return json.loads(line.decode("utf-8-sig").strip())
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"not JSON ({error}). Write one JSON value per line.") from None
 
     def number(self, item: int) -> int:
         """The number of an item's line, from 1: items of lines [a, blank, b] -> 1, 3."""
@@ -347,14 +349,10 @@ class RowSource(Shards, TransformedItems):
         self.transform = ItemTransform.of(transform)
         self._tokenize = as_tokenize(tokenizer)
 
-    @abstractmethod
-    def _row(self, item: int) -> tuple[Any, str]:
-        """(the row, its file and line)."""
-
     @property
     def has_tokens(self) -> bool:
         """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
-        return len(self) > 0 and self._is_sample(self._row(0)[0])
+        return len(self) > 0 and self._is_sample(self._row(0))
 
     def counting(self) -> Any:
         """The same rows, of which only tokens are counted: labels and masks may be lost."""
@@ -367,31 +365,42 @@ class RowSource(Shards, TransformedItems):
         does not tell, or the first file holds anything else."""
         return None
 
+    def _row(self, item: int) -> Any:
+        shard, number = self._locate(item)
+        return self._files[shard][number]
+
+    def _place(self, shard: int, number: int) -> str:
+        """What errors call a row."""
+        return f"{self.paths[shard]}, row {number}"
+
     def _read(self, item: int, draw: Draw | None = None) -> Sample | list[Sample]:
-        row, where = self._row(item)
+        shard, number = self._locate(item)
         try:
-            if self.transform.function is not None:
-                return self.transform(row, draw)
-            return self._decode(row, where)
+            row = self._files[shard][number]
+            plain = self.transform.function is None
+            return self._decode(row) if plain else self.transform(row, draw)
         except Exception as error:
-            error.add_note(f"raised for {where}")
+            place = self._place(shard, number)
+            error.add_note(f"raised for {place}")
+            if isinstance(error, InputError):
+                error.args = (f"{place}: {error}",)
             raise
 
-    def _decode(self, row: Any, where: str) -> Sample:
-        field = self._checked_field(row, where)
+    def _decode(self, row: Any) -> Sample:
+        field = self._checked_field(row)
         value, is_sample = row[field], self._is_sample(row)
         if not (is_sample or self._counting):
-            _check_masks(row, field, where)
+            _check_masks(row, field)
         if not isinstance(value, str):
-            tokens = self._token_list(value, field, where)
+            tokens = self._token_list(value, field)
             return {**row, "input_ids": tokens} if is_sample else {"input_ids": tokens}
         array = np.asarray(self._tokenize(value))
         if array.ndim == 1 and not len(array):
             array = np.zeros(0, np.int64)  # numpy makes [] floats
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise InputError(
-                f"{where}: the tokenizer must return a flat sequence of integer ids, got "
-                f"{array.dtype} of shape {array.shape}. Pass a function from one text to its ids."
+                f"the tokenizer must return a flat sequence of integer ids, got {array.dtype} of "
+                f"shape {array.shape}. Pass a function from one text to its ids."
             )
         return {"input_ids": array}
 
@@ -410,36 +419,36 @@ class RowSource(Shards, TransformedItems):
     def _first_field(self) -> str | None:
         """What is read of the first row, if rows decide that; None if it cannot be read."""
         try:
-            return None if self.field else self._field_of(self._row(0)[0])
+            return None if self.field else self._field_of(self._row(0))
         except InputError:
             return None
 
-    def _checked_field(self, row: Any, where: str) -> str:
+    def _checked_field(self, row: Any) -> str:
         if not isinstance(row, Mapping):
             raise InputError(
-                f"{where}: expected a row with fields, got {type(row).__name__}. Write one object "
-                f"per row, or pass a transform."
+                f"expected a row with fields, got {type(row).__name__}. Write one object per row, "
+                f"or pass a transform."
             )
         field = self._field_of(row)
         if field is None:
             has = ", ".join(map(repr, list(row)[:20])) or "none"
             raise InputError(
-                f"{where}: no field {self.field or 'text'!r}; the row has {has}. "
-                f"{other_field(row)}, or pass a transform."
+                f"no field {self.field or 'text'!r}; the row has {has}. {other_field(row)}, or "
+                f"pass a transform."
             )
         if self._first_field not in (None, field):
             raise InputError(
-                f"{where}: the row has {field!r}, but the first one has {self._first_field!r}. "
-                f"Keep rows of text and rows of tokens in separate files, or pass a transform."
+                f"the row has {field!r}, but the first one has {self._first_field!r}. Keep rows of "
+                f"text and rows of tokens in separate files, or pass a transform."
             )
         if self.field is None and self._tokenize is _utf8 and {"text", "input_ids"} <= row.keys():
             raise InputError(
-                f"{where}: the row has both 'text' and 'input_ids'. Set field to one of them, or "
-                f"pass a transform."
+                "the row has both 'text' and 'input_ids'. Set field to one of them, or pass a "
+                "transform."
             )
         return field
 
-    def _token_list(self, value: Any, field: str, where: str) -> NDArray[np.integer[Any]]:
+    def _token_list(self, value: Any, field: str) -> NDArray[np.integer[Any]]:
         fault, remedy = "", "Correct the row, or pass a transform"
         if not isinstance(value, list):
             fault = f"must be a str, got {type(value).__name__}"
@@ -449,11 +458,11 @@ class RowSource(Shards, TransformedItems):
             fault = "is a list of token ids, on which the tokenizer has no effect"
             remedy = "Remove the tokenizer, or choose another field"
         if fault:
-            raise InputError(f"{where}: field {field!r} {fault}. {remedy}.")
+            raise InputError(f"field {field!r} {fault}. {remedy}.")
         return np.array(value, np.int64)
 
 
-def _check_masks(row: Mapping[str, Any], field: str, where: str) -> None:
+def _check_masks(row: Mapping[str, Any], field: str) -> None:
     """Raise if a row says which tokens are trained, and that would be lost."""
     for name in ("labels", *LOSS_MASKS):
         value = row.get(name)
@@ -465,8 +474,7 @@ def _check_masks(row: Mapping[str, Any], field: str, where: str) -> None:
         elif isinstance(row[field], list):
             remedy = f"Rename {field!r} to 'input_ids', or remove {name!r}"
         raise InputError(
-            f"{where}: the row has {name!r}, but only {field!r} is read. {remedy}, or pass a "
-            f"transform."
+            f"the row has {name!r}, but only {field!r} is read. {remedy}, or pass a transform."
         )
 
 
@@ -498,17 +506,8 @@ class Jsonl(RowSource):
     def _open(self, path: Path) -> LineFile:
         return LineFile(path)
 
-    def _row(self, item: int) -> tuple[Any, str]:
-        shard, number = self._locate(item)
-        file = self._files[shard]
-        where = f"{file.path}, line {file.number(number)}"
-        try:
-            row = json.loads(file[number].decode("utf-8-sig").strip())
-        except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{where}: not JSON ({error}). Write one JSON value per line."
-            ) from None
-        return row, where
+    def _place(self, shard: int, number: int) -> str:
+        return f"{self.paths[shard]}, line {self._files[shard].number(number)}"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -547,38 +546,27 @@ class ParquetText(RowSource):
                 length = int.from_bytes(file.read(4), "little")
                 file.seek(size - 8 - length)
                 footer = f" {size} {metadata.num_rows} ".encode() + file.read(length)
-        if self._columns is not None:
-            check_column(schema, self._columns[0], f"{path}", ", or pass a transform")
+        if self.transform.function is None:
+            check_column(schema, str(self.field), f"{path}")
         groups = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
-        return _ParquetFile(path, schema, offsets_of(np.array(groups, np.int64)), footer)
-
-    @property
-    def _columns(self) -> list[str] | None:
-        """The columns that are read; None: all."""
-        return None if self.transform.function else [str(self.field)]
-
-    def _row(self, item: int) -> tuple[Any, str]:
-        shard, number = self._locate(item)
-        offsets = self._files[shard].offsets
-        group = int(np.searchsorted(offsets, number, "right")) - 1  # skips empty groups
-        row = self._tables(shard, group).slice(number - int(offsets[group]), 1).to_pylist()[0]
-        return row, f"{self.paths[shard]}, row {number}"
+        offsets = offsets_of(np.array(groups, np.int64))
+        return _ParquetFile(path, schema, offsets, footer, self._tables)
 
     @cached_property
-    def _tables(self) -> Callable[[int, int], Any]:
+    def _tables(self) -> Callable[[Path, int], Any]:
         """(file, row group) -> its table, from the cache if possible. One thread decodes at a
         time."""
-        lock, paths, columns = threading.Lock(), self.paths, self._columns
+        lock = threading.Lock()
+        columns = None if self.transform.function else [self.field]
 
         @lru_cache(_GROUPS_KEPT)
-        def decoded(shard: int, group: int) -> Any:
-            path = paths[shard]
+        def decoded(path: Path, group: int) -> Any:
             with reading_parquet(path) as parquet, parquet.ParquetFile(path) as opened:
                 return opened.read_row_group(group, columns=columns)
 
-        def table(shard: int, group: int) -> Any:
+        def table(path: Path, group: int) -> Any:
             with lock:
-                return decoded(shard, group)
+                return decoded(path, group)
 
         return table
 
@@ -616,9 +604,16 @@ class _ParquetFile:
     schema: Any
     offsets: IntArray
     footer: bytes
+    tables: Callable[[Path, int], Any]
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        group = int(np.searchsorted(self.offsets, number, "right")) - 1  # skips empty groups
+        rows = self.tables(self.path, group).slice(number - int(self.offsets[group]), 1)
+        row: dict[str, Any] = rows.to_pylist()[0]
+        return row
 
 
 @contextmanager
@@ -703,12 +698,12 @@ def dataset_column(dataset: Any, name: str, where: str) -> ListColumn:
     return ListColumn(where, schema.field(name).type, len(dataset), chunks)
 
 
-def check_column(schema: Any, name: str, where: str, or_else: str = "") -> None:
+def check_column(schema: Any, name: str, where: str) -> None:
     """Raise unless an Arrow schema has the column."""
     if name not in schema.names:
         raise InputError(
             f"{where} has no column {name!r}; it has {', '.join(schema.names[:20])}. "
-            f"{other_field(schema.names)}{or_else}."
+            f"{other_field(schema.names)}, or pass a transform."
         )
 
 
@@ -755,14 +750,9 @@ class SavedDatasets(RowSource):
         """Those of the datasets."""
         return ",".join(str(dataset._fingerprint) for dataset in self._files)
 
-    def _row(self, item: int) -> tuple[Any, str]:
-        shard, number = self._locate(item)
-        return self._files[shard][number], f"{self.paths[shard]}, row {number}"
-
     def list_lengths(self, progress: Progress) -> IntArray | None:
         """The lengths of the token lists in `field`, from Arrow."""
-        name = str(self.field)
-        named = zip(self.paths, self._files, strict=True)
+        name, named = str(self.field), zip(self.paths, self._files, strict=True)
         columns = [dataset_column(dataset, name, str(path)) for path, dataset in named]
         return column_lengths(columns, name, progress)
 
