@@ -53,14 +53,13 @@ def measured_lengths(
     called meanwhile; without it, a warning says how long it takes, if that is long.
     """
     total, start, warned = len(dataset), time.monotonic(), progress is not None
-    report = progress or (lambda done, total: None)
     if read is None:
         if hasattr(dataset, "lengths_of"):
             lengths: IntArray = dataset.lengths_of(np.arange(total))
             return lengths
         if _has_column(dataset):
             column = dataset_column(dataset, "input_ids", "the dataset")
-            listed = column_lengths([column], "input_ids", report)
+            listed = column_lengths([column], "input_ids", progress)
             if listed is not None:
                 return listed
         seeded = is_seeded(dataset)
@@ -68,7 +67,8 @@ def measured_lengths(
     lengths = np.zeros(total, np.int64)
     for item in range(total):
         lengths[item] = item_length(item, read(item))
-        report(item + 1, total)
+        if progress is not None:
+            progress(item + 1, total)
         elapsed = time.monotonic() - start
         if elapsed > _PATIENCE and not warned:
             warned = True
@@ -238,7 +238,8 @@ class Mapped(TransformedItems):
         if not 0 <= item < len(dataset):
             raise IndexError(f"item {item} of {len(self)}")
         drawn = draw is not None and is_seeded(dataset)
-        return self.transform(dataset.drawn(item, draw) if drawn else dataset[index(item)], draw)
+        content = dataset.drawn(item, draw) if drawn else dataset[index(item)]
+        return content if self.transform.function is None else self.transform(content, draw)
 
 
 class MeasuredMapped(Mapped):

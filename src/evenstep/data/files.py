@@ -176,6 +176,8 @@ class Shards(ABC):
     def _locate(self, item: int) -> tuple[int, int]:
         """(file of an item, its number there)."""
         starts = self._starts
+        if 0 <= item < starts[1]:
+            return 0, item
         if not 0 <= item < starts[-1]:
             raise IndexError(f"item {item} of {starts[-1]}")
         shard = bisect_right(starts, item) - 1  # skips empty files
@@ -360,7 +362,7 @@ class RowSource(Shards, TransformedItems):
         other._counting = True
         return other
 
-    def list_lengths(self, progress: Progress) -> IntArray | None:
+    def list_lengths(self, progress: Progress | None) -> IntArray | None:
         """The lengths of the token lists in `field`, read without the tokens; None if the format
         does not tell, or the first file holds anything else."""
         return None
@@ -580,7 +582,7 @@ class ParquetText(RowSource):
         samples = self._samples_digest(int(first[first > 0][0]) if len(self) else 0)
         return digest_of(f"parquet {footers} ", files_digest(self.paths), samples).hex()
 
-    def list_lengths(self, progress: Progress) -> IntArray | None:
+    def list_lengths(self, progress: Progress | None) -> IntArray | None:
         """The lengths of the token lists in `field`, one row group after the other."""
         name = str(self.field)
 
@@ -672,7 +674,9 @@ def list_lengths(column: Any, name: str, where: str, first: int = 0) -> IntArray
     return np.asarray(counts.to_numpy(), np.int64)
 
 
-def column_lengths(columns: Sequence[ListColumn], name: str, progress: Progress) -> IntArray | None:
+def column_lengths(
+    columns: Sequence[ListColumn], name: str, progress: Progress | None
+) -> IntArray | None:
     """The lengths of the token lists of a column of several files or datasets; None if the first
     one holds anything else."""
     if not is_token_list(columns[0].kind):
@@ -685,7 +689,8 @@ def column_lengths(columns: Sequence[ListColumn], name: str, progress: Progress)
         for chunk in chunks:
             lengths.append(list_lengths(chunk, name, where, done - before))
             done += len(chunk)
-            progress(done, total)
+            if progress is not None:
+                progress(done, total)
     return np.concatenate(lengths)
 
 
@@ -750,7 +755,7 @@ class SavedDatasets(RowSource):
         """Those of the datasets."""
         return ",".join(str(dataset._fingerprint) for dataset in self._files)
 
-    def list_lengths(self, progress: Progress) -> IntArray | None:
+    def list_lengths(self, progress: Progress | None) -> IntArray | None:
         """The lengths of the token lists in `field`, from Arrow."""
         name, named = str(self.field), zip(self.paths, self._files, strict=True)
         columns = [dataset_column(dataset, name, str(path)) for path, dataset in named]

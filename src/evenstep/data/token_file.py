@@ -20,7 +20,7 @@ import secrets
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -293,14 +293,16 @@ class TokenFileWriter:
     def __enter__(self) -> Self:
         self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
         self._samples = self._tokens = 0
-        with self._writing():
+        try:
             main = self._temporary.open("xb", _BUFFER)
             self._sections[TOKENS] = _Section(main)
             main.write(bytes(HEADER_SIZE))
             for name in [*list(self._columns)[1:], OFFSETS]:
                 spool = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BUFFER)
                 self._sections[name] = _Section(spool)
-            self._sections[OFFSETS].write(np.zeros(1, "<i8"))
+        except OSError as error:
+            raise self._unwritable(error) from None
+        self._sections[OFFSETS].write(np.zeros(1, "<i8"))
         return self
 
     def append(self, sample: Sample) -> None:
@@ -332,10 +334,12 @@ class TokenFileWriter:
             if len(array) != length:
                 fault = f"has {length} tokens but {len(array)} entries in {name!r}"
                 raise self._refused(fault, "Expected one entry per token.")
-        with self._writing():
+        try:
             for name, array in arrays.items():
                 self._sections[name].write(array)
             self._sections[OFFSETS].write(np.array([self._tokens + length], "<i8"))
+        except OSError as error:
+            raise self._unwritable(error) from None
         self._samples += 1
         self._tokens += length
 
@@ -349,10 +353,13 @@ class TokenFileWriter:
             raise FileError(
                 f"{self.path} was not written, because writing a sample failed. Write it again."
             )
-        with self._writing():
+        try:
             if kind is None:
                 self._finish()
-        self._discard()
+        except OSError as fault:
+            raise self._unwritable(fault) from None
+        finally:
+            self._discard()
 
     def _finish(self) -> None:
         digests = {name: section.digest.hexdigest() for name, section in self._sections.items()}
@@ -368,20 +375,6 @@ class TokenFileWriter:
         main.close()
         self._temporary.replace(self.path)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Discard what was written if the system refuses more, or the block is left by an error."""
-        try:
-            yield
-        except BaseException as error:
-            self._discard()
-            if not isinstance(error, OSError):
-                raise
-            raise FileError(
-                f"{self.path} cannot be written ({error.strerror or error}). Choose an existing, "
-                f"writable folder with enough free space."
-            ) from None
-
     def _discard(self) -> None:
         """Close and remove temporary files."""
         sections, self._sections = self._sections, {}
@@ -390,6 +383,13 @@ class TokenFileWriter:
                 section.file.close()
         if sections:
             self._temporary.unlink(missing_ok=True)
+
+    def _unwritable(self, error: OSError) -> FileError:
+        self._discard()
+        return FileError(
+            f"{self.path} cannot be written ({error.strerror or error}). Choose an existing, "
+            f"writable folder with enough free space."
+        )
 
     def _refused(self, fault: str, remedy: str) -> InputError:
         return InputError(f"{self.path}: sample {self._samples} {fault}. {remedy}")
