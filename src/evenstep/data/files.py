@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -122,7 +123,7 @@ def files_digest(paths: Sequence[Path]) -> bytes:
     block of each. So files of 4 MiB together are covered completely, and an edit inside a larger
     one may go unnoticed unless it changes the size.
     """
-    parts: list[bytes] = []
+    digest = hashlib.blake2b(digest_size=16)
     blocks = max(2, _DIGEST_BLOCKS // len(paths))
     for path in paths:
         with reading(path), path.open("rb") as file:
@@ -130,11 +131,11 @@ def files_digest(paths: Sequence[Path]) -> bytes:
             starts: Sequence[int] = range(0, size, _DIGEST_BLOCK)
             if len(starts) > blocks:
                 starts = spread(size - _DIGEST_BLOCK + 1, blocks)
-            parts.append(b" %d " % size)
+            digest.update(b" %d " % size)
             for start in starts:
                 file.seek(start)
-                parts.append(file.read(_DIGEST_BLOCK))
-    return digest_of(*parts)
+                digest.update(file.read(_DIGEST_BLOCK))
+    return digest.digest()
 
 
 class Shards(ABC):
@@ -154,7 +155,8 @@ class Shards(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """What was opened or computed on first use is not pickled."""
         kind = type(self)
-        return {k: v for k, v in vars(self).items() if not hasattr(kind, k)}
+        computed = [k for k in vars(self) if isinstance(getattr(kind, k, None), cached_property)]
+        return {k: v for k, v in vars(self).items() if k not in computed}
 
     def __len__(self) -> int:
         return int(self.shards[-1])
@@ -238,15 +240,12 @@ class LineFile:
         starts, first = np.append(np.concatenate(parts), size), np.concatenate(firsts)
         blank = first == _NEWLINE
         for line in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
-            blank[line] = self._is_blank(int(starts[line]), int(starts[line + 1]))
+            begin, end = starts[line : line + 2].tolist()
+            blank[line] = not any(  # white space only
+                _read_at(self._file, at, min(_LINE_PART, end - at)).strip()
+                for at in range(begin, end, _LINE_PART)
+            )
         return starts[np.append(~blank, True)], np.cumsum(~blank)[blank]
-
-    def _is_blank(self, begin: int, end: int) -> bool:
-        """Whether these bytes are white space only."""
-        return not any(
-            _read_at(self._file, at, min(_LINE_PART, end - at)).strip()
-            for at in range(begin, end, _LINE_PART)
-        )
 
     @cached_property
     def _file(self) -> int:
@@ -336,7 +335,6 @@ class RowSource(Shards, TransformedItems):
     """
 
     _default_field: str | None = "text"
-    _counting = False
 
     def __init__(
         self,
@@ -350,6 +348,7 @@ class RowSource(Shards, TransformedItems):
         self.field = field or self._default_field
         self.transform = ItemTransform.of(transform)
         self._tokenize = as_tokenize(tokenizer)
+        self._counting = False
 
     @property
     def has_tokens(self) -> bool:
@@ -543,16 +542,11 @@ class ParquetText(RowSource):
         with reading_parquet(path) as parquet:
             metadata = parquet.read_metadata(path)
             schema = metadata.schema.to_arrow_schema()
-            with path.open("rb") as file:
-                size = file.seek(-8, os.SEEK_END) + 8  # ... footer | its size, 4 bytes | PAR1
-                length = int.from_bytes(file.read(4), "little")
-                file.seek(size - 8 - length)
-                footer = f" {size} {metadata.num_rows} ".encode() + file.read(length)
         if self.transform.function is None:
             check_column(schema, str(self.field), f"{path}")
         groups = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
         offsets = offsets_of(np.array(groups, np.int64))
-        return _ParquetFile(path, schema, offsets, footer, self._tables)
+        return _ParquetFile(path, schema, offsets, self._tables)
 
     @cached_property
     def _tables(self) -> Callable[[Path, int], Any]:
@@ -577,10 +571,17 @@ class ParquetText(RowSource):
         """Covers 16 samples of the first row group as they are read, so also tokenizer, field and
         transform; the size and footer (counts, schema, statistics) of every file, and 64 blocks of
         64 KiB (see `files_digest`). Not the names of files."""
-        footers = digest_of(*(file.footer for file in self._files)).hex()
+        footers = hashlib.blake2b(digest_size=16)
+        for rows in self._files:
+            with reading_parquet(rows.path), rows.path.open("rb") as file:
+                size = file.seek(-8, os.SEEK_END) + 8  # ... footer | its size, 4 bytes | PAR1
+                length = int.from_bytes(file.read(4), "little")
+                file.seek(size - 8 - length)
+                footers.update(f" {size} {len(rows)} ".encode() + file.read(length))
         first = next((file.offsets for file in self._files if len(file)), np.zeros(1, np.int64))
         samples = self._samples_digest(int(first[first > 0][0]) if len(self) else 0)
-        return digest_of(f"parquet {footers} ", files_digest(self.paths), samples).hex()
+        about = f"parquet {footers.hexdigest()} "
+        return digest_of(about, files_digest(self.paths), samples).hex()
 
     def list_lengths(self, progress: Progress | None) -> IntArray | None:
         """The lengths of the token lists in `field`, one row group after the other."""
@@ -600,12 +601,11 @@ class ParquetText(RowSource):
 
 @dataclass(frozen=True, slots=True)
 class _ParquetFile:
-    """A file: where its row groups start and the last one ends, its size and footer as bytes."""
+    """A file: its schema, where its row groups start and the last one ends, and their tables."""
 
     path: Path
     schema: Any
     offsets: IntArray
-    footer: bytes
     tables: Callable[[Path, int], Any]
 
     def __len__(self) -> int:
