@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -159,17 +160,16 @@ class Shards(ABC):
         return {k: v for k, v in vars(self).items() if k not in computed}
 
     def __len__(self) -> int:
-        return int(self.shards[-1])
+        return self._starts[-1]
 
-    @cached_property
+    @property
     def shards(self) -> IntArray:
         """The first item of each file, and the number of all items."""
-        return offsets_of(np.array([len(file) for file in self._files], np.int64))
+        return np.array(self._starts, np.int64)
 
     @cached_property
     def _starts(self) -> list[int]:
-        starts: list[int] = self.shards.tolist()
-        return starts
+        return list(accumulate(map(len, self._files), initial=0))
 
     @cached_property
     def _files(self) -> list[Any]:

@@ -341,7 +341,10 @@ def column_digest(column: NDArray[Any], complete: int = _SOME_DIGESTED) -> str:
 
 def values_digest(count: int, seen: NDArray[Any]) -> str:
     """A digest of the entries that were `seen` of a column of `count`."""
-    body = _numbers(seen) if seen.dtype.kind in "biuf" else repr(seen.tolist()).encode()
+    if seen.dtype.kind in "biuf":
+        body = seen.astype("<f8" if seen.dtype.kind == "f" else "<i8").tobytes()
+    else:
+        body = repr(seen.tolist()).encode()
     return digest_of(b"%d " % count, body, size=8).hex()
 
 
@@ -392,7 +395,8 @@ def _bytes(value: Any) -> bytes:
     with suppress(TypeError, ValueError, RuntimeError):  # ragged lists, tensors on a device
         array = np.asarray(value)
         if array.dtype.kind in "biuf":
-            return f" {'x'.join(map(str, array.shape)) or '-'} ".encode() + _numbers(array)
+            body = array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
+            return f" {'x'.join(map(str, array.shape)) or '-'} ".encode() + body
     if isinstance(value, list | tuple):
         return b" [" + b"".join(map(_bytes, value)) + b"]"
     if isinstance(value, Mapping):
@@ -402,10 +406,6 @@ def _bytes(value: Any) -> bytes:
     except TypeError:
         size = "-"
     return f" {type(value).__qualname__} {size}".encode()
-
-
-def _numbers(array: NDArray[Any]) -> bytes:
-    return array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
 
 
 # Loss tokens --------------------------------------------------------------------------------------

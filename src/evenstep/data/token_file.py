@@ -57,7 +57,7 @@ class MappedTokens(Shards):
         shards = np.searchsorted(self.shards, at, "right") - 1
         for shard in np.unique(shards).tolist():
             here = shards == shard
-            lengths[here] = self._files[shard].lengths_of(at[here] - self.shards[shard])
+            lengths[here] = self._files[shard].lengths_of(at[here] - self._starts[shard])
         return lengths
 
 
