@@ -68,12 +68,12 @@ TOKENS: dict[Format, type[TokenFile | MegatronTokens]] = {
 }
 """Formats of tokens, which no tokenizer makes."""
 
-ROWS: dict[Format, type[Jsonl | ParquetText | SavedDatasets]] = {
-    "jsonl": Jsonl,
+COLUMNS: dict[Format, type[ParquetText | SavedDatasets]] = {
     "parquet": ParquetText,
     "dataset": SavedDatasets,
 }
-"""Formats of rows."""
+ROWS: dict[Format, type[Jsonl | ParquetText | SavedDatasets]] = {"jsonl": Jsonl, **COLUMNS}
+"""Formats of rows, of which those in columns know the lengths of lists without reading them."""
 
 
 def corpus_files(paths: Iterable[str]) -> list[Path]:
@@ -515,8 +515,9 @@ class Corpus:
         if kind in TOKENS:
             source = TOKENS[kind](files)
             return source.lengths_of(np.arange(len(source)))
-        rows = ROWS.get(kind)
-        return None if rows is None else rows(files, field=self.field).list_lengths(report)
+        if kind in COLUMNS:
+            return COLUMNS[kind](files, field=self.field).list_lengths(report)
+        return None
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples as one token file at `path`, written unless it already holds them."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -350,21 +350,11 @@ class RowSource(Shards, TransformedItems):
         self._tokenize = as_tokenize(tokenizer)
         self._counting = False
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
-        return len(self) > 0 and self._is_sample(self._row(0))
-
-    def counting(self) -> Any:
+    def counting(self) -> Self:
         """The same rows, of which only tokens are counted: labels and masks may be lost."""
         other = copy(self)
         other._counting = True
         return other
-
-    def list_lengths(self, progress: Progress | None) -> IntArray | None:
-        """The lengths of the token lists in `field`, read without the tokens; None if the format
-        does not tell, or the first file holds anything else."""
-        return None
 
     def _row(self, item: int) -> Any:
         shard, number = self._locate(item)
@@ -507,6 +497,11 @@ class Jsonl(RowSource):
     def _open(self, path: Path) -> LineFile:
         return LineFile(path)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
+        return len(self) > 0 and self._is_sample(self._row(0))
+
     def _place(self, shard: int, number: int) -> str:
         return f"{self.paths[shard]}, line {self._files[shard].number(number)}"
 
@@ -584,7 +579,8 @@ class ParquetText(RowSource):
         return digest_of(about, files_digest(self.paths), samples).hex()
 
     def list_lengths(self, progress: Progress | None) -> IntArray | None:
-        """The lengths of the token lists in `field`, one row group after the other."""
+        """The lengths of the token lists in `field`, read without the tokens; None if the first
+        file holds anything else."""
         name = str(self.field)
 
         def chunks(path: Path) -> Iterator[Any]:
@@ -756,7 +752,7 @@ class SavedDatasets(RowSource):
         return ",".join(str(dataset._fingerprint) for dataset in self._files)
 
     def list_lengths(self, progress: Progress | None) -> IntArray | None:
-        """The lengths of the token lists in `field`, from Arrow."""
+        """The lengths of the token lists in `field`; None if the first dataset has others."""
         name, named = str(self.field), zip(self.paths, self._files, strict=True)
         columns = [dataset_column(dataset, name, str(path)) for path, dataset in named]
         return column_lengths(columns, name, progress)
