@@ -33,6 +33,7 @@ from evenstep.data.files import (
     as_tokenize,
     is_saved_dataset,
     matches,
+    optional,
     refuse_compressed,
 )
 from evenstep.data.source import (
@@ -337,14 +338,9 @@ def _counts_in_process(items: IntArray) -> IntArray:
 
 def _count_on_ray(source: SampleSource, workers: int | None) -> Counts:
     """In any order. `workers` is the largest number of actors; None: the cluster's CPUs."""
-    try:
-        import ray
-        import ray.data
-    except ImportError:
-        raise ConfigError(
-            "the engine ray needs ray, which is not installed. Install it with: "
-            "pip install 'ray[data]'."
-        ) from None
+    optional("ray.data", "the engine ray", "ray[data]")
+    import ray
+
     with _connected(ray):
         most = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
         size = task_size(len(source), most)
@@ -583,14 +579,9 @@ class Corpus:
         self._check_tokenizer()
         if self.tokenizer is None:
             return None
+        loader = optional("transformers", "data.tokenizer", "evenstep[hf]").AutoTokenizer
         try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            raise ConfigError(
-                'data.tokenizer needs transformers. Install it with pip install "evenstep[hf]".'
-            ) from None
-        try:
-            return AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+            return loader.from_pretrained(self.tokenizer, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).partition("\n")[0]
             raise FileError(

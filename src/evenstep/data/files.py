@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -36,7 +37,7 @@ from evenstep.data.source import (
     digest_of,
     spread,
 )
-from evenstep.errors import ConfigError, FileError, InputError
+from evenstep.errors import ConfigError, EvenstepError, FileError, InputError
 
 # Paths --------------------------------------------------------------------------------------------
 
@@ -114,6 +115,21 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise FileError(
             f"{path} cannot be read ({error.strerror or error}). Check the path."
+        ) from None
+
+
+def optional(
+    module: str, purpose: str, install: str, kind: type[EvenstepError] = ConfigError
+) -> Any:
+    """A module of an optional dependency, or an error of this kind that says how to install it."""
+    package = module.partition(".")[0]
+    try:
+        import_module(package)
+        return import_module(module)
+    except ImportError:
+        raise kind(
+            f"{purpose} needs {package}, which is not installed. Install it with: pip install "
+            f"'{install}'."
         ) from None
 
 
@@ -617,13 +633,9 @@ class _ParquetFile:
 @contextmanager
 def reading_parquet(path: Path) -> Iterator[Any]:
     """Yield pyarrow.parquet, and turn its errors into a FileError."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise FileError(
-            f"reading {path} needs pyarrow, which is not installed. Install it with: "
-            f"pip install 'evenstep[parquet]'."
-        ) from None
+    parquet = optional("pyarrow.parquet", f"reading {path}", "evenstep[parquet]", FileError)
+    from pyarrow import ArrowException
+
     try:
         yield parquet
     except (OSError, ArrowException) as error:
@@ -724,13 +736,7 @@ class SavedDatasets(RowSource):
 
     def _open(self, path: Path) -> Any:
         """The dataset in a folder, memory-mapped. Rows are plain Python objects."""
-        try:
-            from datasets import load_from_disk
-        except ImportError:
-            raise ConfigError(
-                f"reading {path} needs datasets, which is not installed. Install it with: "
-                f"pip install 'evenstep[datasets]'."
-            ) from None
+        datasets = optional("datasets", f"reading {path}", "evenstep[datasets]")
         if (path / "dataset_dict.json").is_file():
             names = sorted(each.name for each in path.iterdir() if is_saved_dataset(each))
             raise FileError(
@@ -738,7 +744,7 @@ class SavedDatasets(RowSource):
                 f"{path / names[0] if names else path}."
             )
         try:
-            return load_from_disk(str(path)).with_format(None)
+            return datasets.load_from_disk(str(path)).with_format(None)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise FileError(
