@@ -161,11 +161,11 @@ def test_a_step_with_an_item_of_two_epochs_has_both_of_its_samples(source: Any) 
 def test_trainers_read_the_samples_of_the_epoch() -> None:
     lengths = [3, 4, 5, 2, 6]
     sampler = StepSampler(stream_of("planned", lengths, 0, 1, 1), per_step=3, epochs=2)
-    data = PartDataset(sampler)
+    data = PartDataset(sampler, lambda micro, samples: {"samples": samples})
     for epoch in range(2):
         data.set_epoch(epoch)
         for part in sampler:
-            for sample_id, sample in data.__getitems__(part)[1].items():
+            for sample_id, sample in data.__getitems__(part)["samples"].items():
                 want = expected(sample_id, lengths[sample_id], epoch, 1)
                 assert sample["input_ids"].tolist() == want
 

@@ -11,38 +11,28 @@ rope_limit        up to which length RoPE does not depend on neighbours
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
-from weakref import WeakSet
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from evenstep.core.layout import Layout, Packed
+from evenstep.core.plan import MicroBatch
+from evenstep.core.recipe import Recipe
 from evenstep.core.text import one_of
-from evenstep.errors import ConfigError
-from evenstep.integrations.hf_arguments import (
-    HfCollate,
-    RopeLimit,
-    core_of,
-    hf_kwargs,
-    refuse_router_loss,
-    refuse_shard,
-    rope_limit,
-    text_config,
-    traits_of,
-)
-from evenstep.integrations.packing import (
-    LONG,
-    Support,
-    choose_layout,
-    fault_of,
-    support_of,
-    supports_packing,
-)
-from evenstep.tensors.batch import PER_SLOT, Batch
+from evenstep.errors import ConfigError, EvenstepError, InputError
+from evenstep.planning.planner import make_plan
+from evenstep.tensors.batch import PER_SLOT, Batch, BatchShard, RaggedTensor
+from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.segment_attention import one_segment_per_row
@@ -63,6 +53,183 @@ __all__ = [
 
 Outputs: TypeAlias = Literal["logits", "hidden", "router_logits"]
 Unsupported: TypeAlias = Literal["raise", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfCollate:
+    """What `model(**inputs)` takes to compute its loss: tokens, positions, boundaries or a mask,
+    and labels shifted within segments. See `hf_kwargs`.
+
+    The loss needs `num_items_in_batch` as well, which the Trainer and `accelerate_loader` add: the
+    number of labels in the step, on all ranks.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> samples = {0: {"input_ids": [5, 6]}, 1: {"input_ids": [7]}}
+    >>> inputs = HfCollate(model=model)(plan[0, 0][0], samples)
+    >>> inputs["shift_labels"].tolist(), inputs["position_ids"].tolist()
+    ([[6, -100, -100]], [[0, 1, 0]])
+    """
+
+    model: Any
+    collate: Collator = field(default_factory=Collator)
+
+    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> dict[str, Any]:
+        """The arguments for one micro-batch."""
+        inputs = hf_kwargs(self.collate(micro, samples), self.model, labels=True)
+        return {name: value for name, value in inputs.items() if name != "num_items_in_batch"}
+
+
+# Arguments that `hf_kwargs` sets itself, or that change what a model returns.
+_SET_HERE = (
+    "input_ids", "attention_mask", "position_ids", "labels", "past_key_values", "inputs_embeds",
+)  # fmt: skip
+_VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+
+
+def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[str, Any]:
+    """Keyword arguments for `model(**hf_kwargs(batch, model))`.
+
+    Rows of several segments mark boundaries twice: `cu_seq_lens_q/k` and `max_length_q/k` for
+    flash attention, and `position_ids` that restart at 0 for other implementations. They come
+    without an attention mask and without a cache; otherwise transformers ignores the boundaries
+    and segments attend to earlier ones. Rows of one segment have an attention mask instead.
+
+    With `model`, the arguments also are what that model needs: extras of the batch that its
+    forward takes (`pixel_values`, `image_grid_thw`, ...), positions of multimodal RoPE, positions
+    that start at `padding_idx + 1` (RoBERTa), and a token in padding that is not the padding token,
+    whose zero embedding gives Gemma-3n NaN gradients. Batches that its RoPE cannot run are refused.
+    `hf_forward` passes the model.
+
+    With `labels=True`, the model computes its own loss, as a sum over the labels
+    (`num_items_in_batch` is 1): what `Runner` takes, and 0 for a micro-batch without labels. It
+    needs `model`: one whose loss is not such a sum is refused, also for the load-balancing loss
+    that `output_router_logits=True` adds to it.
+
+    >>> from evenstep import Packed, Recipe, make_plan
+    >>> from evenstep.tensors import Collator
+    >>> plan = make_plan([2, 1], Recipe(layout=Packed(max_tokens=3)))
+    >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> hf_kwargs(batch)["cu_seq_lens_q"].tolist()
+    [0, 2, 3]
+    """
+    refuse_shard(batch)
+    traits = traits_of(model)
+    if traits.encodes_and_decodes:
+        raise ConfigError(
+            f"{type(model).__name__} has an encoder and a decoder, which take two sequences per "
+            f"sample. Pass a forward that gives it both, over padded rows."
+        )
+    if model is None and (vision := [name for name in _VISION if name in batch.extras]):
+        raise ConfigError(
+            f"the batch has {vision[0]!r}, whose use depends on the model. Pass it: "
+            f"hf_kwargs(batch, model)."
+        )
+    real, extras = batch.token_mask, _extras(batch, traits)
+    # Ragged entries are end to end in the order of segments, which is that of tokens.
+    ragged = {name: e.values for name, e in extras.items() if isinstance(e, RaggedTensor)}
+    media = {name: values for name, values in ragged.items() if len(values)}  # towers need some
+    plain = traits.plain_tokens(1)[0]
+    if model is None:  # the first real token of the batch
+        plain = batch.tokens.reshape(-1)[real.reshape(-1).to(torch.uint8).argmax()]
+    kwargs: dict[str, Any] = {
+        "input_ids": torch.where(real, batch.tokens, plain),
+        "position_ids": _positions(batch, model, traits, extras),
+        "use_cache": False,
+        **{name: extra for name, extra in extras.items() if name not in ragged},
+        **media,
+    }
+    if one_segment_per_row(batch) and (batch.rows > 1 or not bool(real.all())):
+        # A row of padding attends to itself: softmax over a fully masked row is NaN.
+        kwargs["attention_mask"] = (real | ~real.any(1, keepdim=True)).long()
+    elif not (traits.has_tower and media):
+        # Not with images: transformers passes these on to the vision tower, which has its own.
+        kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
+        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
+    if labels:
+        kwargs |= loss_inputs(batch, model)
+        refuse_router_loss(
+            model, "Use `hf_forward(model, outputs='router_logits')` with the loss load_balancing"
+        )
+    return traits.accepted(kwargs)
+
+
+def _extras(batch: Batch, traits: Traits) -> dict[str, Any]:
+    """The extras that the model's forward takes, and the type of each token if it is derived."""
+    accepted, types = traits.parameters, ("mm_token_type_ids", "token_type_ids")
+    extras: dict[str, Any] = {
+        name: extra.long() if name in types else extra
+        for name, extra in batch.extras.items()
+        if name in accepted and name not in _SET_HERE and batch.aligned.get(name) != "label"
+    }
+    ragged = [name for name, extra in extras.items() if isinstance(extra, RaggedTensor)]
+    if ragged and (bool((batch.starts > 0).any()) or batch.continuation is not None):
+        raise InputError(
+            f"a sample with {ragged[0]!r} was split, and its parts cannot share it. Use another "
+            f"overflow than 'split'."
+        )
+    if ragged and types[0] in accepted and types[0] not in extras:
+        # 0 for text, 1 for image and 2 for video tokens, by the ids of those tokens
+        extras[types[0]] = torch.zeros_like(batch.tokens)
+        for kind, token in enumerate(traits.media, 1):
+            if token is not None:
+                extras[types[0]][batch.tokens == token] = kind
+    return extras
+
+
+def _positions(batch: Batch, model: Any, traits: Traits, extras: Mapping[str, Any]) -> Tensor:
+    """Positions that start at 0 in each segment. Those of padding stay below the longest segment:
+    beyond it, longrope would change its frequencies and learned positions may not exist."""
+    positions = batch.position_ids % batch.seqlens.max().clamp(min=1)
+    if traits.rope_limit is not None:
+        traits.rope_limit.check(batch)
+    if traits.rope_indexer is not None:
+        index = core_of(model).get_submodule(traits.rope_indexer).get_rope_index
+        planes = _rope_planes(batch, index, traits.rope_axes, positions, extras)
+        return torch.cat((positions[None], planes)) if traits.text_plane else planes
+    if traits.padding is None:
+        return positions
+    # `padding` + 1 for the first token of a segment that is not the padding token, and so on;
+    # `padding` for padding: what `create_position_ids_from_input_ids` gives a sample alone.
+    counts = (batch.token_mask & (batch.tokens != traits.padding)).reshape(-1).long()
+    done = counts.cumsum(0)
+    before = (done - counts)[batch.cu_seqlens[:-1].long().clamp(max=len(done) - 1)]
+    positions = (done - before[batch.segment_ids.reshape(-1)]) * counts + traits.padding
+    return positions.view_as(batch.tokens)
+
+
+def loss_inputs(batch: Batch, model: Any) -> dict[str, Any]:
+    """Labels, and what makes the model's loss a sum. `shift_labels` also has the labels of a split
+    sample that are in its next segment."""
+    if model is None:
+        raise ConfigError(
+            "labels=True needs the model, because not every model's loss is a sum over labels. "
+            "Pass hf_kwargs(batch, model, labels=True), HfCollate(model=model) or "
+            "accelerate_loader(..., model=model)."
+        )
+    if not traits_of(model).sums_loss:
+        raise ConfigError(
+            f"{traits_of(model).name} computes a mean over the labels of a micro-batch, which is "
+            f"NaN without labels and not the loss of a step. Use its logits with cross_entropy()."
+        )
+    return {
+        "labels": batch.unshifted_labels,
+        "shift_labels": batch.labels,
+        "num_items_in_batch": 1,
+    }
+
+
+def refuse_shard(batch: Any) -> None:
+    """Raise if `batch` is a shard: a transformers model attends within its own tokens."""
+    if isinstance(batch, BatchShard):
+        raise InputError(
+            "a Hugging Face model cannot run a batch shard, because its attention sees only the "
+            "tokens of one rank. Pass the whole batch, or use a model whose attention gathers "
+            "keys, such as context_attention of evenstep.train."
+        )
 
 
 def hf_forward(
@@ -100,7 +267,6 @@ def hf_forward(
             "temperature divides logits, but outputs='hidden' has none. Divide the logits that "
             "you compute from hidden states."
         )
-    run = _RUNS[outputs]
 
     def forward(model: Any, batch: Batch) -> Any:
         refuse_shard(batch)
@@ -115,11 +281,14 @@ def hf_forward(
             # Its forwards communicate, so all ranks judge it now, packed batch or not.
             support_of(unwrapped(model))
         if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
-            tensors = run(model, batch)
+            tensors = _run(model, batch, outputs)
         else:
-            rows = PaddedRows.of(batch)
-            padded = run(model, rows.batch)
-            tensors = {name: rows.restore(values) for name, values in padded.items()}
+            padded, slots = _in_own_rows(batch)
+            real, tensors = padded.token_mask, {}
+            for name, values in _run(model, padded, outputs).items():
+                packed = values.new_zeros((batch.rows * batch.width, *values.shape[2:]))
+                packed = packed.index_copy(0, slots, values[real])
+                tensors[name] = packed.unflatten(0, (batch.rows, batch.width))
         if temperature != 1.0:
             tensors["logits"] = tensors["logits"] / temperature
         return tensors if outputs == "router_logits" else tensors[outputs]
@@ -146,12 +315,9 @@ def hf_head(model: Any) -> Head:
     scale /= getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
     head = Head(output, scale=scale, soft_cap=cap or None)
-    _check_head(model, core, head)
-    return head
-
-
-def _check_head(model: Any, core: Any, head: Head) -> None:
-    tokens = torch.full((1, 4), traits_of(core).plain_token, device=next(core.parameters()).device)
+    tokens = torch.full(
+        (1, 4), traits_of(core).plain_tokens(1)[0], device=next(core.parameters()).device
+    )
     with torch.no_grad():
         hidden, logits = _hidden_and_logits(unwrapped(model), {"input_ids": tokens})
         ours = head(hidden[:, -logits.shape[1] :])
@@ -160,34 +326,33 @@ def _check_head(model: Any, core: Any, head: Head) -> None:
             f"the head of {type(core).__name__} does more than its config says. Use its logits: "
             f"hf_forward(model)."
         )
+    return head
 
 
-# Running ---------------------------------------------------------------------------------------
-
-
-def _run_logits(model: Any, batch: Batch) -> dict[str, Tensor]:
-    return {"logits": _logits(model(**hf_kwargs(batch, model)), model, batch)}
-
-
-def _run_router(model: Any, batch: Batch) -> dict[str, Tensor]:
-    traits = traits_of(model)
-    taken = traits.takes_any or "output_router_logits" in traits.parameters
-    outputs = model(**hf_kwargs(batch, model), output_router_logits=True) if taken else None
-    if getattr(outputs, "router_logits", None) is None:
-        raise ConfigError(
-            f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
-            f"experts whose forward takes output_router_logits."
-        )
-    router_logits = select_output(outputs, "router_logits", batch.rows, batch.width)
-    return {"logits": _logits(outputs, model, batch), "router_logits": router_logits}
-
-
-def _logits(outputs: Any, model: Any, batch: Batch) -> Tensor:
-    logits = getattr(outputs, "logits", None)
+def _run(model: Any, batch: Batch, outputs: Outputs) -> dict[str, Tensor]:
+    """What the model returns for a batch, (rows, width, ...) each, by its name."""
+    kwargs, core, traits = hf_kwargs(batch, model), core_of(model), traits_of(model)
+    if outputs == "hidden":
+        if core.get_output_embeddings() is None:
+            return {"hidden": model(**kwargs).last_hidden_state}
+        return {"hidden": _hidden_and_logits(model, kwargs)[0]}
+    tensors = {}
+    if outputs == "router_logits":
+        taken = traits.takes_any or "output_router_logits" in traits.parameters
+        results = model(**kwargs, output_router_logits=True) if taken else None
+        if getattr(results, "router_logits", None) is None:
+            raise ConfigError(
+                f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
+                f"experts whose forward takes output_router_logits."
+            )
+        tensors[outputs] = select_output(results, outputs, batch.rows, batch.width)
+    else:
+        results = model(**kwargs)
+    logits = getattr(results, "logits", None)
     if logits is None:
         raise ConfigError(
-            f"{type(core_of(model)).__name__} returns no logits. Use a class with a language model "
-            f"head, or hf_forward(model, outputs='hidden')."
+            f"{traits.name} returns no logits. Use a class with a language model head, or "
+            f"hf_forward(model, outputs='hidden')."
         )
     if logits.shape[1] != batch.width:
         raise ConfigError(
@@ -195,21 +360,7 @@ def _logits(outputs: Any, model: Any, batch: Batch) -> Tensor:
             f"for {batch.width}, as with the virtual tokens of prompt tuning. Pass a forward that "
             f"returns one output per token."
         )
-    return logits
-
-
-def _run_hidden(model: Any, batch: Batch) -> dict[str, Tensor]:
-    kwargs = hf_kwargs(batch, model)
-    if core_of(model).get_output_embeddings() is None:
-        return {"hidden": model(**kwargs).last_hidden_state}
-    return {"hidden": _hidden_and_logits(model, kwargs)[0]}
-
-
-_RUNS: dict[Outputs, Callable[[Any, Batch], dict[str, Tensor]]] = {
-    "logits": _run_logits,
-    "hidden": _run_hidden,
-    "router_logits": _run_router,
-}
+    return {"logits": logits, **tensors}
 
 
 def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -232,8 +383,6 @@ def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tens
     return kept[-1], outputs.logits
 
 
-# Checks ----------------------------------------------------------------------------------------
-
 _WARNED: WeakSet[Any] = WeakSet()
 _CHECKED: WeakSet[Any] = WeakSet()
 
@@ -244,7 +393,9 @@ def _check_attention(model: Any) -> None:
     inner = unwrapped(model)
     if inner in _CHECKED:
         return
-    if getattr(text_config(core_of(model)), "_attn_implementation", None) == "evenstep":
+    if _implementation_of(core_of(model)) == "evenstep":
+        from evenstep.integrations.hf_attention import fault_of
+
         why = fault_of(inner)
         if why is not None:
             raise ConfigError(
@@ -279,64 +430,663 @@ def _warn_once(model: Any, text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-# Padded rows for models that cannot run packed ones ---------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PaddedRows:
-    """The segments of a batch in rows of their own, as wide as the longest.
+def _in_own_rows(batch: Batch) -> tuple[Batch, Tensor]:
+    """The segments of a batch in rows of their own, as wide as the longest, and the slots of the
+    packed batch that its tokens are from. It is for the model: labels of other rows are left out.
 
     a a a b b . .  ->  a a a
                        b b .
     """
+    tiles = (batch.sample_ids >= 0).nonzero()[:, 0]
+    begins, lengths = batch.cu_seqlens[:-1][tiles].long(), batch.seqlens[tiles]
+    rows, width = len(lengths), max(int(lengths.max()), 1) if len(lengths) else 1
+    column = torch.arange(width, device=batch.device)
+    inside = column < lengths[:, None]  # (segments, width)
+    slots = torch.where(inside, begins[:, None] + column, begins[:, None])
 
-    batch: Batch
-    source: Tensor
-    """(tokens): the slots of the packed batch, row by row of the padded one."""
-    packed_shape: tuple[int, int]
+    def moved(values: Tensor) -> Tensor:
+        return values.flatten(0, 1)[slots]
 
-    @classmethod
-    def of(cls, batch: Batch) -> PaddedRows:
-        """Move every segment to its own row. Labels and continuations are left out: the padded
-        batch is for the model, not for the loss."""
-        tiles = (batch.sample_ids >= 0).nonzero()[:, 0]
-        begins, lengths = batch.cu_seqlens[:-1][tiles].long(), batch.seqlens[tiles]
-        width = max(int(lengths.max()), 1) if len(lengths) else 1
-        column = torch.arange(width, device=batch.device)
-        inside = column < lengths[:, None]  # (segments, width)
-        slots = torch.where(inside, begins[:, None] + column, begins[:, None])
-
-        def moved(values: Tensor) -> Tensor:
-            return values.flatten(0, 1)[slots]
-
-        rows = len(lengths)
-        per_slot = {name: moved(getattr(batch, name)) for name in PER_SLOT}
-        per_slot["position_ids"] = column.expand(rows, -1)
-        per_slot["segment_ids"] = torch.arange(rows, device=batch.device)[:, None].expand(-1, width)
-        extras = {
+    per_slot = {name: moved(getattr(batch, name)) for name in PER_SLOT}
+    per_slot["position_ids"] = column.expand(rows, -1)
+    per_slot["segment_ids"] = torch.arange(rows, device=batch.device)[:, None].expand(-1, width)
+    padded = replace(
+        batch,
+        **per_slot,
+        cu_seqlens=torch.arange(rows + 1, device=batch.device, dtype=torch.int32) * width,
+        seqlens=lengths,
+        sample_ids=batch.sample_ids[tiles],
+        starts=batch.starts[tiles],
+        loss_tokens=batch.loss_tokens[tiles],
+        max_seqlen=width,
+        continuation=None,
+        extras={
             name: moved(extra) if batch.aligned.get(name) in ("token", "label") else extra
             for name, extra in batch.extras.items()
-        }
-        padded = replace(
-            batch,
-            **per_slot,
-            cu_seqlens=torch.arange(rows + 1, device=batch.device, dtype=torch.int32) * width,
-            seqlens=lengths,
-            sample_ids=batch.sample_ids[tiles],
-            starts=batch.starts[tiles],
-            loss_tokens=batch.loss_tokens[tiles],
-            max_seqlen=width,
-            continuation=None,
-            extras=extras,
-        )
-        return cls(padded, slots[inside], (batch.rows, batch.width))
+        },
+    )
+    return padded, slots[inside]
 
-    def restore(self, outputs: Tensor) -> Tensor:
-        """(segments, longest, ...) -> (rows, width, ...) of the packed batch, zeros in padding."""
-        rows, width = self.packed_shape
-        packed = outputs.new_zeros((rows * width, *outputs.shape[2:]))
-        packed = packed.index_copy(0, self.source, outputs[self.batch.token_mask])
-        return packed.view(rows, width, *outputs.shape[2:])
+
+# What the code and the configs of a model say about its inputs ------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a model needs to be called with. Holds no reference to the model."""
+
+    name: str = "a model"
+    parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict)  # of its forward
+    takes_any: bool = True  # any keyword argument
+    sums_loss: bool = False  # whether its own loss is a sum, given `num_items_in_batch`
+    special: frozenset[int] = frozenset()  # ids of tokens such as padding and images
+    media: tuple[int | None, ...] = ()  # ids of image and video tokens
+    padding: int | None = None  # `padding_idx` that positions count from (RoBERTa)
+    rope_limit: RopeLimit | None = None
+    rope_indexer: str | None = None  # the module with the `get_rope_index` of multimodal positions
+    rope_axes: int = 3  # of time, height and width, or more
+    text_plane: bool = False  # whether multimodal positions begin with those of text
+    has_tower: bool = False  # an encoder of images or sound, with attention of its own
+    encodes_and_decodes: bool = False  # takes two sequences per sample
+
+    def plain_tokens(self, number: int) -> list[int]:
+        """The smallest token ids without a special meaning."""
+        return [t for t in range(len(self.special) + number) if t not in self.special][:number]
+
+    def accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Without arguments that the forward would raise a TypeError for."""
+        if self.takes_any:
+            return kwargs
+        return {name: value for name, value in kwargs.items() if name in self.parameters}
+
+
+_TRAITS: WeakKeyDictionary[Any, Traits] = WeakKeyDictionary()
+_NO_MODEL = Traits()
+
+
+def core_of(model: Any) -> Any:
+    """The transformers model inside DDP, torch.compile and peft."""
+    model = unwrapped(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def traits_of(model: Any) -> Traits:
+    """The traits of a model, read once."""
+    if model is None:
+        return _NO_MODEL
+    core = core_of(model)
+    if core not in _TRAITS:
+        _TRAITS[core] = _read_traits(core)
+    return _TRAITS[core]
+
+
+def text_config(model: Any) -> Any:
+    """The config of the language model inside a model; None if it has none."""
+    configs = (module.config for module in model.modules() if hasattr(module, "config"))
+    config: Any = next(configs, None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def adds_router_loss(model: Any) -> bool:
+    """Whether the config asks for the load-balancing loss of a mixture of experts, which the model
+    adds to its own loss, with a coefficient other than 0."""
+    core = core_of(model)
+    config, name = text_config(core), "router_aux_loss_coef"
+    coefficient = getattr(core, name, getattr(config, name, None))
+    return bool(getattr(config, "output_router_logits", False)) and coefficient != 0
+
+
+def refuse_router_loss(model: Any, remedy: str) -> None:
+    """Raise if `adds_router_loss`: a product of means over a micro-batch depends on the plan."""
+    if adds_router_loss(model):
+        raise ConfigError(
+            f"the config of {type(core_of(model)).__name__} has output_router_logits=True, but its "
+            f"load-balancing loss of a micro-batch is not a part of that of the step. {remedy}, or "
+            f"set model.config.output_router_logits=False to train without it."
+        )
+
+
+def _read_traits(core: Any) -> Traits:
+    parameters = inspect.signature(core.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    config, modules = getattr(core, "config", None), list(core.modules())
+    special = [getattr(module, "padding_idx", None) for module in modules]
+    for each in configs_in(config):
+        for name, value in vars(each).items():
+            if "_token_id" in name or "_token_index" in name:
+                special += value if isinstance(value, (list, tuple)) else [value]
+    rope = (getattr(getattr(module, "config", None), "rope_parameters", None) for module in modules)
+    sections = [part.get("mrope_section") for part in rope if isinstance(part, Mapping)]
+    indexers = [name for name, part in core.named_modules() if hasattr(part, "get_rope_index")]
+    # Models that take the positions of text as a plane before the rotary axes, from which
+    # transformers reads the boundaries of segments, take four planes and remove the first.
+    homes = {type(module).__module__ for module in modules}
+    homes = {home for home in homes if home.startswith("transformers.models.")}
+    return Traits(
+        name=type(core).__name__,
+        parameters=parameters,
+        takes_any=takes_any,
+        sums_loss=takes_any and getattr(core, "accepts_loss_kwargs", None) is not False,
+        special=frozenset(value for value in special if isinstance(value, int)),
+        media=tuple(_media_token(config, kind) for kind in ("image", "video")),
+        padding=_padding(modules),
+        rope_limit=rope_limit(core),
+        rope_indexer=indexers[0] if indexers else None,
+        rope_axes=next((max(3, len(section)) for section in sections if section), 3),
+        text_plane=bool(indexers)
+        and any("shape[0] == 4" in inspect.getsource(sys.modules[home]) for home in homes),
+        has_tower=any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")),
+        encodes_and_decodes=bool(getattr(config, "is_encoder_decoder", False)),
+    )
+
+
+def _media_token(config: Any, kind: str) -> int | None:
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
+
+
+def configs_in(config: Any) -> Iterator[Any]:
+    """A config, and those of the models inside its model."""
+    if hasattr(config, "model_type"):
+        yield config
+        for value in list(vars(config).values()):
+            yield from configs_in(value)
+
+
+def _padding(modules: list[Any]) -> int | None:
+    name = "create_position_ids_from_input_ids"
+    for module in modules:
+        kind, index = type(module), getattr(module, "padding_idx", None)
+        by_function = hasattr(sys.modules.get(kind.__module__), name)
+        by_function = by_function and hasattr(module, "position_embeddings")
+        if index is not None and (by_function or hasattr(kind, name)):
+            return int(index)
+    return None
+
+
+# Rotary positions that depend on neighbours ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RopeLimit:
+    """Up to which length the rotary positions of a model are independent of other samples.
+
+    longrope  segments of up to `tokens` tokens and longer ones need different frequencies, and a
+              micro-batch gets those of its longest segment: it must keep to one side
+    dynamic   a segment of `tokens` tokens or more changes the frequencies of its micro-batch and
+              of later ones: there must be none
+
+    >>> RopeLimit("longrope", 4096).tokens
+    4096
+    """
+
+    kind: Literal["longrope", "dynamic"]
+    tokens: int
+
+    @property
+    def why(self) -> str:
+        """What is wrong with other lengths, and the remedy."""
+        if self.kind == "longrope":
+            return (
+                f"its longrope frequencies depend on whether the longest segment of a micro-batch "
+                f"has more than {self.tokens} tokens. Keep micro-batches to one side with "
+                f"separate_lengths(step, {self.tokens}) of evenstep.data"
+            )
+        return (
+            f"its dynamic RoPE depends on every batch with {self.tokens} tokens or more that ran "
+            f"before. Keep samples below {self.tokens} tokens, or use another rope_type"
+        )
+
+    def allows(self, lengths: Tensor) -> bool:
+        """Whether segments of these lengths can share a micro-batch."""
+        if not len(lengths):
+            return True
+        least, most = torch.aminmax(lengths)
+        if self.kind == "dynamic":
+            return bool(most < self.tokens)
+        return bool((least > self.tokens) | (most <= self.tokens))
+
+    def check(self, batch: Batch) -> None:
+        """Raise if the segments of a batch cannot share a micro-batch, packed or padded."""
+        lengths = batch.seqlens[batch.sample_ids >= 0]
+        if not self.allows(lengths):
+            raise InputError(
+                f"a micro-batch holds segments of {int(lengths.min())} to {int(lengths.max())} "
+                f"tokens, but for this model {self.why}."
+            )
+
+
+def rope_limit(model: Any) -> RopeLimit | None:
+    """The limit of a transformers model whose rotary positions depend on lengths, else None.
+
+    `separate_lengths(step, rope_limit(model).tokens)` of `evenstep.data` keeps to a longrope limit.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    >>> config = LlamaConfig(vocab_size=9, rope_parameters=rope, **sizes)
+    >>> rope_limit(LlamaForCausalLM(config))
+    RopeLimit(kind='dynamic', tokens=2048)
+    """
+    limits = [limit for module in model.modules() for limit in _limits(module)]
+    dynamic = [limit for limit in limits if limit.kind == "dynamic"]
+    return min(dynamic or limits, key=lambda limit: limit.tokens, default=None)
+
+
+def _limits(module: Any) -> Iterator[RopeLimit]:
+    """The limits of a rotary module; its own `rope_type` counts more than the config's."""
+    config: Any = getattr(module, "config", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if "rotary" not in type(module).__name__.lower() or not isinstance(rope, Mapping):
+        return
+    types = getattr(module, "rope_type", None)
+    by_layer = {name: part for name, part in rope.items() if isinstance(part, Mapping)}
+    for name, parameters in (by_layer or {"": rope}).items():
+        module_type = types.get(name) if isinstance(types, Mapping) else types
+        kind = str(
+            module_type or parameters.get("rope_type") or parameters.get("type") or "default"
+        )
+        if "dynamic" in kind:
+            yield RopeLimit("dynamic", int(config.max_position_embeddings))
+        elif kind == "longrope" or "long_mscale" in parameters:
+            both = (parameters, vars(config))
+            key = "original_max_position_embeddings"
+            most = next((part[key] for part in both if part.get(key)), None)
+            yield RopeLimit("longrope", int(most or config.max_position_embeddings))
+
+
+def _rope_planes(
+    batch: Batch,
+    index: Callable[..., tuple[Tensor, Any]],
+    num_axes: int,
+    positions: Tensor,
+    inputs: Mapping[str, Any],
+) -> Tensor:
+    """(axes, rows, width): the axes of each sample's own rotary index.
+
+    `index` is the model's own `get_rope_index`, which runs on one sample at a time: on a packed
+    row, it would count on from the sample before. `inputs` are the batch's extras for the model.
+    """
+    accepted = inspect.signature(index).parameters
+    inputs = {name: _on_cpu(value) for name, value in inputs.items() if name in accepted}
+    ragged = [name for name, value in inputs.items() if isinstance(value, RaggedTensor)]
+    tokens, plain = batch.tokens.cpu().reshape(-1), positions.cpu().reshape(-1)
+    planes = plain.expand(num_axes, -1).clone()
+    begins, lengths = batch.cu_seqlens.tolist(), batch.seqlens.tolist()
+    tiles = (batch.sample_ids >= 0).nonzero()[:, 0].tolist()
+    for segment, tile in enumerate(tiles):
+        slots = slice(begins[tile], begins[tile] + lengths[tile])
+        sample = {name: _of_segment(value, slots, segment) for name, value in inputs.items()}
+        if any(sample[name] is not None for name in ragged):  # text alone has plain positions
+            if "attention_mask" in accepted:
+                sample["attention_mask"] = torch.ones(1, lengths[tile], dtype=torch.int64)
+            planes[:, slots] = index(input_ids=tokens[None, slots], **sample)[0][:, 0]
+    return planes.view(num_axes, *positions.shape).to(positions.device)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.to("cpu") if isinstance(value, (Tensor, RaggedTensor)) else value
+
+
+def _of_segment(value: Any, slots: slice, segment: int) -> Any:
+    """What belongs to one segment: (1, length) of a token-aligned tensor, its entries of a ragged
+    one (None if it has none), its entry of one per sequence."""
+    if isinstance(value, RaggedTensor):
+        first, last = value.offsets[segment : segment + 2].tolist()
+        return value.values[first:last] if last > first else None
+    if isinstance(value, Tensor) and value.ndim >= 2:
+        return value.flatten(0, 1)[None, slots]
+    return value[segment : segment + 1] if isinstance(value, Tensor) else value
+
+
+# Which models support packed batches --------------------------------------------------------------
+#
+# The first reason against it is the answer: what the code says of layers that mix segments and of
+# the boundaries that reach the attention function, then a few small forwards, which compare packed
+# samples with other neighbours and with each sample alone.
+
+LONG = 4096
+"""Slots of a packed row above which a dense mask is worth a warning."""
+_BUILT_IN = ("sdpa", "eager", "flex_attention")
+
+
+class Support(NamedTuple):
+    """Whether a model supports packed batches, and why.
+
+    >>> safe, why, cost = Support(True, "flash_attention_2 reads the boundaries from cu_seq_lens")
+    """
+
+    safe: bool
+    why: str
+    cost: str = ""
+    """What packing costs with the model's attention implementation; empty if nothing."""
+
+
+def supports_packing(model: Any, *, longest: int | None = None) -> Support:
+    """Whether packed segments leave the results of a transformers model as they are, given
+    `hf_forward(model)` or `hf_kwargs(batch, model)`.
+
+    Decided from the layers and the attention implementation, and by a few small forwards on short
+    samples, unless the model has no weights yet. Unknown models are reported as unsafe. With
+    fully_shard, call it on all ranks. `longest` is the length of the longest sample, if known:
+    some RoPE types are independent of neighbours up to a length.
+
+        safe, why, cost = supports_packing(AutoModelForCausalLM.from_pretrained(name))
+    """
+    support = _decide(model)
+    limit = traits_of(model).rope_limit if support.safe else None
+    if limit is not None and (longest is None or not limit.allows(torch.tensor([0, longest]))):
+        return Support(False, limit.why)
+    return support
+
+
+def choose_layout(model: Any, layout: Layout, *, longest: int | None = None) -> Layout:
+    """The layout if the model supports it, else the padded layout with the same bounds.
+
+    Falling back emits a warning. Call this before planning: a packed plan cannot be padded within
+    its budget. A RoPE type that depends on neighbours does so in padded rows too, so it is warned
+    about and the layout is kept. `longest` is the length of the longest sample, if known.
+
+        recipe = Recipe(layout=choose_layout(model, Packed(max_tokens=8192)))
+    """
+    padded = layout.padded()
+    if padded == layout:
+        return layout
+    name, support = type(unwrapped(model)).__name__, _decide(model)
+    if not support.safe:
+        warnings.warn(
+            f"{name} does not support packed batches: {support.why}. Using the padded layout "
+            f"instead.",
+            stacklevel=2,
+        )
+        return padded
+    lengths = supports_packing(model, longest=longest)
+    if not lengths.safe:
+        warnings.warn(f"{name} can run only some micro-batches: {lengths.why}.", stacklevel=2)
+    if support.cost and (layout.budget or 0) > LONG:
+        warnings.warn(f"{name}: {support.cost}.", stacklevel=2)
+    return layout
+
+
+_SUPPORT: WeakKeyDictionary[Any, dict[str, Support]] = WeakKeyDictionary()
+
+
+def support_of(model: Any) -> Support:
+    """`supports_packing` of segments whose lengths the model's RoPE allows in one micro-batch,
+    decided once per model and attention implementation."""
+    model = unwrapped(model)
+    by_name = _SUPPORT.setdefault(model, {})
+    name = _implementation_of(model)
+    if name not in by_name:
+        by_name[name] = _decide(model)
+    return by_name[name]
+
+
+def _decide(model: Any) -> Support:
+    model = unwrapped(model)
+    if text_config(model) is None:
+        return Support(False, f"{type(model).__name__} has no config; test it with find_leaks")
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
+        return Support(False, "its peft adapter puts virtual tokens before the row, not a sample")
+    if reason := _mixing_layers(model):
+        return Support(False, reason)
+    name = _implementation_of(model)
+    keeps_apart, why = _read_attention(model, name)
+    if not keeps_apart and (name in _BUILT_IN or "flash" in name):
+        return Support(False, why)
+    # Small forwards need parameters, and flash attention a GPU.
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices and "meta" not in devices and not ("flash" in name and devices == {"cpu"}):
+        if reason := _Probe.reason_of(model):
+            return Support(False, reason)
+        if not keeps_apart:  # an implementation that the code does not tell of
+            keeps_apart, why = True, f"{name} keeps segments apart in small forwards"
+    cost = ""
+    if keeps_apart and name in ("sdpa", "eager"):
+        cost = (
+            f"{name} builds a dense mask of width x width and computes all of it, which makes "
+            f"packed rows above {LONG:,} slots slower than padded ones. Use "
+            f"attn_implementation='evenstep' (import evenstep.integrations.hf_attention) or flash "
+            f"attention"
+        )
+    return Support(keeps_apart, why, cost)
+
+
+def _implementation_of(model: Any) -> str:
+    """The name of the attention implementation of the language model."""
+    return str(getattr(text_config(model), "_attn_implementation", None))
+
+
+def _mixing_layers(model: Any) -> str | None:
+    """Why layers of the model mix segments whatever the attention function does, else None."""
+    config = text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        return "the attention of its encoder is bidirectional and crosses segment boundaries"
+    encodes = getattr(config, "is_decoder", True) is False
+    if (encodes and _mask_calls(model, "create_bidirectional_mask")) or not getattr(
+        config, "is_causal", True
+    ):
+        return "its attention is bidirectional and crosses segment boundaries"
+    if any(getattr(module, "_is_stateful", False) for module in model.modules()):
+        return "its recurrent state carries over from one segment to the next"
+    masked = {"full_attention", "sliding_attention"}  # attention depends on the mask only
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - masked)
+    return f"its {', '.join(others)} layers cross segment boundaries" if others else None
+
+
+def _read_attention(model: Any, name: str) -> tuple[bool, str]:
+    """Whether the code is known to pass boundaries to the attention function, and why."""
+    with_config = [module for module in model.modules() if hasattr(module, "config")]
+    signatures = (inspect.signature(module.forward) for module in with_config)
+    if not any("position_ids" in signature.parameters for signature in signatures):
+        return False, "its forward does not take position_ids"
+    if "flash" in name and "paged" not in name:
+        if not any(getattr(m, "_supports_attention_backend", False) for m in model.modules()):
+            return False, f"its {name} code does not pass cu_seq_lens on"
+        return True, f"{name} reads the boundaries from cu_seq_lens"
+    if name not in _BUILT_IN:
+        return False, f"its attention implementation {name!r} is unknown"
+    from transformers import masking_utils
+
+    if not hasattr(masking_utils, "find_packed_sequence_indices"):
+        return False, f"{name} masks of the installed transformers ignore position_ids"
+    calls = _mask_calls(model, "create_causal_mask", "create_sliding_window_causal_mask")
+    if not calls:
+        return False, f"it does not build its {name} mask with the functions that detect boundaries"
+    without = [kind for kind, passes_positions in calls.items() if not passes_positions]
+    if without:
+        return False, f"{without[0]} builds its {name} mask without position_ids"
+    return True, f"{name} masks detect boundaries where position_ids restart"
+
+
+# (...), with parentheses inside
+_ARGUMENTS = r"(\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))"
+
+
+def _mask_calls(model: Any, *makers: str) -> dict[str, bool]:
+    """Classes in the model that call functions of these names, and whether all calls pass
+    position_ids: `create_causal_mask(..., position_ids=...)`, or `(**kwargs)` of a dict that has
+    them, also as `make(...)` after `make = create_causal_mask if ... else ...`."""
+    passes_positions: dict[str, bool] = {}
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        # The class with source code, not one that fully_shard makes.
+        kind = next(base for base in kind.__mro__ if "torch.distributed" not in base.__module__)
+        home = sys.modules.get(kind.__module__)
+        if hasattr(kind, "config_class") and any(hasattr(home, maker) for maker in makers):
+            source = inspect.getsource(kind)
+            named = "|".join(makers)
+            aliases = re.findall(rf"(\w+) = \(?\s*(?:{named})\b(?!\()", source)
+            calls = re.findall(rf"\b(?:{'|'.join((named, *aliases))}){_ARGUMENTS}", source)
+            in_dict = '"position_ids":' in source
+            if calls:
+                passes_positions[kind.__name__] = all(
+                    "position_ids=" in call or ("**" in call and in_dict) for call in calls
+                )
+    return passes_positions
+
+
+_LENGTHS = (5, 9, 4)
+_TAIL = 3
+
+
+class _Probe:
+    """A few small forwards of a model, on short samples in one packed row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.traits = model, traits_of(model)
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        self.half = half = half or torch.is_autocast_enabled(self.device.type)
+        # Of the largest output. Neighbours of the same lengths leave the shapes of all operations
+        # as they are, so nothing is rounded differently.
+        self.exact = 1e-2 if half else 1e-5
+        self.close = 6e-2 if half else 1e-3 if self.device.type == "cuda" else 1e-4
+        vocab = core_of(model).get_input_embeddings().weight.shape[0]
+        plain = [token for token in self.traits.plain_tokens(62) if token < vocab]
+        self.tokens = torch.tensor(plain[1:])
+        longest = max(_LENGTHS) if self.traits.rope_limit is None else self.traits.rope_limit.tokens
+        self.lengths = [max(1, min(length, longest - 1)) for length in _LENGTHS]
+        self.random = torch.Generator().manual_seed(0)
+
+    @classmethod
+    def reason_of(cls, model: Any) -> str | None:
+        """Why packed outputs depend on neighbours or differ from each sample alone, else None.
+        With fully_shard, call it on all ranks."""
+        with undisturbed(model):
+            try:
+                return cls(model)._reason()
+            except Exception as error:
+                line = str(error).strip().partition("\n")[0]
+                return f"a small packed forward raised {type(error).__name__}: {line}"
+
+    def _reason(self) -> str | None:
+        traits, samples = self.traits, [self._sample(length) for length in self.lengths]
+        # Images come without `cu_seq_lens`; see `hf_kwargs`.
+        for with_boundaries in (True, False) if traits.has_tower else (True,):
+            packed = self._packed(samples, with_boundaries)
+            for changed in ((1,), (0, 2)):
+                others = [
+                    self._sample(len(s)) if k in changed else s for k, s in enumerate(samples)
+                ]
+                outputs = self._packed(others, with_boundaries)
+                kept = [k for k in range(len(samples)) if k not in changed]
+                moved = self._distance([outputs[k] for k in kept], [packed[k] for k in kept])
+                if not moved <= self.exact:
+                    return f"packed segments affect each other (outputs moved by {moved:.1e})"
+            alone = [self._run({"input_ids": s[None].to(self.device)})[0] for s in samples]
+            moved = self._distance(packed, alone)
+            if not moved <= self.close:
+                return f"packed outputs differ from those of each sample alone (by {moved:.1e})"
+        if traits.rope_indexer is not None and (why := self._still_positions(samples)):
+            return why
+        return self._both_ways() if traits.has_tower or any(traits.media) else None
+
+    def _still_positions(self, samples: list[Tensor]) -> str | None:
+        """Positions that stand still, as in an image, must not be taken for boundaries."""
+        lengths = [len(sample) for sample in samples]
+        planes = hf_kwargs(self._row(samples), self.model)["position_ids"].clone()
+        first, text = lengths[0], int(self.traits.text_plane)
+        planes[text:, :, first + 1 : first + 4] = 1
+        packed = self._packed(samples, False, planes)
+        alone = []
+        for sample, positions in zip(samples, planes.split([*lengths, _TAIL], -1), strict=False):
+            tokens = sample[None].to(self.device)
+            mask = torch.ones_like(tokens)  # which switches the search for boundaries off
+            inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+            alone.append(self._run(inputs)[0])
+        moved = self._distance(packed, alone)
+        if not moved <= self.close:
+            return f"it takes the positions of images for boundaries (outputs moved by {moved:.1e})"
+        return None
+
+    def _both_ways(self) -> str | None:
+        """Whether a token sees later ones of its own kind, as in an image or a prefix."""
+        first = self._sample(6)
+        last = first.clone()
+        last[-1] = self.tokens[(self.tokens == first[-1]).nonzero()[0, 0] - 1]
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            for kind in (0, 1) if name in self.traits.parameters else ():
+                types = {name: torch.full((1, 6), kind, device=self.device)}
+                try:
+                    before, after = (
+                        self._run({"input_ids": tokens[None].to(self.device), **types})[0, :-1]
+                        for tokens in (first, last)
+                    )
+                except EvenstepError as error:  # our attention, which is causal
+                    return str(error).partition(". ")[0]
+                except Exception:  # the model refuses such tokens without an image
+                    continue
+                if not self._distance([after], [before]) <= self.exact:
+                    return f"tokens with {name}={kind} see each other both ways"
+        return None
+
+    def _distance(self, outputs: list[Tensor], expected: list[Tensor]) -> float:
+        """The largest difference, relative to the largest value. In half precision the largest
+        median of a sample: rounding may send single tokens to other experts."""
+        scale = max(float(e.abs().max()) for e in expected) or 1.0
+        differences = [(o - e).abs().amax(-1) for o, e in zip(outputs, expected, strict=True)]
+        return max(float(d.median() if self.half else d.max()) for d in differences) / scale
+
+    def _sample(self, length: int) -> Tensor:
+        return self.tokens[torch.randint(len(self.tokens), (length,), generator=self.random)]
+
+    def _row(self, samples: Sequence[Tensor]) -> Batch:
+        """The samples in one packed row, with padding at its end."""
+        lengths = [len(sample) for sample in samples]
+        width = sum(lengths) + _TAIL
+        recipe = Recipe(layout=Packed(max_tokens=width, pad_to=width), balance="none")
+        (micro,) = make_plan(lengths, recipe)[0, 0]
+        return Collator()(micro, [{"input_ids": sample} for sample in samples]).to(self.device)
+
+    def _packed(
+        self, samples: Sequence[Tensor], with_boundaries: bool, positions: Tensor | None = None
+    ) -> list[Tensor]:
+        """The outputs of each sample in one packed row."""
+        batch = self._row(samples)
+        kwargs = hf_kwargs(batch, self.model)
+        if positions is not None:
+            kwargs["position_ids"] = positions
+        if not with_boundaries:
+            boundaries = ("cu_seq_lens", "max_length")
+            kwargs = {name: v for name, v in kwargs.items() if not name.startswith(boundaries)}
+        outputs = self._run(kwargs)
+        if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
+            raise ValueError(f"outputs of shape {tuple(outputs.shape)}, not one per slot")
+        if not bool(outputs.isfinite().all()):
+            raise ValueError("outputs that are not finite")
+        return list(outputs[0].split([*map(len, samples), _TAIL])[:-1])
+
+    def _run(self, kwargs: dict[str, Any]) -> Tensor:
+        outputs = self.model(**self.traits.accepted({"use_cache": False, **kwargs}))
+        for name in ("logits", "last_hidden_state"):
+            values: Tensor | None = getattr(outputs, name, None)
+            if values is not None:
+                return values
+        raise ValueError("outputs without logits or last_hidden_state")
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
+    training = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    model.eval()
+    try:
+        with (
+            torch.random.fork_rng(devices=[device.index for device in devices]),
+            torch.no_grad(),
+            # Compiled layers would run neither the attention function again, nor hooks.
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        torch.clear_autocast_cache()  # casts without a gradient
 
 
 for _library in ("transformers", "peft"):

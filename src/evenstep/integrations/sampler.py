@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -17,7 +17,7 @@ from evenstep.data.pool import micro_batch
 from evenstep.data.source import Progress
 from evenstep.data.steps import StreamPosition
 from evenstep.errors import ConfigError, CursorError, PlanError
-from evenstep.integrations.dataloader import refuse_dispatching
+from evenstep.integrations.dataloader import Collate, refuse_dispatching
 
 __all__ = ["PlannedBatchSampler"]
 
@@ -34,9 +34,14 @@ class Part(NamedTuple):
     state: dict[str, Any] | None = None
 
 
-class _MicroBatchSampler:
-    """The micro-batches of this rank as `Part`s, with an exact length and an exact position.
+class StepSampler:
+    """A batch sampler of the micro-batches of this rank, as `Part`s. Read them with `PartDataset`.
 
+    Its length and its position are exact. Trainers make an optimizer step after a fixed number of
+    batches, `per_step`: every step has as many micro-batches then, and empty ones follow if it
+    needs fewer. Steps of `Steps(samples=...)` are counted without planning them.
+
+    per_step   None: as many as a step has
     epochs     the epochs that are run. All then have the length of the longest, and shorter ones
                end with empty micro-batches
     drop_last  leave out steps in which a rank has no work
@@ -47,14 +52,28 @@ class _MicroBatchSampler:
         self,
         stream: PlannedStream,
         *,
+        per_step: int | None = None,
         epochs: int | None = None,
         drop_last: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        ends_elsewhere = stream.infinite_loop or stream.max_num_steps is not None
+        if per_step is not None and ends_elsewhere:
+            raise ConfigError(
+                "max_num_steps and infinite_loop cannot be used with a trainer, which counts steps "
+                "and epochs itself. Remove them, and set max_steps of the trainer."
+            )
+        fixed = stream.recipe.steps.micro_batches
+        if per_step is not None and fixed is not None and fixed > per_step:
+            raise ConfigError(
+                f"steps have {fixed} micro-batches, more than {per_step} gradient accumulation "
+                f"steps. Set Steps(micro_batches={per_step})."
+            )
         self.stream, self.progress = stream, progress
+        self.per_step = None if per_step is None else whole_number("per_step", per_step)
         self.epochs = None if epochs is None else whole_number("epochs", epochs)
         self._drop_last = truth_value("drop_last", drop_last)
-        if epochs is not None and (stream.infinite_loop or stream.max_num_steps is not None):
+        if epochs is not None and ends_elsewhere:
             raise ConfigError(
                 "epochs cannot be combined with max_num_steps or infinite_loop, which end a stream "
                 "elsewhere. Remove epochs."
@@ -64,10 +83,15 @@ class _MicroBatchSampler:
         self._now: Cursor | None = None  # after the last micro-batch; None: not iterated
         self._filled = 0  # empty micro-batches at the end of the epoch that were yielded
         self._skipped = 0  # those before the start
+        self._passed: list[StreamPosition] = []  # after each step of this iteration
         self._longest: int | None = None  # micro-batches of the longest of `epochs`
         self._lengths: dict[tuple[StreamPosition, int], int] = {}
 
     # Iterating ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passed = []
+        return self._parts()
 
     def _parts(self) -> Iterator[Part]:
         self._now, self._filled = self.stream.start(), self._skipped
@@ -96,16 +120,30 @@ class _MicroBatchSampler:
             yield Part(empty, epoch)
 
     def _parts_of(self, step: Step, before: StreamPosition) -> Iterator[Part]:
-        """The micro-batches of a step. The position is known within it, too."""
+        """The micro-batches of a step, and empty ones up to `per_step`. A trainer repeats a step
+        that has begun; otherwise the position is known within it, too."""
+        count = len(step) if self.per_step is None else self.per_step
+        if len(step) > count:
+            raise PlanError(
+                f"step {step.number} has {len(step)} micro-batches per rank, more than "
+                f"{count} gradient accumulation steps. Set gradient accumulation to "
+                f"{len(step)} or more and resume, or raise the budget."
+            )
         ranks = self.stream.world.size
         done = before.inside[-1][1] if before.inside and before.inside[-1][0] == ranks else 0
-        for number, micro in enumerate(step.micro_batches, 1):
-            self._now = step.cursor
-            if number < len(step):
-                self._now = self.stream.cursor(before.within(ranks, done + number))
-            if micro.is_empty and self.epochs is None:
-                raise _without_work(step)
-            yield Part(micro, step.epoch)
+        empty = [micro_batch([], self.stream.recipe)] * (count - len(step))
+        if self.per_step is not None:
+            self._passed.append(_position(step.cursor))
+        for number, micro in enumerate([*step.micro_batches, *empty], 1):
+            self._now, state = step.cursor, None
+            if self.per_step is None:
+                if number < count:
+                    self._now = self.stream.cursor(before.within(ranks, done + number))
+                if micro.is_empty and self.epochs is None:
+                    raise _without_work(step)
+            elif number == count:
+                state = step.cursor.to_dict()
+            yield Part(micro, step.epoch, state)
 
     def _left_out(self, step: Step) -> bool:
         """Whether a step is left out because a rank has no work in it. All ranks must agree, so
@@ -120,7 +158,7 @@ class _MicroBatchSampler:
         if stream.infinite_loop or stream.max_num_steps is not None:
             return self._counted()
         if self.epochs is None:
-            return self._micro_batches(self._epoch)
+            return self._micro_batches(self.epoch)
         if self._longest is None:
             self._count(self.epochs)
             self._longest = max(map(self._micro_batches, range(self.epochs)))
@@ -128,14 +166,17 @@ class _MicroBatchSampler:
 
     def _micro_batches(self, epoch: int) -> int:
         """Micro-batches of an epoch with work."""
+        if self.per_step is not None:
+            return self.steps_of(epoch) * self.per_step
         size = self.stream.epoch_size(epoch, drop_last=self._drop_last, progress=self.progress)
         return size.micro_batches
 
     def _count(self, epochs: int) -> None:
         """Plan epochs to count them, with one report of progress for all."""
-        self.stream.micro_batches_per_epoch(
-            epochs, drop_last=self._drop_last, progress=self.progress
-        )
+        if self.per_step is None or self.stream.steps_in_every_epoch is None:
+            self.stream.micro_batches_per_epoch(
+                epochs, drop_last=self._drop_last, progress=self.progress
+            )
 
     def _counted(self) -> int:
         """Micro-batches from the start to `max_num_steps`."""
@@ -145,10 +186,20 @@ class _MicroBatchSampler:
             self._lengths[key] = sum(len(step) for step in steps if not self._left_out(step))
         return self._lengths[key]
 
+    def steps_of(self, epoch: int) -> int:
+        """Steps of an epoch with work."""
+        known = self.stream.steps_in_every_epoch
+        return self.stream.epoch_size(epoch).steps if known is None else known
+
+    def num_steps(self, epochs: int) -> int:
+        """Steps of the first epochs together."""
+        self._count(whole_number("epochs", epochs, least=0))
+        return sum(self.steps_of(epoch) for epoch in range(epochs))
+
     # Position ----------------------------------------------------------------------------------
 
     @property
-    def _epoch(self) -> int:
+    def epoch(self) -> int:
         """The epoch of the next iteration."""
         return int(self.stream.start().position["epoch"])
 
@@ -160,7 +211,7 @@ class _MicroBatchSampler:
                 f"epoch {epoch} was not planned: there are {self.epochs} epochs. Set epochs to the "
                 f"number that is run."
             )
-        kept = self._now is None and epoch == self._epoch
+        kept = self._now is None and epoch == self.epoch
         self.stream.set_epoch(epoch, None if self._now is None else self._now.step)
         self._now, self._skipped = None, self._skipped if kept else 0
         self._filled = self._skipped
@@ -176,8 +227,52 @@ class _MicroBatchSampler:
         self._now = None
         self._filled = self._skipped = int(state.get("filled", 0))
 
+    # Trainers that only save the number of steps, over epochs of equal length --------------------
 
-class PlannedBatchSampler(_MicroBatchSampler):
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch, with those that fill up shorter ones."""
+        assert self.per_step is not None
+        return len(self) // self.per_step
+
+    def is_filler(self, step: int) -> bool:
+        """Whether a step, counted over all epochs, only has empty micro-batches."""
+        epoch, number = divmod(step, self.steps)
+        return number >= self.steps_of(epoch)
+
+    @property
+    def has_fillers(self) -> bool:
+        """Whether any of the planned epochs is shorter than the longest."""
+        return any(self.steps_of(epoch) < self.steps for epoch in range(self.epochs or 0))
+
+    def position_after(self, step: int) -> dict[str, Any]:
+        """The cursor after so many steps over all epochs."""
+        epoch, done = divmod(step, self.steps)
+        passed = self._passed[:done]  # of an epoch that was begun at its first step
+        if not passed or self.epoch != epoch or len(passed) < min(done, self.steps_of(epoch)):
+            stream = copy.copy(self.stream)
+            stream.set_epoch(epoch, 0)
+            stream.skip_batches(done)
+            passed = [_position(stream.start())]
+        return self.stream.cursor(replace(passed[-1], step=step)).to_dict()
+
+    def check_position(self, state: Mapping[str, Any]) -> None:
+        """Raise if these settings would not resume at the position of a checkpoint, whose number of
+        steps is all that a trainer resumes from."""
+        copy.copy(self.stream).load_state_dict(state)  # raises if it is of other data
+        was, now = state["place"], self.position_after(state["step"])["place"]
+        if was != now:
+            raise CursorError(
+                f"the checkpoint was saved at sample {was['position']} of epoch {was['epoch']}, "
+                f"but with these settings its {state['step']} steps end at sample "
+                f"{now['position']} of epoch {now['epoch']}. Restore the recipe, the number of "
+                f"processes, gradient_accumulation_steps and num_train_epochs. They may change if "
+                f"steps are counted in samples (Steps(samples=...)). With ignore_data_skip=True "
+                f"the epoch begins anew."
+            )
+
+
+class PlannedBatchSampler(StepSampler):
     """The sample ids of every micro-batch of this rank: `DataLoader(data, batch_sampler=...)`.
 
     A batch sampler can only name whole samples, so over-long samples cannot be split or truncated.
@@ -246,150 +341,53 @@ class PlannedBatchSampler(_MicroBatchSampler):
         return (part.micro.segments.sample.tolist() for part in self._parts())
 
 
-class StepSampler(_MicroBatchSampler):
-    """A batch sampler of `Part`s for trainers, which count steps. Read them with `PartDataset`.
-
-    Trainers make an optimizer step after a fixed number of batches. So every step has `per_step`
-    micro-batches; empty ones follow if it needs fewer. With `epochs`, shorter epochs end with steps
-    of empty micro-batches. Steps of `Steps(samples=...)` are counted without planning them.
-    """
-
-    def __init__(
-        self,
-        stream: PlannedStream,
-        *,
-        per_step: int,
-        epochs: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        self.per_step = whole_number("per_step", per_step)
-        fixed = stream.recipe.steps.micro_batches
-        if stream.max_num_steps is not None or stream.infinite_loop:
-            raise ConfigError(
-                "max_num_steps and infinite_loop cannot be used with a trainer, which counts steps "
-                "and epochs itself. Remove them, and set max_steps of the trainer."
-            )
-        if fixed is not None and fixed > per_step:
-            raise ConfigError(
-                f"steps have {fixed} micro-batches, more than {per_step} gradient accumulation "
-                f"steps. Set Steps(micro_batches={per_step})."
-            )
-        super().__init__(stream, epochs=epochs, progress=progress)
-        self._passed: list[StreamPosition] = []  # after each step of this epoch
-
-    def __iter__(self) -> Iterator[Part]:
-        self._passed = []
-        return self._parts()
-
-    def _parts_of(self, step: Step, before: StreamPosition) -> Iterator[Part]:
-        """The micro-batches of a step, and empty ones up to `per_step`."""
-        if len(step) > self.per_step:
-            raise PlanError(
-                f"step {step.number} has {len(step)} micro-batches per rank, more than "
-                f"{self.per_step} gradient accumulation steps. Set gradient accumulation to "
-                f"{len(step)} or more and resume, or raise the budget."
-            )
-        self._now = step.cursor
-        self._passed.append(_position(step.cursor))
-        empty = micro_batch([], self.stream.recipe)
-        *others, last = [*step.micro_batches, *[empty] * (self.per_step - len(step))]
-        for micro in others:
-            yield Part(micro, step.epoch)
-        yield Part(last, step.epoch, step.cursor.to_dict())
-
-    def _micro_batches(self, epoch: int) -> int:
-        return self.steps_of(epoch) * self.per_step
-
-    def _count(self, epochs: int) -> None:
-        if self.stream.steps_in_every_epoch is None:
-            super()._count(epochs)
-
-    def steps_of(self, epoch: int) -> int:
-        """Steps of an epoch with work."""
-        known = self.stream.steps_in_every_epoch
-        return self.stream.epoch_size(epoch).steps if known is None else known
-
-    def num_steps(self, epochs: int) -> int:
-        """Steps of the first epochs together."""
-        self._count(whole_number("epochs", epochs, least=0))
-        return sum(self.steps_of(epoch) for epoch in range(epochs))
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration."""
-        return self._epoch
-
-    # Trainers that only save the number of steps, over epochs of equal length --------------------
-
-    @property
-    def steps(self) -> int:
-        """Steps of an epoch, with those that fill up shorter ones."""
-        return len(self) // self.per_step
-
-    def is_filler(self, step: int) -> bool:
-        """Whether a step, counted over all epochs, only has empty micro-batches."""
-        epoch, number = divmod(step, self.steps)
-        return number >= self.steps_of(epoch)
-
-    @property
-    def has_fillers(self) -> bool:
-        """Whether any of the planned epochs is shorter than the longest."""
-        return any(self.steps_of(epoch) < self.steps for epoch in range(self.epochs or 0))
-
-    def position_after(self, step: int) -> dict[str, Any]:
-        """The cursor after so many steps over all epochs."""
-        epoch, done = divmod(step, self.steps)
-        passed = self._passed[:done]  # of an epoch that was begun at its first step
-        if not passed or self._epoch != epoch or len(passed) < min(done, self.steps_of(epoch)):
-            passed = [self._skipped_to(epoch, done)]
-        return self.stream.cursor(replace(passed[-1], step=step)).to_dict()
-
-    def _skipped_to(self, epoch: int, done: int) -> StreamPosition:
-        stream = copy.copy(self.stream)
-        stream.set_epoch(epoch, 0)
-        stream.skip_batches(done)
-        return _position(stream.start())
-
-    def check_position(self, state: Mapping[str, Any]) -> None:
-        """Raise if these settings would not resume at the position of a checkpoint, whose number of
-        steps is all that a trainer resumes from."""
-        copy.copy(self.stream).load_state_dict(state)  # raises if it is of other data
-        was, now = state["place"], self.position_after(state["step"])["place"]
-        if was != now:
-            raise CursorError(
-                f"the checkpoint was saved at sample {was['position']} of epoch {was['epoch']}, "
-                f"but with these settings its {state['step']} steps end at sample "
-                f"{now['position']} of epoch {now['epoch']}. Restore the recipe, the number of "
-                f"processes, gradient_accumulation_steps and num_train_epochs. They may change if "
-                f"steps are counted in samples (Steps(samples=...)). With ignore_data_skip=True "
-                f"the epoch begins anew."
-            )
+# Keys of what is added to the inputs of a micro-batch; the model does not get them.
+PREDICTED, STATE = "evenstep_predicted", "evenstep_state"
 
 
 class PartDataset(Dataset):  # type: ignore[misc]
-    """Reads the samples of a `StepSampler`'s micro-batches, in the worker.
+    """Reads the samples of a `StepSampler`'s micro-batches and makes inputs of them, in the worker.
 
     `set_epoch` sets that of the sampler: the one hook that accelerate keeps in all its loaders.
     """
 
-    def __init__(self, sampler: StepSampler) -> None:
+    def __init__(self, sampler: StepSampler, collate: Collate) -> None:
         self._sampler, self._samples = sampler, sampler.stream.samples
+        self._collate = CountedCollate(collate)
 
     def __len__(self) -> int:
         return len(self._samples.source)
 
-    def __getitems__(self, part: Part) -> tuple[Part, dict[int, Any]]:
-        """The micro-batch without samples that the source skipped, and its samples by id."""
-        ids = part.micro.segments.sample.tolist()
+    def __getitems__(self, part: Part) -> dict[str, Any]:
+        """The inputs of a micro-batch without samples that the source skipped, and its state."""
         in_epoch = self._samples.in_epoch(part.epoch)
-        samples = {number: in_epoch[number] for number in ids}
+        samples = {number: in_epoch[number] for number in part.micro.segments.sample.tolist()}
         missing = [number for number, sample in samples.items() if sample is None]
         micro = part.micro.without(missing) if missing else part.micro
-        return part._replace(micro=micro), samples
+        return {**self._collate(micro, samples), STATE: part.state}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the sampler."""
         self._sampler.set_epoch(epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedCollate:
+    """The inputs of a micro-batch, and how many of its tokens are predicted: all but the first of
+    each sample."""
+
+    collate: Collate
+
+    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> dict[str, Any]:
+        segments = micro.segments
+        predicted = int(segments.length.sum() - (segments.start == 0).sum())
+        return {**self.collate(micro, samples), PREDICTED: predicted}
+
+
+def pop_predicted(inputs: dict[str, Any]) -> int:
+    """Remove what was added to the inputs; the number of tokens to predict, 1 if not known."""
+    inputs.pop(STATE, None)
+    return int(inputs.pop(PREDICTED, 1))
 
 
 def _position(cursor: Cursor) -> StreamPosition:

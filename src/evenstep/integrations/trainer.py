@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,25 @@ from evenstep.data.source import (
     has_random_access,
 )
 from evenstep.errors import ConfigError, CursorError
-from evenstep.integrations.accelerate import (
-    PREDICTED,
-    PartCollate,
-    check_accelerator,
-    check_fingerprints,
-    check_labels,
-    pop_predicted,
-    predicted_tokens,
-)
+from evenstep.integrations.accelerate import check_accelerator, check_fingerprints, check_labels
 from evenstep.integrations.dataloader import StreamLoader
-from evenstep.integrations.hf_arguments import (
+from evenstep.integrations.huggingface import (
     HfCollate,
     adds_router_loss,
     core_of,
     hf_kwargs,
     loss_inputs,
+    support_of,
     text_config,
     traits_of,
 )
-from evenstep.integrations.packing import support_of
 from evenstep.integrations.run_state import gather_state
-from evenstep.integrations.sampler import PartDataset, StepSampler
+from evenstep.integrations.sampler import (
+    CountedCollate,
+    PartDataset,
+    StepSampler,
+    pop_predicted,
+)
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
@@ -167,10 +164,10 @@ class EvenstepMixin:
                 "shorter ones would change parameters. Set Steps(samples=...) in the recipe."
             )
         return DataLoaderShard(
-            PartDataset(sampler),
+            PartDataset(sampler, self._collator()),
             device=self.accelerator.device,
             batch_sampler=sampler,
-            collate_fn=PartCollate(self._collator()),
+            collate_fn=dict,  # the dataset has made the inputs
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             **self._workers,
         )
@@ -249,7 +246,8 @@ class EvenstepMixin:
         recipe, world = self._for_ranks(replace(self.recipe, steps=Steps(micro_batches=1)))
         stream = PooledStream(dataset, recipe, world=world, seed=self._seed, infinite_loop=True)
         self._check_stream(stream)
-        loader = StreamLoader(stream, collate=self._collator(), **self._workers)
+        collate = CountedCollate(self._collator())
+        loader = StreamLoader(stream, collate=collate, **self._workers)
         if self._resumed:
             loader.load_state_dict(_read_position(Path(self._resumed)), self._allow)
         self.batches = EndlessBatches(loader)
@@ -412,8 +410,7 @@ class EndlessBatches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step in self.loader:
-            for micro, inputs in zip(step.micro_batches, step.batches or (), strict=True):
-                yield {**inputs, PREDICTED: predicted_tokens(micro)}
+            yield from step.batches or ()
 
 
 def _read_position(checkpoint: Path) -> dict[str, Any]:
@@ -450,16 +447,6 @@ class RouterCollate(HfCollate):
         return {name: value for name, value in inputs.items() if name != "num_items_in_batch"}
 
 
-@dataclass
-class _Step:
-    """What a micro-batch must know of its step."""
-
-    frequencies: Tensor  # (layers, experts)
-    tokens: float  # on all ranks
-    micro_batches: int
-    ranks: int
-
-
 class RouterLoss:
     """Hugging Face's load-balancing loss over all real tokens of a step, on all ranks.
 
@@ -479,7 +466,10 @@ class RouterLoss:
         config = text_config(core)
         self._top_k = int(_setting(core, config, "num_experts_per_tok"))
         self._coefficient = float(_setting(core, config, "router_aux_loss_coef"))
-        self._step: _Step | None = None
+        # Of a step: how often experts are chosen, (layers, experts); on all ranks, its tokens and
+        # micro-batches.
+        self._frequencies: Tensor | None = None
+        self._tokens, self._micro_batches = 1.0, 1
         self._check_definition()
 
     def count(self, model: Any, batches: list[Batch]) -> None:
@@ -493,19 +483,18 @@ class RouterLoss:
         batches = [batch.to(device) for batch in batches]
         model.train()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            frequencies = expert_frequencies(
+            self._frequencies = expert_frequencies(
                 model, batches, top_k=self._top_k, forward=_router_logits, collective=ranks
             )
         amounts = torch.stack([AllTokens().amount(batch) for batch in batches])
-        tokens = max(float(ranks.all_reduce_sum(amounts.sum())), 1.0)
-        self._step = _Step(frequencies, tokens, len(batches), ranks.size)
+        self._tokens = max(float(ranks.all_reduce_sum(amounts.sum())), 1.0)
+        self._micro_batches = len(batches) * ranks.size
 
     @contextmanager
     def in_step(self, batch: Batch) -> Iterator[None]:
         """Within it, the model's loss has this micro-batch's part of the step's load-balancing
         loss."""
-        assert self._step is not None
-        step, calls = self._step, 0
+        calls = 0
         router_logits: Any = None
 
         def keep(module: Any, arguments: Any, outputs: Any) -> None:
@@ -516,7 +505,7 @@ class RouterLoss:
             nonlocal calls
             calls += 1
             self._check_gradient(router_logits)
-            part = self._part(router_logits, batch, step)
+            part = self._part(router_logits, batch)
             if outputs.loss is None and not self._added_by_trainer:
                 raise ConfigError(
                     "the load-balancing loss is a part of the loss that the model returns, but the "
@@ -527,7 +516,7 @@ class RouterLoss:
             if outputs.loss is not None:
                 excess = outputs.aux_loss.to(outputs.loss.device) - part.to(outputs.loss.device)
                 outputs.loss = outputs.loss - self._coefficient * excess
-            outputs.aux_loss = part * (step.micro_batches * step.ranks)
+            outputs.aux_loss = part * self._micro_batches
             return outputs
 
         # TRL's outputs have no router logits; those of the base model do.
@@ -558,13 +547,13 @@ class RouterLoss:
                 "model.config.output_router_logits=False to train without it."
             )
 
-    def _part(self, logits: tuple[Tensor, ...], batch: Batch, step: _Step) -> Tensor:
+    def _part(self, logits: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """A sum over the batch's tokens, which over the step is Hugging Face's loss."""
         loss = load_balancing(
-            top_k=self._top_k, over="step", frequencies=step.frequencies, layers="joint"
+            top_k=self._top_k, over="step", frequencies=self._frequencies, layers="joint"
         )
         batch = weighted(batch.to(logits[0].device), AllTokens())
-        return self._top_k * loss({"router_logits": logits}, batch).loss / step.tokens
+        return self._top_k * loss({"router_logits": logits}, batch).loss / self._tokens
 
     def _check_definition(self) -> None:
         """Compare with the model's own loss on a few tokens, because some define it otherwise."""
@@ -585,10 +574,13 @@ class RouterLoss:
         same = isinstance(logits, tuple) and isinstance(outputs.aux_loss, Tensor)
         same = same and all(layer.ndim == 2 and len(layer) == 8 for layer in logits)
         if same:
-            frequencies = expert_frequencies(
-                core, [batch], top_k=self._top_k, forward=lambda *_: {"router_logits": logits}
+            self._tokens, self._frequencies = (
+                6.0,
+                expert_frequencies(
+                    core, [batch], top_k=self._top_k, forward=lambda *_: {"router_logits": logits}
+                ),
             )
-            aux = self._part(logits, batch, _Step(frequencies, 6, 1, 1))
+            aux = self._part(logits, batch)
             nll = torch.nn.functional.cross_entropy(
                 outputs.logits.float().flatten(0, 1), batch.labels.flatten(), reduction="sum"
             )
