@@ -14,7 +14,7 @@ from evenstep.data.source import Progress, check_some_loss
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError, InputError
 from evenstep.integrations.dataloader import Collate, refuse_reserved
-from evenstep.integrations.huggingface import HfCollate
+from evenstep.integrations.hf_arguments import HfCollate
 from evenstep.integrations.run_state import all_gather
 from evenstep.integrations.sampler import STATE, Part, PartDataset, StepSampler, pop_predicted
 from evenstep.tensors.batch import IGNORE_INDEX
@@ -175,7 +175,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         return self.step_sampler.num_steps(epochs)
 
     def __len__(self) -> int:
-        return self.step_sampler.steps_of(self.epoch) * self.step_sampler.per_step
+        return self.step_sampler.micro_batches_of(self.epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.step_sampler.claimed = True

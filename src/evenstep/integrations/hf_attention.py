@@ -26,7 +26,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.huggingface import configs_in, traits_of, undisturbed
+from evenstep.integrations.hf_arguments import configs_in, traits_of
+from evenstep.integrations.huggingface import undisturbed
 from evenstep.tensors.batch import Boundaries
 from evenstep.tensors.segment_attention import Call, attend
 
@@ -102,15 +103,10 @@ def attention_function(
     # One dtype for all three: that of autocast, else that of the value, which is as projected.
     kind = value.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    bounds = hints.boundaries()
     call = Call(
-        *(tensor.to(dtype) for tensor in (query, key, value)),
-        hints.boundaries(),
-        rule.causal,
-        rule.window,
-        scaling,
-        softcap,
-        s_aux,
-        dropout,
+        query, key, value, bounds, rule.causal, rule.window, scaling, softcap, s_aux, dropout
     )
     return attend(call).transpose(1, 2).contiguous(), None
 

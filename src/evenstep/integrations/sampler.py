@@ -113,7 +113,7 @@ class StepSampler:
                 last_epoch = after.epoch
                 yield from self._parts_of(step, before)
             before = after
-        missing = 0 if self.epochs is None else len(self) - self._micro_batches(epoch)
+        missing = 0 if self.epochs is None else len(self) - self.micro_batches_of(epoch)
         empty = micro_batch([], self.stream.recipe)
         while self._filled < missing:
             self._filled += 1
@@ -158,13 +158,13 @@ class StepSampler:
         if stream.infinite_loop or stream.max_num_steps is not None:
             return self._counted()
         if self.epochs is None:
-            return self._micro_batches(self.epoch)
+            return self.micro_batches_of(self.epoch)
         if self._longest is None:
             self._count(self.epochs)
-            self._longest = max(map(self._micro_batches, range(self.epochs)))
+            self._longest = max(map(self.micro_batches_of, range(self.epochs)))
         return self._longest
 
-    def _micro_batches(self, epoch: int) -> int:
+    def micro_batches_of(self, epoch: int) -> int:
         """Micro-batches of an epoch with work."""
         if self.per_step is not None:
             return self.steps_of(epoch) * self.per_step
@@ -337,7 +337,7 @@ class PlannedBatchSampler(StepSampler):
         return False
 
     def __iter__(self) -> Iterator[list[int]]:
-        refuse_dispatching(batch_sampler=self)
+        refuse_dispatching(self)
         return (part.micro.segments.sample.tolist() for part in self._parts())
 
 
@@ -396,13 +396,10 @@ def _position(cursor: Cursor) -> StreamPosition:
 
 def _without_work(step: Step) -> PlanError:
     """The error for a micro-batch that has no sample to name."""
-    if not step.totals:  # a step that was begun before
-        return PlanError(
-            f"the rest of step {step.number} has less work than ranks, and a batch sampler "
-            f"cannot express empty micro-batches. Resume on fewer ranks, or use a StreamLoader."
-        )
+    begun = not step.totals  # a step that was begun before
+    remedy = "Set drop_last=True to leave out such steps, set epochs to get them as []"
     return PlanError(
-        f"step {step.number} has less work than ranks, and a batch sampler cannot express "
-        f"empty micro-batches. Set drop_last=True to leave out such steps, set "
-        f"epochs to get them as [], or use a StreamLoader."
+        f"{'the rest of ' if begun else ''}step {step.number} has less work than ranks, and a "
+        f"batch sampler cannot express empty micro-batches. "
+        f"{'Resume on fewer ranks' if begun else remedy}, or use a StreamLoader."
     )

@@ -42,17 +42,17 @@ from evenstep.data.source import (
 from evenstep.errors import ConfigError, CursorError
 from evenstep.integrations.accelerate import check_accelerator, check_fingerprints, check_labels
 from evenstep.integrations.dataloader import StreamLoader
-from evenstep.integrations.huggingface import (
+from evenstep.integrations.hf_arguments import (
     HfCollate,
     adds_router_loss,
     core_of,
     hf_kwargs,
     loss_inputs,
-    support_of,
     text_config,
     traits_of,
 )
-from evenstep.integrations.run_state import gather_state
+from evenstep.integrations.huggingface import support_of, undisturbed
+from evenstep.integrations.run_state import gather_state, has_group
 from evenstep.integrations.sampler import (
     CountedCollate,
     PartDataset,
@@ -145,19 +145,20 @@ class EvenstepMixin:
 
     def get_train_dataloader(self) -> DataLoaderShard | EndlessBatches:
         """The planned micro-batches of this process; those of a pool without known lengths."""
-        if self._endless:
-            return self._pooled()
-        if self._allow:
-            raise ConfigError("allow has no effect on a dataset with a length. Remove it.")
-        stream = self._stream()
+        args, stream = self.args, self._stream()
         self._check_stream(stream)
+        names = ("num_workers", "persistent_workers", "prefetch_factor")
+        workers = {name: getattr(args, f"dataloader_{name}") for name in names}
+        if isinstance(stream, PooledStream):
+            loader = StreamLoader(stream, collate=CountedCollate(self._collator()), **workers)
+            if self._resumed:
+                loader.load_state_dict(_read_position(Path(self._resumed)), self._allow)
+            self.batches = EndlessBatches(loader)
+            return self.batches
         self.step_sampler = sampler = self._sampler(stream)
-        if (
-            self._resumed
-            and not self.args.ignore_data_skip
-            and (Path(self._resumed) / _POSITION).exists()
-        ):
-            sampler.check_position(_read_position(Path(self._resumed)))
+        resumed = Path(self._resumed) if self._resumed and not args.ignore_data_skip else None
+        if resumed is not None and (resumed / _POSITION).exists():
+            sampler.check_position(_read_position(resumed))
         if getattr(self, "is_deepspeed_enabled", False) and sampler.has_fillers:
             raise ConfigError(
                 "epochs have different numbers of steps, and with DeepSpeed the steps that fill up "
@@ -168,8 +169,8 @@ class EvenstepMixin:
             device=self.accelerator.device,
             batch_sampler=sampler,
             collate_fn=dict,  # the dataset has made the inputs
-            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            **self._workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            **workers,
         )
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], Any]:
@@ -210,48 +211,33 @@ class EvenstepMixin:
             kind = RouterCollate
         return kind(model=self.model, collate=self._collate)
 
-    def _stream(self) -> PlannedStream:
-        recipe, per_step = self.recipe, self.args.gradient_accumulation_steps
-        if recipe.steps == Steps():
-            recipe = replace(recipe, steps=Steps(micro_batches=per_step))
-        recipe, world = self._for_ranks(recipe)
-        source = self._source()
-        check_some_loss(source)
-        return PlannedStream(source, recipe, world=world, seed=self._seed)
-
-    def _for_ranks(self, recipe: Recipe) -> tuple[Recipe, World]:
-        """The recipe for all processes, and this one."""
-        processes = self.accelerator.num_processes
+    def _stream(self) -> PlannedStream | PooledStream:
+        """Planned steps; an endless pool of a dataset without a length, for `max_steps` steps."""
+        args, recipe, accelerator = self.args, self.recipe, self.accelerator
+        world = World(accelerator.process_index, accelerator.num_processes)
         if recipe.topology.dp == 1:
-            recipe = replace(recipe, topology=replace(recipe.topology, dp=processes))
-        return recipe, World(self.accelerator.process_index, processes)
-
-    @property
-    def _seed(self) -> int:
-        args = self.args
-        return int(args.seed if args.data_seed is None else args.data_seed)
-
-    def _pooled(self) -> EndlessBatches:
-        """A dataset without a length in an endless pool, for `max_steps` steps."""
-        steps, per_step = self.recipe.steps, self.args.gradient_accumulation_steps
-        if steps not in (Steps(), Steps(micro_batches=per_step)) or self._lengths is not None:
+            recipe = replace(recipe, topology=replace(recipe.topology, dp=world.size))
+        seed = int(args.seed if args.data_seed is None else args.data_seed)
+        fixed = Steps(micro_batches=args.gradient_accumulation_steps)
+        if not self._endless:
+            if self._allow:
+                raise ConfigError("allow has no effect on a dataset with a length. Remove it.")
+            recipe = replace(recipe, steps=fixed) if recipe.steps == Steps() else recipe
+            source = self._source()
+            check_some_loss(source)
+            return PlannedStream(source, recipe, world=world, seed=seed)
+        if recipe.steps not in (Steps(), fixed) or self._lengths is not None:
             raise ConfigError(
-                f"steps of a dataset without a length have {per_step} micro-batches, and lengths "
-                f"have no effect. Set Steps(micro_batches={per_step}), or pass a dataset with a "
-                f"length."
+                f"steps of a dataset without a length have {fixed.micro_batches} micro-batches, "
+                f"and lengths have no effect. Set Steps(micro_batches={fixed.micro_batches}), or "
+                f"pass a dataset with a length."
             )
         dataset = self.train_dataset
         if not is_source(dataset):
             dataset = Iterated(dataset, transform=_Chosen(self._names))
-        recipe, world = self._for_ranks(replace(self.recipe, steps=Steps(micro_batches=1)))
-        stream = PooledStream(dataset, recipe, world=world, seed=self._seed, infinite_loop=True)
-        self._check_stream(stream)
-        collate = CountedCollate(self._collator())
-        loader = StreamLoader(stream, collate=collate, **self._workers)
-        if self._resumed:
-            loader.load_state_dict(_read_position(Path(self._resumed)), self._allow)
-        self.batches = EndlessBatches(loader)
-        return self.batches
+        # Steps of one: the position is known after each micro-batch, and the trainer accumulates.
+        recipe = replace(recipe, steps=Steps(micro_batches=1))
+        return PooledStream(dataset, recipe, world=world, seed=seed, infinite_loop=True)
 
     @property
     def _names(self) -> set[str] | None:
@@ -270,7 +256,7 @@ class EvenstepMixin:
             return as_measured(dataset)
         chosen = _Chosen(self._names)
         if len(dataset):
-            chosen.check(dataset[0])
+            chosen(dataset[0])
         if lengths is None:
             with tqdm(desc="Measuring samples", delay=2, leave=False) as bar:
                 lengths = measured_lengths(dataset, None, _advance(bar))
@@ -288,12 +274,6 @@ class EvenstepMixin:
             len(sampler)  # counts once
         sampler.progress = None
         return sampler
-
-    @property
-    def _workers(self) -> dict[str, Any]:
-        """Options of torch's loader."""
-        names = ("num_workers", "persistent_workers", "prefetch_factor")
-        return {name: getattr(self.args, f"dataloader_{name}") for name in names}
 
     def _check_stream(self, stream: PlannedStream | PooledStream) -> None:
         check_accelerator(self.accelerator, stream)
@@ -368,7 +348,7 @@ class _StepEvents(TrainerCallback):  # type: ignore[misc]
 
 class _Chosen:
     """A sample without the columns that the collator does not take, as the Trainer drops those
-    that the model does not take."""
+    that the model does not take. Raises if one of them looks like a mask."""
 
     def __init__(self, names: set[str] | None) -> None:
         self.names = names
@@ -376,14 +356,9 @@ class _Chosen:
     def __call__(self, sample: Any) -> Any:
         if self.names is None or not isinstance(sample, Mapping):
             return sample
-        self.check(sample)
+        remedy = "Rename it if it is one, or remove the column."
+        check_masks_read(_token_masks(sample), self.names, remedy)
         return {name: value for name, value in sample.items() if name in self.names}
-
-    def check(self, sample: Any) -> None:
-        """Raise if a column is dropped that looks like a mask."""
-        if self.names is not None and isinstance(sample, Mapping):
-            remedy = "Rename it if it is one, or remove the column."
-            check_masks_read(_token_masks(sample), self.names, remedy)
 
 
 def _token_masks(sample: Mapping[str, Any]) -> Iterator[str]:
@@ -397,15 +372,9 @@ def _token_masks(sample: Mapping[str, Any]) -> Iterator[str]:
 
 
 class EndlessBatches:
-    """The inputs of every micro-batch of this process, without an end and without a length.
-
-    The stream has steps of one micro-batch, so the position of its loader is known after each, and
-    trainers accumulate as many as they like.
-    """
+    """The inputs of every micro-batch of this process, without an end and without a length."""
 
     def __init__(self, loader: StreamLoader) -> None:
-        assert loader.stream.infinite_loop
-        assert loader.stream.recipe.steps.micro_batches == 1
         self.loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -463,22 +432,28 @@ class RouterLoss:
     def __init__(self, model: Any, *, added_by_trainer: bool = False) -> None:
         self._core = core = core_of(model)
         self._added_by_trainer = added_by_trainer  # from `outputs.aux_loss`
-        config = text_config(core)
-        self._top_k = int(_setting(core, config, "num_experts_per_tok"))
-        self._coefficient = float(_setting(core, config, "router_aux_loss_coef"))
+        names, config = ("num_experts_per_tok", "router_aux_loss_coef"), text_config(core)
+        settings = [getattr(core, name, getattr(config, name, None)) for name in names]
         # Of a step: how often experts are chosen, (layers, experts); on all ranks, its tokens and
         # micro-batches.
         self._frequencies: Tensor | None = None
         self._tokens, self._micro_batches = 1.0, 1
-        self._check_definition()
+        known: list[Any] = [value for value in settings if value is not None]
+        if len(known) == 2:
+            self._top_k, self._coefficient = int(known[0]), float(known[1])
+        if len(known) < 2 or not self._is_defined_alike():
+            raise ConfigError(
+                f"{type(core).__name__} does not define its load-balancing loss as Mixtral does, "
+                f"so that of a step is not known. Set model.config.output_router_logits=False to "
+                f"train without it (router_aux_loss_coef=0.0 in TRL's config)."
+            )
 
     def count(self, model: Any, batches: list[Batch]) -> None:
         """Count which experts the step's tokens choose, in one forward pass per micro-batch.
 
         Random numbers, as of dropout, are the ones that the training passes draw next.
         """
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        ranks = Distributed() if several else Alone()
+        ranks = Distributed() if has_group() else Alone()
         device = next(self._core.parameters()).device
         batches = [batch.to(device) for batch in batches]
         model.train()
@@ -555,62 +530,37 @@ class RouterLoss:
         batch = weighted(batch.to(logits[0].device), AllTokens())
         return self._top_k * loss({"router_logits": logits}, batch).loss / self._tokens
 
-    def _check_definition(self) -> None:
+    def _is_defined_alike(self) -> bool:
         """Compare with the model's own loss on a few tokens, because some define it otherwise."""
         core = self._core
         # Six tokens and two of padding, so that there is a mask.
         plan = make_plan([6], Recipe(layout=Padded(samples=1, pad_to=8)))
         batch = Collator()(plan[0, 0][0], [{"input_ids": traits_of(core).plain_tokens(6)}])
         batch = batch.to(next(core.parameters()).device)
-        training = core.training
-        core.eval()
-        try:
-            with torch.no_grad():
-                inputs = {**hf_kwargs(batch, core), **loss_inputs(batch, core)}
-                outputs = core(**inputs, output_router_logits=True)
-        finally:
-            core.train(training)
+        with undisturbed(core):
+            inputs = {**hf_kwargs(batch, core), **loss_inputs(batch, core)}
+            outputs = core(**inputs, output_router_logits=True)
         logits: Any = getattr(outputs, "router_logits", None)
-        same = isinstance(logits, tuple) and isinstance(outputs.aux_loss, Tensor)
-        same = same and all(layer.ndim == 2 and len(layer) == 8 for layer in logits)
-        if same:
-            self._tokens, self._frequencies = (
-                6.0,
-                expert_frequencies(
-                    core, [batch], top_k=self._top_k, forward=lambda *_: {"router_logits": logits}
-                ),
-            )
-            aux = self._part(logits, batch)
-            nll = torch.nn.functional.cross_entropy(
-                outputs.logits.float().flatten(0, 1), batch.labels.flatten(), reduction="sum"
-            )
-            same = _close(aux, outputs.aux_loss)
-            same = same and _close(nll + self._coefficient * aux, outputs.loss)
-        if not same:
-            raise _other_definition(core)
+        if not (isinstance(logits, tuple) and isinstance(outputs.aux_loss, Tensor)):
+            return False
+        if not all(layer.ndim == 2 and len(layer) == 8 for layer in logits):
+            return False
+        self._tokens = 6.0
+        self._frequencies = expert_frequencies(
+            core, [batch], top_k=self._top_k, forward=lambda *_: {"router_logits": logits}
+        )
+        aux = self._part(logits, batch)
+        nll = torch.nn.functional.cross_entropy(
+            outputs.logits.float().flatten(0, 1), batch.labels.flatten(), reduction="sum"
+        )
+        pairs = ((aux, outputs.aux_loss), (nll + self._coefficient * aux, outputs.loss))
+        return all(
+            torch.allclose(ours.float(), theirs.to(ours.device).float(), rtol=2e-2)
+            for ours, theirs in pairs
+        )
 
 
 def _router_logits(model: Any, batch: Batch) -> Any:
     few = {"logits_to_keep": 1} if "logits_to_keep" in traits_of(model).parameters else {}
     outputs = model(**hf_kwargs(batch, model), **few, output_router_logits=True)
     return {"router_logits": outputs.router_logits}
-
-
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    return bool(torch.allclose(ours.float(), theirs.to(ours.device).float(), rtol=2e-2))
-
-
-def _setting(core: Any, config: Any, name: str) -> Any:
-    """An attribute of the model, else of its config."""
-    value = getattr(core, name, getattr(config, name, None))
-    if value is None:
-        raise _other_definition(core)
-    return value
-
-
-def _other_definition(core: Any) -> ConfigError:
-    return ConfigError(
-        f"{type(core).__name__} does not define its load-balancing loss as Mixtral does, so that "
-        f"of a step is not known. Set model.config.output_router_logits=False to train without it "
-        f"(router_aux_loss_coef=0.0 in TRL's config)."
-    )
