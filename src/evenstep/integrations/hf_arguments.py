@@ -181,11 +181,8 @@ def loss_inputs(batch: Batch, model: Any) -> dict[str, Any]:
             f"{traits_of(model).name} computes a mean over the labels of a micro-batch, which is "
             f"NaN without labels and not the loss of a step. Use its logits with cross_entropy()."
         )
-    return {
-        "labels": batch.unshifted_labels,
-        "shift_labels": batch.labels,
-        "num_items_in_batch": 1,
-    }
+    labels = {"labels": batch.unshifted_labels, "shift_labels": batch.labels}
+    return {**labels, "num_items_in_batch": 1}
 
 
 def refuse_shard(batch: Any) -> None:

@@ -250,13 +250,12 @@ def _refuse_lengths(
             f"cache, a prefix or another sequence. Pass use_cache=False, and generate with "
             f"attn_implementation='sdpa'."
         )
+    if ends is None and key_ends is not None:
+        raise ConfigError("cu_seq_lens_k is given without cu_seq_lens_q. Pass both.")
     if ends is None or key_ends is None or ends is key_ends:
-        if ends is None and key_ends is not None:
-            raise ConfigError("cu_seq_lens_k is given without cu_seq_lens_q. Pass both.")
         return
-    if ends.shape != key_ends.shape or (
-        not torch.compiler.is_compiling() and not torch.equal(ends, key_ends)
-    ):
+    compiled = torch.compiler.is_compiling()  # which must not read the device
+    if ends.shape != key_ends.shape or not (compiled or torch.equal(ends, key_ends)):
         raise ConfigError(
             "cu_seq_lens_q and cu_seq_lens_k differ. Pass the same boundaries for queries and keys."
         )
@@ -305,7 +304,13 @@ def mask_function(
         # A model that made its mask passes it to its language model, which keeps it as it is.
         assert attention_mask is not None
         return attention_mask
-    _refuse_chunks(local_size, config, kv_length)
+    chunk = getattr(config, "attention_chunk_size", None)
+    slides = getattr(config, "sliding_window", None) == chunk and kv_length <= (chunk or 0)
+    if local_size is not None and local_size == chunk and not slides:
+        raise ConfigError(
+            f"attn_implementation='evenstep' does not support chunked attention "
+            f"(attention_chunk_size={chunk}). Use attn_implementation='sdpa' and the padded layout."
+        )
     causal = "allow_is_bidirectional_skip" not in options
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
@@ -339,18 +344,6 @@ def _padding_mask(mask: Any) -> Tensor:
             f"use attn_implementation='sdpa'."
         )
     return mask
-
-
-def _refuse_chunks(local_size: int | None, config: Any, length: int) -> None:
-    chunk = getattr(config, "attention_chunk_size", None)
-    if local_size is None or local_size != chunk:
-        return
-    if getattr(config, "sliding_window", None) != chunk or length > chunk:
-        raise ConfigError(
-            f"attn_implementation='evenstep' does not support chunked attention "
-            f"(attention_chunk_size={chunk}). Use attn_implementation='sdpa' and the padded "
-            f"layout."
-        )
 
 
 def _refuse_unknown(
@@ -409,9 +402,6 @@ def _ahead(rule: Callable[..., Tensor], rows: int, width: int, device: Any) -> T
 
 # Boundaries from what a model hands to its attention ----------------------------------------------
 
-PLANES = (3, 4)
-"""Leading sizes of the position ids of multimodal RoPE: temporal, height, width; text before."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hints:
@@ -460,7 +450,8 @@ class Hints:
         if at is None:
             return
         fits = at.ndim in (2, 3) and at.shape[-1] == self.width and at.shape[-2] in (1, self.rows)
-        if not fits or (at.ndim == 3 and at.shape[0] not in PLANES):
+        # Planes of multimodal RoPE: time, height and width, and those of text before.
+        if not fits or (at.ndim == 3 and at.shape[0] not in (3, 4)):
             raise ConfigError(
                 f"position_ids has shape {tuple(at.shape)}, expected {shape} or 3 or 4 planes of "
                 f"that. Pass one position per token."
@@ -567,9 +558,6 @@ def _check_ends(ends: Tensor, rows: int, width: int) -> None:
             "cu_seq_lens_q must not decrease, and every row must begin a segment. Pass "
             "Batch.cu_seqlens."
         )
-
-
-# Compiled ------------------------------------------------------------------------------------
 
 
 def _traced(hints: Hints) -> Boundaries:

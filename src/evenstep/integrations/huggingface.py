@@ -224,17 +224,16 @@ def _check_attention(model: Any) -> None:
     """Refuse a model that was built with our attention and does not call it: its own code takes no
     2-D mask, so padded rows would be wrong as well. transformers only logs a warning."""
     inner = unwrapped(model)
-    if inner in _CHECKED:
+    if inner in _CHECKED or _implementation_of(core_of(model)) != "evenstep":
         return
-    if _implementation_of(core_of(model)) == "evenstep":
-        from evenstep.integrations.hf_attention import fault_of
+    from evenstep.integrations.hf_attention import fault_of
 
-        why = fault_of(inner)
-        if why is not None:
-            raise ConfigError(
-                f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
-                f"Use another implementation, with the padded layout."
-            )
+    why = fault_of(inner)
+    if why is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
+            f"Use another implementation, with the padded layout."
+        )
     _CHECKED.add(inner)
 
 
@@ -336,10 +335,15 @@ def supports_packing(model: Any, *, longest: int | None = None) -> Support:
         safe, why, cost = supports_packing(AutoModelForCausalLM.from_pretrained(name))
     """
     support = _decide(model)
-    limit = traits_of(model).rope_limit if support.safe else None
-    if limit is not None and (longest is None or not limit.allows(torch.tensor([0, longest]))):
-        return Support(False, limit.why)
-    return support
+    limit = _exceeded_limit(model, longest) if support.safe else None
+    return support if limit is None else Support(False, limit.why)
+
+
+def _exceeded_limit(model: Any, longest: int | None) -> RopeLimit | None:
+    """The limit of the model's RoPE, if samples may be longer."""
+    limit = traits_of(model).rope_limit
+    allowed = limit is None or (longest is not None and limit.allows(torch.tensor([0, longest])))
+    return None if allowed else limit
 
 
 def choose_layout(model: Any, layout: Layout, *, longest: int | None = None) -> Layout:
@@ -362,9 +366,9 @@ def choose_layout(model: Any, layout: Layout, *, longest: int | None = None) -> 
             stacklevel=2,
         )
         return padded
-    lengths = supports_packing(model, longest=longest)
-    if not lengths.safe:
-        warnings.warn(f"{name} can run only some micro-batches: {lengths.why}.", stacklevel=2)
+    limit = _exceeded_limit(model, longest)
+    if limit is not None:
+        warnings.warn(f"{name} can run only some micro-batches: {limit.why}.", stacklevel=2)
     if support.cost and (layout.budget or 0) > LONG:
         warnings.warn(f"{name}: {support.cost}.", stacklevel=2)
     return layout

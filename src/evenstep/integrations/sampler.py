@@ -131,7 +131,8 @@ class StepSampler:
             )
         ranks = self.stream.world.size
         done = before.inside[-1][1] if before.inside and before.inside[-1][0] == ranks else 0
-        empty = [micro_batch([], self.stream.recipe)] * (count - len(step))
+        missing = count - len(step)
+        empty = [micro_batch([], self.stream.recipe)] * missing if missing else []
         if self.per_step is not None:
             self._passed.append(_position(step.cursor))
         for number, micro in enumerate([*step.micro_batches, *empty], 1):
