@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = ["StreamDataset", "StreamLoader"]
 
 Collate = Callable[[Any, Mapping[int, Any]], Any]
 
+_NOWHERE = Cursor(identity={}, step=0, position={})
 _RESERVED = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
 
 
@@ -183,13 +184,74 @@ class StreamLoader:
             self._compared = True
         if self._loader is None:
             self._loader = self._loader_of(self._dataset, start, **self._options)
-        steps = _Pass(self, start)
+        iterators: list[Any] = []  # torch's
         try:
-            for step in steps:
+            for step in self._numbered(start, iterators):
                 self._now = step.cursor
                 yield step
         finally:
-            steps.close()
+            # End the workers. An error that torch re-raises keeps them alive in a reference cycle.
+            kept = 1 if self._options.get("persistent_workers") else 0
+            for iterator in iterators[kept:] if self.num_workers else ():
+                iterator._shutdown_workers()
+
+    def _numbered(self, now: Cursor, iterators: list[Any]) -> Iterator[Step]:
+        """The steps of this rank, each with its number and the position after it.
+
+        Ranks of a finite pooled stream end together: when the first one has no step left, what is
+        left on the others is shared by all. This happens again until less than a step is left; then
+        ranks without work get empty steps. A rank that shares drops the step that it has at hand,
+        which has not run yet.
+        """
+        stream, most, gather = self.stream, self.stream.max_num_steps, self._gather
+        pooled = stream if isinstance(stream, PooledStream) else None
+        agree = not (stream.infinite_loop or stream.ends_together)
+        can_share = gather is not None and pooled is not None and pooled.can_share
+        shared_at = -1 if can_share else None  # None: never
+        steps, before = _steps_from(self._loader, iterators), None
+        while most is None or now.step < most:
+            step = next(steps, None)
+            any_rank, all_ranks = (
+                self._ranks_with_steps(step is not None) if agree else (step is not None, True)
+            )
+            if not any_rank:
+                return
+            if not all_ranks and shared_at not in (None, now.step):
+                assert gather is not None
+                assert pooled is not None
+                shared_at = now.step
+                cursors = [Cursor.from_dict(state) for state in gather(now.to_dict())]
+                rest = copy.copy(pooled)  # the start of the stream stays
+                now = rest.shared(cursors, max(1, self.num_workers))
+                rest.load_state_dict(now.to_dict())
+                dataset = StreamDataset(rest, self._collate, capped=False)
+                options = {**self._options, "persistent_workers": False}
+                steps = _steps_from(self._loader_of(dataset, now, **options), iterators)
+                continue
+            if step is None:  # the position stays, also after a share
+                step = replace(empty_step(before, stream.recipe), cursor=_NOWHERE)
+                step = step.collated(self._collate) if self._collate else step
+            if self.num_workers and pooled is not None:
+                pooled.observe(step)
+            before, number = step, now.step
+            joined = stream.join([now, step.cursor]) if step.cursor.position else now
+            now = replace(joined, step=number + 1)
+            yield replace(step, number=number, cursor=now)
+
+    def _ranks_with_steps(self, mine: bool) -> tuple[bool, bool]:
+        """Whether any rank has a step, and whether every rank has."""
+        if self._anyone is not None:
+            any_rank = self._anyone(mine)
+            all_ranks = self._gather is None or not any_rank or not self._anyone(not mine)
+            return any_rank, all_ranks
+        if not has_group():
+            raise ConfigError(
+                "ranks of a finite pooled stream must agree on its end, but there is no process "
+                "group. Initialise torch.distributed, pass `anyone`, or set infinite_loop=True "
+                "with max_num_steps."
+            )
+        count = int(Distributed().all_reduce_sum(torch.tensor([int(mine)])))
+        return count > 0, count == Distributed().size
 
     def _loader_of(self, dataset: StreamDataset, start: Cursor, **options: Any) -> Any:
         # A separate generator: drawing from torch's would change the dropout of a resumed run. It
@@ -291,93 +353,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _worker() -> tuple[int, int]:
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-_NOWHERE = Cursor(identity={}, step=0, position={})
-
-
-class _Pass:
-    """One iteration of a `StreamLoader`, and how ranks of a finite pooled stream end together.
-
-    When the first rank has no step left, what is left on the others is shared by all. This happens
-    again until less than a step is left; then ranks without work get empty steps. A rank that
-    shares drops the step that it has at hand, which has not run yet.
-    """
-
-    def __init__(self, loader: StreamLoader, start: Cursor) -> None:
-        self._loader, self._stream = loader, loader.stream
-        self._now = start  # after the last step; a share moves it
-        self._iterators: list[Any] = []  # torch's
-
-    def __iter__(self) -> Iterator[Step]:
-        stream, collate, most = self._stream, self._loader._collate, self._stream.max_num_steps
-        workers, first = self._loader.num_workers, self._now.step
-        steps = _steps_from(self._loader._loader, self._iterators)
-        if not (stream.infinite_loop or stream.ends_together):
-            steps = self._end_together(steps)
-        left = None if most is None else max(most - first, 0)
-        for number, step in enumerate(islice(steps, left), first):
-            if collate and step.batches is None:  # an empty step after the end
-                step = step.collated(collate)
-            if workers and isinstance(stream, PooledStream):
-                stream.observe(step)
-            joined = stream.join([self._now, step.cursor]) if step.cursor.position else self._now
-            self._now = replace(joined, step=number + 1)
-            yield replace(step, number=number, cursor=self._now)
-
-    def close(self) -> None:
-        """End the workers. An error that torch re-raises keeps them alive in a reference cycle."""
-        loader = self._loader
-        kept = 1 if loader._options.get("persistent_workers") else 0
-        for iterator in self._iterators[kept:] if loader.num_workers else ():
-            iterator._shutdown_workers()
-
-    def _end_together(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps of this rank, then those of a share, or empty ones, until all ranks end."""
-        stream, gather = self._stream, self._loader._gather
-        can_share = gather is not None and isinstance(stream, PooledStream) and stream.can_share
-        before, shared_at = None, -1
-        while True:
-            step = next(steps, None)
-            any_rank, all_ranks = self._ranks_with_steps(step is not None)
-            if not any_rank:
-                return
-            if not all_ranks and can_share and self._now.step != shared_at:
-                shared_at = self._now.step
-                assert gather is not None
-                states = gather(self._now.to_dict())
-                steps = self._shared([Cursor.from_dict(state) for state in states])
-                continue
-            if step is None:  # the position stays, also after a share
-                step = replace(empty_step(before, stream.recipe), cursor=_NOWHERE)
-            before = step
-            yield step
-
-    def _shared(self, cursors: list[Cursor]) -> Iterator[Step]:
-        """The steps of this rank, if what is left at the cursors of all ranks is shared anew."""
-        rest = copy.copy(self._stream)  # the start of the stream stays
-        assert isinstance(rest, PooledStream)
-        self._now = rest.shared(cursors, max(1, self._loader.num_workers))
-        rest.load_state_dict(self._now.to_dict())
-        dataset = StreamDataset(rest, self._loader._collate, capped=False)
-        options = {**self._loader._options, "persistent_workers": False}
-        loader = self._loader._loader_of(dataset, self._now, **options)
-        return _steps_from(loader, self._iterators)
-
-    def _ranks_with_steps(self, mine: bool) -> tuple[bool, bool]:
-        """Whether any rank has a step, and whether every rank has."""
-        anyone, gather = self._loader._anyone, self._loader._gather
-        if anyone is not None:
-            any_rank = anyone(mine)
-            return any_rank, gather is None or not any_rank or not anyone(not mine)
-        if not has_group():
-            raise ConfigError(
-                "ranks of a finite pooled stream must agree on its end, but there is no process "
-                "group. Initialise torch.distributed, pass `anyone`, or set infinite_loop=True "
-                "with max_num_steps."
-            )
-        count = int(Distributed().all_reduce_sum(torch.tensor([int(mine)])))
-        return count > 0, count == Distributed().size
 
 
 # Steps in shared memory ------------------------------------------------------------------------

@@ -209,10 +209,16 @@ def _pickled(value: Any, kind: type[pickle.Pickler]) -> tuple[bytes, list[pickle
     return file.getvalue(), large
 
 
-@lru_cache(maxsize=_MOST_RECIPES)
-def _pickled_recipe(recipe: Recipe) -> bytes:
+_pickled_recipes: dict[int, tuple[Recipe, bytes]] = {}  # by id, with its recipe
+
+
+def _reduced(recipe: Recipe) -> tuple[Callable[[bytes], Recipe], tuple[bytes]]:
     """Recipes are pickled once, and read once by a worker, for the plans of many steps."""
-    return pickle.dumps(recipe, _PROTOCOL)
+    if id(recipe) not in _pickled_recipes:
+        if len(_pickled_recipes) >= _MOST_RECIPES:
+            _pickled_recipes.clear()
+        _pickled_recipes[id(recipe)] = recipe, pickle.dumps(recipe, _PROTOCOL)
+    return _recipe_of, (_pickled_recipes[id(recipe)][1],)
 
 
 @lru_cache(maxsize=_MOST_RECIPES)
@@ -222,9 +228,7 @@ def _recipe_of(data: bytes) -> Recipe:
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table = copyreg.dispatch_table | {
-        Recipe: lambda recipe: (_recipe_of, (_pickled_recipe(recipe),))
-    }
+    dispatch_table = copyreg.dispatch_table | {Recipe: _reduced}
 
 
 _thread = threading.local()
