@@ -88,11 +88,6 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
             f"{type(model).__name__} has an encoder and a decoder, which take two sequences per "
             f"sample. Pass a forward that gives it both, over padded rows."
         )
-    if model is None and (vision := [name for name in _VISION if name in batch.extras]):
-        raise ConfigError(
-            f"the batch has {vision[0]!r}, whose use depends on the model. Pass it: "
-            f"hf_kwargs(batch, model)."
-        )
     real, extras = batch.token_mask, _extras(batch, traits)
     # Ragged entries are end to end in the order of segments, which is that of tokens.
     ragged = {name: e.values for name, e in extras.items() if isinstance(e, RaggedTensor)}
@@ -124,6 +119,12 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
 
 def _extras(batch: Batch, traits: Traits) -> dict[str, Any]:
     """The extras that the model's forward takes, and the type of each token if it is derived."""
+    vision = [name for name in _VISION if name in batch.extras] if traits is _NO_MODEL else None
+    if vision:
+        raise ConfigError(
+            f"the batch has {vision[0]!r}, whose use depends on the model. Pass it: "
+            f"hf_kwargs(batch, model)."
+        )
     accepted, types = traits.parameters, ("mm_token_type_ids", "token_type_ids")
     batch_extras: Mapping[str, Any] = batch.extras
     extras = {

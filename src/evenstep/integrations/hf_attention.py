@@ -26,8 +26,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.hf_arguments import configs_in, traits_of
-from evenstep.integrations.huggingface import undisturbed
+from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
+from evenstep.integrations.huggingface import packed_row, undisturbed
 from evenstep.tensors.batch import Boundaries
 from evenstep.tensors.segment_attention import Call, attend
 
@@ -181,13 +181,15 @@ def fault_of(model: Any, **inputs: Any) -> str | None:
     if not roots:
         return None
     try:
+        tokens = torch.tensor(traits_of(roots[0]).plain_tokens(sum(_PAIR)))
+        batch = packed_row(tokens.split(_PAIR)).to(roots[0].get_input_embeddings().weight.device)
         with undisturbed(model), ExitStack() as stack:
             for part in model.modules():
                 if "attention" in type(part).__name__.lower():
                     hook = part.register_forward_pre_hook(lambda part, _: ran.append(part))
                     stack.callback(hook.remove)
             stack.callback(_CALLS.reset, _CALLS.set(calls))
-            model(**_packed_pair(roots[0]), **inputs)
+            model(**hf_kwargs(batch), **inputs)
     except ConfigError as error:
         return str(error).rstrip(".")
     except Exception as error:
@@ -200,23 +202,10 @@ def fault_of(model: Any, **inputs: Any) -> str | None:
         if called.isdisjoint(layer.modules()):
             return f"its {type(layer).__name__} does not call transformers' attention interface"
     for module, bounds in calls:
-        if bounds.cu_seqlens.tolist() != [0, _PAIR[0], sum(_PAIR)]:
+        if bounds.cu_seqlens.tolist() != batch.cu_seqlens.tolist():
             kind = type(module).__name__
             return f"its {kind} receives neither cu_seq_lens_q nor position_ids that restart"
     return None
-
-
-def _packed_pair(root: Any) -> dict[str, Any]:
-    device = root.get_input_embeddings().weight.device
-    ends = torch.tensor([0, _PAIR[0], sum(_PAIR)], dtype=torch.int32, device=device)
-    positions = torch.cat([torch.arange(length, device=device) for length in _PAIR])
-    return {
-        "input_ids": torch.tensor([traits_of(root).plain_tokens(sum(_PAIR))], device=device),
-        "position_ids": positions[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends),
-        **dict.fromkeys(("max_length_q", "max_length_k"), max(_PAIR)),
-        "use_cache": False,
-    }
 
 
 def _roots(model: Any) -> list[Any]:
@@ -396,7 +385,7 @@ def _ahead(rule: Callable[..., Tensor], rows: int, width: int, device: Any) -> T
     """Whether any token sees the one after it; () bool."""
     row = torch.arange(rows, device=device)[:, None]
     head = torch.zeros_like(row)
-    slot = torch.arange(width - 1, device=device)[None, :]
+    slot = torch.arange(max(width - 1, 0), device=device)[None, :]
     return rule(row, head, slot, slot + 1).any()
 
 

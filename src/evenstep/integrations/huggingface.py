@@ -104,11 +104,8 @@ def hf_forward(
     def forward(model: Any, batch: Batch) -> Any:
         refuse_shard(batch)
         if outputs != "router_logits" and torch.is_grad_enabled():
-            refuse_router_loss(
-                model,
-                "Pass forward=hf_forward(model, outputs='router_logits') and a second loss, "
-                "load_balancing",
-            )
+            second = "Pass forward=hf_forward(model, outputs='router_logits') and a second loss"
+            refuse_router_loss(model, f"{second}, load_balancing")
         _check_attention(model)
         if isinstance(unwrapped(model), FSDPModule):
             # Its forwards communicate, so all ranks judge it now, packed batch or not.
@@ -117,10 +114,10 @@ def hf_forward(
             tensors = _run(model, batch, outputs)
         else:
             padded, slots = _in_own_rows(batch)
-            real, tensors = padded.token_mask, {}
-            for name, values in _run(model, padded, outputs).items():
+            tensors = _run(model, padded, outputs)
+            for name, values in tensors.items():  # back to the packed row, zeros in padding
                 packed = values.new_zeros((batch.rows * batch.width, *values.shape[2:]))
-                packed = packed.index_copy(0, slots, values[real])
+                packed = packed.index_copy(0, slots, values[padded.token_mask])
                 tensors[name] = packed.unflatten(0, (batch.rows, batch.width))
         if temperature != 1.0:
             tensors["logits"] = tensors["logits"] / temperature
@@ -492,6 +489,15 @@ def _mask_calls(model: Any, *makers: str) -> dict[str, bool]:
     return passes_positions
 
 
+def packed_row(samples: Sequence[Tensor], tail: int = 0) -> Batch:
+    """The samples in one packed row, with `tail` slots of padding at its end."""
+    lengths = [len(sample) for sample in samples]
+    width = sum(lengths) + tail
+    recipe = Recipe(layout=Packed(max_tokens=width, pad_to=width), balance="none")
+    (micro,) = make_plan(lengths, recipe)[0, 0]
+    return Collator()(micro, [{"input_ids": sample} for sample in samples])
+
+
 _LENGTHS = (5, 9, 4)
 _TAIL = 3
 
@@ -552,7 +558,9 @@ class _Probe:
     def _still_positions(self, samples: list[Tensor]) -> str | None:
         """Positions that stand still, as in an image, must not be taken for boundaries."""
         lengths = [len(sample) for sample in samples]
-        planes = hf_kwargs(self._row(samples), self.model)["position_ids"].clone()
+        planes = hf_kwargs(packed_row(samples, _TAIL).to(self.device), self.model)[
+            "position_ids"
+        ].clone()
         first, text = lengths[0], int(self.traits.text_plane)
         planes[text:, :, first + 1 : first + 4] = 1
         packed = self._packed(samples, False, planes)
@@ -598,19 +606,11 @@ class _Probe:
     def _sample(self, length: int) -> Tensor:
         return self.tokens[torch.randint(len(self.tokens), (length,), generator=self.random)]
 
-    def _row(self, samples: Sequence[Tensor]) -> Batch:
-        """The samples in one packed row, with padding at its end."""
-        lengths = [len(sample) for sample in samples]
-        width = sum(lengths) + _TAIL
-        recipe = Recipe(layout=Packed(max_tokens=width, pad_to=width), balance="none")
-        (micro,) = make_plan(lengths, recipe)[0, 0]
-        return Collator()(micro, [{"input_ids": sample} for sample in samples]).to(self.device)
-
     def _packed(
         self, samples: Sequence[Tensor], with_boundaries: bool, positions: Tensor | None = None
     ) -> list[Tensor]:
         """The outputs of each sample in one packed row."""
-        batch = self._row(samples)
+        batch = packed_row(samples, _TAIL).to(self.device)
         kwargs = hf_kwargs(batch, self.model)
         if positions is not None:
             kwargs["position_ids"] = positions
