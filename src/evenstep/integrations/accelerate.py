@@ -16,7 +16,13 @@ from evenstep.errors import ConfigError, CursorError, InputError
 from evenstep.integrations.dataloader import Collate, refuse_reserved
 from evenstep.integrations.hf_arguments import HfCollate
 from evenstep.integrations.run_state import all_gather
-from evenstep.integrations.sampler import STATE, Part, PartDataset, StepSampler, pop_predicted
+from evenstep.integrations.sampler import (
+    STATE,
+    Part,
+    PartDataset,
+    PlannedBatchSampler,
+    pop_predicted,
+)
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.train.result import ANY_CAUSE
 
@@ -122,7 +128,7 @@ def check_labels(accelerator: Any, labels: Tensor, predicted: int) -> None:
         raise InputError(f"no token of this step counts in the loss, on any process. {ANY_CAUSE}")
 
 
-class _OwnedSampler(StepSampler):
+class _OwnedSampler(PlannedBatchSampler):
     """Refuses to be iterated by other loaders than its own."""
 
     claimed = False

@@ -34,29 +34,56 @@ class Part(NamedTuple):
     state: dict[str, Any] | None = None
 
 
-class StepSampler:
-    """A batch sampler of the micro-batches of this rank, as `Part`s. Read them with `PartDataset`.
+class PlannedBatchSampler:
+    """The sample ids of every micro-batch of this rank: `DataLoader(data, batch_sampler=...)`.
 
-    Its length and its position are exact. Trainers make an optimizer step after a fixed number of
-    batches, `per_step`: every step has as many micro-batches then, and empty ones follow if it
-    needs fewer. Steps of `Steps(samples=...)` are counted without planning them.
+    A batch sampler can only name whole samples, so over-long samples cannot be split or truncated.
+    If the last step of an epoch has less work than ranks, some micro-batches are empty. They are an
+    error, unless `drop_last` leaves such a step out (counted in `dropped`), or `epochs` is given.
 
-    per_step   None: as many as a step has
-    epochs     the epochs that are run. All then have the length of the longest, and shorter ones
-               end with empty micro-batches
-    drop_last  leave out steps in which a rank has no work
-    progress   `progress(done, total)` is called while `len` counts, which plans the epochs once
+    `len` is the exact number of micro-batches of an epoch, counted without reading samples and
+    remembered. Epochs may differ by a few. Trainers that ask once, before the first epoch, need
+    `epochs`, the number of epochs that are run: all then have the length of the longest, and
+    shorter ones end with empty micro-batches. `collate_fn` gets `[]` for an empty micro-batch.
+
+    For the Hugging Face Trainer, use `EvenstepMixin` (in `evenstep.integrations.trainer`), and for
+    accelerate `accelerate_loader` (in `evenstep.integrations.accelerate`).
+
+    `state_dict` is exact after any micro-batch, also within a step and for another number of
+    ranks. It is the position after the last batch that the loader requested. torch's `DataLoader`
+    requests batches ahead for its workers; with `num_workers` above 0, save the state of
+    torchdata's `StatefulDataLoader` instead, which is that of the batch yielded last.
+
+    progress  `progress(done, total)` is called while `len` counts
+    per_step  for loaders of trainers, which make an optimizer step after a fixed number of batches:
+              every step has as many micro-batches, and empty ones follow if it needs fewer. The
+              sampler then yields `Part`s, which `PartDataset` reads, also of divided samples
+
+    >>> import numpy as np
+    >>> from evenstep import Packed, Recipe, Steps
+    >>> from evenstep.data import Lengths
+    >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=4))
+    >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
+    >>> list(PlannedBatchSampler(stream)), len(PlannedBatchSampler(stream))
+    ([[0, 1], [2, 3]], 2)
     """
 
     def __init__(
         self,
         stream: PlannedStream,
         *,
-        per_step: int | None = None,
-        epochs: int | None = None,
         drop_last: bool = False,
+        epochs: int | None = None,
         progress: Progress | None = None,
+        per_step: int | None = None,
     ) -> None:
+        self.per_step = None if per_step is None else whole_number("per_step", per_step)
+        if per_step is None and stream.recipe.overflow in ("split", "truncate"):
+            raise ConfigError(
+                f"overflow={stream.recipe.overflow!r} cannot be used with a batch sampler, which "
+                f"can only name whole samples. Use overflow 'drop', 'alone' or 'error', or a "
+                f"StreamLoader."
+            )
         ends_elsewhere = stream.infinite_loop or stream.max_num_steps is not None
         if per_step is not None and ends_elsewhere:
             raise ConfigError(
@@ -70,7 +97,6 @@ class StepSampler:
                 f"steps. Set Steps(micro_batches={per_step})."
             )
         self.stream, self.progress = stream, progress
-        self.per_step = None if per_step is None else whole_number("per_step", per_step)
         self.epochs = None if epochs is None else whole_number("epochs", epochs)
         self._drop_last = truth_value("drop_last", drop_last)
         if epochs is not None and ends_elsewhere:
@@ -91,7 +117,10 @@ class StepSampler:
 
     def __iter__(self) -> Iterator[Any]:
         self._passed = []
-        return self._parts()
+        if self.per_step is not None:
+            return self._parts()
+        refuse_dispatching(self)
+        return (part.micro.segments.sample.tolist() for part in self._parts())
 
     def _parts(self) -> Iterator[Part]:
         self._now, self._filled = self.stream.start(), self._skipped
@@ -150,6 +179,23 @@ class StepSampler:
         """Whether a step is left out because a rank has no work in it. All ranks must agree, so
         this depends on the whole plan, not on the rank's micro-batches."""
         return self._drop_last and bool(step.totals) and step.totals["empty"] > 0
+
+    @property
+    def batch_size(self) -> None:
+        """None, because micro-batches differ in size. Only code that distributes batches over
+        processes itself reads it, which is wrong for the batches of one rank."""
+        if self.per_step is None and self.stream.world.size > 1:
+            raise ConfigError(
+                f"this sampler yields the micro-batches of rank {self.stream.world.rank} only; "
+                f"distributing them over {self.stream.world.size} processes would lose samples. "
+                f"Do not prepare its loader with accelerate; use accelerate_loader of "
+                f"evenstep.integrations.accelerate."
+            )
+
+    @property
+    def drop_last(self) -> bool:
+        """False, as read by code that distributes batches: all ranks have the same number."""
+        return False
 
     # Length ------------------------------------------------------------------------------------
 
@@ -273,86 +319,17 @@ class StepSampler:
             )
 
 
-class PlannedBatchSampler(StepSampler):
-    """The sample ids of every micro-batch of this rank: `DataLoader(data, batch_sampler=...)`.
-
-    A batch sampler can only name whole samples, so over-long samples cannot be split or truncated.
-    If the last step of an epoch has less work than ranks, some micro-batches are empty. They are an
-    error, unless `drop_last` leaves such a step out (counted in `dropped`), or `epochs` is given.
-
-    `len` is the exact number of micro-batches of an epoch, counted without reading samples and
-    remembered. Epochs may differ by a few. Trainers that ask once, before the first epoch, need
-    `epochs`, the number of epochs that are run: all then have the length of the longest, and
-    shorter ones end with empty micro-batches. `collate_fn` gets `[]` for an empty micro-batch.
-
-    For the Hugging Face Trainer, use `EvenstepMixin` (in `evenstep.integrations.trainer`), and for
-    accelerate `accelerate_loader` (in `evenstep.integrations.accelerate`).
-
-    `state_dict` is exact after any micro-batch, also within a step and for another number of
-    ranks. It is the position after the last batch that the loader requested. torch's `DataLoader`
-    requests batches ahead for its workers; with `num_workers` above 0, save the state of
-    torchdata's `StatefulDataLoader` instead, which is that of the batch yielded last.
-
-    progress  `progress(done, total)` is called while `len` counts
-
-    >>> import numpy as np
-    >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data import Lengths
-    >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=4))
-    >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
-    >>> list(PlannedBatchSampler(stream)), len(PlannedBatchSampler(stream))
-    ([[0, 1], [2, 3]], 2)
-    """
-
-    def __init__(
-        self,
-        stream: PlannedStream,
-        *,
-        drop_last: bool = False,
-        epochs: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        if stream.recipe.overflow in ("split", "truncate"):
-            raise ConfigError(
-                f"overflow={stream.recipe.overflow!r} cannot be used with a batch sampler, which "
-                f"can only name whole samples. Use overflow 'drop', 'alone' or 'error', or a "
-                f"StreamLoader."
-            )
-        super().__init__(stream, epochs=epochs, drop_last=drop_last, progress=progress)
-
-    @property
-    def batch_size(self) -> None:
-        """None, because micro-batches differ in size. Only code that distributes batches over
-        processes itself reads it, which is wrong for the batches of one rank."""
-        if self.stream.world.size > 1:
-            raise ConfigError(
-                f"this sampler yields the micro-batches of rank {self.stream.world.rank} only; "
-                f"distributing them over {self.stream.world.size} processes would lose samples. "
-                f"Do not prepare its loader with accelerate; use accelerate_loader of "
-                f"evenstep.integrations.accelerate."
-            )
-
-    @property
-    def drop_last(self) -> bool:
-        """False, as read by code that distributes batches: all ranks have the same number."""
-        return False
-
-    def __iter__(self) -> Iterator[list[int]]:
-        refuse_dispatching(self)
-        return (part.micro.segments.sample.tolist() for part in self._parts())
-
-
 # Keys of what is added to the inputs of a micro-batch; the model does not get them.
 PREDICTED, STATE = "evenstep_predicted", "evenstep_state"
 
 
 class PartDataset(Dataset):  # type: ignore[misc]
-    """Reads the samples of a `StepSampler`'s micro-batches and makes inputs of them, in the worker.
+    """Reads the samples of a sampler's micro-batches and makes inputs of them, in the worker.
 
     `set_epoch` sets that of the sampler: the one hook that accelerate keeps in all its loaders.
     """
 
-    def __init__(self, sampler: StepSampler, collate: Collate) -> None:
+    def __init__(self, sampler: PlannedBatchSampler, collate: Collate) -> None:
         self._sampler, self._samples = sampler, sampler.stream.samples
         self._collate = CountedCollate(collate)
 

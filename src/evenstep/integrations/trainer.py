@@ -56,7 +56,7 @@ from evenstep.integrations.run_state import gather_state, has_group
 from evenstep.integrations.sampler import (
     CountedCollate,
     PartDataset,
-    StepSampler,
+    PlannedBatchSampler,
     pop_predicted,
 )
 from evenstep.planning.planner import make_plan
@@ -122,8 +122,8 @@ class EvenstepMixin:
         super().__init__(*arguments, **options)
         _check_arguments(self.args)
         self.add_callback(_StepEvents(self))  # type: ignore[attr-defined]
-        self.step_sampler: StepSampler | None = None
-        self.batches: EndlessBatches | None = None
+        self.step_sampler: PlannedBatchSampler | None = None
+        self.pooled_loader: StreamLoader | None = None
         self._resumed: Any = None
         self._router: RouterLoss | None = None
 
@@ -143,7 +143,7 @@ class EvenstepMixin:
             as_source(self.train_dataset)
         )
 
-    def get_train_dataloader(self) -> DataLoaderShard | EndlessBatches:
+    def get_train_dataloader(self) -> DataLoaderShard | Iterator[dict[str, Any]]:
         """The planned micro-batches of this process; those of a pool without known lengths."""
         args, stream = self.args, self._stream()
         self._check_stream(stream)
@@ -153,8 +153,8 @@ class EvenstepMixin:
             loader = StreamLoader(stream, collate=CountedCollate(self._collator()), **workers)
             if self._resumed:
                 loader.load_state_dict(_read_position(Path(self._resumed)), self._allow)
-            self.batches = EndlessBatches(loader)
-            return self.batches
+            self.pooled_loader = loader
+            return (inputs for step in loader for inputs in step.batches or ())
         self.step_sampler = sampler = self._sampler(stream)
         resumed = Path(self._resumed) if self._resumed and not args.ignore_data_skip else None
         if resumed is not None and (resumed / _POSITION).exists():
@@ -262,15 +262,19 @@ class EvenstepMixin:
                 lengths = measured_lengths(dataset, None, _advance(bar))
         return MeasuredMapped(dataset, lengths=lengths, transform=chosen)
 
-    def _sampler(self, stream: PlannedStream) -> StepSampler:
+    def _sampler(self, stream: PlannedStream) -> PlannedBatchSampler:
         args, per_step = self.args, self.args.gradient_accumulation_steps
         epochs = math.ceil(args.num_train_epochs)
         with tqdm(desc="Counting steps", delay=2, leave=False) as bar:
             progress = _advance(bar)
             if args.max_steps > 0:  # enough epochs, whichever is the longest
-                first = StepSampler(stream, per_step=per_step, progress=progress).steps_of(0)
+                first = PlannedBatchSampler(stream, per_step=per_step, progress=progress).steps_of(
+                    0
+                )
                 epochs = math.ceil(args.max_steps / max(first, 1))
-            sampler = StepSampler(stream, per_step=per_step, epochs=epochs, progress=progress)
+            sampler = PlannedBatchSampler(
+                stream, per_step=per_step, epochs=epochs, progress=progress
+            )
             len(sampler)  # counts once
         sampler.progress = None
         return sampler
@@ -335,10 +339,10 @@ class _StepEvents(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Save the position of the data with every checkpoint."""
-        batches, sampler = self._trainer.batches, self._trainer.step_sampler
+        loader, sampler = self._trainer.pooled_loader, self._trainer.step_sampler
         position = None
-        if batches is not None:
-            position = gather_state(batches.loader)  # on every process
+        if loader is not None:
+            position = gather_state(loader)  # on every process
         elif sampler is not None and args.should_save:
             position = sampler.position_after(state.global_step)
         if position is not None and args.should_save:
@@ -369,17 +373,6 @@ def _token_masks(sample: Mapping[str, Any]) -> Iterator[str]:
             values = np.asarray(sample[name])
             if values.shape == (len(tokens),) and set(values.tolist()) <= {0, 1}:
                 yield name
-
-
-class EndlessBatches:
-    """The inputs of every micro-batch of this process, without an end and without a length."""
-
-    def __init__(self, loader: StreamLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in self.loader:
-            yield from step.batches or ()
 
 
 def _read_position(checkpoint: Path) -> dict[str, Any]:
