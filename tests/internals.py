@@ -122,7 +122,7 @@ if TYPE_CHECKING:
         rule_of,
     )
     from evenstep.integrations.ray import LARGE
-    from evenstep.integrations.sampler import PartDataset, StepSampler
+    from evenstep.integrations.sampler import PartDataset
     from evenstep.integrations.trainer import RouterLoss
     from evenstep.planning import best_fit as best_fit_module
     from evenstep.planning import decide_step, simpler, vector_packing

@@ -27,8 +27,9 @@ from evenstep.data import (
 )
 from evenstep.errors import CursorError, InputError
 from evenstep.integrations.dataloader import StreamLoader
+from evenstep.integrations.sampler import PlannedBatchSampler
 from tests.examples import examples
-from tests.internals import ItemTransform, PartDataset, StepSampler, item_and_part
+from tests.internals import ItemTransform, PartDataset, item_and_part
 
 
 def augmented(row: Any, *, sample_id: int, epoch: int, seed: int) -> Any:
@@ -160,12 +161,12 @@ def test_a_step_with_an_item_of_two_epochs_has_both_of_its_samples(source: Any) 
 
 def test_trainers_read_the_samples_of_the_epoch() -> None:
     lengths = [3, 4, 5, 2, 6]
-    sampler = StepSampler(stream_of("planned", lengths, 0, 1, 1), per_step=3, epochs=2)
-    data = PartDataset(sampler)
+    sampler = PlannedBatchSampler(stream_of("planned", lengths, 0, 1, 1), per_step=3, epochs=2)
+    data = PartDataset(sampler, lambda micro, samples: {"samples": samples})
     for epoch in range(2):
         data.set_epoch(epoch)
         for part in sampler:
-            for sample_id, sample in data.__getitems__(part)[1].items():
+            for sample_id, sample in data.__getitems__(part)["samples"].items():
                 want = expected(sample_id, lengths[sample_id], epoch, 1)
                 assert sample["input_ids"].tolist() == want
 

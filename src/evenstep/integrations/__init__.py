@@ -6,8 +6,7 @@ sampler      planned micro-batches as a batch sampler: of sample ids, and for tr
 accelerate   a planned stream as a prepared dataloader
 trainer      the Hugging Face Trainer and TRL's SFTTrainer on planned steps
 hf_arguments what a transformers model is called with: a batch as keyword arguments
-packing      which transformers models keep packed segments apart
-huggingface  transformers models as forwards of batches; the names of the two above
+huggingface  transformers models as forwards of batches, and which of them can be packed
 hf_attention attention within segments for transformers models: attn_implementation="evenstep"
 megatron     the fields of Megatron's PackedSeqParams
 local        planned rollouts to the workers of an RL job in one process

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 
-from evenstep.core.plan import MicroBatch
 from evenstep.data.planned import PlannedStream
 from evenstep.data.source import Progress, check_some_loss
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError, InputError
-from evenstep.integrations.dataloader import refuse_reserved
+from evenstep.integrations.dataloader import Collate, refuse_reserved
 from evenstep.integrations.hf_arguments import HfCollate
 from evenstep.integrations.run_state import all_gather
-from evenstep.integrations.sampler import Part, PartDataset, StepSampler
+from evenstep.integrations.sampler import (
+    STATE,
+    Part,
+    PartDataset,
+    PlannedBatchSampler,
+    pop_predicted,
+)
 from evenstep.tensors.batch import IGNORE_INDEX
 from evenstep.train.result import ANY_CAUSE
 
 __all__ = ["StepLoader", "accelerate_loader"]
-
-Collate = Callable[[MicroBatch, Mapping[int, Any]], dict[str, Any]]
-
-# Keys of what `PartCollate` adds to the inputs; the model does not get them.
-PREDICTED = "evenstep_predicted"
-_STATE = "evenstep_state"
 
 
 def accelerate_loader(
@@ -129,31 +128,7 @@ def check_labels(accelerator: Any, labels: Tensor, predicted: int) -> None:
         raise InputError(f"no token of this step counts in the loss, on any process. {ANY_CAUSE}")
 
 
-def predicted_tokens(micro: MicroBatch) -> int:
-    """The tokens of a micro-batch that are not the first of their sample."""
-    segments = micro.segments
-    return int(segments.length.sum() - (segments.start == 0).sum())
-
-
-class PartCollate:
-    """The inputs of a part, with the number of its tokens to predict and its state."""
-
-    def __init__(self, collate: Collate) -> None:
-        self.collate = collate
-
-    def __call__(self, read: tuple[Part, dict[int, Any]]) -> dict[str, Any]:
-        part, samples = read
-        inputs = self.collate(part.micro, samples)
-        return {**inputs, PREDICTED: predicted_tokens(part.micro), _STATE: part.state}
-
-
-def pop_predicted(inputs: dict[str, Any]) -> int:
-    """Remove what `PartCollate` adds; the number of tokens to predict, 1 if it is not known."""
-    inputs.pop(_STATE, None)
-    return int(inputs.pop(PREDICTED, 1))
-
-
-class _OwnedSampler(StepSampler):
+class _OwnedSampler(PlannedBatchSampler):
     """Refuses to be iterated by other loaders than its own."""
 
     claimed = False
@@ -184,10 +159,10 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         self, sampler: _OwnedSampler, collate: Collate, accelerator: Any, **options: Any
     ) -> None:
         super().__init__(
-            PartDataset(sampler),
+            PartDataset(sampler, collate),
             device=accelerator.device if accelerator.device_placement else None,
             batch_sampler=sampler,
-            collate_fn=PartCollate(collate),
+            collate_fn=dict,  # the dataset has made the inputs
             **options,
         )
         self.accelerator, self.step_sampler = accelerator, sampler
@@ -206,7 +181,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         return self.step_sampler.num_steps(epochs)
 
     def __len__(self) -> int:
-        return self.step_sampler.steps_of(self.epoch) * self.step_sampler.per_step
+        return self.step_sampler.micro_batches_of(self.epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.step_sampler.claimed = True
@@ -214,7 +189,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         predicted = 0
         for inputs in super().__iter__():
             self.step_sampler.claimed = False  # torch asks for an iterator once or twice
-            state = inputs[_STATE]
+            state = inputs[STATE]
             predicted += pop_predicted(inputs)
             step.append(inputs)
             if state is None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import math
 import pickle
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from evenstep.core.ragged import rounded_up
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.planned import PlannedStream
@@ -25,7 +25,7 @@ from evenstep.data.pooled import PooledStream
 from evenstep.data.source import Progress
 from evenstep.data.stream import Stream, empty_step
 from evenstep.errors import ConfigError, CursorError
-from evenstep.integrations.run_state import Gather, all_gather
+from evenstep.integrations.run_state import Gather, all_gather, has_group
 from evenstep.train.checks import check_fingerprints
 from evenstep.train.collectives import Distributed
 
@@ -34,6 +34,7 @@ __all__ = ["StreamDataset", "StreamLoader"]
 
 Collate = Callable[[Any, Mapping[int, Any]], Any]
 
+_NOWHERE = Cursor(identity={}, step=0, position={})
 _RESERVED = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
 
 
@@ -62,21 +63,20 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         self._epoch = torch.tensor([-1, 0], device="cpu").share_memory_()
         self._applied: list[int] = [-1, 0]
         self._now: Cursor | None = None
-        self._turn: int | None = None  # of the state that was loaded into this worker
-        self._loaded: dict[str, Any] = {}  # its cursor
+        self._loaded: dict[str, Any] = {}  # the state of this worker that was loaded
 
     def __iter__(self) -> Iterator[Step]:
         # Not in a generator: the state may be read before the first step.
-        refuse_dispatching(dataset=self)
+        refuse_dispatching(self)
         worker, workers = _worker()
         if get_worker_info() is not None:
             register_shared_steps()
         epoch = self._epoch.tolist()
         if epoch != self._applied:
-            self._applied, self._turn = epoch, None
+            self._applied, self._loaded = epoch, {}
             self.stream.set_epoch(*epoch)
         self._now = None
-        return self._prepared(self.stream.walk(worker, workers, self._turn))
+        return self._prepared(self.stream.walk(worker, workers, self._loaded.get("turn")))
 
     def _prepared(self, steps: Iterator[Step]) -> Iterator[Step]:
         most = self.stream.max_num_steps
@@ -95,8 +95,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         """Start the next iteration at the beginning of `epoch` in all workers, or at a position
         within it that was loaded and not iterated yet."""
         self.stream.set_epoch(epoch, done)
-        self._applied = [epoch, self.stream.done]
-        self._turn = None
+        self._applied, self._loaded = [epoch, self.stream.done], {}
         self._epoch.copy_(torch.tensor(self._applied))
 
     def skip_batches(self, steps: int) -> None:
@@ -108,37 +107,24 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         _, workers = _worker()
         if self._now is not None:
             return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
-        if self._turn is not None:  # the worker's own state was loaded
-            cursor = self._loaded
-        else:
-            cursor = self.stream.start(workers).to_dict()
-        return {"cursor": cursor, "turn": self._turn, "workers": workers}
+        if self._loaded:
+            return self._loaded
+        return {"cursor": self.stream.start(workers).to_dict(), "turn": None, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start after the step that the state was taken at. The state is a cursor, or in a worker
         the result of its own `state_dict`."""
         loaded: object = state
-        if not isinstance(loaded, Mapping) or "cursor" not in state:
-            self.stream.load_state_dict(state)
-            self._turn = None
-            return
         _, workers = _worker()
-        if state.get("workers") != workers:
+        own = isinstance(loaded, Mapping) and "cursor" in state
+        if own and state.get("workers") != workers:
             raise CursorError(
                 f"the state was taken with {state.get('workers')} workers, but now there are "
                 f"{workers}. Keep the number of workers, or load the cursor of a step, which fits "
                 f"any number."
             )
-        self.stream.load_state_dict(state["cursor"])
-        self._turn, self._loaded = state["turn"], dict(state["cursor"])
-
-
-class _SentDataset(StreamDataset):
-    """Pickles steps in the worker's main thread, so that one that cannot be sent is an error."""
-
-    def _prepared(self, steps: Iterator[Step]) -> Iterator[Any]:
-        alone = get_worker_info() is None
-        return (step if alone else SharedStep(step) for step in super()._prepared(steps))
+        self.stream.load_state_dict(state["cursor"] if own else state)
+        self._loaded = dict(state) if own else {}
 
 
 class StreamLoader:
@@ -182,14 +168,10 @@ class StreamLoader:
         _check_options(options)
         self.stream = stream
         self.num_workers = whole_number("num_workers", num_workers, least=0)
-        self._collate = collate
-        self._dataset = _SentDataset(stream, collate, capped=False)
-        self._options, self._anyone, self._gather, self._progress = (
-            options,
-            anyone,
-            gather,
-            progress,
-        )
+        self._dataset = StreamDataset(stream, collate, capped=False)
+        self._collate, self._options, self._progress = collate, options, progress
+        self._anyone = anyone
+        self._gather = all_gather if gather is None and anyone is None else gather
         self._loader: Any = None
         self._now: Cursor | None = None
         self._compared = False
@@ -201,23 +183,86 @@ class StreamLoader:
             _compare(self.stream, start)
             self._compared = True
         if self._loader is None:
-            self._loader = self._loader_of(self.stream, start)
-        steps = _Pass(self, start)
+            self._loader = self._loader_of(self._dataset, start, **self._options)
+        iterators: list[Any] = []  # torch's
         try:
-            for step in steps:
+            for step in self._numbered(start, iterators):
                 self._now = step.cursor
                 yield step
         finally:
-            steps.close()
+            # End the workers. An error that torch re-raises keeps them alive in a reference cycle.
+            kept = 1 if self._options.get("persistent_workers") else 0
+            for iterator in iterators[kept:] if self.num_workers else ():
+                iterator._shutdown_workers()
 
-    def _loader_of(self, stream: Stream, start: Cursor, **options: Any) -> Any:
-        dataset = self._dataset
-        if stream is not self.stream:
-            dataset = _SentDataset(stream, self._collate, capped=False)
-        # A separate generator: drawing from torch's would change the dropout of a resumed run.
-        seeds = torch.Generator().manual_seed(_seed_of_workers(start))
-        settings = {"batch_size": None, "num_workers": self.num_workers, "generator": seeds}
-        return DataLoader(dataset, **{**settings, **self._options, **options})
+    def _numbered(self, now: Cursor, iterators: list[Any]) -> Iterator[Step]:
+        """The steps of this rank, each with its number and the position after it.
+
+        Ranks of a finite pooled stream end together: when the first one has no step left, what is
+        left on the others is shared by all. This happens again until less than a step is left; then
+        ranks without work get empty steps. A rank that shares drops the step that it has at hand,
+        which has not run yet.
+        """
+        stream, most, gather = self.stream, self.stream.max_num_steps, self._gather
+        pooled = stream if isinstance(stream, PooledStream) else None
+        agree = not (stream.infinite_loop or stream.ends_together)
+        can_share = gather is not None and pooled is not None and pooled.can_share
+        shared_at = -1 if can_share else None  # None: never
+        steps, before = _steps_from(self._loader, iterators), None
+        while most is None or now.step < most:
+            step = next(steps, None)
+            any_rank, all_ranks = (
+                self._ranks_with_steps(step is not None) if agree else (step is not None, True)
+            )
+            if not any_rank:
+                return
+            if not all_ranks and shared_at not in (None, now.step):
+                assert gather is not None
+                assert pooled is not None
+                shared_at = now.step
+                cursors = [Cursor.from_dict(state) for state in gather(now.to_dict())]
+                rest = copy.copy(pooled)  # the start of the stream stays
+                now = rest.shared(cursors, max(1, self.num_workers))
+                rest.load_state_dict(now.to_dict())
+                dataset = StreamDataset(rest, self._collate, capped=False)
+                options = {**self._options, "persistent_workers": False}
+                steps = _steps_from(self._loader_of(dataset, now, **options), iterators)
+                continue
+            if step is None:  # the position stays, also after a share
+                step = replace(empty_step(before, stream.recipe), cursor=_NOWHERE)
+                step = step.collated(self._collate) if self._collate else step
+            if self.num_workers and pooled is not None:
+                pooled.observe(step)
+            before, number = step, now.step
+            joined = stream.join([now, step.cursor]) if step.cursor.position else now
+            now = replace(joined, step=number + 1)
+            yield replace(step, number=number, cursor=now)
+
+    def _ranks_with_steps(self, mine: bool) -> tuple[bool, bool]:
+        """Whether any rank has a step, and whether every rank has."""
+        if self._anyone is not None:
+            any_rank = self._anyone(mine)
+            all_ranks = self._gather is None or not any_rank or not self._anyone(not mine)
+            return any_rank, all_ranks
+        if not has_group():
+            raise ConfigError(
+                "ranks of a finite pooled stream must agree on its end, but there is no process "
+                "group. Initialise torch.distributed, pass `anyone`, or set infinite_loop=True "
+                "with max_num_steps."
+            )
+        count = int(Distributed().all_reduce_sum(torch.tensor([int(mine)])))
+        return count > 0, count == Distributed().size
+
+    def _loader_of(self, dataset: StreamDataset, start: Cursor, **options: Any) -> Any:
+        # A separate generator: drawing from torch's would change the dropout of a resumed run. It
+        # differs between ranks and starts, so that a resumed run does not repeat random numbers.
+        text = f"{torch.initial_seed()} {start.to_dict()['digest']}".encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        settings = {
+            "num_workers": self.num_workers,
+            "generator": torch.Generator().manual_seed(seed),
+        }
+        return DataLoader(dataset, batch_size=None, collate_fn=_sent, **{**settings, **options})
 
     def __len__(self) -> int:
         """Steps of one pass. Exact for planned streams, counted once without reading samples;
@@ -258,29 +303,23 @@ def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
     return len(stream)
 
 
-def _iterator(loader: Any) -> Any:
-    with torch.device("cpu"):  # torch draws the seeds of workers on the default device
-        return iter(loader)
-
-
 def _compare(stream: Stream, start: Cursor) -> None:
     """Raise on all ranks if one has another stream or position. Positions of a pooled stream
     differ; only the number of steps is the same."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if not 1 < stream.world.size == distributed.get_world_size():
+    if not (has_group() and 1 < stream.world.size == torch.distributed.get_world_size()):
         return  # without a process group, or other ranks are tensor- or context-parallel
     place = {} if isinstance(stream, PooledStream) else start.position
     text = f"{stream.fingerprint} {start.step} {place}".encode()
     check_fingerprints(hashlib.blake2b(text, digest_size=8).hexdigest(), Distributed())
 
 
-def _received(steps: Iterator[Step]) -> Iterator[Step]:
-    """The steps from workers. A worker that dies after it has announced a step, but before its
-    memory has been handed over, appears as a broken connection."""
+def _steps_from(loader: Any, iterators: list[Any]) -> Iterator[Step]:
+    """The steps from workers, whose iterator is added to `iterators`. A worker that dies after it
+    has announced a step, but before its memory was handed over, appears as a broken connection."""
+    with torch.device("cpu"):  # torch draws the seeds of workers on the default device
+        iterators.append(iter(loader))
     try:
-        yield from steps
+        yield from iterators[-1]
     except (EOFError, ConnectionError) as error:
         if str(error).startswith("Caught "):  # an error of the worker's own, as torch raises it
             raise
@@ -311,110 +350,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def _seed_of_workers(start: Cursor) -> int:
-    """Differs between ranks and starts, so that a resumed run does not repeat random numbers."""
-    text = f"{torch.initial_seed()} {start.to_dict()['digest']}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-
 def _worker() -> tuple[int, int]:
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-_NOWHERE = Cursor(identity={}, step=0, position={})
-
-
-class _Pass:
-    """One iteration of a `StreamLoader`, and how ranks of a finite pooled stream end together.
-
-    When the first rank has no step left, what is left on the others is shared by all. This happens
-    again until less than a step is left; then ranks without work get empty steps. A rank that
-    shares drops the step that it has at hand, which has not run yet.
-    """
-
-    def __init__(self, loader: StreamLoader, start: Cursor) -> None:
-        self._loader, self._stream = loader, loader.stream
-        self._now = start  # after the last step; a share moves it
-        self._iterators = [_iterator(loader._loader)]
-
-    def __iter__(self) -> Iterator[Step]:
-        stream, collate, most = self._stream, self._loader._collate, self._stream.max_num_steps
-        workers, first = self._loader.num_workers, self._now.step
-        steps = _received(self._iterators[0])
-        if not (stream.infinite_loop or stream.ends_together):
-            steps = self._end_together(steps)
-        left = None if most is None else max(most - first, 0)
-        for number, step in enumerate(islice(steps, left), first):
-            if collate and step.batches is None:  # an empty step after the end
-                step = step.collated(collate)
-            if workers and isinstance(stream, PooledStream):
-                stream.observe(step)
-            joined = stream.join([self._now, step.cursor]) if step.cursor.position else self._now
-            self._now = replace(joined, step=number + 1)
-            yield replace(step, number=number, cursor=self._now)
-
-    def close(self) -> None:
-        """End the workers. An error that torch re-raises keeps them alive in a reference cycle."""
-        loader = self._loader
-        kept = 1 if loader._options.get("persistent_workers") else 0
-        for iterator in self._iterators[kept:] if loader.num_workers else ():
-            iterator._shutdown_workers()
-
-    def _end_together(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps of this rank, then those of a share, or empty ones, until all ranks end."""
-        stream, gather = self._stream, self._gather
-        can_share = gather is not None and isinstance(stream, PooledStream) and stream.can_share
-        before, shared_at = None, -1
-        while True:
-            step = next(steps, None)
-            any_rank, all_ranks = self._ranks_with_steps(step is not None)
-            if not any_rank:
-                return
-            if not all_ranks and can_share and self._now.step != shared_at:
-                shared_at = self._now.step
-                assert gather is not None
-                states = gather(self._now.to_dict())
-                steps = self._shared([Cursor.from_dict(state) for state in states])
-                continue
-            if step is None:  # the position stays, also after a share
-                step = replace(empty_step(before, stream.recipe), cursor=_NOWHERE)
-            before = step
-            yield step
-
-    def _shared(self, cursors: list[Cursor]) -> Iterator[Step]:
-        """The steps of this rank, if what is left at the cursors of all ranks is shared anew."""
-        rest = copy.copy(self._stream)  # the start of the stream stays
-        assert isinstance(rest, PooledStream)
-        self._now = rest.shared(cursors, max(1, self._loader.num_workers))
-        rest.load_state_dict(self._now.to_dict())
-        loader = self._loader._loader_of(rest, self._now, persistent_workers=False)
-        self._iterators.append(_iterator(loader))
-        return _received(self._iterators[-1])
-
-    @property
-    def _gather(self) -> Gather | None:
-        loader = self._loader
-        return all_gather if loader._gather is None and loader._anyone is None else loader._gather
-
-    def _ranks_with_steps(self, mine: bool) -> tuple[bool, bool]:
-        """Whether any rank has a step, and whether every rank has."""
-        anyone, gather = self._loader._anyone, self._loader._gather
-        if anyone is not None:
-            any_rank = anyone(mine)
-            return any_rank, gather is None or not any_rank or not anyone(not mine)
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            raise ConfigError(
-                "ranks of a finite pooled stream must agree on its end, but there is no process "
-                "group. Initialise torch.distributed, pass `anyone`, or set infinite_loop=True "
-                "with max_num_steps."
-            )
-        count = torch.tensor([int(mine)])
-        if distributed.get_backend() == "nccl":
-            count = count.cuda()
-        distributed.all_reduce(count)
-        return bool(count > 0), int(count) == distributed.get_world_size()
 
 
 # Steps in shared memory ------------------------------------------------------------------------
@@ -440,6 +378,11 @@ def register_shared_steps() -> None:
     ForkingPickler.register(Step, lambda step: SharedStep(step).__reduce__())
 
 
+def _sent(step: Step) -> Any:
+    """A step as `StreamLoader` sends it: pickled in the worker's main thread."""
+    return step if get_worker_info() is None else SharedStep(step)
+
+
 class SharedStep:
     """A pickled step with all its tensors in one block of shared memory. Unpickling gives the step.
 
@@ -455,12 +398,12 @@ class SharedStep:
         file = io.BytesIO()
         pickler = _TensorPickler(file)
         pickler.dump({field.name: getattr(step, field.name) for field in fields(step)})
-        tensors = pickler.tensors
-        sizes = [tensor.nbytes for tensor in tensors]
-        memory = torch.empty(sum(map(_aligned, sizes)), dtype=torch.uint8, device="cpu")
+        sizes = [tensor.nbytes for tensor in pickler.tensors]
+        total = sum(rounded_up(size, _ALIGN) for size in sizes)
+        memory = torch.empty(total, dtype=torch.uint8, device="cpu")
         if len(memory):
             memory.share_memory_()
-        for tensor, values in zip(tensors, _slices(memory, sizes), strict=True):
+        for tensor, values in zip(pickler.tensors, _slices(memory, sizes), strict=True):
             _tensor_over(values, tensor.dtype, tensor.shape).copy_(tensor)
         self._arguments = (file.getvalue(), sizes, memory)
 
@@ -477,11 +420,7 @@ def _slices(memory: Tensor, sizes: list[int]) -> Iterator[Any]:
     values, start = memory.numpy(), 0
     for size in sizes:
         yield values[start : start + size]
-        start += _aligned(size)
-
-
-def _aligned(size: int) -> int:
-    return math.ceil(size / _ALIGN) * _ALIGN
+        start += rounded_up(size, _ALIGN)
 
 
 def _tensor_over(values: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -495,7 +434,8 @@ class _TensorPickler(ForkingPickler):
     """Pickles as torch's queues do, but collects plain tensors instead of pickling them."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, _is_here)
+        # Other buffers, such as those of numpy arrays, are a part of the pickled bytes.
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, lambda b: b is not _ELSEWHERE)
         self.tensors: list[Tensor] = []
 
     def reducer_override(self, value: Any) -> Any:
@@ -506,43 +446,27 @@ class _TensorPickler(ForkingPickler):
         return _tensor_over, (_ELSEWHERE, value.dtype, tuple(value.shape))
 
 
-def _is_here(buffer: pickle.PickleBuffer) -> bool:
-    """Whether a buffer, such as that of a numpy array, is a part of the pickled bytes."""
-    return buffer is not _ELSEWHERE
-
-
 def _is_plain(value: Any) -> bool:
     """Whether copying the values preserves the tensor. Not so for expanded tensors, which would
     grow, nor for transposed ones, subclasses and leaves, which would change."""
-    return (
-        type(value) is Tensor
-        and value.device.type == "cpu"
-        and value.layout == torch.strided
-        and value.dtype in _DTYPES
-        and not (value.requires_grad or value.is_nested)
-        and (value.is_contiguous() or _is_slice(value))
-    )
+    if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+        return False
+    if value.dtype not in _DTYPES or value.requires_grad or value.is_nested:
+        return False
+    strides = value.stride()  # in memory order, possibly with gaps, as in x[:, 1:]
+    in_order = strides[-1:] == (1,) and all(a >= b for a, b in pairwise(strides))
+    return value.is_contiguous() or in_order
 
 
-def _is_slice(value: Tensor) -> bool:
-    """Whether its elements are in memory order, possibly with gaps, as in x[:, 1:]."""
-    strides = value.stride()
-    return strides[-1] == 1 and all(outer >= inner for outer, inner in pairwise(strides))
-
-
-def refuse_dispatching(*, batch_sampler: Any = None, dataset: Any = None) -> None:
-    """Raise if a `DataLoaderDispatcher` of accelerate iterates this sampler or dataset: process 0
-    would read for all processes, concatenate batches and cut them by rows."""
+def refuse_dispatching(iterated: Any) -> None:
+    """Raise if a `DataLoaderDispatcher` of accelerate iterates this batch sampler or dataset:
+    process 0 would read for all processes, concatenate batches and cut them by rows."""
     accelerate = sys.modules.get("accelerate")
-    if accelerate is None:
-        return
-    active: Any = accelerate.state.GradientState().active_dataloader
+    active: Any = accelerate and accelerate.state.GradientState().active_dataloader
     if type(active).__name__ != "DataLoaderDispatcher":
         return
     loader = active.base_dataloader
-    if (batch_sampler is not None and loader.batch_sampler is batch_sampler) or (
-        dataset is not None and loader.dataset is dataset
-    ):
+    if iterated is loader.batch_sampler or iterated is loader.dataset:
         raise ConfigError(
             "dispatch_batches=True reads all batches on process 0 and divides them by rows, but "
             "each process has its own planned micro-batches. Use accelerate_loader of "

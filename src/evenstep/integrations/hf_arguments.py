@@ -48,16 +48,11 @@ class HfCollate:
         return {name: value for name, value in inputs.items() if name != "num_items_in_batch"}
 
 
-_TYPES = ("mm_token_type_ids", "token_type_ids")
-# Arguments that this module sets itself, or that change what a model returns.
+# Arguments that `hf_kwargs` sets itself, or that change what a model returns.
 _SET_HERE = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "labels",
-    "past_key_values",
-    "inputs_embeds",
-)
+    "input_ids", "attention_mask", "position_ids", "labels", "past_key_values", "inputs_embeds",
+)  # fmt: skip
+_VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 
 
 def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[str, Any]:
@@ -87,57 +82,53 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
     [0, 2, 3]
     """
     refuse_shard(batch)
-    real = batch.token_mask
-    traits = None if model is None else traits_of(model)
-    if traits is not None and traits.encodes_and_decodes:
+    traits = traits_of(model)
+    if traits.encodes_and_decodes:
         raise ConfigError(
             f"{type(model).__name__} has an encoder and a decoder, which take two sequences per "
             f"sample. Pass a forward that gives it both, over padded rows."
         )
-    inputs = _extras(batch, traits)
+    real, extras = batch.token_mask, _extras(batch, traits)
+    # Ragged entries are end to end in the order of segments, which is that of tokens.
+    ragged = {name: e.values for name, e in extras.items() if isinstance(e, RaggedTensor)}
+    media = {name: values for name, values in ragged.items() if len(values)}  # towers need some
+    plain = traits.plain_tokens(1)[0]
+    if model is None:  # the first real token of the batch
+        plain = batch.tokens.reshape(-1)[real.reshape(-1).to(torch.uint8).argmax()]
     kwargs: dict[str, Any] = {
-        "input_ids": _filled(batch, real, traits),
-        "position_ids": _positions(batch, real, model, traits, inputs),
+        "input_ids": torch.where(real, batch.tokens, plain),
+        "position_ids": _positions(batch, model, traits, extras),
         "use_cache": False,
-        **{name: _value(extra) for name, extra in inputs.items() if _holds(extra)},
+        **{name: extra for name, extra in extras.items() if name not in ragged},
+        **media,
     }
     if one_segment_per_row(batch) and (batch.rows > 1 or not bool(real.all())):
         # A row of padding attends to itself: softmax over a fully masked row is NaN.
         kwargs["attention_mask"] = (real | ~real.any(1, keepdim=True)).long()
-    elif not (traits and traits.has_tower and any(map(_is_media, inputs.values()))):
+    elif not (traits.has_tower and media):
         # Not with images: transformers passes these on to the vision tower, which has its own.
-        kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = batch.cu_seqlens
-        kwargs["max_length_q"] = kwargs["max_length_k"] = batch.max_seqlen
+        kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
+        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
     if labels:
         kwargs |= loss_inputs(batch, model)
         refuse_router_loss(
             model, "Use `hf_forward(model, outputs='router_logits')` with the loss load_balancing"
         )
-    return kwargs if traits is None else traits.accepted(kwargs)
+    return traits.accepted(kwargs)
 
 
-def refuse_shard(batch: Any) -> None:
-    """Raise if `batch` is a shard: a transformers model attends within its own tokens."""
-    if isinstance(batch, BatchShard):
-        raise InputError(
-            "a Hugging Face model cannot run a batch shard, because its attention sees only the "
-            "tokens of one rank. Pass the whole batch, or use a model whose attention gathers "
-            "keys, such as context_attention of evenstep.train."
-        )
-
-
-# Extras ----------------------------------------------------------------------------------------
-
-
-def _extras(batch: Batch, traits: Traits | None) -> dict[str, Any]:
+def _extras(batch: Batch, traits: Traits) -> dict[str, Any]:
     """The extras that the model's forward takes, and the type of each token if it is derived."""
-    if traits is None:
-        _refuse_vision(batch)
-        return {}
-    accepted = traits.parameters
+    vision = [name for name in _VISION if name in batch.extras] if traits is _NO_MODEL else None
+    if vision:
+        raise ConfigError(
+            f"the batch has {vision[0]!r}, whose use depends on the model. Pass it: "
+            f"hf_kwargs(batch, model)."
+        )
+    accepted, types = traits.parameters, ("mm_token_type_ids", "token_type_ids")
     batch_extras: Mapping[str, Any] = batch.extras
     extras = {
-        name: extra.long() if name in _TYPES else extra
+        name: extra.long() if name in types else extra
         for name, extra in batch_extras.items()
         if name in accepted and name not in _SET_HERE and batch.aligned.get(name) != "label"
     }
@@ -147,84 +138,34 @@ def _extras(batch: Batch, traits: Traits | None) -> dict[str, Any]:
             f"a sample with {ragged[0]!r} was split, and its parts cannot share it. Use another "
             f"overflow than 'split'."
         )
-    if ragged and "mm_token_type_ids" in accepted and "mm_token_type_ids" not in extras:
-        extras["mm_token_type_ids"] = _types(batch.tokens, traits.media)
+    if ragged and types[0] in accepted and types[0] not in extras:
+        # 0 for text, 1 for image and 2 for video tokens, by the ids of those tokens
+        extras[types[0]] = torch.zeros_like(batch.tokens)
+        for kind, token in enumerate(traits.media, 1):
+            if token is not None:
+                extras[types[0]][batch.tokens == token] = kind
     return extras
 
 
-def _types(tokens: Tensor, media: tuple[int | None, ...]) -> Tensor:
-    """0 for text, 1 for image and 2 for video tokens, by the ids of those tokens."""
-    types = torch.zeros_like(tokens)
-    for kind, token in enumerate(media, 1):
-        if token is not None:
-            types[tokens == token] = kind
-    return types
-
-
-def _holds(extra: Any) -> bool:
-    """Whether there is anything in it: a vision tower fails on no patches."""
-    return not isinstance(extra, RaggedTensor) or len(extra.values) > 0
-
-
-def _is_media(extra: Any) -> bool:
-    return isinstance(extra, RaggedTensor) and _holds(extra)
-
-
-def _value(extra: Any) -> Any:
-    """Ragged entries are concatenated in the order of the segments, which is that of tokens."""
-    return extra.values if isinstance(extra, RaggedTensor) else extra
-
-
-def _refuse_vision(batch: Batch) -> None:
-    for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"):
-        if name in batch.extras:
-            raise ConfigError(
-                f"the batch has {name!r}, whose use depends on the model. Pass it: "
-                f"hf_kwargs(batch, model)."
-            )
-
-
-# Tokens and positions --------------------------------------------------------------------------
-
-
-def _filled(batch: Batch, real: Tensor, traits: Traits | None) -> Tensor:
-    """The tokens, with padding that is not the padding token of the model."""
-    if traits is None:
-        # The first real token of the batch.
-        fill = batch.tokens.reshape(-1)[real.reshape(-1).to(torch.uint8).argmax()]
-        return torch.where(real, batch.tokens, fill)
-    return batch.tokens.masked_fill(~real, traits.plain_token)
-
-
-def _positions(
-    batch: Batch, real: Tensor, model: Any, traits: Traits | None, inputs: Mapping[str, Any]
-) -> Tensor:
+def _positions(batch: Batch, model: Any, traits: Traits, extras: Mapping[str, Any]) -> Tensor:
     """Positions that start at 0 in each segment. Those of padding stay below the longest segment:
     beyond it, longrope would change its frequencies and learned positions may not exist."""
     positions = batch.position_ids % batch.seqlens.max().clamp(min=1)
-    if traits is None:
-        return positions
     if traits.rope_limit is not None:
         traits.rope_limit.check(batch)
     if traits.rope_indexer is not None:
         index = core_of(model).get_submodule(traits.rope_indexer).get_rope_index
-        planes = rope_planes(batch, index, traits.rope_axes, positions, inputs)
+        planes = _rope_planes(batch, index, traits.rope_axes, positions, extras)
         return torch.cat((positions[None], planes)) if traits.text_plane else planes
-    return positions if traits.padding is None else _counted(batch, real, traits.padding)
-
-
-def _counted(batch: Batch, real: Tensor, padding: int) -> Tensor:
-    """`padding` + 1 for the first token of a segment that is not the padding token, and so on;
-    `padding` for padding tokens: what `create_position_ids_from_input_ids` gives a sample alone."""
-    counts = (real & (batch.tokens != padding)).reshape(-1).long()
+    if traits.padding is None:
+        return positions
+    # `padding` + 1 for the first token of a segment that is not the padding token, and so on;
+    # `padding` for padding: what `create_position_ids_from_input_ids` gives a sample alone.
+    counts = (batch.token_mask & (batch.tokens != traits.padding)).reshape(-1).long()
     done = counts.cumsum(0)
-    begins = batch.cu_seqlens[:-1].long()
-    before = (done - counts)[begins.clamp(max=len(done) - 1)]
-    positions = (done - before[batch.segment_ids.reshape(-1)]) * counts + padding
+    before = (done - counts)[batch.cu_seqlens[:-1].long().clamp(max=len(done) - 1)]
+    positions = (done - before[batch.segment_ids.reshape(-1)]) * counts + traits.padding
     return positions.view_as(batch.tokens)
-
-
-# The call --------------------------------------------------------------------------------------
 
 
 def loss_inputs(batch: Batch, model: Any) -> dict[str, Any]:
@@ -241,50 +182,44 @@ def loss_inputs(batch: Batch, model: Any) -> dict[str, Any]:
             f"{traits_of(model).name} computes a mean over the labels of a micro-batch, which is "
             f"NaN without labels and not the loss of a step. Use its logits with cross_entropy()."
         )
-    return {
-        "labels": batch.unshifted_labels,
-        "shift_labels": batch.labels,
-        "num_items_in_batch": 1,
-    }
+    labels = {"labels": batch.unshifted_labels, "shift_labels": batch.labels}
+    return {**labels, "num_items_in_batch": 1}
 
 
-# What the code and the configs of a model say about its inputs ----------------------------------
+def refuse_shard(batch: Any) -> None:
+    """Raise if `batch` is a shard: a transformers model attends within its own tokens."""
+    if isinstance(batch, BatchShard):
+        raise InputError(
+            "a Hugging Face model cannot run a batch shard, because its attention sees only the "
+            "tokens of one rank. Pass the whole batch, or use a model whose attention gathers "
+            "keys, such as context_attention of evenstep.train."
+        )
+
+
+# What the code and the configs of a model say about its inputs ------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What a model needs to be called with. Holds no reference to the model."""
 
-    name: str
-    parameters: Mapping[str, inspect.Parameter]  # of its forward
-    takes_any: bool
-    """Whether the forward takes any keyword argument."""
-    sums_loss: bool
-    """Whether the model's own loss is a sum, given `num_items_in_batch`."""
-    special: frozenset[int]
-    """Token ids with a special meaning, such as those of padding and images."""
-    media: tuple[int | None, ...]
-    """The ids of image and video tokens."""
-    padding: int | None
-    """The `padding_idx` that positions count from (RoBERTa); None if they count from 0."""
-    rope_limit: RopeLimit | None
-    rope_indexer: str | None
-    rope_axes: int
-    text_plane: bool
-    """Whether multimodal positions begin with a plane of text positions."""
-    has_tower: bool
-    """Whether the model has an encoder of images or sound with attention of its own."""
-    encodes_and_decodes: bool
-    """Whether it takes two sequences per sample."""
+    name: str = "a model"
+    parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict)  # of its forward
+    takes_any: bool = True  # any keyword argument
+    sums_loss: bool = False  # whether its own loss is a sum, given `num_items_in_batch`
+    special: frozenset[int] = frozenset()  # ids of tokens such as padding and images
+    media: tuple[int | None, ...] = ()  # ids of image and video tokens
+    padding: int | None = None  # `padding_idx` that positions count from (RoBERTa)
+    rope_limit: RopeLimit | None = None
+    rope_indexer: str | None = None  # the module with the `get_rope_index` of multimodal positions
+    rope_axes: int = 3  # of time, height and width, or more
+    text_plane: bool = False  # whether multimodal positions begin with those of text
+    has_tower: bool = False  # an encoder of images or sound, with attention of its own
+    encodes_and_decodes: bool = False  # takes two sequences per sample
 
     def plain_tokens(self, number: int) -> list[int]:
         """The smallest token ids without a special meaning."""
         return [t for t in range(len(self.special) + number) if t not in self.special][:number]
-
-    @property
-    def plain_token(self) -> int:
-        """The smallest of them."""
-        return self.plain_tokens(1)[0]
 
     def accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Without arguments that the forward would raise a TypeError for."""
@@ -293,7 +228,8 @@ class Traits:
         return {name: value for name, value in kwargs.items() if name in self.parameters}
 
 
-_KNOWN: WeakKeyDictionary[Any, Traits] = WeakKeyDictionary()
+_TRAITS: WeakKeyDictionary[Any, Traits] = WeakKeyDictionary()
+_NO_MODEL = Traits()
 
 
 def core_of(model: Any) -> Any:
@@ -304,10 +240,12 @@ def core_of(model: Any) -> Any:
 
 def traits_of(model: Any) -> Traits:
     """The traits of a model, read once."""
+    if model is None:
+        return _NO_MODEL
     core = core_of(model)
-    if core not in _KNOWN:
-        _KNOWN[core] = _read_traits(core)
-    return _KNOWN[core]
+    if core not in _TRAITS:
+        _TRAITS[core] = _read_traits(core)
+    return _TRAITS[core]
 
 
 def text_config(model: Any) -> Any:
@@ -338,38 +276,39 @@ def refuse_router_loss(model: Any, remedy: str) -> None:
 
 def _read_traits(core: Any) -> Traits:
     parameters = inspect.signature(core.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    config, indexer = getattr(core, "config", None), rope_indexer(core)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    config, modules = getattr(core, "config", None), list(core.modules())
+    special = [getattr(module, "padding_idx", None) for module in modules]
+    for each in configs_in(config):
+        for name, value in vars(each).items():
+            if "_token_id" in name or "_token_index" in name:
+                special += value if isinstance(value, (list, tuple)) else [value]
+    rope = (getattr(getattr(module, "config", None), "rope_parameters", None) for module in modules)
+    sections = [part.get("mrope_section") for part in rope if isinstance(part, Mapping)]
+    indexers = [name for name, part in core.named_modules() if hasattr(part, "get_rope_index")]
+    # Models that take the positions of text as a plane before the rotary axes, from which
+    # transformers reads the boundaries of segments, take four planes and remove the first.
+    homes = {type(module).__module__ for module in modules}
+    homes = {home for home in homes if home.startswith("transformers.models.")}
     return Traits(
         name=type(core).__name__,
         parameters=parameters,
         takes_any=takes_any,
         sums_loss=takes_any and getattr(core, "accepts_loss_kwargs", None) is not False,
-        special=frozenset(_special_tokens(core)),
-        media=tuple(_media_token(config, kind) for kind in ("image", "video")),
-        padding=_padding(core),
+        special=frozenset(value for value in special if isinstance(value, int)),
+        media=tuple(
+            getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
+            for kind in ("image", "video")
+        ),
+        padding=_padding(modules),
         rope_limit=rope_limit(core),
-        rope_indexer=indexer,
-        rope_axes=rope_axes(core),
-        text_plane=indexer is not None and takes_text_plane(core),
+        rope_indexer=indexers[0] if indexers else None,
+        rope_axes=next((max(3, len(section)) for section in sections if section), 3),
+        text_plane=bool(indexers)
+        and any("shape[0] == 4" in inspect.getsource(sys.modules[home]) for home in homes),
         has_tower=any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")),
         encodes_and_decodes=bool(getattr(config, "is_encoder_decoder", False)),
     )
-
-
-def _media_token(config: Any, kind: str) -> int | None:
-    names = (f"{kind}_token_id", f"{kind}_token_index")
-    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
-
-
-def _special_tokens(core: Any) -> Iterator[int]:
-    values = [getattr(module, "padding_idx", None) for module in core.modules()]
-    for config in configs_in(getattr(core, "config", None)):
-        for name, value in vars(config).items():
-            if "_token_id" in name or "_token_index" in name:
-                values += value if isinstance(value, (list, tuple)) else [value]
-    yield from (value for value in values if isinstance(value, int))
 
 
 def configs_in(config: Any) -> Iterator[Any]:
@@ -380,9 +319,9 @@ def configs_in(config: Any) -> Iterator[Any]:
             yield from configs_in(value)
 
 
-def _padding(core: Any) -> int | None:
+def _padding(modules: list[Any]) -> int | None:
     name = "create_position_ids_from_input_ids"
-    for module in core.modules():
+    for module in modules:
         kind, index = type(module), getattr(module, "padding_idx", None)
         by_function = hasattr(sys.modules.get(kind.__module__), name)
         by_function = by_function and hasattr(module, "position_embeddings")
@@ -482,16 +421,7 @@ def _limits(module: Any) -> Iterator[RopeLimit]:
             yield RopeLimit("longrope", int(most or config.max_position_embeddings))
 
 
-# Multimodal positions --------------------------------------------------------------------------
-
-
-def rope_indexer(model: Any) -> str | None:
-    """The name of the module with `get_rope_index`, which multimodal rotary positions come from."""
-    names = (name for name, module in model.named_modules() if hasattr(module, "get_rope_index"))
-    return next(names, None)
-
-
-def rope_planes(
+def _rope_planes(
     batch: Batch,
     index: Callable[..., tuple[Tensor, Any]],
     num_axes: int,
@@ -500,12 +430,15 @@ def rope_planes(
 ) -> Tensor:
     """(axes, rows, width): the axes of each sample's own rotary index.
 
-    `index` is the model's own `get_rope_index`, which runs on one sample at a
-    time: on a packed row, it would count on from the sample before. `inputs` are the batch's
-    extras for the model, with `mm_token_type_ids` if it takes them.
+    `index` is the model's own `get_rope_index`, which runs on one sample at a time: on a packed
+    row, it would count on from the sample before. `inputs` are the batch's extras for the model.
     """
     accepted = inspect.signature(index).parameters
-    inputs = {name: _on_cpu(value) for name, value in inputs.items() if name in accepted}
+    inputs = {
+        name: value.to("cpu") if isinstance(value, (Tensor, RaggedTensor)) else value
+        for name, value in inputs.items()
+        if name in accepted
+    }
     ragged = [name for name, value in inputs.items() if isinstance(value, RaggedTensor)]
     tokens, plain = batch.tokens.cpu().reshape(-1), positions.cpu().reshape(-1)
     planes = plain.expand(num_axes, -1).clone()
@@ -519,27 +452,6 @@ def rope_planes(
                 sample["attention_mask"] = torch.ones(1, lengths[tile], dtype=torch.int64)
             planes[:, slots] = index(input_ids=tokens[None, slots], **sample)[0][:, 0]
     return planes.view(num_axes, *positions.shape).to(positions.device)
-
-
-def takes_text_plane(model: Any) -> bool:
-    """Whether the model takes the positions of text as a plane before the rotary axes, from which
-    transformers reads the boundaries of segments: four planes, of which it removes the first."""
-    homes = {type(module).__module__ for module in model.modules()}
-    homes = {home for home in homes if home.startswith("transformers.models.")}
-    return any("shape[0] == 4" in inspect.getsource(sys.modules[home]) for home in homes)
-
-
-def rope_axes(model: Any) -> int:
-    """The number of rotary axes: of time, height and width, unless the config has more."""
-    for module in model.modules():
-        parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
-        if isinstance(parameters, Mapping) and parameters.get("mrope_section"):
-            return max(3, len(parameters["mrope_section"]))
-    return 3
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.to("cpu") if isinstance(value, (Tensor, RaggedTensor)) else value
 
 
 def _of_segment(value: Any, slots: slice, segment: int) -> Any:

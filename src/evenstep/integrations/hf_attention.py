@@ -13,18 +13,21 @@ other shapes, and every keyword that is not understood.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.packing import AttentionCall, call_record, switch
+from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
+from evenstep.integrations.huggingface import packed_row, undisturbed
 from evenstep.tensors.batch import Boundaries
 from evenstep.tensors.segment_attention import Call, attend
 
@@ -35,18 +38,10 @@ NAME = "evenstep"
 
 # Keywords of `model(...)` and of attention layers that do not change attention.
 _IGNORED = {
-    "cache_position",
-    "deterministic",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "seq_idx",
-    "shift_labels",
+    "cache_position", "deterministic", "labels", "logits_to_keep", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "return_dict", "seq_idx", "shift_labels",
     "use_cache",
-}
+}  # fmt: skip
 _REASONS = {
     "position_bias": "adds a position bias to its scores",
     "output_attentions": "asks for attention weights, which are never computed",
@@ -81,25 +76,37 @@ def attention_function(
     """
     _refuse_keywords(module, keywords)
     _refuse_lengths(module, query, key, cu_seq_lens_q, cu_seq_lens_k)
-    causal = _is_causal(module, is_causal, attention_mask)
+    rule = rule_of(attention_mask)
+    if rule is None:  # what the layer says, not its mask
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        rule = Rule(causal, sliding_window, attention_mask is not None)
     hints = Hints(
         rows=query.shape[0],
         width=query.shape[2],
         device=query.device,
         cu_seqlens=cu_seq_lens_q,
         longest=None if max_length_q is None else int(max_length_q),
-        padding=padding_of(attention_mask),
+        padding=_padding_mask(attention_mask) if rule.padded else None,
         # Encoders and vision towers have positions that say nothing about segments.
-        positions=position_ids if causal else None,
+        positions=position_ids if rule.causal else None,
     )
-    window = window_of(attention_mask, sliding_window)
-    if not torch.compiler.is_compiling() and (record := call_record()) is not None:
-        record.append(AttentionCall(module, hints.boundaries()))
+    if sliding_window not in (None, rule.window):
+        raise ConfigError(
+            f"a layer passes sliding_window={sliding_window}, but its mask has "
+            f"{'no window' if rule.window is None else f'a window of {rule.window}'}. Use "
+            f"attn_implementation='sdpa' for this model."
+        )
+    if not torch.compiler.is_compiling() and (calls := _CALLS.get()) is not None:
+        calls.append((module, hints.boundaries()))
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return value.new_zeros(shape), None
-    query, key, value = _one_dtype(query, key, value)
+    # One dtype for all three: that of autocast, else that of the value, which is as projected.
+    kind = value.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    bounds = hints.boundaries()
     call = Call(
-        query, key, value, hints.boundaries(), causal, window, scaling, softcap, s_aux, dropout
+        query, key, value, bounds, rule.causal, rule.window, scaling, softcap, s_aux, dropout
     )
     return attend(call).transpose(1, 2).contiguous(), None
 
@@ -126,23 +133,90 @@ def use_attention(model: Any, **inputs: Any) -> Any:
 
         model = use_attention(AutoModelForCausalLM.from_pretrained(name))
     """
-    switch(model, NAME, inputs)
+    roots = _roots(model)
+    if not roots:
+        raise ConfigError(
+            f"{type(model).__name__} holds no transformers model. Use evenstep.tensors.attention "
+            f"in your own attention layers."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__} has parameters on the meta device, so it cannot be checked. "
+            f"Load its weights first, or build it with attn_implementation={NAME!r}."
+        )
+    modules = [module for root in roots for module in root.modules()]
+    configs = [c for m in modules for c in configs_in(getattr(m, "config", None))]
+    before = {id(config): (config, config._attn_implementation) for config in configs}
+    why: str | None = "interrupted"
+    try:
+        for root in roots:
+            root.set_attn_implementation(NAME)
+        why = fault_of(model, **inputs)
+    finally:
+        for config, implementation in () if why is None else before.values():
+            # The setter would change nested configurations as well.
+            config._attn_implementation_internal = implementation
+    if why is not None:
+        raise ConfigError(
+            f"{type(roots[0]).__name__} does not run with attn_implementation={NAME!r}: {why}. "
+            f"Keep its implementation, with the padded layout."
+        )
     return model
 
 
-def _is_causal(module: nn.Module, passed: bool | None, mask: Any) -> bool:
-    """What the mask says, as in eager attention; without a mask, what the layer says."""
-    rule = rule_of(mask)
-    if rule is not None:
-        return rule.causal
-    return bool(getattr(module, "is_causal", True) if passed is None else passed)
+# Whether a model calls the function, with boundaries ----------------------------------------------
+
+_PAIR = (3, 2)
+"""The segments of the packed row that is run."""
+_CALLS: ContextVar[list[tuple[nn.Module, Boundaries]] | None] = ContextVar("calls", default=None)
+"""Where the attention function records its calls during that forward, instead of computing."""
 
 
-def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One dtype for all three: that of autocast, else that of v, which is as projected."""
-    kind = v.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+def fault_of(model: Any, **inputs: Any) -> str | None:
+    """Why a model that has this attention implementation would not run it within segments, by one
+    packed forward with recorded calls; None if it would."""
+    calls: list[tuple[nn.Module, Boundaries]] = []
+    ran: list[nn.Module] = []  # attention layers, by their names
+    roots = _roots(model)
+    if not roots:
+        return None
+    try:
+        tokens = torch.tensor(traits_of(roots[0]).plain_tokens(sum(_PAIR)))
+        batch = packed_row(tokens.split(_PAIR)).to(roots[0].get_input_embeddings().weight.device)
+        with undisturbed(model), ExitStack() as stack:
+            for part in model.modules():
+                if "attention" in type(part).__name__.lower():
+                    hook = part.register_forward_pre_hook(lambda part, _: ran.append(part))
+                    stack.callback(hook.remove)
+            stack.callback(_CALLS.reset, _CALLS.set(calls))
+            model(**hf_kwargs(batch), **inputs)
+    except ConfigError as error:
+        return str(error).rstrip(".")
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0][:200]
+        return f"a forward of {sum(_PAIR)} tokens failed with {type(error).__name__}: {line}"
+    if not calls:
+        return "its attention layers do not call transformers' attention interface"
+    called = {part for module, _ in calls for part in module.modules()}
+    for layer in ran:
+        if called.isdisjoint(layer.modules()):
+            return f"its {type(layer).__name__} does not call transformers' attention interface"
+    for module, bounds in calls:
+        if bounds.cu_seqlens.tolist() != batch.cu_seqlens.tolist():
+            kind = type(module).__name__
+            return f"its {kind} receives neither cu_seq_lens_q nor position_ids that restart"
+    return None
+
+
+def _roots(model: Any) -> list[Any]:
+    """The outermost transformers models inside a module."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    children = model.children() if isinstance(model, nn.Module) else ()
+    return [root for child in children for root in _roots(child)]
+
+
+# What is refused ----------------------------------------------------------------------------------
 
 
 def _refuse_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
@@ -165,13 +239,12 @@ def _refuse_lengths(
             f"cache, a prefix or another sequence. Pass use_cache=False, and generate with "
             f"attn_implementation='sdpa'."
         )
+    if ends is None and key_ends is not None:
+        raise ConfigError("cu_seq_lens_k is given without cu_seq_lens_q. Pass both.")
     if ends is None or key_ends is None or ends is key_ends:
-        if ends is None and key_ends is not None:
-            raise ConfigError("cu_seq_lens_k is given without cu_seq_lens_q. Pass both.")
         return
-    if ends.shape != key_ends.shape or (
-        not torch.compiler.is_compiling() and not torch.equal(ends, key_ends)
-    ):
+    compiled = torch.compiler.is_compiling()  # which must not read the device
+    if ends.shape != key_ends.shape or not (compiled or torch.equal(ends, key_ends)):
         raise ConfigError(
             "cu_seq_lens_q and cu_seq_lens_k differ. Pass the same boundaries for queries and keys."
         )
@@ -220,7 +293,13 @@ def mask_function(
         # A model that made its mask passes it to its language model, which keeps it as it is.
         assert attention_mask is not None
         return attention_mask
-    _refuse_chunks(local_size, config, kv_length)
+    chunk = getattr(config, "attention_chunk_size", None)
+    slides = getattr(config, "sliding_window", None) == chunk and kv_length <= (chunk or 0)
+    if local_size is not None and local_size == chunk and not slides:
+        raise ConfigError(
+            f"attn_implementation='evenstep' does not support chunked attention "
+            f"(attention_chunk_size={chunk}). Use attn_implementation='sdpa' and the padded layout."
+        )
     causal = "allow_is_bidirectional_skip" not in options
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
@@ -244,11 +323,8 @@ def rule_of(mask: Any) -> Rule | None:
     return rule
 
 
-def padding_of(mask: Any) -> Tensor | None:
-    """The padding that a mask stands for: None without padding. Refuses other masks."""
-    rule = rule_of(mask)
-    if mask is None or (rule is not None and not rule.padded):
-        return None
+def _padding_mask(mask: Any) -> Tensor:
+    """The mask of the caller, which must be one of padding."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
         shape = f" of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else ""
         raise ConfigError(
@@ -257,32 +333,6 @@ def padding_of(mask: Any) -> Tensor | None:
             f"use attn_implementation='sdpa'."
         )
     return mask
-
-
-def window_of(mask: Any, sliding_window: int | None) -> int | None:
-    """The window of a layer: that of its mask, which must agree with what the layer passes."""
-    rule = rule_of(mask)
-    if rule is None or rule.window == sliding_window:
-        return sliding_window
-    if sliding_window is not None:
-        raise ConfigError(
-            f"a layer passes sliding_window={sliding_window}, but its mask has "
-            f"{'no window' if rule.window is None else f'a window of {rule.window}'}. Use "
-            f"attn_implementation='sdpa' for this model."
-        )
-    return rule.window
-
-
-def _refuse_chunks(local_size: int | None, config: Any, length: int) -> None:
-    chunk = getattr(config, "attention_chunk_size", None)
-    if local_size is None or local_size != chunk:
-        return
-    if getattr(config, "sliding_window", None) != chunk or length > chunk:
-        raise ConfigError(
-            f"attn_implementation='evenstep' does not support chunked attention "
-            f"(attention_chunk_size={chunk}). Use attn_implementation='sdpa' and the padded "
-            f"layout."
-        )
 
 
 def _refuse_unknown(
@@ -323,7 +373,7 @@ def _added(rule: Any) -> bool:
         parts = rule.__closure__[0].cell_contents
         if name == _AND:
             return sum(map(_added, parts)) > 0  # all of them, so that an unknown one raises
-        return not all(_known(part) for part in parts)
+        return not all(getattr(part, "__qualname__", "") in _FOLLOWED for part in parts)
     raise ConfigError(
         f"attn_implementation='evenstep' does not know the attention rule "
         f"{getattr(rule, '__qualname__', rule)!r}. Use attn_implementation='sdpa' and the padded "
@@ -331,24 +381,15 @@ def _added(rule: Any) -> bool:
     )
 
 
-def _known(rule: Any) -> bool:
-    return getattr(rule, "__qualname__", "") in _FOLLOWED
-
-
 def _ahead(rule: Callable[..., Tensor], rows: int, width: int, device: Any) -> Tensor:
     """Whether any token sees the one after it; () bool."""
-    if width < 2:
-        return torch.zeros((), dtype=torch.bool, device=device)
     row = torch.arange(rows, device=device)[:, None]
     head = torch.zeros_like(row)
-    slot = torch.arange(width - 1, device=device)[None, :]
+    slot = torch.arange(max(width - 1, 0), device=device)[None, :]
     return rule(row, head, slot, slot + 1).any()
 
 
 # Boundaries from what a model hands to its attention ----------------------------------------------
-
-PLANES = (3, 4)
-"""Leading sizes of the position ids of multimodal RoPE: temporal, height, width; text before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -374,11 +415,16 @@ class Hints:
         self._check()
         if torch.compiler.is_compiling():
             return _traced(self)
-        tensors = (self.cu_seqlens, self.padding, self.positions)
-        bounds = _recall(tensors, self.rows, self.width)
-        if bounds is None:
-            bounds = _read(self)
-            _remember(tensors, bounds)
+        tensors = [t for t in (self.padding, self.positions, self.cu_seqlens) if t is not None]
+        if not tensors:
+            return _whole_rows(self)
+        first, *others = tensors
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        key = (self.rows, self.width, [id(tensor) for tensor in others], versions)
+        if first not in _READ or _READ[first][0] != key:
+            # `others` stay alive with the result, so that no other tensors have their ids.
+            _READ[first] = key, others, _read(self)
+        bounds: Boundaries = _READ[first][2]
         return bounds
 
     def _check(self) -> None:
@@ -393,7 +439,8 @@ class Hints:
         if at is None:
             return
         fits = at.ndim in (2, 3) and at.shape[-1] == self.width and at.shape[-2] in (1, self.rows)
-        if not fits or (at.ndim == 3 and at.shape[0] not in PLANES):
+        # Planes of multimodal RoPE: time, height and width, and those of text before.
+        if not fits or (at.ndim == 3 and at.shape[0] not in (3, 4)):
             raise ConfigError(
                 f"position_ids has shape {tuple(at.shape)}, expected {shape} or 3 or 4 planes of "
                 f"that. Pass one position per token."
@@ -416,6 +463,10 @@ class Hints:
         return begins.expand(self.rows, -1)
 
 
+_READ = WeakIdKeyDictionary()
+"""Boundaries that were read from a tensor and others, until it is gone."""
+
+
 def _whole_rows(hints: Hints) -> Boundaries:
     ends = torch.arange(hints.rows + 1, device=hints.device, dtype=torch.int32) * hints.width
     return Boundaries(hints.rows, hints.width, ends, hints.width)
@@ -425,12 +476,10 @@ def _read(hints: Hints) -> Boundaries:
     """Boundaries with the number of segments read on the host."""
     rows, width, ends = hints.rows, hints.width, hints.cu_seqlens
     if ends is not None:
-        ends = ends.to(hints.device, torch.int32)
+        ends = ends.to(hints.device, torch.int32, copy=True)  # what is kept must not hold its key
         _check_ends(ends, rows, width)
         if hints.padding is None:
             return Boundaries(rows, width, ends, hints.longest or int(ends.diff().max()))
-    if hints.padding is None and hints.positions is None:
-        return _whole_rows(hints)
     begins = torch.zeros(rows, width, dtype=torch.bool, device=hints.device)
     begins[:, 0] = True
     if ends is not None:
@@ -500,9 +549,6 @@ def _check_ends(ends: Tensor, rows: int, width: int) -> None:
         )
 
 
-# Compiled ------------------------------------------------------------------------------------
-
-
 def _traced(hints: Hints) -> Boundaries:
     """Boundaries of a fixed number of tiles, some of them empty, without reading the device."""
     rows, width = hints.rows, hints.width
@@ -535,51 +581,6 @@ def _traced(hints: Hints) -> Boundaries:
         ends = torch.nonzero_static(begins.flatten(), size=slots + 1, fill_value=slots)
         return Boundaries(rows, width, ends.flatten().to(torch.int32), width)
     return _whole_rows(hints)
-
-
-# Remembered ----------------------------------------------------------------------------------
-
-_Tensors: TypeAlias = tuple[Tensor | None, ...]
-_MOST = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Memory:
-    """Boundaries and the tensors that they were read from, which it does not keep alive."""
-
-    sources: tuple[Any, ...]
-    versions: tuple[int, ...]
-    bounds: Boundaries
-
-    def matches(self, tensors: _Tensors) -> bool:
-        same = (
-            source is None if tensor is None else source is not None and source() is tensor
-            for source, tensor in zip(self.sources, tensors, strict=True)
-        )
-        return all(same) and self.versions == _versions(tensors)
-
-
-_memories: list[_Memory] = []
-
-
-def _versions(tensors: _Tensors) -> tuple[int, ...]:
-    """How often each tensor was changed in place."""
-    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
-
-
-def _recall(tensors: _Tensors, rows: int, width: int) -> Boundaries | None:
-    for memory in tuple(_memories):
-        if (memory.bounds.rows, memory.bounds.width) == (rows, width) and memory.matches(tensors):
-            return memory.bounds
-    return None
-
-
-def _remember(tensors: _Tensors, bounds: Boundaries) -> None:
-    if all(tensor is None for tensor in tensors):
-        return
-    sources = tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors)
-    alive = [m for m in _memories if all(s is None or s() is not None for s in m.sources)]
-    _memories[:] = [*alive[1 - _MOST :], _Memory(sources, _versions(tensors), bounds)]
 
 
 register_attention()

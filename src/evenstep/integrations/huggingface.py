@@ -11,18 +11,24 @@ rope_limit        up to which length RoPE does not depend on neighbours
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
-from weakref import WeakSet
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from evenstep.core.layout import Layout, Packed
+from evenstep.core.recipe import Recipe
 from evenstep.core.text import one_of
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, EvenstepError
 from evenstep.integrations.hf_arguments import (
     HfCollate,
     RopeLimit,
@@ -34,15 +40,9 @@ from evenstep.integrations.hf_arguments import (
     text_config,
     traits_of,
 )
-from evenstep.integrations.packing import (
-    LONG,
-    Support,
-    choose_layout,
-    fault_of,
-    support_of,
-    supports_packing,
-)
+from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import PER_SLOT, Batch
+from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.segment_attention import one_segment_per_row
@@ -100,26 +100,25 @@ def hf_forward(
             "temperature divides logits, but outputs='hidden' has none. Divide the logits that "
             "you compute from hidden states."
         )
-    run = _RUNS[outputs]
 
     def forward(model: Any, batch: Batch) -> Any:
         refuse_shard(batch)
         if outputs != "router_logits" and torch.is_grad_enabled():
-            refuse_router_loss(
-                model,
-                "Pass forward=hf_forward(model, outputs='router_logits') and a second loss, "
-                "load_balancing",
-            )
+            second = "Pass forward=hf_forward(model, outputs='router_logits') and a second loss"
+            refuse_router_loss(model, f"{second}, load_balancing")
         _check_attention(model)
         if isinstance(unwrapped(model), FSDPModule):
             # Its forwards communicate, so all ranks judge it now, packed batch or not.
             support_of(unwrapped(model))
         if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
-            tensors = run(model, batch)
+            tensors = _run(model, batch, outputs)
         else:
-            rows = PaddedRows.of(batch)
-            padded = run(model, rows.batch)
-            tensors = {name: rows.restore(values) for name, values in padded.items()}
+            padded, slots = _in_own_rows(batch)
+            tensors = _run(model, padded, outputs)
+            for name, values in tensors.items():  # back to the packed row, zeros in padding
+                packed = values.new_zeros((batch.rows * batch.width, *values.shape[2:]))
+                packed = packed.index_copy(0, slots, values[padded.token_mask])
+                tensors[name] = packed.unflatten(0, (batch.rows, batch.width))
         if temperature != 1.0:
             tensors["logits"] = tensors["logits"] / temperature
         return tensors if outputs == "router_logits" else tensors[outputs]
@@ -146,12 +145,9 @@ def hf_head(model: Any) -> Head:
     scale /= getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
     head = Head(output, scale=scale, soft_cap=cap or None)
-    _check_head(model, core, head)
-    return head
-
-
-def _check_head(model: Any, core: Any, head: Head) -> None:
-    tokens = torch.full((1, 4), traits_of(core).plain_token, device=next(core.parameters()).device)
+    tokens = torch.full(
+        (1, 4), traits_of(core).plain_tokens(1)[0], device=next(core.parameters()).device
+    )
     with torch.no_grad():
         hidden, logits = _hidden_and_logits(unwrapped(model), {"input_ids": tokens})
         ours = head(hidden[:, -logits.shape[1] :])
@@ -160,34 +156,33 @@ def _check_head(model: Any, core: Any, head: Head) -> None:
             f"the head of {type(core).__name__} does more than its config says. Use its logits: "
             f"hf_forward(model)."
         )
+    return head
 
 
-# Running ---------------------------------------------------------------------------------------
-
-
-def _run_logits(model: Any, batch: Batch) -> dict[str, Tensor]:
-    return {"logits": _logits(model(**hf_kwargs(batch, model)), model, batch)}
-
-
-def _run_router(model: Any, batch: Batch) -> dict[str, Tensor]:
-    traits = traits_of(model)
-    taken = traits.takes_any or "output_router_logits" in traits.parameters
-    outputs = model(**hf_kwargs(batch, model), output_router_logits=True) if taken else None
-    if getattr(outputs, "router_logits", None) is None:
-        raise ConfigError(
-            f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
-            f"experts whose forward takes output_router_logits."
-        )
-    router_logits = select_output(outputs, "router_logits", batch.rows, batch.width)
-    return {"logits": _logits(outputs, model, batch), "router_logits": router_logits}
-
-
-def _logits(outputs: Any, model: Any, batch: Batch) -> Tensor:
-    logits = getattr(outputs, "logits", None)
+def _run(model: Any, batch: Batch, outputs: Outputs) -> dict[str, Tensor]:
+    """What the model returns for a batch, (rows, width, ...) each, by its name."""
+    kwargs, core, traits = hf_kwargs(batch, model), core_of(model), traits_of(model)
+    if outputs == "hidden":
+        if core.get_output_embeddings() is None:
+            return {"hidden": model(**kwargs).last_hidden_state}
+        return {"hidden": _hidden_and_logits(model, kwargs)[0]}
+    tensors: dict[str, Tensor] = {}
+    if outputs == "router_logits":
+        taken = traits.takes_any or "output_router_logits" in traits.parameters
+        results = model(**kwargs, output_router_logits=True) if taken else None
+        if getattr(results, "router_logits", None) is None:
+            raise ConfigError(
+                f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
+                f"experts whose forward takes output_router_logits."
+            )
+        tensors[outputs] = select_output(results, outputs, batch.rows, batch.width)
+    else:
+        results = model(**kwargs)
+    logits = getattr(results, "logits", None)
     if logits is None:
         raise ConfigError(
-            f"{type(core_of(model)).__name__} returns no logits. Use a class with a language model "
-            f"head, or hf_forward(model, outputs='hidden')."
+            f"{traits.name} returns no logits. Use a class with a language model head, or "
+            f"hf_forward(model, outputs='hidden')."
         )
     if logits.shape[1] != batch.width:
         raise ConfigError(
@@ -195,21 +190,7 @@ def _logits(outputs: Any, model: Any, batch: Batch) -> Tensor:
             f"for {batch.width}, as with the virtual tokens of prompt tuning. Pass a forward that "
             f"returns one output per token."
         )
-    return logits
-
-
-def _run_hidden(model: Any, batch: Batch) -> dict[str, Tensor]:
-    kwargs = hf_kwargs(batch, model)
-    if core_of(model).get_output_embeddings() is None:
-        return {"hidden": model(**kwargs).last_hidden_state}
-    return {"hidden": _hidden_and_logits(model, kwargs)[0]}
-
-
-_RUNS: dict[Outputs, Callable[[Any, Batch], dict[str, Tensor]]] = {
-    "logits": _run_logits,
-    "hidden": _run_hidden,
-    "router_logits": _run_router,
-}
+    return {"logits": logits, **tensors}
 
 
 def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -232,8 +213,6 @@ def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tens
     return kept[-1], outputs.logits
 
 
-# Checks ----------------------------------------------------------------------------------------
-
 _WARNED: WeakSet[Any] = WeakSet()
 _CHECKED: WeakSet[Any] = WeakSet()
 
@@ -242,15 +221,16 @@ def _check_attention(model: Any) -> None:
     """Refuse a model that was built with our attention and does not call it: its own code takes no
     2-D mask, so padded rows would be wrong as well. transformers only logs a warning."""
     inner = unwrapped(model)
-    if inner in _CHECKED:
+    if inner in _CHECKED or _implementation_of(core_of(model)) != "evenstep":
         return
-    if getattr(text_config(core_of(model)), "_attn_implementation", None) == "evenstep":
-        why = fault_of(inner)
-        if why is not None:
-            raise ConfigError(
-                f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
-                f"Use another implementation, with the padded layout."
-            )
+    from evenstep.integrations.hf_attention import fault_of
+
+    why = fault_of(inner)
+    if why is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
+            f"Use another implementation, with the padded layout."
+        )
     _CHECKED.add(inner)
 
 
@@ -279,64 +259,400 @@ def _warn_once(model: Any, text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-# Padded rows for models that cannot run packed ones ---------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PaddedRows:
-    """The segments of a batch in rows of their own, as wide as the longest.
+def _in_own_rows(batch: Batch) -> tuple[Batch, Tensor]:
+    """The segments of a batch in rows of their own, as wide as the longest, and the slots of the
+    packed batch that its tokens are from. It is for the model: labels of other rows are left out.
 
     a a a b b . .  ->  a a a
                        b b .
     """
+    tiles = (batch.sample_ids >= 0).nonzero()[:, 0]
+    begins, lengths = batch.cu_seqlens[:-1][tiles].long(), batch.seqlens[tiles]
+    rows, width = len(lengths), max(int(lengths.max()), 1) if len(lengths) else 1
+    column = torch.arange(width, device=batch.device)
+    inside = column < lengths[:, None]  # (segments, width)
+    slots = torch.where(inside, begins[:, None] + column, begins[:, None])
 
-    batch: Batch
-    source: Tensor
-    """(tokens): the slots of the packed batch, row by row of the padded one."""
-    packed_shape: tuple[int, int]
+    def moved(values: Tensor) -> Tensor:
+        return values.flatten(0, 1)[slots]
 
-    @classmethod
-    def of(cls, batch: Batch) -> PaddedRows:
-        """Move every segment to its own row. Labels and continuations are left out: the padded
-        batch is for the model, not for the loss."""
-        tiles = (batch.sample_ids >= 0).nonzero()[:, 0]
-        begins, lengths = batch.cu_seqlens[:-1][tiles].long(), batch.seqlens[tiles]
-        width = max(int(lengths.max()), 1) if len(lengths) else 1
-        column = torch.arange(width, device=batch.device)
-        inside = column < lengths[:, None]  # (segments, width)
-        slots = torch.where(inside, begins[:, None] + column, begins[:, None])
-
-        def moved(values: Tensor) -> Tensor:
-            return values.flatten(0, 1)[slots]
-
-        rows = len(lengths)
-        per_slot = {name: moved(getattr(batch, name)) for name in PER_SLOT}
-        per_slot["position_ids"] = column.expand(rows, -1)
-        per_slot["segment_ids"] = torch.arange(rows, device=batch.device)[:, None].expand(-1, width)
-        extras = {
+    per_slot = {name: moved(getattr(batch, name)) for name in PER_SLOT}
+    per_slot["position_ids"] = column.expand(rows, -1)
+    per_slot["segment_ids"] = torch.arange(rows, device=batch.device)[:, None].expand(-1, width)
+    padded = replace(
+        batch,
+        **per_slot,
+        cu_seqlens=torch.arange(rows + 1, device=batch.device, dtype=torch.int32) * width,
+        seqlens=lengths,
+        sample_ids=batch.sample_ids[tiles],
+        starts=batch.starts[tiles],
+        loss_tokens=batch.loss_tokens[tiles],
+        max_seqlen=width,
+        continuation=None,
+        extras={
             name: moved(extra) if batch.aligned.get(name) in ("token", "label") else extra
             for name, extra in batch.extras.items()
-        }
-        padded = replace(
-            batch,
-            **per_slot,
-            cu_seqlens=torch.arange(rows + 1, device=batch.device, dtype=torch.int32) * width,
-            seqlens=lengths,
-            sample_ids=batch.sample_ids[tiles],
-            starts=batch.starts[tiles],
-            loss_tokens=batch.loss_tokens[tiles],
-            max_seqlen=width,
-            continuation=None,
-            extras=extras,
-        )
-        return cls(padded, slots[inside], (batch.rows, batch.width))
+        },
+    )
+    return padded, slots[inside]
 
-    def restore(self, outputs: Tensor) -> Tensor:
-        """(segments, longest, ...) -> (rows, width, ...) of the packed batch, zeros in padding."""
-        rows, width = self.packed_shape
-        packed = outputs.new_zeros((rows * width, *outputs.shape[2:]))
-        packed = packed.index_copy(0, self.source, outputs[self.batch.token_mask])
-        return packed.view(rows, width, *outputs.shape[2:])
+
+# Which models support packed batches --------------------------------------------------------------
+#
+# The first reason against it is the answer: what the code says of layers that mix segments and of
+# the boundaries that reach the attention function, then a few small forwards, which compare packed
+# samples with other neighbours and with each sample alone.
+
+LONG = 4096
+"""Slots of a packed row above which a dense mask is worth a warning."""
+_BUILT_IN = ("sdpa", "eager", "flex_attention")
+
+
+class Support(NamedTuple):
+    """Whether a model supports packed batches, and why.
+
+    >>> safe, why, cost = Support(True, "flash_attention_2 reads the boundaries from cu_seq_lens")
+    """
+
+    safe: bool
+    why: str
+    cost: str = ""
+    """What packing costs with the model's attention implementation; empty if nothing."""
+
+
+def supports_packing(model: Any, *, longest: int | None = None) -> Support:
+    """Whether packed segments leave the results of a transformers model as they are, given
+    `hf_forward(model)` or `hf_kwargs(batch, model)`.
+
+    Decided from the layers and the attention implementation, and by a few small forwards on short
+    samples, unless the model has no weights yet. Unknown models are reported as unsafe. With
+    fully_shard, call it on all ranks. `longest` is the length of the longest sample, if known:
+    some RoPE types are independent of neighbours up to a length.
+
+        safe, why, cost = supports_packing(AutoModelForCausalLM.from_pretrained(name))
+    """
+    support = _decide(model)
+    limit = _exceeded_limit(model, longest) if support.safe else None
+    return support if limit is None else Support(False, limit.why)
+
+
+def _exceeded_limit(model: Any, longest: int | None) -> RopeLimit | None:
+    """The limit of the model's RoPE, if samples may be longer."""
+    limit = traits_of(model).rope_limit
+    allowed = limit is None or (longest is not None and limit.allows(torch.tensor([0, longest])))
+    return None if allowed else limit
+
+
+def choose_layout(model: Any, layout: Layout, *, longest: int | None = None) -> Layout:
+    """The layout if the model supports it, else the padded layout with the same bounds.
+
+    Falling back emits a warning. Call this before planning: a packed plan cannot be padded within
+    its budget. A RoPE type that depends on neighbours does so in padded rows too, so it is warned
+    about and the layout is kept. `longest` is the length of the longest sample, if known.
+
+        recipe = Recipe(layout=choose_layout(model, Packed(max_tokens=8192)))
+    """
+    padded = layout.padded()
+    if padded == layout:
+        return layout
+    name, support = type(unwrapped(model)).__name__, _decide(model)
+    if not support.safe:
+        warnings.warn(
+            f"{name} does not support packed batches: {support.why}. Using the padded layout "
+            f"instead.",
+            stacklevel=2,
+        )
+        return padded
+    limit = _exceeded_limit(model, longest)
+    if limit is not None:
+        warnings.warn(f"{name} can run only some micro-batches: {limit.why}.", stacklevel=2)
+    if support.cost and (layout.budget or 0) > LONG:
+        warnings.warn(f"{name}: {support.cost}.", stacklevel=2)
+    return layout
+
+
+_SUPPORT: WeakKeyDictionary[Any, dict[str, Support]] = WeakKeyDictionary()
+
+
+def support_of(model: Any) -> Support:
+    """`supports_packing` of segments whose lengths the model's RoPE allows in one micro-batch,
+    decided once per model and attention implementation."""
+    model = unwrapped(model)
+    by_name = _SUPPORT.setdefault(model, {})
+    name = _implementation_of(model)
+    if name not in by_name:
+        by_name[name] = _decide(model)
+    return by_name[name]
+
+
+def _decide(model: Any) -> Support:
+    model = unwrapped(model)
+    if text_config(model) is None:
+        return Support(False, f"{type(model).__name__} has no config; test it with find_leaks")
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
+        return Support(False, "its peft adapter puts virtual tokens before the row, not a sample")
+    if reason := _mixing_layers(model):
+        return Support(False, reason)
+    name = _implementation_of(model)
+    keeps_apart, why = _read_attention(model, name)
+    if not keeps_apart and (name in _BUILT_IN or "flash" in name):
+        return Support(False, why)
+    # Small forwards need parameters, and flash attention a GPU.
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices and "meta" not in devices and not ("flash" in name and devices == {"cpu"}):
+        if reason := _Probe.reason_of(model):
+            return Support(False, reason)
+        if not keeps_apart:  # an implementation that the code does not tell of
+            keeps_apart, why = True, f"{name} keeps segments apart in small forwards"
+    cost = ""
+    if keeps_apart and name in ("sdpa", "eager"):
+        cost = (
+            f"{name} builds a dense mask of width x width and computes all of it, which makes "
+            f"packed rows above {LONG:,} slots slower than padded ones. Use "
+            f"attn_implementation='evenstep' (import evenstep.integrations.hf_attention) or flash "
+            f"attention"
+        )
+    return Support(keeps_apart, why, cost)
+
+
+def _implementation_of(model: Any) -> str:
+    """The name of the attention implementation of the language model."""
+    return str(getattr(text_config(model), "_attn_implementation", None))
+
+
+def _mixing_layers(model: Any) -> str | None:
+    """Why layers of the model mix segments whatever the attention function does, else None."""
+    config = text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        return "the attention of its encoder is bidirectional and crosses segment boundaries"
+    encodes = getattr(config, "is_decoder", True) is False
+    if (encodes and _mask_calls(model, "create_bidirectional_mask")) or not getattr(
+        config, "is_causal", True
+    ):
+        return "its attention is bidirectional and crosses segment boundaries"
+    if any(getattr(module, "_is_stateful", False) for module in model.modules()):
+        return "its recurrent state carries over from one segment to the next"
+    masked = {"full_attention", "sliding_attention"}  # attention depends on the mask only
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - masked)
+    return f"its {', '.join(others)} layers cross segment boundaries" if others else None
+
+
+def _read_attention(model: Any, name: str) -> tuple[bool, str]:
+    """Whether the code is known to pass boundaries to the attention function, and why."""
+    with_config = [module for module in model.modules() if hasattr(module, "config")]
+    signatures = (inspect.signature(module.forward) for module in with_config)
+    if not any("position_ids" in signature.parameters for signature in signatures):
+        return False, "its forward does not take position_ids"
+    if "flash" in name and "paged" not in name:
+        if not any(getattr(m, "_supports_attention_backend", False) for m in model.modules()):
+            return False, f"its {name} code does not pass cu_seq_lens on"
+        return True, f"{name} reads the boundaries from cu_seq_lens"
+    if name not in _BUILT_IN:
+        return False, f"its attention implementation {name!r} is unknown"
+    from transformers import masking_utils
+
+    if not hasattr(masking_utils, "find_packed_sequence_indices"):
+        return False, f"{name} masks of the installed transformers ignore position_ids"
+    calls = _mask_calls(model, "create_causal_mask", "create_sliding_window_causal_mask")
+    if not calls:
+        return False, f"it does not build its {name} mask with the functions that detect boundaries"
+    without = [kind for kind, passes_positions in calls.items() if not passes_positions]
+    if without:
+        return False, f"{without[0]} builds its {name} mask without position_ids"
+    return True, f"{name} masks detect boundaries where position_ids restart"
+
+
+# (...), with parentheses inside
+_ARGUMENTS = r"(\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))"
+
+
+def _mask_calls(model: Any, *makers: str) -> dict[str, bool]:
+    """Classes in the model that call functions of these names, and whether all calls pass
+    position_ids: `create_causal_mask(..., position_ids=...)`, or `(**kwargs)` of a dict that has
+    them, also as `make(...)` after `make = create_causal_mask if ... else ...`."""
+    passes_positions: dict[str, bool] = {}
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        # The class with source code, not one that fully_shard makes.
+        kind = next(base for base in kind.__mro__ if "torch.distributed" not in base.__module__)
+        home = sys.modules.get(kind.__module__)
+        if hasattr(kind, "config_class") and any(hasattr(home, maker) for maker in makers):
+            source = inspect.getsource(kind)
+            named = "|".join(makers)
+            aliases = re.findall(rf"(\w+) = \(?\s*(?:{named})\b(?!\()", source)
+            calls = re.findall(rf"\b(?:{'|'.join((named, *aliases))}){_ARGUMENTS}", source)
+            in_dict = '"position_ids":' in source
+            if calls:
+                passes_positions[kind.__name__] = all(
+                    "position_ids=" in call or ("**" in call and in_dict) for call in calls
+                )
+    return passes_positions
+
+
+def packed_row(samples: Sequence[Tensor], tail: int = 0) -> Batch:
+    """The samples in one packed row, with `tail` slots of padding at its end."""
+    lengths = [len(sample) for sample in samples]
+    width = sum(lengths) + tail
+    recipe = Recipe(layout=Packed(max_tokens=width, pad_to=width), balance="none")
+    (micro,) = make_plan(lengths, recipe)[0, 0]
+    return Collator()(micro, [{"input_ids": sample} for sample in samples])
+
+
+_LENGTHS = (5, 9, 4)
+_TAIL = 3
+
+
+class _Probe:
+    """A few small forwards of a model, on short samples in one packed row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.traits = model, traits_of(model)
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        self.half = half = half or torch.is_autocast_enabled(self.device.type)
+        # Of the largest output. Neighbours of the same lengths leave the shapes of all operations
+        # as they are, so nothing is rounded differently.
+        self.exact = 1e-2 if half else 1e-5
+        self.close = 6e-2 if half else 1e-3 if self.device.type == "cuda" else 1e-4
+        vocab = core_of(model).get_input_embeddings().weight.shape[0]
+        plain = [token for token in self.traits.plain_tokens(62) if token < vocab]
+        self.tokens = torch.tensor(plain[1:])
+        longest = max(_LENGTHS) if self.traits.rope_limit is None else self.traits.rope_limit.tokens
+        self.lengths = [max(1, min(length, longest - 1)) for length in _LENGTHS]
+        self.random = torch.Generator().manual_seed(0)
+
+    @classmethod
+    def reason_of(cls, model: Any) -> str | None:
+        """Why packed outputs depend on neighbours or differ from each sample alone, else None.
+        With fully_shard, call it on all ranks."""
+        with undisturbed(model):
+            try:
+                return cls(model)._reason()
+            except Exception as error:
+                line = str(error).strip().partition("\n")[0]
+                return f"a small packed forward raised {type(error).__name__}: {line}"
+
+    def _reason(self) -> str | None:
+        traits, samples = self.traits, [self._sample(length) for length in self.lengths]
+        # Images come without `cu_seq_lens`; see `hf_kwargs`.
+        for with_boundaries in (True, False) if traits.has_tower else (True,):
+            packed = self._packed(samples, with_boundaries)
+            for changed in ((1,), (0, 2)):
+                others = [
+                    self._sample(len(s)) if k in changed else s for k, s in enumerate(samples)
+                ]
+                outputs = self._packed(others, with_boundaries)
+                kept = [k for k in range(len(samples)) if k not in changed]
+                moved = self._distance([outputs[k] for k in kept], [packed[k] for k in kept])
+                if not moved <= self.exact:
+                    return f"packed segments affect each other (outputs moved by {moved:.1e})"
+            alone = [self._run({"input_ids": s[None].to(self.device)})[0] for s in samples]
+            moved = self._distance(packed, alone)
+            if not moved <= self.close:
+                return f"packed outputs differ from those of each sample alone (by {moved:.1e})"
+        if traits.rope_indexer is not None and (why := self._still_positions(samples)):
+            return why
+        return self._both_ways() if traits.has_tower or any(traits.media) else None
+
+    def _still_positions(self, samples: list[Tensor]) -> str | None:
+        """Positions that stand still, as in an image, must not be taken for boundaries."""
+        lengths = [len(sample) for sample in samples]
+        planes = hf_kwargs(packed_row(samples, _TAIL).to(self.device), self.model)[
+            "position_ids"
+        ].clone()
+        first, text = lengths[0], int(self.traits.text_plane)
+        planes[text:, :, first + 1 : first + 4] = 1
+        packed = self._packed(samples, False, planes)
+        alone = []
+        for sample, positions in zip(samples, planes.split([*lengths, _TAIL], -1), strict=False):
+            tokens = sample[None].to(self.device)
+            mask = torch.ones_like(tokens)  # which switches the search for boundaries off
+            inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+            alone.append(self._run(inputs)[0])
+        moved = self._distance(packed, alone)
+        if not moved <= self.close:
+            return f"it takes the positions of images for boundaries (outputs moved by {moved:.1e})"
+        return None
+
+    def _both_ways(self) -> str | None:
+        """Whether a token sees later ones of its own kind, as in an image or a prefix."""
+        first = self._sample(6)
+        last = first.clone()
+        last[-1] = self.tokens[(self.tokens == first[-1]).nonzero()[0, 0] - 1]
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            for kind in (0, 1) if name in self.traits.parameters else ():
+                types = {name: torch.full((1, 6), kind, device=self.device)}
+                try:
+                    before, after = (
+                        self._run({"input_ids": tokens[None].to(self.device), **types})[0, :-1]
+                        for tokens in (first, last)
+                    )
+                except EvenstepError as error:  # our attention, which is causal
+                    return str(error).partition(". ")[0]
+                except Exception:  # the model refuses such tokens without an image
+                    continue
+                if not self._distance([after], [before]) <= self.exact:
+                    return f"tokens with {name}={kind} see each other both ways"
+        return None
+
+    def _distance(self, outputs: list[Tensor], expected: list[Tensor]) -> float:
+        """The largest difference, relative to the largest value. In half precision the largest
+        median of a sample: rounding may send single tokens to other experts."""
+        scale = max(float(e.abs().max()) for e in expected) or 1.0
+        differences = [(o - e).abs().amax(-1) for o, e in zip(outputs, expected, strict=True)]
+        return max(float(d.median() if self.half else d.max()) for d in differences) / scale
+
+    def _sample(self, length: int) -> Tensor:
+        return self.tokens[torch.randint(len(self.tokens), (length,), generator=self.random)]
+
+    def _packed(
+        self, samples: Sequence[Tensor], with_boundaries: bool, positions: Tensor | None = None
+    ) -> list[Tensor]:
+        """The outputs of each sample in one packed row."""
+        batch = packed_row(samples, _TAIL).to(self.device)
+        kwargs = hf_kwargs(batch, self.model)
+        if positions is not None:
+            kwargs["position_ids"] = positions
+        if not with_boundaries:
+            boundaries = ("cu_seq_lens", "max_length")
+            kwargs = {name: v for name, v in kwargs.items() if not name.startswith(boundaries)}
+        outputs = self._run(kwargs)
+        if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
+            raise ValueError(f"outputs of shape {tuple(outputs.shape)}, not one per slot")
+        if not bool(outputs.isfinite().all()):
+            raise ValueError("outputs that are not finite")
+        return list(outputs[0].split([*map(len, samples), _TAIL])[:-1])
+
+    def _run(self, kwargs: dict[str, Any]) -> Tensor:
+        outputs = self.model(**self.traits.accepted({"use_cache": False, **kwargs}))
+        for name in ("logits", "last_hidden_state"):
+            values: Tensor | None = getattr(outputs, name, None)
+            if values is not None:
+                return values
+        raise ValueError("outputs without logits or last_hidden_state")
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
+    training = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    model.eval()
+    try:
+        with (
+            torch.random.fork_rng(devices=[device.index for device in devices]),
+            torch.no_grad(),
+            # Compiled layers would run neither the attention function again, nor hooks.
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        torch.clear_autocast_cache()  # casts without a gradient
 
 
 for _library in ("transformers", "peft"):

@@ -46,7 +46,17 @@ class Dispatcher(ABC):
 
         Each worker runs its own share: `plan.steps(batch, world)`.
         """
-        _check_job(plan, batch, self.size)
+        if plan.num_ranks != self.size:
+            raise ConfigError(
+                f"the plan is for {plan.num_ranks} ranks, but there are {self.size} workers. Plan "
+                f"with topology=Topology(dp={self.size})."
+            )
+        if len(batch) != batch.num_rows:
+            raise InputError(
+                f"this batch holds {len(batch)} of {batch.num_rows} rows. Dispatch the whole "
+                f"batch; each worker runs its rows of it."
+            )
+        plan.check(batch)
         jobs = self._jobs(plan, batch)
         calls = [(*job, World(rank, self.size)) for rank, job in enumerate(jobs)]
         return Gathered(plan, batch, tuple(self._call_all(method, calls, keywords)))
@@ -175,21 +185,6 @@ class Gathered:
             return _tensor(values), lengths
         _check_count(rank, len(values), len(rows), "rows")
         return _joined([_tensor(v) for v in values]), np.array([len(v) for v in values], np.int64)
-
-
-def _check_job(plan: RolloutPlan, batch: RolloutBatch, size: int) -> None:
-    """Raise if `size` workers cannot run this plan of this batch."""
-    if plan.num_ranks != size:
-        raise ConfigError(
-            f"the plan is for {plan.num_ranks} ranks, but there are {size} workers. Plan with "
-            f"topology=Topology(dp={size})."
-        )
-    if len(batch) != batch.num_rows:
-        raise InputError(
-            f"this batch holds {len(batch)} of {batch.num_rows} rows. Dispatch the whole batch; "
-            f"each worker runs its rows of it."
-        )
-    plan.check(batch)
 
 
 def _tensor(values: Any) -> Tensor:

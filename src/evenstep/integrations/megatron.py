@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn.functional import pad
 
 from evenstep.tensors.batch import Batch
 
@@ -25,7 +25,7 @@ def packed_seq_params(batch: Batch) -> dict[str, Any]:
         cu_seqlens_q_padded  [0, 4, 8, 12]
     """
     padded = batch.cu_seqlens
-    real = padded if batch.is_empty else _offsets(batch.seqlens)
+    real = padded if batch.is_empty else pad(batch.seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": real,
@@ -35,9 +35,3 @@ def packed_seq_params(batch: Batch) -> dict[str, Any]:
         "max_seqlen_q": batch.max_seqlen,
         "max_seqlen_kv": batch.max_seqlen,
     }
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
-    return offsets

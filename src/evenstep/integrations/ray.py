@@ -91,8 +91,12 @@ class RayDispatcher(Dispatcher):
         """Plan and batch, stored once, as arguments of each worker."""
         if client.ray.is_connected():  # its server unpickles every argument
             return [(ray.put(plan), ray.put(batch))] * self.size
-        stored = ray.put(_Job(plan, batch))
-        return [(_argument(stored, worker), _THE_BATCH) for worker in self.workers]
+        # Ray asks the node for objects that are arguments before it starts the call. That takes
+        # longer than `ray.get` in the call, which would block other calls that the actor runs.
+        stored = ray.put(_job(plan, batch))
+        name = "_ray_allow_out_of_order_execution"
+        alone = [getattr(worker, name, None) is False for worker in self.workers]
+        return [(_Later(_get, stored) if each else stored, _THE_BATCH) for each in alone]
 
     def call(
         self, method: str, calls: Sequence[tuple[Any, ...]], keywords: Mapping[str, Any]
@@ -120,7 +124,8 @@ class RayDispatcher(Dispatcher):
             try:
                 results[rank] = ray.get(ready)
             except Exception as error:
-                if not _is_lost(error):
+                # A method may itself raise the loss of another actor.
+                if not isinstance(error, _LOST) or isinstance(error, RayTaskError):
                     error.add_note(f"in {method} of rank {rank}")
                     raise
                 self._put_in_place(rank, method, attempts[rank], error)
@@ -158,11 +163,6 @@ class RayDispatcher(Dispatcher):
         self.workers[rank] = actor
 
 
-def _is_lost(error: Exception) -> bool:
-    """Whether the actor is gone. A method may itself raise that of another actor."""
-    return isinstance(error, _LOST) and not isinstance(error, RayTaskError)
-
-
 # A plan and a batch, stored once by Ray and read by all workers -----------------------------------
 
 LARGE = 2**16  # bytes; smaller arrays are read faster as part of the pickled data
@@ -170,33 +170,32 @@ _MOST_RECIPES = 8  # kept by a driver, and by each worker
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
-class _Job:
-    """A plan and a batch, as the first two arguments of a call: `_Job, _THE_BATCH`.
+class _Later:
+    """Unpickles to `function(*arguments)`, which the worker calls."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def _job(plan: RolloutPlan, batch: RolloutBatch) -> _Later:
+    """A plan and a batch, as the first two arguments of a call: `_job(plan, batch), _THE_BATCH`.
 
     A worker reads both when it unpickles the first one, which becomes the plan. Arguments are
     unpickled in their order, by one thread.
     """
-
-    def __init__(self, plan: RolloutPlan, batch: RolloutBatch) -> None:
-        self._data, self._large = _pickled((plan, batch))
-
-    def __reduce__(self) -> tuple[Callable[..., RolloutPlan], tuple[Any, ...]]:
-        return _plan_of, (self._data, self._large)
-
-
-def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """A value as bytes, and the large arrays in it.
-
-    Ray's own pickle sends classes and functions of a script along, but takes longer.
-    """
     with suppress(pickle.PicklingError, AttributeError):  # a local class or function
-        data, large = _dumped(_Pickler, value)
+        data, large = _pickled((plan, batch), _Pickler)
         if b"__main__" not in data:  # which is another module in a worker
-            return data, large
-    return _dumped(cloudpickle.Pickler, value)
+            return _Later(_plan_of, data, large)
+    # Ray's own pickle sends classes and functions of a script along, but takes longer.
+    return _Later(_plan_of, *_pickled((plan, batch), cloudpickle.Pickler))
 
 
-def _dumped(kind: type[pickle.Pickler], value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _pickled(value: Any, kind: type[pickle.Pickler]) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """A value as bytes, and the large arrays in it."""
     large: list[pickle.PickleBuffer] = []
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
@@ -210,21 +209,16 @@ def _dumped(kind: type[pickle.Pickler], value: Any) -> tuple[bytes, list[pickle.
     return file.getvalue(), large
 
 
-class _Recipes:
+_pickled_recipes: dict[int, tuple[Recipe, bytes]] = {}  # by id, with its recipe
+
+
+def _reduced(recipe: Recipe) -> tuple[Callable[[bytes], Recipe], tuple[bytes]]:
     """Recipes are pickled once, and read once by a worker, for the plans of many steps."""
-
-    def __init__(self) -> None:
-        self._known = dict[int, tuple[Recipe, bytes]]()
-
-    def reduce(self, recipe: Recipe) -> tuple[Callable[[bytes], Recipe], tuple[bytes]]:
-        """How to make this recipe again; see `object.__reduce__`."""
-        known = self._known.get(id(recipe))
-        if known is None:
-            if len(self._known) >= _MOST_RECIPES:
-                self._known.clear()
-            known = recipe, pickle.dumps(recipe, _PROTOCOL)
-            self._known[id(recipe)] = known  # holds the recipe, so that its id stays its own
-        return _recipe_of, (known[1],)
+    if id(recipe) not in _pickled_recipes:
+        if len(_pickled_recipes) >= _MOST_RECIPES:
+            _pickled_recipes.clear()
+        _pickled_recipes[id(recipe)] = recipe, pickle.dumps(recipe, _PROTOCOL)
+    return _recipe_of, (_pickled_recipes[id(recipe)][1],)
 
 
 @lru_cache(maxsize=_MOST_RECIPES)
@@ -234,17 +228,9 @@ def _recipe_of(data: bytes) -> Recipe:
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table = copyreg.dispatch_table | {Recipe: _Recipes().reduce}
+    dispatch_table = copyreg.dispatch_table | {Recipe: _reduced}
 
 
-class _TheBatch:
-    """The batch of the job that this thread has just read."""
-
-    def __reduce__(self) -> tuple[Callable[[], RolloutBatch], tuple[()]]:
-        return _batch, ()
-
-
-_THE_BATCH = _TheBatch()
 _thread = threading.local()
 
 
@@ -260,25 +246,8 @@ def _batch() -> RolloutBatch:
     return batch
 
 
-class _Fetched:
-    """A stored object that the worker gets while it unpickles its arguments."""
-
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return _get, (self._stored,)
+_THE_BATCH = _Later(_batch)
 
 
 def _get(stored: Any) -> Any:  # `ray.get` is a wrapper, which would be pickled with its code
     return ray.get(stored)
-
-
-def _argument(stored: Any, worker: Any) -> Any:
-    """A stored object as an argument of a call of this worker.
-
-    Ray asks the node for objects that are arguments before it starts the call. That takes longer
-    than `ray.get` in the call, which would block other calls that the actor runs meanwhile.
-    """
-    alone = getattr(worker, "_ray_allow_out_of_order_execution", None) is False
-    return _Fetched(stored) if alone else stored

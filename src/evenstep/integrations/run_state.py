@@ -85,11 +85,15 @@ def _check_equal(states: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def has_group() -> bool:
+    """Whether the default process group of torch.distributed is there."""
+    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 def all_gather(value: Any) -> list[Any]:
     """An object of every process of the default group."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not has_group():
         return [value]
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, value)
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
     return gathered

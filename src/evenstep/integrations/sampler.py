@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -17,7 +17,7 @@ from evenstep.data.pool import micro_batch
 from evenstep.data.source import Progress
 from evenstep.data.steps import StreamPosition
 from evenstep.errors import ConfigError, CursorError, PlanError
-from evenstep.integrations.dataloader import refuse_dispatching
+from evenstep.integrations.dataloader import Collate, refuse_dispatching
 
 __all__ = ["PlannedBatchSampler"]
 
@@ -34,27 +34,72 @@ class Part(NamedTuple):
     state: dict[str, Any] | None = None
 
 
-class _MicroBatchSampler:
-    """The micro-batches of this rank as `Part`s, with an exact length and an exact position.
+class PlannedBatchSampler:
+    """The sample ids of every micro-batch of this rank: `DataLoader(data, batch_sampler=...)`.
 
-    epochs     the epochs that are run. All then have the length of the longest, and shorter ones
-               end with empty micro-batches
-    drop_last  leave out steps in which a rank has no work
-    progress   `progress(done, total)` is called while `len` counts, which plans the epochs once
+    A batch sampler can only name whole samples, so over-long samples cannot be split or truncated.
+    If the last step of an epoch has less work than ranks, some micro-batches are empty. They are an
+    error, unless `drop_last` leaves such a step out (counted in `dropped`), or `epochs` is given.
+
+    `len` is the exact number of micro-batches of an epoch, counted without reading samples and
+    remembered. Epochs may differ by a few. Trainers that ask once, before the first epoch, need
+    `epochs`, the number of epochs that are run: all then have the length of the longest, and
+    shorter ones end with empty micro-batches. `collate_fn` gets `[]` for an empty micro-batch.
+
+    For the Hugging Face Trainer, use `EvenstepMixin` (in `evenstep.integrations.trainer`), and for
+    accelerate `accelerate_loader` (in `evenstep.integrations.accelerate`).
+
+    `state_dict` is exact after any micro-batch, also within a step and for another number of
+    ranks. It is the position after the last batch that the loader requested. torch's `DataLoader`
+    requests batches ahead for its workers; with `num_workers` above 0, save the state of
+    torchdata's `StatefulDataLoader` instead, which is that of the batch yielded last.
+
+    progress  `progress(done, total)` is called while `len` counts
+    per_step  for loaders of trainers, which make an optimizer step after a fixed number of batches:
+              every step has as many micro-batches, and empty ones follow if it needs fewer. The
+              sampler then yields `Part`s, which `PartDataset` reads, also of divided samples
+
+    >>> import numpy as np
+    >>> from evenstep import Packed, Recipe, Steps
+    >>> from evenstep.data import Lengths
+    >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=4))
+    >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
+    >>> list(PlannedBatchSampler(stream)), len(PlannedBatchSampler(stream))
+    ([[0, 1], [2, 3]], 2)
     """
 
     def __init__(
         self,
         stream: PlannedStream,
         *,
-        epochs: int | None = None,
         drop_last: bool = False,
+        epochs: int | None = None,
         progress: Progress | None = None,
+        per_step: int | None = None,
     ) -> None:
+        self.per_step = None if per_step is None else whole_number("per_step", per_step)
+        if per_step is None and stream.recipe.overflow in ("split", "truncate"):
+            raise ConfigError(
+                f"overflow={stream.recipe.overflow!r} cannot be used with a batch sampler, which "
+                f"can only name whole samples. Use overflow 'drop', 'alone' or 'error', or a "
+                f"StreamLoader."
+            )
+        ends_elsewhere = stream.infinite_loop or stream.max_num_steps is not None
+        if per_step is not None and ends_elsewhere:
+            raise ConfigError(
+                "max_num_steps and infinite_loop cannot be used with a trainer, which counts steps "
+                "and epochs itself. Remove them, and set max_steps of the trainer."
+            )
+        fixed = stream.recipe.steps.micro_batches
+        if per_step is not None and fixed is not None and fixed > per_step:
+            raise ConfigError(
+                f"steps have {fixed} micro-batches, more than {per_step} gradient accumulation "
+                f"steps. Set Steps(micro_batches={per_step})."
+            )
         self.stream, self.progress = stream, progress
         self.epochs = None if epochs is None else whole_number("epochs", epochs)
         self._drop_last = truth_value("drop_last", drop_last)
-        if epochs is not None and (stream.infinite_loop or stream.max_num_steps is not None):
+        if epochs is not None and ends_elsewhere:
             raise ConfigError(
                 "epochs cannot be combined with max_num_steps or infinite_loop, which end a stream "
                 "elsewhere. Remove epochs."
@@ -64,10 +109,18 @@ class _MicroBatchSampler:
         self._now: Cursor | None = None  # after the last micro-batch; None: not iterated
         self._filled = 0  # empty micro-batches at the end of the epoch that were yielded
         self._skipped = 0  # those before the start
+        self._passed: list[StreamPosition] = []  # after each step of this iteration
         self._longest: int | None = None  # micro-batches of the longest of `epochs`
         self._lengths: dict[tuple[StreamPosition, int], int] = {}
 
     # Iterating ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passed = []
+        if self.per_step is not None:
+            return self._parts()
+        refuse_dispatching(self)
+        return (part.micro.segments.sample.tolist() for part in self._parts())
 
     def _parts(self) -> Iterator[Part]:
         self._now, self._filled = self.stream.start(), self._skipped
@@ -89,28 +142,60 @@ class _MicroBatchSampler:
                 last_epoch = after.epoch
                 yield from self._parts_of(step, before)
             before = after
-        missing = 0 if self.epochs is None else len(self) - self._micro_batches(epoch)
+        missing = 0 if self.epochs is None else len(self) - self.micro_batches_of(epoch)
         empty = micro_batch([], self.stream.recipe)
         while self._filled < missing:
             self._filled += 1
             yield Part(empty, epoch)
 
     def _parts_of(self, step: Step, before: StreamPosition) -> Iterator[Part]:
-        """The micro-batches of a step. The position is known within it, too."""
+        """The micro-batches of a step, and empty ones up to `per_step`. A trainer repeats a step
+        that has begun; otherwise the position is known within it, too."""
+        count = len(step) if self.per_step is None else self.per_step
+        if len(step) > count:
+            raise PlanError(
+                f"step {step.number} has {len(step)} micro-batches per rank, more than "
+                f"{count} gradient accumulation steps. Set gradient accumulation to "
+                f"{len(step)} or more and resume, or raise the budget."
+            )
         ranks = self.stream.world.size
         done = before.inside[-1][1] if before.inside and before.inside[-1][0] == ranks else 0
-        for number, micro in enumerate(step.micro_batches, 1):
-            self._now = step.cursor
-            if number < len(step):
-                self._now = self.stream.cursor(before.within(ranks, done + number))
-            if micro.is_empty and self.epochs is None:
-                raise _without_work(step)
-            yield Part(micro, step.epoch)
+        missing = count - len(step)
+        empty = [micro_batch([], self.stream.recipe)] * missing if missing else []
+        if self.per_step is not None:
+            self._passed.append(_position(step.cursor))
+        for number, micro in enumerate([*step.micro_batches, *empty], 1):
+            self._now, state = step.cursor, None
+            if self.per_step is None:
+                if number < count:
+                    self._now = self.stream.cursor(before.within(ranks, done + number))
+                if micro.is_empty and self.epochs is None:
+                    raise _without_work(step)
+            elif number == count:
+                state = step.cursor.to_dict()
+            yield Part(micro, step.epoch, state)
 
     def _left_out(self, step: Step) -> bool:
         """Whether a step is left out because a rank has no work in it. All ranks must agree, so
         this depends on the whole plan, not on the rank's micro-batches."""
         return self._drop_last and bool(step.totals) and step.totals["empty"] > 0
+
+    @property
+    def batch_size(self) -> None:
+        """None, because micro-batches differ in size. Only code that distributes batches over
+        processes itself reads it, which is wrong for the batches of one rank."""
+        if self.per_step is None and self.stream.world.size > 1:
+            raise ConfigError(
+                f"this sampler yields the micro-batches of rank {self.stream.world.rank} only; "
+                f"distributing them over {self.stream.world.size} processes would lose samples. "
+                f"Do not prepare its loader with accelerate; use accelerate_loader of "
+                f"evenstep.integrations.accelerate."
+            )
+
+    @property
+    def drop_last(self) -> bool:
+        """False, as read by code that distributes batches: all ranks have the same number."""
+        return False
 
     # Length ------------------------------------------------------------------------------------
 
@@ -120,22 +205,25 @@ class _MicroBatchSampler:
         if stream.infinite_loop or stream.max_num_steps is not None:
             return self._counted()
         if self.epochs is None:
-            return self._micro_batches(self._epoch)
+            return self.micro_batches_of(self.epoch)
         if self._longest is None:
             self._count(self.epochs)
-            self._longest = max(map(self._micro_batches, range(self.epochs)))
+            self._longest = max(map(self.micro_batches_of, range(self.epochs)))
         return self._longest
 
-    def _micro_batches(self, epoch: int) -> int:
+    def micro_batches_of(self, epoch: int) -> int:
         """Micro-batches of an epoch with work."""
+        if self.per_step is not None:
+            return self.steps_of(epoch) * self.per_step
         size = self.stream.epoch_size(epoch, drop_last=self._drop_last, progress=self.progress)
         return size.micro_batches
 
     def _count(self, epochs: int) -> None:
         """Plan epochs to count them, with one report of progress for all."""
-        self.stream.micro_batches_per_epoch(
-            epochs, drop_last=self._drop_last, progress=self.progress
-        )
+        if self.per_step is None or self.stream.steps_in_every_epoch is None:
+            self.stream.micro_batches_per_epoch(
+                epochs, drop_last=self._drop_last, progress=self.progress
+            )
 
     def _counted(self) -> int:
         """Micro-batches from the start to `max_num_steps`."""
@@ -145,10 +233,20 @@ class _MicroBatchSampler:
             self._lengths[key] = sum(len(step) for step in steps if not self._left_out(step))
         return self._lengths[key]
 
+    def steps_of(self, epoch: int) -> int:
+        """Steps of an epoch with work."""
+        known = self.stream.steps_in_every_epoch
+        return self.stream.epoch_size(epoch).steps if known is None else known
+
+    def num_steps(self, epochs: int) -> int:
+        """Steps of the first epochs together."""
+        self._count(whole_number("epochs", epochs, least=0))
+        return sum(self.steps_of(epoch) for epoch in range(epochs))
+
     # Position ----------------------------------------------------------------------------------
 
     @property
-    def _epoch(self) -> int:
+    def epoch(self) -> int:
         """The epoch of the next iteration."""
         return int(self.stream.start().position["epoch"])
 
@@ -160,7 +258,7 @@ class _MicroBatchSampler:
                 f"epoch {epoch} was not planned: there are {self.epochs} epochs. Set epochs to the "
                 f"number that is run."
             )
-        kept = self._now is None and epoch == self._epoch
+        kept = self._now is None and epoch == self.epoch
         self.stream.set_epoch(epoch, None if self._now is None else self._now.step)
         self._now, self._skipped = None, self._skipped if kept else 0
         self._filled = self._skipped
@@ -176,154 +274,12 @@ class _MicroBatchSampler:
         self._now = None
         self._filled = self._skipped = int(state.get("filled", 0))
 
-
-class PlannedBatchSampler(_MicroBatchSampler):
-    """The sample ids of every micro-batch of this rank: `DataLoader(data, batch_sampler=...)`.
-
-    A batch sampler can only name whole samples, so over-long samples cannot be split or truncated.
-    If the last step of an epoch has less work than ranks, some micro-batches are empty. They are an
-    error, unless `drop_last` leaves such a step out (counted in `dropped`), or `epochs` is given.
-
-    `len` is the exact number of micro-batches of an epoch, counted without reading samples and
-    remembered. Epochs may differ by a few. Trainers that ask once, before the first epoch, need
-    `epochs`, the number of epochs that are run: all then have the length of the longest, and
-    shorter ones end with empty micro-batches. `collate_fn` gets `[]` for an empty micro-batch.
-
-    For the Hugging Face Trainer, use `EvenstepMixin` (in `evenstep.integrations.trainer`), and for
-    accelerate `accelerate_loader` (in `evenstep.integrations.accelerate`).
-
-    `state_dict` is exact after any micro-batch, also within a step and for another number of
-    ranks. It is the position after the last batch that the loader requested. torch's `DataLoader`
-    requests batches ahead for its workers; with `num_workers` above 0, save the state of
-    torchdata's `StatefulDataLoader` instead, which is that of the batch yielded last.
-
-    progress  `progress(done, total)` is called while `len` counts
-
-    >>> import numpy as np
-    >>> from evenstep import Packed, Recipe, Steps
-    >>> from evenstep.data import Lengths
-    >>> recipe = Recipe(layout=Packed(max_tokens=8), steps=Steps(samples=4))
-    >>> stream = PlannedStream(Lengths(np.array([5, 3, 4, 2])), recipe, shuffle=False)
-    >>> list(PlannedBatchSampler(stream)), len(PlannedBatchSampler(stream))
-    ([[0, 1], [2, 3]], 2)
-    """
-
-    def __init__(
-        self,
-        stream: PlannedStream,
-        *,
-        drop_last: bool = False,
-        epochs: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        if stream.recipe.overflow in ("split", "truncate"):
-            raise ConfigError(
-                f"overflow={stream.recipe.overflow!r} cannot be used with a batch sampler, which "
-                f"can only name whole samples. Use overflow 'drop', 'alone' or 'error', or a "
-                f"StreamLoader."
-            )
-        super().__init__(stream, epochs=epochs, drop_last=drop_last, progress=progress)
-
-    @property
-    def batch_size(self) -> None:
-        """None, because micro-batches differ in size. Only code that distributes batches over
-        processes itself reads it, which is wrong for the batches of one rank."""
-        if self.stream.world.size > 1:
-            raise ConfigError(
-                f"this sampler yields the micro-batches of rank {self.stream.world.rank} only; "
-                f"distributing them over {self.stream.world.size} processes would lose samples. "
-                f"Do not prepare its loader with accelerate; use accelerate_loader of "
-                f"evenstep.integrations.accelerate."
-            )
-
-    @property
-    def drop_last(self) -> bool:
-        """False, as read by code that distributes batches: all ranks have the same number."""
-        return False
-
-    def __iter__(self) -> Iterator[list[int]]:
-        refuse_dispatching(batch_sampler=self)
-        return (part.micro.segments.sample.tolist() for part in self._parts())
-
-
-class StepSampler(_MicroBatchSampler):
-    """A batch sampler of `Part`s for trainers, which count steps. Read them with `PartDataset`.
-
-    Trainers make an optimizer step after a fixed number of batches. So every step has `per_step`
-    micro-batches; empty ones follow if it needs fewer. With `epochs`, shorter epochs end with steps
-    of empty micro-batches. Steps of `Steps(samples=...)` are counted without planning them.
-    """
-
-    def __init__(
-        self,
-        stream: PlannedStream,
-        *,
-        per_step: int,
-        epochs: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        self.per_step = whole_number("per_step", per_step)
-        fixed = stream.recipe.steps.micro_batches
-        if stream.max_num_steps is not None or stream.infinite_loop:
-            raise ConfigError(
-                "max_num_steps and infinite_loop cannot be used with a trainer, which counts steps "
-                "and epochs itself. Remove them, and set max_steps of the trainer."
-            )
-        if fixed is not None and fixed > per_step:
-            raise ConfigError(
-                f"steps have {fixed} micro-batches, more than {per_step} gradient accumulation "
-                f"steps. Set Steps(micro_batches={per_step})."
-            )
-        super().__init__(stream, epochs=epochs, progress=progress)
-        self._passed: list[StreamPosition] = []  # after each step of this epoch
-
-    def __iter__(self) -> Iterator[Part]:
-        self._passed = []
-        return self._parts()
-
-    def _parts_of(self, step: Step, before: StreamPosition) -> Iterator[Part]:
-        """The micro-batches of a step, and empty ones up to `per_step`."""
-        if len(step) > self.per_step:
-            raise PlanError(
-                f"step {step.number} has {len(step)} micro-batches per rank, more than "
-                f"{self.per_step} gradient accumulation steps. Set gradient accumulation to "
-                f"{len(step)} or more and resume, or raise the budget."
-            )
-        self._now = step.cursor
-        self._passed.append(_position(step.cursor))
-        empty = micro_batch([], self.stream.recipe)
-        *others, last = [*step.micro_batches, *[empty] * (self.per_step - len(step))]
-        for micro in others:
-            yield Part(micro, step.epoch)
-        yield Part(last, step.epoch, step.cursor.to_dict())
-
-    def _micro_batches(self, epoch: int) -> int:
-        return self.steps_of(epoch) * self.per_step
-
-    def _count(self, epochs: int) -> None:
-        if self.stream.steps_in_every_epoch is None:
-            super()._count(epochs)
-
-    def steps_of(self, epoch: int) -> int:
-        """Steps of an epoch with work."""
-        known = self.stream.steps_in_every_epoch
-        return self.stream.epoch_size(epoch).steps if known is None else known
-
-    def num_steps(self, epochs: int) -> int:
-        """Steps of the first epochs together."""
-        self._count(whole_number("epochs", epochs, least=0))
-        return sum(self.steps_of(epoch) for epoch in range(epochs))
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration."""
-        return self._epoch
-
     # Trainers that only save the number of steps, over epochs of equal length --------------------
 
     @property
     def steps(self) -> int:
         """Steps of an epoch, with those that fill up shorter ones."""
+        assert self.per_step is not None
         return len(self) // self.per_step
 
     def is_filler(self, step: int) -> bool:
@@ -340,15 +296,12 @@ class StepSampler(_MicroBatchSampler):
         """The cursor after so many steps over all epochs."""
         epoch, done = divmod(step, self.steps)
         passed = self._passed[:done]  # of an epoch that was begun at its first step
-        if not passed or self._epoch != epoch or len(passed) < min(done, self.steps_of(epoch)):
-            passed = [self._skipped_to(epoch, done)]
+        if not passed or self.epoch != epoch or len(passed) < min(done, self.steps_of(epoch)):
+            stream = copy.copy(self.stream)
+            stream.set_epoch(epoch, 0)
+            stream.skip_batches(done)
+            passed = [_position(stream.start())]
         return self.stream.cursor(replace(passed[-1], step=step)).to_dict()
-
-    def _skipped_to(self, epoch: int, done: int) -> StreamPosition:
-        stream = copy.copy(self.stream)
-        stream.set_epoch(epoch, 0)
-        stream.skip_batches(done)
-        return _position(stream.start())
 
     def check_position(self, state: Mapping[str, Any]) -> None:
         """Raise if these settings would not resume at the position of a checkpoint, whose number of
@@ -366,30 +319,53 @@ class StepSampler(_MicroBatchSampler):
             )
 
 
+# Keys of what is added to the inputs of a micro-batch; the model does not get them.
+PREDICTED, STATE = "evenstep_predicted", "evenstep_state"
+
+
 class PartDataset(Dataset):  # type: ignore[misc]
-    """Reads the samples of a `StepSampler`'s micro-batches, in the worker.
+    """Reads the samples of a sampler's micro-batches and makes inputs of them, in the worker.
 
     `set_epoch` sets that of the sampler: the one hook that accelerate keeps in all its loaders.
     """
 
-    def __init__(self, sampler: StepSampler) -> None:
+    def __init__(self, sampler: PlannedBatchSampler, collate: Collate) -> None:
         self._sampler, self._samples = sampler, sampler.stream.samples
+        self._collate = CountedCollate(collate)
 
     def __len__(self) -> int:
         return len(self._samples.source)
 
-    def __getitems__(self, part: Part) -> tuple[Part, dict[int, Any]]:
-        """The micro-batch without samples that the source skipped, and its samples by id."""
-        ids = part.micro.segments.sample.tolist()
+    def __getitems__(self, part: Part) -> dict[str, Any]:
+        """The inputs of a micro-batch without samples that the source skipped, and its state."""
         in_epoch = self._samples.in_epoch(part.epoch)
-        samples = {number: in_epoch[number] for number in ids}
+        samples = {number: in_epoch[number] for number in part.micro.segments.sample.tolist()}
         missing = [number for number, sample in samples.items() if sample is None]
         micro = part.micro.without(missing) if missing else part.micro
-        return part._replace(micro=micro), samples
+        return {**self._collate(micro, samples), STATE: part.state}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the sampler."""
         self._sampler.set_epoch(epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedCollate:
+    """The inputs of a micro-batch, and how many of its tokens are predicted: all but the first of
+    each sample."""
+
+    collate: Collate
+
+    def __call__(self, micro: MicroBatch, samples: Mapping[int, Any]) -> dict[str, Any]:
+        segments = micro.segments
+        predicted = int(segments.length.sum() - (segments.start == 0).sum())
+        return {**self.collate(micro, samples), PREDICTED: predicted}
+
+
+def pop_predicted(inputs: dict[str, Any]) -> int:
+    """Remove what was added to the inputs; the number of tokens to predict, 1 if not known."""
+    inputs.pop(STATE, None)
+    return int(inputs.pop(PREDICTED, 1))
 
 
 def _position(cursor: Cursor) -> StreamPosition:
@@ -398,13 +374,10 @@ def _position(cursor: Cursor) -> StreamPosition:
 
 def _without_work(step: Step) -> PlanError:
     """The error for a micro-batch that has no sample to name."""
-    if not step.totals:  # a step that was begun before
-        return PlanError(
-            f"the rest of step {step.number} has less work than ranks, and a batch sampler "
-            f"cannot express empty micro-batches. Resume on fewer ranks, or use a StreamLoader."
-        )
+    begun = not step.totals  # a step that was begun before
+    remedy = "Set drop_last=True to leave out such steps, set epochs to get them as []"
     return PlanError(
-        f"step {step.number} has less work than ranks, and a batch sampler cannot express "
-        f"empty micro-batches. Set drop_last=True to leave out such steps, set "
-        f"epochs to get them as [], or use a StreamLoader."
+        f"{'the rest of ' if begun else ''}step {step.number} has less work than ranks, and a "
+        f"batch sampler cannot express empty micro-batches. "
+        f"{'Resume on fewer ranks' if begun else remedy}, or use a StreamLoader."
     )
