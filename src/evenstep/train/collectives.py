@@ -136,6 +136,8 @@ class Bundle:
     @classmethod
     def merge(cls, bundles: Sequence[Bundle]) -> Bundle:
         """Merge the bundles of several micro-batches. Names may be missing in some."""
+        if len(bundles) == 1:
+            return bundles[0]
         by_name: dict[str, list[Tensor]] = {}
         for bundle in bundles:
             for name, value in bundle.sums.items():
@@ -186,7 +188,8 @@ class Bundle:
             at += size if reduction in ("min", "max") else len(numbers)
         length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
         packed = torch.zeros(length, dtype=torch.float64)
-        packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
+        if size > 1:
+            packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
         if not values:
             return packed
         device = next((v.device for v in values if v.device.type != "cpu"), packed.device)

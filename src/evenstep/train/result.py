@@ -80,7 +80,7 @@ class HostSegments:
     @property
     def predicted(self) -> int:
         """Number of tokens that are not the first of their sample."""
-        return int(self.length.sum()) - int((self.start == 0).sum())
+        return int(self.length.sum()) - int(np.count_nonzero(self.start == 0))
 
 
 class Keeper:

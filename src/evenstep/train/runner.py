@@ -147,7 +147,7 @@ class Runner:
             checks.check_loss(name, each.function, each.normalization)
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
-        for name, words in (("on_nonfinite", OnNonfinite), ("keep", Keep)):
+        for name, words in (("mode", Mode), ("on_nonfinite", OnNonfinite), ("keep", Keep)):
             if getattr(self, name) is not None:
                 one_of(name, getattr(self, name), words)
         if self.on_nonfinite and self.scaler is not None and self.scaler.is_enabled():
@@ -465,7 +465,7 @@ class StepRun:
         sums = not self.framework.exchanges or self.runner.on_memory == "split"
         if mode == "deferred" and len(norms) > 1:
             sums = sums or not self.framework.locks_step  # DDP exchanges what is in `.grad`
-        if sums:
+        if sums and self.ranks.size > 1:
             checks.check_shards(self.runner.model.named_parameters(), self.ranks)
         averaged_over = 1 if sums else self.framework.averaged_over(self.ranks)
         constant = power_of_two(budget) if budget else 1.0
@@ -495,7 +495,8 @@ class StepRun:
             self._collate_and_count()
         counting = time.perf_counter() - began
         abandon = self.items.abandon if isinstance(self.items, Feed) else lambda: None
-        prepared = Prefetch(self._prepare_all(), self.runner.prefetch, abandon, self._place)
+        ahead = 0 if self.count == 1 else self.runner.prefetch  # nothing to overlap with
+        prepared = Prefetch(self._prepare_all(), ahead, abandon, self._place)
         first = 0.0  # seconds to the first forward
         with closing(iter(prepared)) as items:
             for ready in self._in_lock_step(items) if self.lock_step else items:
@@ -737,12 +738,14 @@ class StepRun:
         later = self.step_loss.ahead and self.ranks.size > 1
         later = later and self.suspects is None and self.groups is None
         metrics = self._measures() | ({} if separate else self._sum_gradients(later))
-        bundle = Bundle.merge([*self.bundles, Bundle({}, metrics)])
+        merged = Bundle.merge(self.bundles)
+        bundle = Bundle(merged.sums, {**merged.metrics, **metrics})
         if later:
             return bundle, None
         with self.communicate:
             reduced = bundle.reduce(self.ranks)
-        checks.check_same(reduced)
+        if self.ranks.size > 1:
+            checks.check_same(reduced)
         numbers = self.step_loss.finish(reduced, self.totals)
         self.gradients.combine(numbers.factors)
         if separate:
@@ -760,18 +763,19 @@ class StepRun:
     def _measures(self) -> dict[str, Metric]:
         """Busy time and counts of this rank, reduced with the losses."""
         busy = torch.tensor(sum(self.compute.busy), dtype=torch.float64)
-        metrics = {result.BUSY: Metric.mean(busy, 1), result.BUSY_MOST: Metric.max(busy)}
+        metrics = {result.BUSY: Metric.mean(busy, 1), result.BUSY_MOST: Metric("max", busy)}
         for name, count in self.counts.items():
             share = torch.tensor(count / self.sharers, dtype=torch.float64)
             # FLOPs are a mean over ranks: MFU compares with the peak of one rank.
             metrics[name] = Metric.mean(share, 1) if name == result.FLOPS else Metric.sum(share)
         if self.groups is not None:
             ran = torch.tensor(float(len(self.groups.ran)))
-            metrics[result.GROUPS_MOST] = Metric.max(ran)
-        if self.step_loss.mode == "deferred" and self.ranks.size > 1:
-            metrics |= checks.same_on_ranks("constant", self.step_loss.constant)
-        if self.scale is not None and self.ranks.size > 1:
-            metrics |= checks.same_on_ranks("scale", self.scale)
+            metrics[result.GROUPS_MOST] = Metric("max", ran)
+        if self.ranks.size > 1:
+            if self.step_loss.mode == "deferred":
+                metrics |= checks.same_on_ranks("constant", self.step_loss.constant)
+            if self.scale is not None:
+                metrics |= checks.same_on_ranks("scale", self.scale)
         return metrics
 
     def _sum_gradients(self, alone: bool) -> dict[str, Metric]:

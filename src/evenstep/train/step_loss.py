@@ -33,7 +33,6 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import Metric
@@ -100,17 +99,23 @@ class StepLoss:
     """Distinct normalizations by name."""
     constants: dict[str, float] = field(init=False, repr=False, compare=False)
     """The denominators that do not depend on the step, by name."""
+    ahead: bool = field(init=False, repr=False, compare=False)
+    """Whether every denominator is known before the first backward."""
+    separate: bool = field(init=False, repr=False, compare=False)
+    """Whether each denominator has a backward and an accumulator of its own."""
 
     def __post_init__(self) -> None:
         distinct = {n.name: n for n, _ in reversed(list(self.losses.values()))}
         always = {name: normalization.known({}) for name, normalization in distinct.items()}
-        constants = {name: value for name, value in always.items() if value is not None}
-        object.__setattr__(self, "denominators", distinct)
-        object.__setattr__(self, "constants", constants)
-        one_of("mode", self.mode, Mode)
-        whole_number("averaged_over", self.averaged_over)
-        if not 0 < self.constant < math.inf:
-            raise ConfigError(f"constant must be positive and finite, got {self.constant}.")
+        ahead = self.mode in ("known", "counted")
+        derived = {
+            "denominators": distinct,
+            "constants": {name: value for name, value in always.items() if value is not None},
+            "ahead": ahead,
+            "separate": self.mode == "deferred" and len(distinct) > 1,
+        }
+        for field_name, value in derived.items():
+            object.__setattr__(self, field_name, value)
         if not self.losses:
             raise ConfigError("losses is empty; expected at least one loss.")
         for name, (normalization, weight) in self.losses.items():
@@ -121,21 +126,11 @@ class StepLoss:
                     f"two different normalizations are named {normalization.name!r}. Give each its "
                     f"own name."
                 )
-            if self.ahead and isinstance(normalization, ByLoss):
+            if ahead and isinstance(normalization, ByLoss):
                 raise ConfigError(
                     f"mode={self.mode!r} needs the denominator {normalization.name!r} before the "
                     f"step, but the loss function returns it. Use mode='deferred'."
                 )
-
-    @property
-    def ahead(self) -> bool:
-        """Whether every denominator is known before the first backward."""
-        return self.mode in ("known", "counted")
-
-    @property
-    def separate(self) -> bool:
-        """Whether each denominator has a backward and an accumulator of its own."""
-        return self.mode == "deferred" and len(self.denominators) > 1
 
     def without_loss(self, labels: float, predicted: float, over: Mapping[str, float]) -> bool:
         """Whether a loss needs loss tokens and all `predicted` tokens are ignored.
