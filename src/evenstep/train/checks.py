@@ -139,30 +139,8 @@ class Groups:
             raise _divided(again[0], "in two micro-batches of this rank")
         self.prepared |= groups
         if groups and planned:
-            self._compare(batch.sample_ids.tolist(), ids.tolist(), planned)
+            _compare(batch.sample_ids.tolist(), ids.tolist(), planned)
         return groups
-
-    def _compare(self, samples: list[int], groups: list[int], planned: Mapping[int, int]) -> None:
-        """Raise unless the extra `group` divides these samples into the groups of the plan.
-
-        Ids may differ. A group that the plan may divide between micro-batches is compared in each:
-        if no group of the extra is in two groups of the plan, and their numbers are equal, which
-        the denominator shows, they are the same.
-        """
-        pairs = {
-            (planned[sample], group)
-            for sample, group in zip(samples, groups, strict=True)
-            if sample >= 0
-        }
-        extra_of: dict[int, int] = {}
-        plan_of: dict[int, int] = {}
-        for plan, extra in sorted(pairs):
-            if extra_of.setdefault(plan, extra) != extra or plan_of.setdefault(extra, plan) != plan:
-                raise InputError(
-                    f"samples of the extra 'group' {extra} are in group {plan} of the plan, which "
-                    f"is not the same division into groups, so GroupMean does not know what to "
-                    f"count. Pass the ids of the extra to groups=."
-                )
 
     def check_ranks(self, most: int, ranks: Collective) -> None:
         """Raise on all ranks if a group ran on two of them; `most` groups ran on one rank."""
@@ -180,6 +158,25 @@ class Groups:
                 if other != rank:
                     group = torch.tensor(bits).view(ids.dtype).item()
                     raise _divided(group, f"on rank {other} and on rank {rank}")
+
+
+def _compare(samples: list[int], groups: list[int], planned: Mapping[int, int]) -> None:
+    """Raise unless the extra `group` divides these samples into the groups of the plan.
+
+    Ids may differ. A group that the plan may divide between micro-batches is compared in each: if
+    no group of the extra is in two groups of the plan, and their numbers are equal, which the
+    denominator shows, they are the same.
+    """
+    pairs = {(planned[s], group) for s, group in zip(samples, groups, strict=True) if s >= 0}
+    extra_of: dict[int, int] = {}
+    plan_of: dict[int, int] = {}
+    for plan, extra in sorted(pairs):
+        if extra_of.setdefault(plan, extra) != extra or plan_of.setdefault(extra, plan) != plan:
+            raise InputError(
+                f"samples of the extra 'group' {extra} are in group {plan} of the plan, which is "
+                f"not the same division into groups, so GroupMean does not know what to count. "
+                f"Pass the ids of the extra to groups=."
+            )
 
 
 def _divided(group: float, where: str) -> InputError:
@@ -271,46 +268,31 @@ def check_fingerprints(fingerprint: str, collective: Collective) -> None:
 
 # Out of memory ----------------------------------------------------------------------------------
 
-_DIVISIBLE, _SEGMENT, _GROUP = 1, 2, 3  # what ran out of memory; 0 if nothing did
-_INDIVISIBLE = {
-    _SEGMENT: "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, "
+FITS, DIVISIBLE, SEGMENT, GROUP = range(4)  # what ran out of memory, from nothing to a group
+INDIVISIBLE = {
+    SEGMENT: "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, "
     "set overflow='split', or use context parallelism.",
-    _GROUP: "ran out of memory with a single group, which groups='micro_batch' keeps together. "
+    GROUP: "ran out of memory with a single group, which groups='micro_batch' keeps together. "
     "Lower max_tokens or the samples per group, or plan with groups='step'.",
 }
 
 
-class TooLargeError(Exception):
-    """A micro-batch ran out of memory on some rank and can be divided; raised on every rank."""
+def out_of_memory(ranks: Collective, count: int, state: int) -> tuple[int, int]:
+    """(rank, what it ran out of memory with), the same choice on all ranks by one exchange.
 
-    def __init__(self, position: int) -> None:
-        super().__init__(position)
-        self.position = position
-
-
-def out_of_memory(
-    ranks: Collective, count: int, failed: tuple[int, int] | None
-) -> tuple[int, str | None] | None:
-    """(a rank that ran out of memory, why its micro-batch cannot be divided); None if none did.
-
-    One exchange, after which all ranks know the same. `failed` is (segments, parts) of the
-    micro-batch that this rank could not run; groups that stay together are one part. `count` is
-    the number of its micro-batches, which must be the same on all ranks.
+    A rank that cannot divide its micro-batch names itself, others the first such rank. `count` is
+    the number of micro-batches, which must be the same on all ranks.
     """
     flags = torch.zeros(2, ranks.size)
-    if failed is not None:
-        segments, parts = failed
-        whole = _SEGMENT if segments < 2 else _GROUP
-        flags[0, ranks.rank] = _DIVISIBLE if parts > 1 else whole
-    flags[1, ranks.rank] = count
+    flags[:, ranks.rank] = torch.tensor([state, count])
     states, counts = ranks.all_reduce_sum(flags).tolist()
     if min(counts) != max(counts):
         raise InputError(_SAME["evenstep/count"].format(min(counts), max(counts)))
-    indivisible = [rank for rank, state in enumerate(states) if state > _DIVISIBLE]
-    if indivisible:
-        rank = ranks.rank if ranks.rank in indivisible else indivisible[0]
-        return rank, _INDIVISIBLE[int(states[rank])]
-    return (states.index(_DIVISIBLE), None) if any(states) else None
+    indivisible = [rank for rank, each in enumerate(states) if each > DIVISIBLE]
+    if not indivisible:
+        return ranks.rank, int(max(states))
+    rank = ranks.rank if ranks.rank in indivisible else indivisible[0]
+    return rank, int(states[rank])
 
 
 # Numbers that are not finite --------------------------------------------------------------------

@@ -48,20 +48,15 @@ def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Ca
         discarded = True
         raise
     finally:
-        if discarded:
-            for parameter, before in zip(parameters, earlier, strict=True):
+        for parameter, before in zip(parameters, earlier, strict=True):
+            if discarded or parameter.grad is None:
                 parameter.grad = before
-    if discarded:
-        return
-    for parameter, before in zip(parameters, earlier, strict=True):
-        if before is None:
-            continue
-        if parameter.grad is None:
-            parameter.grad = before
-        elif copied or (before.is_sparse and not parameter.grad.is_sparse):
-            parameter.grad.add_(before)
-        else:
-            parameter.grad = before.add_(parameter.grad)  # keeps the tensor object
+            elif before is None:
+                continue
+            elif copied or (before.is_sparse and not parameter.grad.is_sparse):
+                parameter.grad.add_(before)
+            else:
+                parameter.grad = before.add_(parameter.grad)  # keeps the tensor object
 
 
 class Gradients:

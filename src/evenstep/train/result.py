@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evenstep.core.cost import Cost
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.core.recipe import World
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Sums
 from evenstep.train.collectives import Bundle, Collective
 from evenstep.train.step_loss import LossValues, StepLoss
@@ -53,6 +54,14 @@ class Kept:
     for tokens that do not count or did not run here. Empty with keep="samples"."""
 
 
+# Metrics of a step beside those of its losses.
+BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
+TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
+PREDICTED = "evenstep/predicted"  # tokens that are not the first of their sample
+SQUARE = "evenstep/gradient_square"
+GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSegments:
     """Where the segments of a micro-batch lie, as arrays on the host; tails are left out."""
@@ -62,25 +71,30 @@ class HostSegments:
     length: IntArray
     first: IntArray  # slot
     continues: IntArray  # 1 if the last slot predicts the first token of the next segment
+    counts: dict[str, float]  # of the micro-batch, by the name of their metrics
 
     @classmethod
-    def of(cls, batch: Batch) -> HostSegments:
-        """The segments of a batch."""
-        sample = batch.sample_ids.cpu().numpy()
-        real = sample >= 0
-        start, length, first = (
-            tensor.cpu().numpy()[real].astype(np.int64, copy=False)
-            for tensor in (batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
-        )
-        continues = np.zeros_like(length)
+    def of(cls, batch: Batch, cost: Cost | None = None) -> HostSegments:
+        """The segments of a batch; their FLOPs if `cost` gives them."""
+        tiles = (batch.sample_ids, batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
+        sample, start, length, first = (tensor.cpu().numpy() for tensor in tiles)
+        continues = np.zeros(len(sample), np.int64)
         if batch.continuation is not None:
-            continues = (batch.continuation.counts > 0).cpu().numpy()[real].astype(np.int64)
-        return cls(sample[real], start, length, first, continues)
-
-    @property
-    def predicted(self) -> int:
-        """Number of tokens that are not the first of their sample."""
-        return int(self.length.sum()) - int(np.count_nonzero(self.start == 0))
+            continues[:] = (batch.continuation.counts > 0).cpu().numpy()
+        real = sample >= 0
+        if not real.all():
+            arrays = (sample, start, length, first, continues)
+            sample, start, length, first, continues = (array[real] for array in arrays)
+        tokens = int(length.sum())
+        counts: dict[str, float] = {
+            TOKENS: tokens,
+            SLOTS: batch.rows * batch.width,
+            LABELS: int(np.count_nonzero(batch.labels.cpu().numpy() != IGNORE_INDEX)),
+            PREDICTED: tokens - int(np.count_nonzero(start == 0)),
+        }
+        if cost is not None:
+            counts[FLOPS] = float(cost.of_lengths(length).sum())
+        return cls(sample, start, length, first, continues, counts)
 
 
 class Keeper:
@@ -141,13 +155,6 @@ class Keeper:
             tokens[name] = list(by_token.split(ends.tolist()))
         return Kept(ids, samples, tokens)
 
-
-# Metrics of a step beside those of its losses.
-BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
-TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
-PREDICTED = "evenstep/predicted"  # tokens that are not the first of their sample
-SQUARE = "evenstep/gradient_square"
-GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean
 
 ANY_CAUSE = (
     "Labels are -100 or loss masks 0 for every token. A chat template without {% generation %} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
+from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
 from evenstep.train import checks, result
@@ -204,9 +204,9 @@ class Runner:
                 return StepRun(
                     self, items, len(step), step=step, number=step.number, budget=step.budget
                 ).run()
-            except checks.TooLargeError as error:
-                micros = list(step.micro_batches)
-                micros[error.position : error.position + 1] = micros[error.position].halves()
+            except TooLargeError as error:
+                micros, (position,) = list(step.micro_batches), error.args
+                micros[position : position + 1] = micros[position].halves()
                 step = replace(step, micro_batches=tuple(micros))
 
     def run_fed(
@@ -378,6 +378,10 @@ def empty_micro_batch() -> MicroBatch:
     return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
 
 
+class TooLargeError(Exception):
+    """The micro-batch at this position ran out of memory and can be divided; on every rank."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """A collated micro-batch, with host-side copies of what results and errors report."""
@@ -386,7 +390,6 @@ class Prepared:
     on_device: bool
     """False if the device had no memory for it yet; it is then moved when it runs."""
     segments: HostSegments
-    labels: int
     micro: MicroBatch | None
     groups: Collection[int]
     """Those that GroupMean counts in this batch, unless the plan keeps them in it."""
@@ -442,7 +445,7 @@ class StepRun:
         self.fed: MicroBatch | None = None  # being prepared
         self.example: Any = None  # one of this rank's samples, for errors
         self.ages: list[float] = []
-        self.counts: Counter[str] = Counter()  # by the name of their metrics
+        self.counts: defaultdict[str, float] = defaultdict(float)  # by the name of their metrics
         self.sharers = 1  # context-parallel ranks that share a micro-batch
         self.bundles: list[Bundle] = []
 
@@ -557,13 +560,12 @@ class StepRun:
             checks.check_labels(batch, self.step.loss_tokens)
         if self.token_ids is not None:
             self.token_ids.note(batch)
-        segments = HostSegments.of(batch)
-        labels = int((batch.labels != IGNORE_INDEX).sum())
+        segments = HostSegments.of(batch, self.runner.cost)
         on_device = False
         # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
         with suppress(torch.OutOfMemoryError):
             batch, on_device = self._move(batch), True
-        return Prepared(batch, on_device, segments, labels, micro, groups, born)
+        return Prepared(batch, on_device, segments, micro, groups, born)
 
     def _move(self, batch: Batch) -> Batch:
         if self.device is None:
@@ -609,8 +611,8 @@ class StepRun:
         for batch in batches:
             amounts = self.step_loss.amounts(batch, first).items()
             sums = {f"amount/{name}": amount for name, amount in amounts}
-            sums[result.LABELS] = (batch.labels != IGNORE_INDEX).sum()
-            sums[result.PREDICTED] = torch.tensor(HostSegments.of(batch).predicted)
+            counts = HostSegments.of(batch).counts
+            sums |= {name: torch.tensor(counts[name]) for name in _TO_PREDICT}
             bundles.append(Bundle(sums))
         with self.communicate:
             reduced = Bundle.merge(bundles).reduce(self.ranks)
@@ -652,13 +654,8 @@ class StepRun:
         if failure is not None or self.runner.on_memory == "split":
             self._check_memory(failure, ready)
         self.sharers = getattr(shard, "size", 1)
-        lengths, counts = ready.segments.length, self.counts
-        counts[result.TOKENS] += int(lengths.sum())
-        counts[result.SLOTS] += ready.batch.rows * ready.batch.width
-        counts[result.LABELS] += ready.labels
-        counts[result.PREDICTED] += ready.segments.predicted
-        if self.runner.cost is not None:
-            counts[result.FLOPS] += self.runner.cost.of_lengths(lengths).sum()
+        for name, count in ready.segments.counts.items():
+            self.counts[name] += count
         self.position += 1
 
     def _shard(self, batch: Batch) -> Batch | BatchShard:
@@ -814,8 +811,8 @@ class StepRun:
         costs = () if self.step is None else self.step.costs
         ran = StepResult(
             timings=timings,
-            tokens=self.counts[result.TOKENS],
-            slots=self.counts[result.SLOTS],
+            tokens=int(self.counts[result.TOKENS]),
+            slots=int(self.counts[result.SLOTS]),
             num_micro_batches=self.position,
             planned_imbalance=self.totals.get(f"imbalance_{often}"),
             busy=tuple(self.compute.busy),
@@ -865,19 +862,18 @@ class StepRun:
                 f"{ready.batch.rows * ready.batch.width} slots, set limits.cost, or set "
                 f"on_memory='split'."
             ) from failure
-        parts = 1 if ready.micro is None else int(ready.micro.parts.max(initial=0)) + 1
-        mine = (len(ready.segments.sample), parts)
+        state = checks.FITS
+        if failure is not None:
+            parts = 1 if ready.micro is None else int(ready.micro.parts.max(initial=0)) + 1
+            whole = checks.SEGMENT if len(ready.segments.sample) < 2 else checks.GROUP
+            state = checks.DIVISIBLE if parts > 1 else whole
         with self.communicate:
-            failed = checks.out_of_memory(
-                self.ranks, self.count or 0, None if failure is None else mine
-            )
-        if failed is None:
-            return
-        rank, why = failed
-        if why is None:
-            raise checks.TooLargeError(self.position)
-        where = where if rank == self.ranks.rank else self._place(self.position, rank=rank)
-        raise MicroBatchError(f"{where} {why}") from failure
+            rank, worst = checks.out_of_memory(self.ranks, self.count or 0, state)
+        if worst == checks.DIVISIBLE:
+            raise TooLargeError(self.position)
+        if worst != checks.FITS:
+            where = where if rank == self.ranks.rank else self._place(self.position, rank=rank)
+            raise MicroBatchError(f"{where} {checks.INDIVISIBLE[worst]}") from failure
 
     def _explain(self, error: Exception, ready: Prepared) -> InputError | None:
         """What to raise instead of an error, if token ids are its cause; adds where it happened."""
