@@ -222,7 +222,7 @@ if TYPE_CHECKING:
     from evenstep.train.normalization import NORMALIZATIONS, weighted
     from evenstep.train.result import Timings
     from evenstep.train.rollouts import array_of, tensor_of
-    from evenstep.train.runner import LossFunction, Prefetch, empty_micro_batch
+    from evenstep.train.runner import LossFunction, Prefetch
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
     from evenstep.trainer import run as run_module

@@ -11,13 +11,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from evenstep.core.cost import Cost
 from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import IntArray, Segments
+from evenstep.core.ragged import IntArray
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
@@ -30,7 +29,14 @@ from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
 from evenstep.train.gradients import Gradients, set_aside, square_share, sum_gradients
-from evenstep.train.normalization import ByLoss, GroupMean, Normalization, TokenMean, weighted
+from evenstep.train.normalization import (
+    ByLoss,
+    GroupMean,
+    Normalization,
+    TokenMean,
+    split_divisor,
+    weighted,
+)
 from evenstep.train.result import ComputeTime, HostSegments, Keep, Keeper, StepResult, Stopwatch
 from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
 
@@ -305,7 +311,7 @@ class Prefetch(Generic[T]):
             self._abandon()
 
     def _threaded(self) -> Generator[T, None, None]:
-        entries: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+        entries: queue.SimpleQueue[tuple[T, ...] | BaseException] = queue.SimpleQueue()
         room, stop = threading.Semaphore(self._ahead), threading.Event()
 
         def prepare() -> None:
@@ -313,7 +319,7 @@ class Prefetch(Generic[T]):
                 for item in self._timed(lambda: room.acquire() and not stop.is_set()):
                     entries.put((item,))
                     del item
-                entries.put(None)
+                entries.put(())
             except BaseException as error:
                 entries.put(error)
 
@@ -322,12 +328,15 @@ class Prefetch(Generic[T]):
         try:
             while True:
                 began = time.perf_counter()
-                entry = _get(entries)
+                entry: tuple[T, ...] | BaseException | None = None
+                while entry is None:  # polls, so that `Watch` can interrupt this thread
+                    with suppress(queue.Empty):
+                        entry = entries.get(timeout=_POLL)
                 self.waited += time.perf_counter() - began
-                if entry is None:
-                    return
                 if isinstance(entry, BaseException):
                     raise entry
+                if not entry:
+                    return
                 room.release()  # the item in use does not count as prepared
                 (item,) = entry
                 del entry
@@ -360,22 +369,9 @@ class Prefetch(Generic[T]):
             del item
 
 
-def _get(entries: queue.SimpleQueue[Any]) -> Any:
-    """The next entry. Polls, so that `Watch` can interrupt the waiting thread."""
-    while True:
-        with suppress(queue.Empty):
-            return entries.get(timeout=_POLL)
-
-
 # One run of a step ------------------------------------------------------------------------------
 
 _TO_PREDICT = (result.LABELS, result.PREDICTED)  # what tells whether a step has a loss
-
-
-def empty_micro_batch() -> MicroBatch:
-    """An empty micro-batch of one slot."""
-    none = np.empty(0, np.int64)
-    return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
 
 
 class TooLargeError(Exception):
@@ -472,22 +468,19 @@ class StepRun:
             checks.check_shards(self.runner.model.named_parameters(), self.ranks)
         averaged_over = 1 if sums else self.framework.averaged_over(self.ranks)
         constant = power_of_two(budget) if budget else 1.0
-        step_loss = StepLoss(
-            losses=losses, mode=mode, averaged_over=averaged_over, constant=constant
-        )
-        return step_loss, sums
+        return StepLoss(losses, mode, averaged_over, constant), sums
 
     def run(self) -> StepResult:
         """Run the step and leave its gradient; if it fails, gradients and model are as before."""
         with set_aside(self.parameters, self.framework.owns_gradients) as discard:
             try:
-                result = self._run()
+                ran = self._run()
             except BaseException:
                 self.framework.recover()
                 raise
-            if result.skipped:
+            if ran.skipped:
                 discard()
-        return result
+        return ran
 
     def _run(self) -> StepResult:
         began = time.perf_counter()
@@ -581,8 +574,10 @@ class StepRun:
 
     def _empty(self) -> Batch:
         """An empty micro-batch, for a rank without work."""
-        empty = self.items.empty_micro_batch if isinstance(self.items, Feed) else None
-        return self.runner.collate(empty or empty_micro_batch(), {})
+        empty = MicroBatch.one_row([])
+        if isinstance(self.items, Feed):
+            empty = self.items.empty_micro_batch
+        return self.runner.collate(empty, {})
 
     def _in_lock_step(self, items: Iterator[Prepared]) -> Iterator[Prepared]:
         """Yield micro-batches until all ranks are done; ranks without one get empty ones."""
@@ -680,7 +675,7 @@ class StepRun:
         for name, loss in self.losses.items():
             value = loss.function(outputs, self._shard(weighted(batch, loss.normalization)))
             if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
-                value, divisor = _split_divisor(name, loss.normalization, value)
+                value, divisor = split_divisor(name, loss.normalization, value)
                 amounts[loss.normalization.name] = divisor.detach().double()
             losses[name] = value
         if self.keeper is not None:
@@ -782,12 +777,8 @@ class StepRun:
         token go along, unless the plan knows it.
         """
         counts: list[float] = []
-        unknown = self.step_loss.mode == "known" and "loss_tokens" not in self.totals
-        if (
-            alone
-            and unknown
-            and self.step_loss.without_loss(0, 1, self.step_loss.known(self.totals))
-        ):
+        alone = alone and self.step_loss.mode == "known" and "loss_tokens" not in self.totals
+        if alone and self.step_loss.without_loss(0, 1, self.step_loss.known(self.totals)):
             counts = [float(self.counts[name] > 0) for name in _TO_PREDICT]
         summed: Tensor | None = None
         with self.communicate:
@@ -872,7 +863,7 @@ class StepRun:
         if worst == checks.DIVISIBLE:
             raise TooLargeError(self.position)
         if worst != checks.FITS:
-            where = where if rank == self.ranks.rank else self._place(self.position, rank=rank)
+            where = where if rank == self.ranks.rank else self._name(self.position, rank)
             raise MicroBatchError(f"{where} {checks.INDIVISIBLE[worst]}") from failure
 
     def _explain(self, error: Exception, ready: Prepared) -> InputError | None:
@@ -886,20 +877,18 @@ class StepRun:
             (explained or error).add_note(f"in {self._place(self.position, ready)}")
         return explained
 
-    def _place(self, position: int, ready: Prepared | None = None, rank: int | None = None) -> str:
-        """The name of a micro-batch that runs or is prepared: its position, and what it holds."""
-        of_all = "" if self.count is None else f" of {self.count}"
-        name = f"micro-batch {position}{of_all} of step {self.number} on rank "
-        if rank is not None:
-            return f"{name}{rank}"
-        micro, holds = self.fed, ""
+    def _place(self, position: int, ready: Prepared | None = None) -> str:
+        """The name of a micro-batch that runs or, without `ready`, is prepared; what it holds."""
+        name, micro = self._name(position, self.ranks.rank), self.fed
+        if ready is not None:
+            return f"{name} ({_describe(ready.batch, ready.segments.sample)})"
         if isinstance(self.items, Step) and position < len(self.items):
             micro = self.items.micro_batches[position]
-        if ready is not None:
-            holds = f" ({_describe(ready.batch, ready.segments.sample)})"
-        elif micro is not None:
-            holds = f" ({_describe(micro, micro.segments.sample)})"
-        return f"{name}{self.ranks.rank}{holds}"
+        return name if micro is None else f"{name} ({_describe(micro, micro.segments.sample)})"
+
+    def _name(self, position: int, rank: int) -> str:
+        of_all = "" if self.count is None else f" of {self.count}"
+        return f"micro-batch {position}{of_all} of step {self.number} on rank {rank}"
 
 
 def _describe(shape: Batch | MicroBatch, sample_ids: IntArray) -> str:
@@ -907,21 +896,3 @@ def _describe(shape: Batch | MicroBatch, sample_ids: IntArray) -> str:
     shown = ", ".join(map(str, sample_ids[:4])) + ("..." if len(sample_ids) > 4 else "")
     segments = f"{len(sample_ids)} segments of samples {shown}" if shown else "no segment"
     return f"{shape.rows} x {shape.width} slots, {segments}"
-
-
-def _split_divisor(
-    name: str, normalization: Normalization, returned: Any
-) -> tuple[Sums | Tensor, Tensor]:
-    """(loss, divisor) that a loss function has returned for `ByLoss`."""
-    loss, divisor = returned if isinstance(returned, tuple) else (returned, None)
-    if not isinstance(normalization, ByLoss):
-        raise ConfigError(
-            f"the loss {name!r} returned a divisor, but its normalization is {normalization!r}. "
-            f"Set normalization=ByLoss(...), or return the loss alone."
-        )
-    if not isinstance(divisor, Tensor):
-        raise ConfigError(
-            f"the loss {name!r} is normalized by the divisor that it returns, but it returned "
-            f"none. Return (loss, divisor), two tensors."
-        )
-    return loss, divisor

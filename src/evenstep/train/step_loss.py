@@ -61,7 +61,7 @@ class LossValues:
     empty if denominators were known before."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepLoss:
     """Scales loss sums before each backward, and gradients at the end of a step.
 
