@@ -158,7 +158,6 @@ class DataParallel(Framework):
         self.owns_gradients = bool(model.gradient_as_bucket_view)
 
     def exchange(self, now: bool) -> AbstractContextManager[None]:
-        """As `Framework`; DDP with a static graph cannot leave out an exchange."""
         if not now and self.model.static_graph:
             raise ConfigError(
                 "DistributedDataParallel(static_graph=True) exchanges gradients in every "
@@ -230,7 +229,8 @@ class FullyShard(Framework):
             info = group.mesh_info
             sizes = [getattr(info, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
             exchanges.add((math.prod(sizes), getattr(group, "gradient_divide_factor", None)))
-        if len(exchanges) > 1 or any(factor and factor != int(factor) for _, factor in exchanges):
+        odd = [factor for _, factor in exchanges if factor and (factor < 1 or factor % 1)]
+        if len(exchanges) > 1 or odd:
             shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(exchanges, key=str))
             raise ConfigError(
                 f"modules wrapped by fully_shard exchange gradients over different ranks or with "
@@ -241,7 +241,6 @@ class FullyShard(Framework):
         return ranks, int(factor) if factor else None
 
     def averaged_over(self, collective: Collective) -> int:
-        """As `Framework`, with the divide factor if one was set."""
         size = super().averaged_over(collective)
         meshes = [group.mesh_info.mesh.mesh for group in self._groups]
         peers = {rank for mesh in meshes for rank in mesh.flatten().tolist()}
@@ -257,7 +256,6 @@ class FullyShard(Framework):
 
     @contextmanager
     def exchange(self, now: bool) -> Iterator[None]:
-        """As `Framework`."""
         self.model.set_requires_gradient_sync(now)
         self.model.set_is_last_backward(now)
         try:
