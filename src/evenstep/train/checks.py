@@ -114,10 +114,9 @@ class Groups:
         self.ran: set[int] = set()
         """Those of them that ran."""
         self._planned: dict[int, int] = {}  # sample -> group in the plan of the step
-        plan = None if step is None else step.plan
-        if step is not None and plan is not None and plan.groups is not None:
-            ids = [] if step.sample_ids is None else step.sample_ids.tolist()
-            self._planned = dict(zip(ids, plan.groups.tolist(), strict=False))
+        groups = None if step is None or step.plan is None else step.plan.groups
+        if step is not None and step.sample_ids is not None and groups is not None:
+            self._planned = dict(zip(step.sample_ids.tolist(), groups.tolist(), strict=True))
 
     def check(self, batch: Batch, micro: MicroBatch | None) -> set[int]:
         """The groups that are counted in this batch; raises if one is in two micro-batches."""

@@ -182,10 +182,11 @@ class Bundle:
         indices: list[int] = []
         at = _HEADER * size
         for name, reduction, numbers in self._entries():
-            own = rank if reduction in ("min", "max") else 0
+            by_rank = reduction in ("min", "max")
+            first = at + rank if by_rank else at
             values += [_scalar(name, number) for number in numbers]
-            indices += range(at + own, at + own + len(numbers))
-            at += size if reduction in ("min", "max") else len(numbers)
+            indices += range(first, first + len(numbers))
+            at += size if by_rank else len(numbers)
         length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
         packed = torch.zeros(length, dtype=torch.float64)
         if size > 1:

@@ -165,10 +165,10 @@ class DataParallel(Framework):
                 "last. Set static_graph=False."
             )
         no_sync: AbstractContextManager[None] = self.model.no_sync()
-        return self._exchanging() if now else no_sync
+        return self._require_forward() if now else no_sync
 
     @contextmanager
-    def _exchanging(self) -> Iterator[None]:
+    def _require_forward(self) -> Iterator[None]:
         """Raises at the end if no forward went through DDP: it has exchanged nothing then."""
         begin = getattr(self.model, "_pre_forward", None)
         if begin is None or getattr(self.model, "_use_python_reducer", False):
@@ -176,12 +176,12 @@ class DataParallel(Framework):
             return
         called = False
 
-        def noticed(*args: Any, **kwargs: Any) -> Any:
+        def begin_forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal called
             called = True
             return begin(*args, **kwargs)
 
-        self.model.__dict__["_pre_forward"] = noticed
+        self.model.__dict__["_pre_forward"] = begin_forward
         try:
             yield
         finally:
