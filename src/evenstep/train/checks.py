@@ -75,6 +75,11 @@ def not_trainable(parameters: Sequence[Tensor]) -> ConfigError:
 
 # Batches ----------------------------------------------------------------------------------------
 
+_KEEP_GROUPS = (
+    "Plan with groups= and Recipe(groups='micro_batch'), or add the sequence-aligned extra "
+    "'group_tokens' to samples."
+)
+
 
 def check_none_skipped(samples: Mapping[int, Any], step_loss: StepLoss) -> None:
     """Raise if a sample was skipped although the denominator is known and includes it."""
@@ -135,7 +140,10 @@ class Groups:
         groups = set(ids[batch.loss_tokens > 0].unique().tolist())
         again = sorted(self.prepared & groups)
         if again:
-            raise _divided(again[0], "in two micro-batches of this rank")
+            raise InputError(
+                f"group {again[0]} is in two micro-batches of this rank, but GroupMean counts a "
+                f"group's tokens per micro-batch. {_KEEP_GROUPS}"
+            )
         self.prepared |= groups
         if groups and planned:
             _compare(batch.sample_ids.tolist(), ids.tolist(), planned)
@@ -156,7 +164,10 @@ class Groups:
                 other = owner.setdefault(bits, rank)
                 if other != rank:
                     group = torch.tensor(bits).view(ids.dtype).item()
-                    raise _divided(group, f"on rank {other} and on rank {rank}")
+                    raise InputError(
+                        f"group {group} is on rank {other} and on rank {rank}, but GroupMean "
+                        f"counts a group's tokens per micro-batch. {_KEEP_GROUPS}"
+                    )
 
 
 def _compare(samples: list[int], groups: list[int], planned: Mapping[int, int]) -> None:
@@ -176,14 +187,6 @@ def _compare(samples: list[int], groups: list[int], planned: Mapping[int, int]) 
                 f"not the same division into groups, so GroupMean does not know what to count. "
                 f"Pass the ids of the extra to groups=."
             )
-
-
-def _divided(group: float, where: str) -> InputError:
-    return InputError(
-        f"group {group} is {where}, but GroupMean counts a group's tokens per micro-batch. Plan "
-        f"with groups= and Recipe(groups='micro_batch'), or add the sequence-aligned extra "
-        f"'group_tokens' to samples."
-    )
 
 
 # Ranks ------------------------------------------------------------------------------------------
