@@ -213,15 +213,14 @@ if TYPE_CHECKING:
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first
     from evenstep.train import collectives as collectives_module
-    from evenstep.train import prefetch as prefetch_module
+    from evenstep.train import runner as runner_module
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.framework import call, device_of, forward_of
-    from evenstep.train.gradients import SeparateGradients, rescale, set_aside, sum_gradients
+    from evenstep.train.gradients import Gradients, set_aside, sum_gradients
     from evenstep.train.normalization import NORMALIZATIONS, weighted
-    from evenstep.train.prefetch import Prefetch
     from evenstep.train.result import Timings
     from evenstep.train.rollouts import array_of, tensor_of
-    from evenstep.train.runner import LossFunction, empty_micro_batch
+    from evenstep.train.runner import LossFunction, Prefetch
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
     from evenstep.trainer import run as run_module

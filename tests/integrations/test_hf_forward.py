@@ -9,14 +9,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from evenstep import Packed, Padded, Recipe
+from evenstep import MicroBatch, Packed, Padded, Recipe
 from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.huggingface import hf_forward, hf_head, hf_kwargs, supports_packing
 from evenstep.tensors import Collator, cross_entropy, shard_context
 from evenstep.train import Runner, compute_log_probs, register_forward, run_step
 from tests.integrations.hf_steps import batches_for, furthest, gradient_alone, step_gradient
 from tests.integrations.models import SHAPE, build, llama
-from tests.internals import call, empty_micro_batch, forward_of
+from tests.internals import call, forward_of
 from tests.tensors.batches import VOCAB, batch_of, by_sample, distance, samples_of
 
 torch.set_num_threads(1)
@@ -303,7 +303,7 @@ def test_gradients_are_finite_where_padding_attends_to_itself() -> None:
     model = gemma3n()
     # Its random weights include the padding token's; a trained model has zeros there.
     assert not model.model.embed_tokens.weight[0].any()
-    empty = Collator()(empty_micro_batch(), {})
+    empty = Collator()(MicroBatch.one_row([]), {})
     found = step_gradient(model, [*batches_for(LENGTHS, TAILS), empty])
     assert all(bool(gradient.isfinite().all()) for gradient in found.values())
 

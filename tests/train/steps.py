@@ -30,9 +30,9 @@ from evenstep.train import (
 )
 from tests.internals import (
     Bundle,
+    Gradients,
     Layout,
     LossValues,
-    SeparateGradients,
     StepLoss,
     errors_of_parameters,
     weighted,
@@ -257,8 +257,7 @@ def run_step(
 
     def rank(ranks: Collective) -> tuple[LossValues, Gradient]:
         own, collective = copy.deepcopy(model), wrap(ranks)
-        parameters = list(own.parameters())
-        separate = SeparateGradients(parameters) if step_loss.separate else None
+        gradients = Gradients(own.parameters())
         bundles, batches = [], work.batches(ranks.rank)
         for batch in batches:
             amounts = step_loss.amounts(batch)
@@ -268,17 +267,12 @@ def run_step(
             for name, (normalization, _) in step_loss.losses.items():
                 found = cross_entropy()(outputs, weighted(batch, normalization))
                 sums[name], metrics = found.loss, found.metrics
-            if separate is None:
-                step_loss.objective(sums, scales).backward()
-            else:
-                separate.backward(step_loss.objectives(sums, scales))
+            gradients.backward(step_loss.objectives(sums, scales))
             bundles.append(step_loss.bundle(sums, amounts, scales, metrics))
         reduced = Bundle.merge(bundles).reduce(collective)
-        if separate is not None:
-            result = step_loss.finish(separate, reduced)
+        result = step_loss.finish(reduced, work.totals)
+        gradients.combine(result.factors)
         _average(own, ranks)
-        if separate is None:
-            result = step_loss.finish(parameters, reduced, work.totals)
         return result, gradient_of(own)
 
     return run_ranks(work.plan.num_ranks, rank)

@@ -12,10 +12,9 @@ from evenstep.testing import run_ranks
 from evenstep.train import Collective, Custom, TokenMean
 from tests.internals import (
     Bundle,
-    SeparateGradients,
+    Gradients,
     StepLoss,
     power_of_two,
-    rescale,
     set_aside,
     sum_gradients,
 )
@@ -36,30 +35,31 @@ def test_a_power_of_two_costs_no_rounding_but_that_of_the_end() -> None:
     for constant in (1.0, power_of_two(5000), power_of_two(1e6)):
         step_loss = StepLoss(losses=TOKENS, constant=constant)
         x = torch.tensor(1.0, requires_grad=True)
-        bundles = []
+        gradients, bundles = Gradients([x]), []
         for value in values:
             sums, scales = {"nll": value * x}, step_loss.scales()
-            step_loss.objective(sums, scales).backward()
+            gradients.backward(step_loss.objectives(sums, scales))
             bundles.append(step_loss.bundle(sums, {"loss_tokens": torch.ones(())}, scales))
         assert float(x.grad) * constant == float(plain)  # bitwise, before rescaling
-        step_loss.finish([x], Bundle.merge(bundles))
+        gradients.combine(step_loss.finish(Bundle.merge(bundles)).factors)
         assert float(x.grad) == pytest.approx(float(plain) / 50, rel=2**-23)
 
 
 def test_gradients_are_multiplied_in_place_whatever_their_type() -> None:
-    parameters = [torch.zeros(3, dtype=t) for t in (torch.float32, torch.bfloat16, torch.float64)]
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    parameters = [torch.zeros(3, dtype=dtype, requires_grad=True) for dtype in dtypes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    untouched = torch.zeros(2)
+    untouched = torch.zeros(2, requires_grad=True)
     kept = [parameter.grad for parameter in parameters]
-    rescale([*parameters, untouched], 0.5)
+    Gradients([*parameters, untouched]).combine({"all": 0.5})
     assert all(grad is p.grad for grad, p in zip(kept, parameters, strict=True))
     assert [grad.tolist() for grad in kept if grad is not None] == [[0.5] * 3] * 3
     assert untouched.grad is None
     parameters[0].grad = torch.tensor([math.nan, math.inf, -1.0])
-    rescale(parameters, 0.0)
+    Gradients(parameters).combine({"all": 0.0})
     assert parameters[0].grad.tolist() == [0.0] * 3
-    rescale([], 2.0)
+    Gradients([]).combine({"all": 2.0})
 
 
 def test_a_sparse_gradient_is_summed_whatever_other_ranks_have() -> None:
@@ -81,7 +81,7 @@ def test_a_sparse_gradient_is_summed_whatever_other_ranks_have() -> None:
 
 def test_separate_gradients_support_unused_and_shared_parameters() -> None:
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
-    separate = SeparateGradients([a, b, c, torch.ones(1)])
+    separate = Gradients([a, b, c, torch.ones(1)])
     for _ in range(2):
         separate.backward({"x": (a + b).sum(), "y": (3 * b).sum()})  # a and b share a gradient
     separate.combine({"x": 10.0, "y": 1.0})
@@ -98,15 +98,7 @@ def test_separate_gradients_support_unused_and_shared_parameters() -> None:
 def test_settings_that_make_no_sense_are_refused() -> None:
     faults: list[tuple[dict[str, Any], str]] = [
         ({"losses": {}}, "losses is empty"),
-        ({"losses": TOKENS, "mode": "later"}, "unknown mode 'later'; expected one of"),
-        ({"losses": TOKENS, "averaged_over": 0}, "averaged_over must be an integer"),
-        ({"losses": TOKENS, "constant": 0.0}, "constant must be positive and finite, got 0.0"),
-        ({"losses": TOKENS, "separate": "no"}, "separate must be true or false, got 'no'"),
         ({"losses": {"nll": (TokenMean(), math.nan)}}, "'nll' must be finite, got nan"),
-        (
-            {"losses": TOKENS, "mode": "known", "separate": True},
-            "separate=True requires mode='deferred'",
-        ),
         (
             {
                 "losses": {
@@ -130,7 +122,7 @@ def test_missing_or_wrong_totals_are_an_error() -> None:
         step_loss.scales({"samples": 3})
     reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(3.0)})
     with pytest.raises(InputError, match=r"the totals give 4 for 'loss_tokens', but .* had 3.0"):
-        step_loss.finish([], reduced, {"loss_tokens": 4})
+        step_loss.finish(reduced, {"loss_tokens": 4})
     with pytest.raises(InputError, match="requires `reduced`"):
         StepLoss(losses=TOKENS, mode="per_micro_batch").scales()
 
@@ -139,15 +131,7 @@ def test_missing_or_wrong_totals_are_an_error() -> None:
 def test_a_denominator_without_meaning_is_refused(amount: float) -> None:
     reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(amount)})
     with pytest.raises(InputError, match="the denominator 'loss_tokens' of this step is"):
-        StepLoss(losses=TOKENS).finish([], reduced)
-
-
-def test_gradients_are_separate_if_and_only_if_the_step_loss_is() -> None:
-    reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(1.0)})
-    with pytest.raises(InputError, match="separate=False requires the parameters"):
-        StepLoss(losses=TOKENS).finish(SeparateGradients([]), reduced)
-    with pytest.raises(InputError, match="separate=True requires SeparateGradients"):
-        StepLoss(losses=TOKENS, separate=True).finish([], reduced)
+        StepLoss(losses=TOKENS).finish(reduced)
 
 
 def test_a_batch_shared_by_context_parallel_ranks_counts_once() -> None:

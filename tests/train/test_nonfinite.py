@@ -168,3 +168,5 @@ def test_a_step_with_nothing_to_predict_has_a_norm_of_0() -> None:
 def test_unknown_choices_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown on_nonfinite 'ignore'"):
         Runner(model=model_of(), loss=cross_entropy(), on_nonfinite="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown mode 'later'; expected one of"):
+        Runner(model=model_of(), loss=cross_entropy(), mode="later")  # type: ignore[arg-type]

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, Recipe, Topology
-from evenstep.errors import ConfigError
 from evenstep.train import Collective, Constant, FixedLength, SequenceMean, TokenMean
 from tests.examples import examples
-from tests.internals import Bundle, LossValues, Mode, StepLoss
+from tests.internals import Bundle, Gradients, LossValues, Mode, StepLoss
 from tests.train.running import Counting
 from tests.train.steps import (
     LIMIT,
@@ -43,7 +42,7 @@ def check(name: str, work: Work, mode: Mode, **options: Any) -> None:
     )
     for result, gradient in run_step(step_loss, model, work):
         assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-15)
-        assert result.deviation == 0.0
+        assert result.reported == result.loss
         assert distance(gradient, expected) < 1e-12
         if name != "constant":
             assert result.empty == (not result.denominators.popitem()[1])
@@ -78,30 +77,31 @@ def run_by_hand(
     step_loss = StepLoss(losses=TOKENS, mode=mode, **options)
     x = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     totals = {"loss_tokens": sum(labels for _, labels in parts)}
-    bundles = []
+    gradients, bundles = Gradients([x]), []
     for value, labels in parts:
         sums, amounts = {"nll": value * x}, {"loss_tokens": torch.tensor(labels)}
         scales = step_loss.scales(totals, reduced=amounts, micro_batches=len(parts))
-        step_loss.objective(sums, scales).backward()
+        gradients.backward(step_loss.objectives(sums, scales))
         bundles.append(step_loss.bundle(sums, amounts, scales))
-    result = step_loss.finish([x], Bundle.merge(bundles), totals)
+    result = step_loss.finish(Bundle.merge(bundles), totals)
+    gradients.combine(result.factors)
     return result, float(x.grad)
 
 
 @pytest.mark.parametrize("mode", ["known", "deferred"])
 def test_sums_of_6_and_4_over_3_and_1_labels_make_2_and_a_half(mode: Mode) -> None:
     result, gradient = run_by_hand(mode, [(6.0, 3.0), (4.0, 1.0)])
-    assert (result.loss, result.reported, result.deviation, gradient) == (2.5, 2.5, 0.0, 2.5)
+    assert (result.loss, result.reported, gradient) == (2.5, 2.5, 2.5)
 
 
 def test_per_micro_batch_makes_3_of_them_and_reports_it() -> None:
     result, gradient = run_by_hand("per_micro_batch", [(6.0, 3.0), (4.0, 1.0)])
-    assert (result.loss, result.reported, result.deviation, gradient) == (2.5, 3.0, 0.5, 3.0)
+    assert (result.loss, result.reported, gradient) == (2.5, 3.0, 3.0)
 
 
 def test_per_micro_batch_is_exact_where_all_have_as_many_labels() -> None:
     result, gradient = run_by_hand("per_micro_batch", [(6.0, 2.0), (4.0, 2.0)])
-    assert (result.loss, result.deviation, gradient) == (2.5, 0.0, 2.5)
+    assert (result.loss, result.reported, gradient) == (2.5, 2.5, 2.5)
 
 
 def test_divisors_that_differ_between_micro_batches_cannot_be_undone_at_the_end() -> None:
@@ -123,7 +123,7 @@ def test_micro_batches_without_labels_add_nothing(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", ["known", "deferred", "per_micro_batch"])
 def test_a_step_without_loss_tokens_is_empty_and_has_exact_zeros(mode: Mode) -> None:
     result, gradient = run_by_hand(mode, [(0.0, 0.0), (0.0, 0.0)])
-    assert (result.loss, result.deviation, result.empty, gradient) == (0.0, 0.0, True, 0.0)
+    assert (result.loss, result.reported, result.empty, gradient) == (0.0, 0.0, True, 0.0)
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
@@ -144,7 +144,7 @@ def test_per_micro_batch_on_ranks_differs_by_what_it_reports() -> None:
     first, second = run_step(step_loss, model, work)
     exact = by_definition("token mean", model, work)
     assert first[0].loss == pytest.approx(float(exact.detach()), rel=1e-12)
-    assert first[0].deviation == second[0].deviation != 0.0
+    assert first[0].reported == second[0].reported != first[0].loss
     # The gradient is that of the reported loss: a mean over positions of their means.
     positions = list(zip(work.batches(0), work.batches(1), strict=True))
     means = []
@@ -181,7 +181,6 @@ def test_losses_of_several_denominators_add_up(losses: Any, mode: str, work: Wor
     step_loss = StepLoss(
         losses=losses,
         mode="deferred" if separate else "known",
-        separate=separate,
         averaged_over=work.plan.num_ranks,
         constant=4.0 if separate else 1.0,
     )
@@ -198,12 +197,11 @@ def test_losses_of_one_normalization_share_a_denominator() -> None:
 
 
 @pytest.mark.parametrize("other", [SequenceMean(), Constant(7.0), FixedLength(4.0)])
-def test_a_second_denominator_is_refused_in_deferred_mode(other: Any) -> None:
+def test_only_several_denominators_in_deferred_mode_are_separate(other: Any) -> None:
     losses = {"nll": (TokenMean(), 1.0), "aux": (other, 0.1)}
-    with pytest.raises(ConfigError, match=r"one denominator, got.*mode='counted'.*separate=True"):
-        StepLoss(losses=losses)
-    StepLoss(losses=losses, separate=True)
-    StepLoss(losses=losses, mode="known")
+    assert StepLoss(losses=losses).separate
+    assert not StepLoss(losses=losses, mode="known").separate
+    assert not StepLoss(losses=TOKENS).separate
 
 
 @pytest.mark.parametrize("mode", ["known", "deferred"])

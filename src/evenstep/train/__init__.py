@@ -1,15 +1,13 @@
 """Batch -> **loss, gradient**. Everything here needs torch.
 
-runner         Runner and StepRun: prepare, forward, loss, backward, finish
+runner         Runner and StepRun: prepare, forward, loss, backward, finish; Prefetch
 step_loss      from the sums of micro-batches to the exact loss and gradient of a step
 normalization  what the loss of a step is divided by
 gradients      the gradients of a step apart from earlier ones, their sum over ranks, their norm
-framework      how a model is called, and how DDP and fully_shard exchange gradients
+framework      how a model is called, and how DDP and fully_shard exchange gradients and recover
 collectives    what ranks exchange: sums, bundles, shards of a context
-checks         checks of batches and ranks that prevent wrong gradients
-failures       out of memory, numbers that are not finite, recovery of a model
+checks         checks of batches and ranks that prevent wrong gradients; causes of failed steps
 result         what a step returns
-prefetch       the next micro-batches, prepared in a thread
 scoring        log-probs by forward passes alone
 rollouts       padded rollouts of a policy, as steps and with results in their shape
 watch          stops all ranks when one of them fails

@@ -1,150 +1,63 @@
-"""Checks of batches and ranks that prevent wrong gradients."""
+"""Checks that prevent wrong gradients, and what names the cause of a failed step.
+
+Options of a runner, batches, ranks; then memory, numbers that are not finite, and token ids
+outside of the vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import IntArray
+from evenstep.core.step import Step
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses import Metric
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.losses import Metric, Sums
 from evenstep.train.collectives import Bundle, Collective, Distributed
+from evenstep.train.framework import unwrapped
+from evenstep.train.gradients import local_tensor, square_of
 from evenstep.train.normalization import Custom, GroupMean, SequenceMean, group_ids
 from evenstep.train.step_loss import StepLoss
 
-_KEEP_GROUPS = (
-    "Plan with groups= and Recipe(groups='micro_batch'), or add the sequence-aligned extra "
-    "'group_tokens' to samples."
-)
-# What must be the same on all ranks, by the name of its metrics.
-COUNT, CONSTANT, SCALE = "evenstep/count", "evenstep/constant", "evenstep/scale"
+# Options of a runner ----------------------------------------------------------------------------
 
 
-# Losses ----------------------------------------------------------------------------------------
+def check_kind(name: str, value: object, attribute: str, example: str) -> None:
+    """Raise if a field of a runner is not the object that it should be, but its name or class."""
+    if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
+        raise ConfigError(f"{name} must be an object such as {example}, got {short_repr(value)}.")
 
 
-def check_pair_losses(losses: Mapping[str, Any]) -> None:
-    """Raise if a loss of pairs has a normalization that weights pairs by their tokens."""
-    for name, loss in losses.items():
-        of_pairs = getattr(loss.function, "unit", "token") == "pair"
-        if of_pairs and not isinstance(loss.normalization, GroupMean | SequenceMean | Custom):
-            raise ConfigError(
-                f"the loss {name!r} is of pairs of sequences, but {loss.normalization!r} weights "
-                f"each pair by its tokens. Set normalization=GroupMean(), the mean over pairs."
-            )
-
-
-# Samples and batches ---------------------------------------------------------------------------
-
-
-def check_none_skipped(samples: Mapping[int, Any], step_loss: StepLoss) -> None:
-    """Raise if a sample was skipped although the denominator is known and includes it."""
-    skipped = [number for number, sample in samples.items() if sample is None]
-    counted = [name for name in step_loss.denominators if name not in step_loss.constants]
-    if skipped and counted and step_loss.mode == "known":
-        raise InputError(
-            f"sample {skipped[0]} was skipped, but the denominator {counted[0]!r} was "
-            f"computed before the step and includes it. Set mode='deferred' if samples may "
-            f"be skipped."
-        )
-
-
-def check_groups_whole(batch: Batch, seen: set[int], split: bool) -> set[int]:
-    """Raise if GroupMean counts groups per batch and a group is in two micro-batches.
-
-    `seen` holds the groups of this rank's earlier micro-batches; those of `batch` are added, and
-    returned. `split`: whether the micro-batch may be divided without regard to groups.
-    """
-    if "group_tokens" in batch.aligned:
-        return set()
-    if split and not batch.is_empty:
+def check_loss(name: str, function: Any, normalization: Any) -> None:
+    """Raise if a loss does not take (outputs, batch), as `cross_entropy` itself does not, or is of
+    pairs and has a normalization that weights pairs by their tokens."""
+    check_kind("normalization", normalization, "weights", "TokenMean()")
+    try:
+        signature(function).bind(None, None)
+    except ValueError:  # a built-in without a signature
+        pass
+    except TypeError:
+        called = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
-            "on_memory='split' may divide a group between two micro-batches, but GroupMean "
-            "counts a group's tokens per micro-batch. Plan with groups='micro_batch', or add the "
-            "sequence-aligned extra 'group_tokens' to samples."
+            f"the loss {name!r} does not take (outputs, batch). Pass what a loss function of "
+            f"evenstep.tensors returns, such as cross_entropy(), or a function of these two; "
+            f"got {called}."
+        ) from None
+    of_pairs = getattr(function, "unit", "token") == "pair"
+    if of_pairs and not isinstance(normalization, GroupMean | SequenceMean | Custom):
+        raise ConfigError(
+            f"the loss {name!r} is of pairs of sequences, but {normalization!r} weights each pair "
+            f"by its tokens. Set normalization=GroupMean(), the mean over pairs."
         )
-    groups = set(group_ids(batch)[batch.loss_tokens > 0].unique().tolist())
-    again = sorted(seen & groups)
-    if again:
-        raise InputError(
-            f"group {again[0]} is in two micro-batches of this rank, but GroupMean counts a "
-            f"group's tokens per micro-batch. {_KEEP_GROUPS}"
-        )
-    seen |= groups
-    return groups
-
-
-def check_groups_planned(batch: Batch, group_of: Mapping[int, int]) -> None:
-    """Raise unless the extra `group` divides these samples into the groups of the plan.
-
-    `group_of` is the group of each sample in the plan; ids may differ. A group that the plan may
-    divide between micro-batches is compared in each: if no group of the extra is in two groups of
-    the plan, and their numbers are equal, which the denominator shows, they are the same.
-    """
-    pairs = {
-        (group_of[sample], group)
-        for sample, group in zip(batch.sample_ids.tolist(), group_ids(batch).tolist(), strict=True)
-        if sample >= 0
-    }
-    both: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
-    for plan, extra in sorted(pairs):
-        if both[0].setdefault(plan, extra) != extra or both[1].setdefault(extra, plan) != plan:
-            raise InputError(
-                f"samples of the extra 'group' {extra} are in group {plan} of the plan, which is "
-                f"not the same division into groups, so GroupMean does not know what to count. "
-                f"Pass the ids of the extra to groups=."
-            )
-
-
-def check_groups_on_ranks(groups: set[int], most: int, ranks: Collective) -> None:
-    """Raise on all ranks if one of this rank's groups is on another rank too.
-
-    `most` is the largest number of groups of a rank. Group ids may be floats.
-    """
-    if not most:
-        return
-    mine = torch.zeros((ranks.size, 2, most), dtype=torch.float64)
-    # A float64 represents the high and the low half of an id exactly.
-    ids = torch.tensor(sorted(groups), dtype=torch.float64 if _floats(groups) else torch.int64)
-    bits = ids.view(torch.int64)
-    mine[ranks.rank, 0, : len(bits)] = (bits >> 32).double()
-    mine[ranks.rank, 1, : len(bits)] = (bits & 0xFFFFFFFF).double()
-    counts = torch.zeros(ranks.size, dtype=torch.float64)
-    counts[ranks.rank] = len(bits)
-    packed = ranks.all_reduce_sum(torch.cat((counts, mine.flatten()))).cpu()
-    counts, halves = packed[: ranks.size].long(), packed[ranks.size :].view(ranks.size, 2, most)
-    owner: dict[tuple[float, ...], int] = {}
-    for rank in range(ranks.size):
-        for pair in halves[rank, :, : int(counts[rank])].T.tolist():
-            other = owner.setdefault(tuple(pair), rank)
-            if other != rank:
-                bits = torch.tensor(int(pair[0]) * 2**32 + int(pair[1]))
-                group = bits.view(ids.dtype).item()
-                raise InputError(
-                    f"group {group} is on rank {other} and on rank {rank}, but GroupMean counts a "
-                    f"group's tokens per micro-batch. {_KEEP_GROUPS}"
-                )
-
-
-def _floats(groups: set[int]) -> bool:
-    return any(isinstance(group, float) for group in groups)
-
-
-def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
-    """Raise if a sample's loss tokens differ from those that the known denominators include."""
-    for number, counted in zip(batch.sample_ids.tolist(), batch.loss_tokens.tolist(), strict=True):
-        expected = loss_tokens.get(number, counted)
-        if expected != counted:
-            raise InputError(
-                f"sample {number} has {counted} loss tokens, but the stream's loss_tokens give "
-                f"{expected}, and the loss is divided by these. Count labels as the collator does "
-                f"(the first token has none), or omit loss_tokens."
-            )
 
 
 def not_trainable(parameters: Sequence[Tensor]) -> ConfigError:
@@ -160,52 +73,150 @@ def not_trainable(parameters: Sequence[Tensor]) -> ConfigError:
     )
 
 
+# Batches ----------------------------------------------------------------------------------------
+
+_KEEP_GROUPS = (
+    "Plan with groups= and Recipe(groups='micro_batch'), or add the sequence-aligned extra "
+    "'group_tokens' to samples."
+)
+
+
+def check_none_skipped(samples: Mapping[int, Any], step_loss: StepLoss) -> None:
+    """Raise if a sample was skipped although the denominator is known and includes it."""
+    skipped = [number for number, sample in samples.items() if sample is None]
+    counted = [name for name in step_loss.denominators if name not in step_loss.constants]
+    if skipped and counted:
+        raise InputError(
+            f"sample {skipped[0]} was skipped, but the denominator {counted[0]!r} was "
+            f"computed before the step and includes it. Set mode='deferred' if samples may "
+            f"be skipped."
+        )
+
+
+def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
+    """Raise if a sample's loss tokens differ from those that the known denominators include."""
+    for number, counted in zip(batch.sample_ids.tolist(), batch.loss_tokens.tolist(), strict=True):
+        expected = loss_tokens.get(number, counted)
+        if expected != counted:
+            raise InputError(
+                f"sample {number} has {counted} loss tokens, but the stream's loss_tokens give "
+                f"{expected}, and the loss is divided by these. Count labels as the collator does "
+                f"(the first token has none), or omit loss_tokens."
+            )
+
+
+class Groups:
+    """The groups of a step that GroupMean counts: each in one micro-batch of one rank.
+
+    Groups of samples with the extra `group_tokens` may be anywhere. `split`: whether a micro-batch
+    may be divided without regard to groups.
+    """
+
+    def __init__(self, step: Step | None, split: bool) -> None:
+        self.split = split
+        self.prepared: set[int] = set()
+        """The groups of this rank's micro-batches so far."""
+        self.ran: set[int] = set()
+        """Those of them that ran."""
+        self._planned: dict[int, int] = {}  # sample -> group in the plan of the step
+        groups = None if step is None or step.plan is None else step.plan.groups
+        if step is not None and step.sample_ids is not None and groups is not None:
+            self._planned = dict(zip(step.sample_ids.tolist(), groups.tolist(), strict=True))
+
+    def check(self, batch: Batch, micro: MicroBatch | None) -> set[int]:
+        """The groups that are counted in this batch; raises if one is in two micro-batches."""
+        if "group_tokens" in batch.aligned:
+            return set()
+        planned = self._planned
+        if micro is not None and micro.groups is not None:
+            planned = dict(zip(micro.segments.sample.tolist(), micro.groups.tolist(), strict=True))
+        elif self.split and not batch.is_empty:
+            raise ConfigError(
+                "on_memory='split' may divide a group between two micro-batches, but GroupMean "
+                "counts a group's tokens per micro-batch. Plan with groups='micro_batch', or add "
+                "the sequence-aligned extra 'group_tokens' to samples."
+            )
+        ids = group_ids(batch)
+        groups = set(ids[batch.loss_tokens > 0].unique().tolist())
+        again = sorted(self.prepared & groups)
+        if again:
+            raise InputError(
+                f"group {again[0]} is in two micro-batches of this rank, but GroupMean counts a "
+                f"group's tokens per micro-batch. {_KEEP_GROUPS}"
+            )
+        self.prepared |= groups
+        if groups and planned:
+            _compare(batch.sample_ids.tolist(), ids.tolist(), planned)
+        return groups
+
+    def check_ranks(self, most: int, ranks: Collective) -> None:
+        """Raise on all ranks if a group ran on two of them; `most` groups ran on one rank."""
+        if not most:
+            return
+        floats = any(isinstance(group, float) for group in self.ran)
+        ids = torch.tensor(sorted(self.ran), dtype=torch.float64 if floats else torch.int64)
+        table = torch.zeros((ranks.size, 1 + most), dtype=torch.int64)  # count and bits of ids
+        table[ranks.rank, 0] = len(ids)
+        table[ranks.rank, 1 : 1 + len(ids)] = ids.view(torch.int64)
+        owner: dict[int, int] = {}
+        for rank, (count, *groups) in enumerate(ranks.all_reduce_sum(table).tolist()):
+            for bits in groups[:count]:
+                other = owner.setdefault(bits, rank)
+                if other != rank:
+                    group = torch.tensor(bits).view(ids.dtype).item()
+                    raise InputError(
+                        f"group {group} is on rank {other} and on rank {rank}, but GroupMean "
+                        f"counts a group's tokens per micro-batch. {_KEEP_GROUPS}"
+                    )
+
+
+def _compare(samples: list[int], groups: list[int], planned: Mapping[int, int]) -> None:
+    """Raise unless the extra `group` divides these samples into the groups of the plan.
+
+    Ids may differ. A group that the plan may divide between micro-batches is compared in each: if
+    no group of the extra is in two groups of the plan, and their numbers are equal, which the
+    denominator shows, they are the same.
+    """
+    pairs = {(planned[s], group) for s, group in zip(samples, groups, strict=True) if s >= 0}
+    extra_of: dict[int, int] = {}
+    plan_of: dict[int, int] = {}
+    for plan, extra in sorted(pairs):
+        if extra_of.setdefault(plan, extra) != extra or plan_of.setdefault(extra, plan) != plan:
+            raise InputError(
+                f"samples of the extra 'group' {extra} are in group {plan} of the plan, which is "
+                f"not the same division into groups, so GroupMean does not know what to count. "
+                f"Pass the ids of the extra to groups=."
+            )
+
+
 # Ranks ------------------------------------------------------------------------------------------
 
+_SAME = {
+    "evenstep/count": "ranks have from {:.0f} to {:.0f} micro-batches, but synchronise at each. "
+    "Give every rank its step of the same plan.",
+    "evenstep/scale": "the GradScalers of ranks have different scales, from {:g} to {:g}. Create "
+    "them alike and call scaler.update() on every rank.",
+    "evenstep/constant": "ranks scaled their losses by different constants, from {:g} to {:g}, "
+    "because their steps have different budgets. Give every rank a step of the same stream "
+    "(`until_all_end` for ranks whose stream ended).",
+}
+"""What must be the same on all ranks, and the error if it is not."""
 
-def extremes(name: str, value: float | Tensor) -> dict[str, Metric]:
-    """Metrics to check that all ranks have the same value.
 
-    If ranks contribute 8, 8 and 4, `extremes_of` returns (4, 8) on all of them.
-    """
+def same_on_ranks(name: str, value: float | Tensor) -> dict[str, Metric]:
+    """Metrics with which `check_same` finds whether all ranks have the same value."""
     mine = torch.as_tensor(value, dtype=torch.float64)
+    name = f"evenstep/{name}"
     return {f"{name}_least": Metric.min(mine), f"{name}_most": Metric.max(mine)}
 
 
-def extremes_of(reduced: Bundle, name: str) -> tuple[float, float]:
-    """(minimum, maximum) of the values that ranks contributed."""
-    least, most = reduced.metrics[f"{name}_least"], reduced.metrics[f"{name}_most"]
-    return float(least.value), float(most.value)
-
-
-def check_loss_function(name: str, function: Any) -> None:
-    """Raise if a loss cannot be called with outputs and a batch, such as `cross_entropy` itself."""
-    try:
-        signature(function).bind(None, None)
-    except ValueError:  # a built-in without a signature
-        return
-    except TypeError:
-        called = getattr(function, "__name__", type(function).__name__)
-        raise ConfigError(
-            f"the loss {name!r} does not take (outputs, batch). Pass what a loss function of "
-            f"evenstep.tensors returns, such as cross_entropy(), or a function of these two; "
-            f"got {called}."
-        ) from None
-
-
-def check_kind(name: str, value: object, attribute: str, example: str) -> None:
-    """Raise if a field of a runner is not the object that it should be, but its name or class."""
-    if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
-        raise ConfigError(f"{name} must be an object such as {example}, got {short_repr(value)}.")
-
-
-def check_gradients_on() -> None:
-    """Raise if torch records no gradients here."""
-    if not torch.is_grad_enabled():
-        raise ConfigError(
-            "a runner computes gradients, but torch.no_grad or inference_mode is on. Leave it out, "
-            "or use compute_log_probs for values without gradients."
-        )
+def check_same(reduced: Bundle) -> None:
+    """Raise if ranks have different values."""
+    for name, message in _SAME.items():
+        if f"{name}_least" in reduced.metrics:
+            ends = [float(reduced.metrics[f"{name}_{end}"].value) for end in ("least", "most")]
+            if ends[0] != ends[1]:
+                raise InputError(message.format(*ends))
 
 
 def check_collective(ranks: int, collective: Collective) -> None:
@@ -257,29 +268,191 @@ def check_fingerprints(fingerprint: str, collective: Collective) -> None:
         )
 
 
-def check_counts(counts: Sequence[float]) -> None:
-    """Raise if ranks that synchronise at every micro-batch have different numbers of them."""
+# Out of memory ----------------------------------------------------------------------------------
+
+FITS, DIVISIBLE, SEGMENT, GROUP = range(4)  # what ran out of memory, from nothing to a group
+INDIVISIBLE = {
+    SEGMENT: "ran out of memory with a single segment, which cannot be divided. Lower max_tokens, "
+    "set overflow='split', or use context parallelism.",
+    GROUP: "ran out of memory with a single group, which groups='micro_batch' keeps together. "
+    "Lower max_tokens or the samples per group, or plan with groups='step'.",
+}
+
+
+def out_of_memory(ranks: Collective, count: int, state: int) -> tuple[int, int]:
+    """(rank, what it ran out of memory with), the same choice on all ranks by one exchange.
+
+    A rank that cannot divide its micro-batch names itself, others the first such rank. `count` is
+    the number of micro-batches, which must be the same on all ranks.
+    """
+    flags = torch.zeros(2, ranks.size)
+    flags[:, ranks.rank] = torch.tensor([state, count])
+    states, counts = ranks.all_reduce_sum(flags).tolist()
     if min(counts) != max(counts):
-        raise InputError(
-            f"ranks have from {min(counts):.0f} to {max(counts):.0f} micro-batches, but "
-            f"synchronise at each. Give every rank its step of the same plan."
+        raise InputError(_SAME["evenstep/count"].format(min(counts), max(counts)))
+    indivisible = [rank for rank, each in enumerate(states) if each > DIVISIBLE]
+    if not indivisible:
+        return ranks.rank, int(max(states))
+    rank = ranks.rank if ranks.rank in indivisible else indivisible[0]
+    return rank, int(states[rank])
+
+
+# Numbers that are not finite --------------------------------------------------------------------
+
+_PLACES = ("the loss", "the gradient of the model's outputs", "the gradient of the parameters")
+_LOSS, _OUTPUTS, _PARAMETERS = range(3)
+_SHOWN = 6  # samples named per rank
+_NOWHERE = 2.0**40
+
+
+class Suspects:
+    """Finds the micro-batch and samples that made the loss or gradient of a step inf or NaN.
+
+    Each micro-batch leaves a few numbers on the device: the loss of each segment, the gradient of
+    the model's outputs summed over each segment, and the squared norm of all gradients so far.
+    They are read only if the reduced loss or gradient of the step is not finite, which all ranks
+    see alike.
+    """
+
+    def __init__(self) -> None:
+        # Of each micro-batch: samples of its segments, whether gradients of all ranks are mixed in
+        # its backward, and (place, values, mask of real tiles if values are per tile).
+        self._traces: list[tuple[IntArray, bool, list[tuple[int, Tensor, Tensor | None]]]] = []
+
+    def before_backward(
+        self,
+        sample_ids: IntArray,
+        exchanged: bool,
+        outputs: Any,
+        batch: Any,
+        losses: Mapping[str, Sums | Tensor],
+    ) -> None:
+        """Record the losses of a micro-batch, and the gradient of its outputs once it is there."""
+        numbers: list[tuple[int, Tensor, Tensor | None]] = []
+        self._traces.append((sample_ids, exchanged, numbers))
+        for loss in losses.values():
+            if isinstance(loss, Sums) and loss.by_tile is not None:
+                numbers.append((_LOSS, loss.by_tile.detach(), loss.real))
+            total = loss.loss if isinstance(loss, Sums) else loss
+            numbers.append((_LOSS, total.detach(), None))
+        outputs = getattr(outputs, "logits", outputs)
+        if not isinstance(outputs, Tensor) or not outputs.requires_grad:
+            return
+
+        def note(gradient: Tensor) -> None:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            if isinstance(batch, Batch) and gradient.shape[:2] == batch.tokens.shape:
+                by_slot = gradient.flatten(2).sum(-1, dtype=wide).flatten()
+                tiles = by_slot.new_zeros(len(batch.sample_ids))
+                by_tile = tiles.index_add_(0, batch.segment_ids.flatten(), by_slot)
+                numbers.append((_OUTPUTS, by_tile, batch.sample_ids >= 0))
+            else:
+                numbers.append((_OUTPUTS, gradient.sum(dtype=wide), None))
+
+        outputs.register_hook(note)
+
+    def after_backward(self, gradients: Iterable[Tensor]) -> None:
+        """Record the norm of the gradients so far, exchanged or not."""
+        self._traces[-1][2].append((_PARAMETERS, square_of(map(local_tensor, gradients)), None))
+
+    def source(self, collective: Collective, count: int | None) -> str:
+        """Where the first non-finite number of all ranks appeared, for an error message.
+
+        A collective call.
+        """
+        rows = torch.zeros(collective.size, 4 + _SHOWN, dtype=torch.float64)
+        rows[collective.rank] = torch.tensor(self._first(), dtype=torch.float64)
+        table = collective.all_reduce_sum(rows).cpu().tolist()
+        # A gradient that was exchanged is not finite on all ranks, so it does not tell the rank.
+        order = [(row[2], row[0], row[1], rank) for rank, row in enumerate(table)]
+        unsure, position, place, rank = min(order)
+        if position == _NOWHERE:
+            return "no micro-batch shows where it came from"
+        of = "" if count is None else f" of {count}"
+        where = f"{_PLACES[int(place)]} of micro-batch {int(position)}{of}"
+        if unsure:
+            return f"{where} on one of the ranks"
+        number, ids = int(table[rank][3]), [str(int(each)) for each in table[rank][4:] if each >= 0]
+        more = f" and {number - len(ids)} more" if number > len(ids) else ""
+        samples = f"sample{'s' if number > 1 else ''} {', '.join(ids)}{more}"
+        return f"{where} on rank {rank} ({samples if ids else 'no sample'})"
+
+    def _first(self) -> list[float]:
+        """[position, place, 1 if the rank is unsure, number of samples, their ids]."""
+        for position, (sample_ids, exchanged, numbers) in enumerate(self._traces):
+            for place in range(len(_PLACES)):
+                bad = [_bad_samples(v, real, sample_ids) for at, v, real in numbers if at == place]
+                if any(ids is not None for ids in bad):
+                    ids = next((ids for ids in bad if ids is not None and len(ids)), sample_ids)
+                    shown = [*ids[:_SHOWN].tolist(), *[-1] * _SHOWN][:_SHOWN]
+                    unsure = exchanged and place == _PARAMETERS
+                    return [position, place, unsure, len(ids), *shown]
+        return [_NOWHERE, 0, True, 0, *[-1] * _SHOWN]
+
+
+def _bad_samples(values: Tensor, real: Tensor | None, ids: IntArray) -> IntArray | None:
+    """Samples whose value is not finite; empty if only their sum tells, None if all are finite."""
+    bad = ~values.isfinite()
+    if not bool(bad.any()):
+        return None
+    if values.ndim == 0:
+        return ids[:0]
+    bad = bad if real is None else bad[real]
+    return np.unique(ids[bad.cpu().numpy()])
+
+
+# Token ids outside of the vocabulary ------------------------------------------------------------
+
+
+class TokenIds:
+    """The token ids of batches, compared with the vocabulary of a model once a forward fails.
+
+    Not before: some models replace ids outside of their embedding, such as those of images. On a
+    GPU, torch only says that an assertion failed, some operations later, and nothing can be read
+    from it any more, so ids are noted on the host before they are moved there.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.size = _vocabulary_size(model)
+        self.outside: tuple[int, str, int] | None = None
+        """(sample, "token id" or "label", the number) of the first one outside."""
+
+    def note(self, batch: Batch) -> None:
+        """Look at the ids of a batch."""
+        if self.size is None or self.outside is not None or not batch.tokens.numel():
+            return
+        labels = batch.labels.masked_fill(batch.labels == IGNORE_INDEX, 0)
+        for what, ids in (("token id", batch.tokens), ("label", labels)):
+            outside = ((ids < 0) | (ids >= self.size)).flatten().nonzero()
+            if len(outside):
+                tile = batch.segment_ids.flatten()[outside[0]]
+                number = int(ids.flatten()[outside[0]])
+                self.outside = int(batch.sample_ids[tile]), what, number
+                return
+
+    def explain(self, error: Exception) -> InputError | None:
+        """What to raise instead of an error of a forward, if ids outside may be its cause."""
+        message = str(error)
+        by_an_index = isinstance(error, IndexError) or "device-side assert" in message
+        by_an_index = by_an_index or "out of bounds" in message
+        if self.outside is None or self.size is None or not by_an_index:
+            return None
+        sample, what, number = self.outside
+        return InputError(
+            f"sample {sample} has the {what} {number}, but the model's vocabulary has {self.size} "
+            f"tokens (0 to {self.size - 1}). Use the tokenizer of the model, or "
+            f"resize its embeddings."
         )
 
 
-def check_constants(reduced: Bundle) -> None:
-    """Raise if ranks scaled their losses or gradients by different constants."""
-    if f"{SCALE}_least" in reduced.metrics:
-        least, most = extremes_of(reduced, SCALE)
-        if least != most:
-            raise InputError(
-                f"the GradScalers of ranks have different scales, from {least:g} to {most:g}. "
-                f"Create them alike and call scaler.update() on every rank."
-            )
-    if f"{CONSTANT}_least" in reduced.metrics:
-        least, most = extremes_of(reduced, CONSTANT)
-        if least != most:
-            raise InputError(
-                f"ranks scaled their losses by different constants, from {least:g} to {most:g}, "
-                f"because their steps have different budgets. Give every rank a step of the same "
-                f"stream (`until_all_end` for ranks whose stream ended)."
-            )
+def _vocabulary_size(model: Any) -> int | None:
+    """The rows of the model's token embedding; None if it is unknown which one it is."""
+    inner, embedding = unwrapped(model), None
+    if hasattr(inner, "get_input_embeddings"):
+        with suppress(NotImplementedError):
+            embedding = inner.get_input_embeddings()
+    elif isinstance(inner, nn.Module):
+        embeddings = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
+        embedding = embeddings[0] if len(embeddings) == 1 else None
+    size = getattr(embedding, "num_embeddings", None)
+    return None if size is None else int(size)

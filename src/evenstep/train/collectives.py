@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -136,6 +136,8 @@ class Bundle:
     @classmethod
     def merge(cls, bundles: Sequence[Bundle]) -> Bundle:
         """Merge the bundles of several micro-batches. Names may be missing in some."""
+        if len(bundles) == 1:
+            return bundles[0]
         by_name: dict[str, list[Tensor]] = {}
         for bundle in bundles:
             for name, value in bundle.sums.items():
@@ -146,28 +148,32 @@ class Bundle:
         }
         return cls(sums, merge(bundle.metrics for bundle in bundles))
 
+    def _entries(self) -> Iterator[tuple[str, str, list[Tensor]]]:
+        """(name, how it is reduced, its numbers), in the order in which every rank packs them."""
+        for name, value in sorted(self.sums.items()):
+            yield name, "sum", [value]
+        for name, metric in sorted(self.metrics.items()):
+            count = [] if metric.count is None else [metric.count]
+            yield name, metric.reduction, [metric.total, *count]
+
     def reduce(self, collective: Collective) -> Bundle:
         """The bundle over all ranks, on the host, by one all-reduce."""
         rank, size = collective.rank, collective.size
         values = collective.all_reduce_sum(self.pack(rank, size)).detach().cpu()
         if size > 1:
             self._check(values, rank, size)
-        at = _HEADER * size
-        sums = {name: values[at + number] for number, name in enumerate(sorted(self.sums))}
-        at += len(sums)
-        metrics = {}
+        at, metrics = _HEADER * size + len(self.sums), {}
+        sums = dict(zip(sorted(self.sums), values[_HEADER * size : at], strict=True))
         for name, metric in sorted(self.metrics.items()):
             if metric.reduction in ("min", "max"):
                 of_ranks = values[at : at + size]
                 extreme = of_ranks.amin() if metric.reduction == "min" else of_ranks.amax()
                 metrics[name] = Metric(metric.reduction, extreme)
                 at += size
-            elif metric.count is None:
-                metrics[name] = Metric(metric.reduction, values[at])
-                at += 1
             else:
-                metrics[name] = Metric(metric.reduction, values[at], values[at + 1])
-                at += 2
+                width = 1 if metric.count is None else 2
+                metrics[name] = Metric(metric.reduction, *values[at : at + width])
+                at += width
         return Bundle(sums, metrics)
 
     def pack(self, rank: int, size: int) -> Tensor:
@@ -175,25 +181,16 @@ class Bundle:
         values: list[Tensor] = []
         indices: list[int] = []
         at = _HEADER * size
-        for name, value in sorted(self.sums.items()):
-            values.append(_scalar(name, value))
-            indices.append(at)
-            at += 1
-        for name, metric in sorted(self.metrics.items()):
-            values.append(_scalar(name, metric.total))
-            if metric.reduction in ("min", "max"):
-                indices.append(at + rank)
-                at += size
-                continue
-            indices.append(at)
-            at += 1
-            if metric.count is not None:
-                values.append(_scalar(name, metric.count))
-                indices.append(at)
-                at += 1
+        for name, reduction, numbers in self._entries():
+            by_rank = reduction in ("min", "max")
+            first = at + rank if by_rank else at
+            values += [_scalar(name, number) for number in numbers]
+            indices += range(first, first + len(numbers))
+            at += size if by_rank else len(numbers)
         length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
         packed = torch.zeros(length, dtype=torch.float64)
-        packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
+        if size > 1:
+            packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
         if not values:
             return packed
         device = next((v.device for v in values if v.device.type != "cpu"), packed.device)
@@ -202,10 +199,9 @@ class Bundle:
 
     def _header(self) -> list[int]:
         """A 48-bit digest of all names, exact in float64, and the numbers of sums and metrics."""
-        ways = [(name, self.metrics[name].reduction) for name in sorted(self.metrics)]
-        names = json.dumps([sorted(self.sums), ways]).encode()
-        digest = int.from_bytes(hashlib.sha256(names).digest()[:6], "big")
-        return [digest, len(self.sums), len(self.metrics)]
+        names = [(name, reduction) for name, reduction, _ in self._entries()]
+        digest = hashlib.sha256(json.dumps(names).encode()).digest()
+        return [int.from_bytes(digest[:6], "big"), len(self.sums), len(self.metrics)]
 
     def _check(self, values: Tensor, rank: int, size: int) -> None:
         headers = [tuple(row) for row in values[: _HEADER * size].view(size, _HEADER).tolist()]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,7 +48,8 @@ def forward_of(model: Any) -> Forward:
     >>> forward_of(nn.Linear(2, 2)) is call
     True
     """
-    for library in _libraries(unwrapped(model)):
+    for kind in type(unwrapped(model)).__mro__:  # a user's subclass counts as its base
+        library = kind.__module__.partition(".")[0]
         if library not in _MAKERS and library in HOMES:
             import_module(HOMES[library])
         if library in _MAKERS:
@@ -72,36 +72,39 @@ def unwrapped(model: Any) -> Any:
         model = inner
 
 
-def _libraries(model: Any) -> Iterator[str]:
-    """The packages of the model's class and its bases: a user's subclass counts as its base."""
-    for kind in type(model).__mro__:
-        yield kind.__module__.partition(".")[0]
+def device_of(model: Any) -> torch.device | None:
+    """The device of the model's first parameter; None if there is none or it has no memory yet."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    device = next((parameter.device for parameter in parameters), None)
+    return None if device is not None and device.type == "meta" else device
 
 
-@dataclass(frozen=True, slots=True)
 class Framework:
-    """How a model exchanges its gradients."""
+    """How a model exchanges its gradients: the answers of a plain model, which does not.
 
-    kind: Literal["plain", "ddp", "fsdp"]
-    model: Any
-    ranks: int
-    """Ranks that exchange gradients: DDP's group, or those over which fully_shard shards and
-    replicates. 1 for plain."""
-    divided_by: int | None = None
-    """The factor set with `set_gradient_divide_factor` of fully_shard, if any."""
+    `DataParallel` and `FullyShard` answer for DDP and fully_shard.
+    """
 
-    @classmethod
-    def of(cls, model: Any) -> Framework:
+    locks_step = False
+    """Whether ranks synchronise inside every micro-batch."""
+    ranks = 1
+    """Ranks that exchange gradients."""
+    exchanges = False
+    """Whether the framework exchanges gradients; otherwise a runner sums them."""
+    owns_gradients = False
+    """Whether `.grad` tensors are views of the framework's buckets, which it reuses."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @staticmethod
+    def of(model: Any) -> Framework:
         """The framework that wraps a model, compiled or not."""
         inner = getattr(model, "_orig_mod", model)
         if isinstance(inner, DistributedDataParallel):
-            return cls("ddp", inner, torch.distributed.get_world_size(inner.process_group))
+            return DataParallel(inner)
         if isinstance(inner, FSDPModule):
-            for module in inner.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # a forward alone leaves the root without sharded parameters
-            _refuse_unsharded(inner)
-            return cls("fsdp", inner, *_fsdp_ranks(inner))
+            return FullyShard(inner)
         if isinstance(inner, FullyShardedDataParallel):
             raise ConfigError(
                 "FullyShardedDataParallel (FSDP1) is not supported. Use "
@@ -114,20 +117,133 @@ class Framework:
                     f"only a part of the model. Wrap the whole model in DistributedDataParallel or "
                     f"fully_shard."
                 )
-        return cls("plain", inner, 1)
+        return Framework(inner)
 
     def averaged_over(self, collective: Collective) -> int:
-        """The number of ranks over which the framework averages gradients; 1 if it does not."""
-        if self.kind == "plain":
-            return 1
-        size = collective.size
-        if self.ranks != size:
+        """The number by which the framework divides sums of gradients."""
+        if self.ranks != collective.size:
             raise ConfigError(
                 f"the model exchanges gradients between {self.ranks} ranks, but the collective has "
-                f"{size}. Pass collective=Distributed(group) with the group of all data- and "
-                f"context-parallel ranks."
+                f"{collective.size}. Pass collective=Distributed(group) with the group of all "
+                f"data- and context-parallel ranks."
             )
-        peers = _fsdp_peers(self.model) if self.kind == "fsdp" else set()
+        return self.ranks
+
+    def exchange(self, now: bool) -> AbstractContextManager[None]:
+        """Context for one forward and backward; `now` exchanges gradients in this backward."""
+        return nullcontext()
+
+    def pending(self) -> list[Tensor]:
+        """Gradients of this step that were not exchanged yet and are not in `.grad`."""
+        return []
+
+    def recover(self) -> None:
+        """Make the model ready for the next step, as if the failed one had not run.
+
+        DDP and fully_shard keep state between a forward and the end of its backward. There is no
+        communication; call it on every rank on which the step failed. Collectives that a rank
+        started alone are not undone: if only some ranks failed, the group of processes has to be
+        started again (see `Watch`).
+        """
+
+
+class DataParallel(Framework):
+    """DistributedDataParallel, which averages gradients over its process group."""
+
+    exchanges = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.ranks = torch.distributed.get_world_size(model.process_group)
+        self.owns_gradients = bool(model.gradient_as_bucket_view)
+
+    def exchange(self, now: bool) -> AbstractContextManager[None]:
+        if not now and self.model.static_graph:
+            raise ConfigError(
+                "DistributedDataParallel(static_graph=True) exchanges gradients in every "
+                "backward, but a step of several micro-batches exchanges them only in the "
+                "last. Set static_graph=False."
+            )
+        no_sync: AbstractContextManager[None] = self.model.no_sync()
+        return self._require_forward() if now else no_sync
+
+    @contextmanager
+    def _require_forward(self) -> Iterator[None]:
+        """Raises at the end if no forward went through DDP: it has exchanged nothing then."""
+        begin = getattr(self.model, "_pre_forward", None)
+        if begin is None or getattr(self.model, "_use_python_reducer", False):
+            yield  # torch without this method, or exchanges that were compiled into the graph
+            return
+        called = False
+
+        def begin_forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal called
+            called = True
+            return begin(*args, **kwargs)
+
+        self.model.__dict__["_pre_forward"] = begin_forward
+        try:
+            yield
+        finally:
+            del self.model.__dict__["_pre_forward"]
+        if not called and self.ranks > 1:
+            raise ConfigError(
+                "forward did not call the DistributedDataParallel module, so gradients were not "
+                "exchanged between ranks. Call the model that forward is given (`model(...)`, not "
+                "`model.module(...)`)."
+            )
+
+    def recover(self) -> None:
+        """Reset the reducer, on every rank that failed, wherever it failed: DDP exchanges the order
+        of its buckets in the second step after a reset, on all ranks or none."""
+        reset = getattr(self.model.reducer, "_reset_state", None)
+        if reset is not None:
+            reset()
+
+
+class FullyShard(Framework):
+    """fully_shard, which averages gradients over the ranks that shard and replicate."""
+
+    locks_step = exchanges = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward alone leaves the root without sharded parameters
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
+                raise ConfigError(
+                    f"the parameter {name!r} requires a gradient but is ignored by fully_shard, so "
+                    f"its gradient is not exchanged. Freeze it, or do not pass it as ignored."
+                )
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        groups = [group for state in states for group in _groups_of(state)]
+        self._groups = list({id(group): group for group in groups}.values())
+        self.ranks, self._divided_by = self._ranks()
+
+    def _ranks(self) -> tuple[int, int | None]:
+        """(ranks that exchange gradients, the factor of `set_gradient_divide_factor`)."""
+        exchanges = set()
+        for group in self._groups:
+            info = group.mesh_info
+            sizes = [getattr(info, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
+            exchanges.add((math.prod(sizes), getattr(group, "gradient_divide_factor", None)))
+        odd = [factor for _, factor in exchanges if factor and (factor < 1 or factor % 1)]
+        if len(exchanges) > 1 or odd:
+            shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(exchanges, key=str))
+            raise ConfigError(
+                f"modules wrapped by fully_shard exchange gradients over different ranks or with "
+                f"different divide factors (ranks / factor: {shown}). Shard all modules over the "
+                f"same ranks, and set the same integer divide factor on all of them or on none."
+            )
+        ranks, factor = exchanges.pop() if exchanges else (1, None)
+        return ranks, int(factor) if factor else None
+
+    def averaged_over(self, collective: Collective) -> int:
+        size = super().averaged_over(collective)
+        meshes = [group.mesh_info.mesh.mesh for group in self._groups]
+        peers = {rank for mesh in meshes for rank in mesh.flatten().tolist()}
         if peers and isinstance(collective, Distributed):
             others = set(torch.distributed.get_process_group_ranks(collective.group))
             if others != peers:
@@ -136,42 +252,10 @@ class Framework:
                     f"collective has ranks {sorted(others)}. Pass collective=Distributed(group) "
                     f"with the group of fully_shard's mesh."
                 )
-        return size if self.divided_by is None else self.divided_by
-
-    @property
-    def owns_gradients(self) -> bool:
-        """Whether `.grad` tensors are views of the framework's buckets, which it reuses."""
-        return self.kind == "ddp" and bool(self.model.gradient_as_bucket_view)
-
-    def exchange(self, now: bool) -> AbstractContextManager[None]:
-        """Context for one forward and backward; `now` exchanges gradients in this backward."""
-        if self.kind == "ddp":
-            if not now and self.model.static_graph:
-                raise ConfigError(
-                    "DistributedDataParallel(static_graph=True) exchanges gradients in every "
-                    "backward, but a step of several micro-batches exchanges them only in the "
-                    "last. Set static_graph=False."
-                )
-            return self._ddp() if now else self.model.no_sync()
-        if self.kind == "fsdp":
-            return self._fsdp(now)
-        return nullcontext()
+        return size if self._divided_by is None else self._divided_by
 
     @contextmanager
-    def _ddp(self) -> Iterator[None]:
-        """Raises at the end if no forward went through DDP: it has exchanged nothing then."""
-        calls: list[bool] = []
-        with _noticing(self.model, lambda: calls.append(True)):
-            yield
-        if not calls and self.ranks > 1:
-            raise ConfigError(
-                "forward did not call the DistributedDataParallel module, so gradients were not "
-                "exchanged between ranks. Call the model that forward is given (`model(...)`, not "
-                "`model.module(...)`)."
-            )
-
-    @contextmanager
-    def _fsdp(self, now: bool) -> Iterator[None]:
+    def exchange(self, now: bool) -> Iterator[None]:
         self.model.set_requires_gradient_sync(now)
         self.model.set_is_last_backward(now)
         try:
@@ -180,21 +264,42 @@ class Framework:
             self.model.set_requires_gradient_sync(True)
             self.model.set_is_last_backward(True)
 
+    def pending(self) -> list[Tensor]:
+        """Gradients that are accumulated without shards."""
+        gradients = [
+            gradient
+            for group in self._groups
+            for parameter in group.fsdp_params
+            for gradient in (
+                getattr(parameter, "unsharded_accumulated_grad", None),
+                getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+            )
+        ]
+        return [gradient for gradient in gradients if gradient is not None]
 
-def device_of(model: Any) -> torch.device | None:
-    """The device of the model's first parameter; None if there is none or it has no memory yet."""
-    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    device = next((parameter.device for parameter in parameters), None)
-    return None if device is not None and device.type == "meta" else device
+    def recover(self) -> None:
+        """End what is in flight and drop gradients that were not exchanged, which fully_shard would
+        add to those of the next step."""
+        root = self.model._get_fsdp_state()
+        if root._is_root is not None:  # it ran a forward
+            reset = getattr(self.model, "reset_iter_state", None)  # torch >= 2.13
+            if reset is None:
+                _reset_state(root)
+            else:
+                reset()
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
+                event = getattr(parameter, "grad_offload_event", None)
+                if event is not None:
+                    event.synchronize()
+                    parameter.grad_offload_event = None
 
 
-def fsdp_groups(model: Any) -> list[Any]:
-    """The parameter groups of all modules that fully_shard wraps, each once."""
-    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    return list({id(group): group for state in states for group in groups_of(state)}.values())
-
-
-def groups_of(state: Any) -> list[Any]:
+def _groups_of(state: Any) -> list[Any]:
     """The parameter groups of one call of fully_shard."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch < 2.13
@@ -202,56 +307,40 @@ def groups_of(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _fsdp_ranks(model: Any) -> tuple[int, int | None]:
-    """(ranks over which fully_shard exchanges gradients, its divide factor if one was set)."""
-    exchanges = set()
-    for group in fsdp_groups(model):
-        sizes = [getattr(group.mesh_info, f"{way}_mesh_size", 1) for way in ("shard", "replicate")]
-        exchanges.add((math.prod(sizes), getattr(group, "gradient_divide_factor", None)))
-    if len(exchanges) > 1 or any(factor and factor != int(factor) for _, factor in exchanges):
-        shown = ", ".join(f"{ranks} / {factor}" for ranks, factor in sorted(exchanges, key=str))
-        raise ConfigError(
-            f"modules wrapped by fully_shard exchange gradients over different ranks or with "
-            f"different divide factors (ranks / factor: {shown}). Shard all modules over the same "
-            f"ranks, and set the same integer divide factor on all of them or on none."
-        )
-    ranks, factor = exchanges.pop() if exchanges else (1, None)
-    return ranks, int(factor) if factor else None
+def _reset_state(root: Any) -> None:
+    """What `FSDPModule.reset_iter_state` does since torch 2.13: end all that is in flight."""
+    context, shared = root._comm_ctx, root._state_ctx
+    stream = root._device_handle.current_stream()
 
+    def wait(event: Any) -> None:
+        if event is not None:
+            stream.wait_event(event)
 
-def _fsdp_peers(model: Any) -> set[int]:
-    """The ranks that exchange gradients with this one, itself included."""
-    return {
-        rank
-        for group in fsdp_groups(model)
-        for rank in group.mesh_info.mesh.mesh.flatten().tolist()
-    }
-
-
-def _refuse_unsharded(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
-            raise ConfigError(
-                f"the parameter {name!r} requires a gradient but is ignored by fully_shard, so its "
-                f"gradient is not exchanged. Freeze it, or do not pass it as ignored."
-            )
-
-
-@contextmanager
-def _noticing(ddp: Any, notice: Callable[[], None]) -> Iterator[None]:
-    """Calls `notice` when a forward of DDP begins, whether compiled, called or by `.forward`."""
-    begin = getattr(ddp, "_pre_forward", None)
-    if begin is None or getattr(ddp, "_use_python_reducer", False):
-        notice()  # torch without this method, or exchanges that were compiled into the graph
-        yield
-        return
-
-    def noticed(*args: Any, **kwargs: Any) -> Any:
-        notice()
-        return begin(*args, **kwargs)
-
-    ddp.__dict__["_pre_forward"] = noticed
-    try:
-        yield
-    finally:
-        del ddp.__dict__["_pre_forward"]
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        wait(getattr(getattr(context, name, None), "event", None))
+        if hasattr(context, name):
+            setattr(context, name, None)
+    for state in getattr(context, "reduce_scatter_states", ()):
+        wait(state.event)
+    for name in ("reduce_scatter_states", "post_forward_order"):
+        getattr(context, name, []).clear()
+    for state in shared.all_states:
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        idle = state._training_state = type(state._training_state).IDLE
+        for group in _groups_of(state):
+            gathered = group._all_gather_result
+            if gathered is not None:
+                wait(gathered.all_gather_event)
+                if hasattr(gathered.all_gather_work, "wait"):
+                    gathered.all_gather_work.wait()
+            wait(getattr(group, "_post_reduce_event", None))
+            wait(getattr(group, "_reshard_after_forward_event", None))
+            wait(getattr(getattr(group, "_all_reduce_state", None), "event", None))
+            group._all_gather_result = group._all_reduce_state = None
+            group._post_reduce_event = group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = idle
+            group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False

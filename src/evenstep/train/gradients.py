@@ -22,17 +22,6 @@ def local_tensor(gradient: Any) -> Tensor:
     return shard
 
 
-def rescale(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply all gradients by `factor` in place; a factor of 0 sets them to zero."""
-    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    if not gradients:
-        return
-    if factor == 0.0:
-        torch._foreach_zero_(gradients)
-    else:
-        torch._foreach_mul_(gradients, factor)
-
-
 @contextmanager
 def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Callable[[], None]]:
     """Context for a step: earlier gradients are removed inside and added back at the end.
@@ -59,34 +48,30 @@ def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Ca
         discarded = True
         raise
     finally:
-        if discarded:
-            for parameter, before in zip(parameters, earlier, strict=True):
+        for parameter, before in zip(parameters, earlier, strict=True):
+            if discarded or parameter.grad is None:
                 parameter.grad = before
-    if discarded:
-        return
-    for parameter, before in zip(parameters, earlier, strict=True):
-        if before is None:
-            continue
-        if parameter.grad is None:
-            parameter.grad = before
-        elif copied or (before.is_sparse and not parameter.grad.is_sparse):
-            parameter.grad.add_(before)
-        else:
-            parameter.grad = before.add_(parameter.grad)  # keeps the tensor object
+            elif before is None:
+                continue
+            elif copied or (before.is_sparse and not parameter.grad.is_sparse):
+                parameter.grad.add_(before)
+            else:
+                parameter.grad = before.add_(parameter.grad)  # keeps the tensor object
 
 
-class SeparateGradients:
-    """One gradient accumulator per denominator, combined when all denominators are known.
+class Gradients:
+    """The gradients of a step: in `.grad`, or with several denominators in one accumulator each.
 
-    Each denominator after the first needs a backward of its own and the memory of one more
+    With one denominator that is known at the end, all gradients are multiplied by one factor. With
+    several, each has a backward of its own, and each after the first needs the memory of one more
     gradient. With `fully_shard` the accumulators are shards, and every backward must exchange
     gradients; DDP must not exchange any (`no_sync`): sum them after `combine`. A compiled model
     needs `torch._functorch.config.donated_buffer = False`.
 
     >>> x = torch.tensor(3.0, requires_grad=True)
-    >>> separate = SeparateGradients([x])
-    >>> separate.backward({"tokens": 2 * x, "groups": x * x})
-    >>> separate.combine({"tokens": 0.5, "groups": 10.0})
+    >>> gradients = Gradients([x])
+    >>> gradients.backward({"tokens": 2 * x, "groups": x * x})
+    >>> gradients.combine({"tokens": 0.5, "groups": 10.0})
     >>> float(x.grad)
     61.0
     """
@@ -96,9 +81,11 @@ class SeparateGradients:
         self._sums: dict[str, list[Tensor | None]] = {}
 
     def backward(self, objectives: Mapping[str, Tensor]) -> None:
-        """Add the gradient of each objective to its own accumulator."""
-        before = self._take()
-        left = len(objectives)
+        """Add the gradient of each objective to its own accumulator; a single one is `.grad`."""
+        if len(objectives) == 1:
+            next(iter(objectives.values())).backward()
+            return
+        before, left = self._take(), len(objectives)
         try:
             for name, objective in objectives.items():
                 left -= 1
@@ -109,9 +96,19 @@ class SeparateGradients:
             self._put(before)
 
     def combine(self, factors: Mapping[str, float]) -> None:
-        """Add the sum of factor times gradient to each `.grad`, and clear the accumulators."""
-        for name, gradients in self._sums.items():
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        """Leave the sum of factor times gradient in `.grad`; a factor of 0 gives zeros.
+
+        Without factors, gradients stay as they are.
+        """
+        if len(factors) == 1:
+            (factor,) = factors.values()
+            gradients = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+            if gradients and factor:
+                torch._foreach_mul_(gradients, factor)
+            elif gradients:
+                torch._foreach_zero_(gradients)
+        for name, sums in self._sums.items():
+            for parameter, gradient in zip(self.parameters, sums, strict=True):
                 if gradient is None:
                     continue
                 scaled = gradient * factors[name] if factors[name] else torch.zeros_like(gradient)
@@ -121,8 +118,9 @@ class SeparateGradients:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All accumulators."""
-        return [g for gradients in self._sums.values() for g in gradients if g is not None]
+        """The gradients so far, of all accumulators."""
+        sums = [*self._sums.values()] or [[parameter.grad for parameter in self.parameters]]
+        return [gradient for gradients in sums for gradient in gradients if gradient is not None]
 
     def _take(self) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in self.parameters]

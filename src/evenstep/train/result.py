@@ -6,17 +6,18 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from evenstep.core.cost import Cost
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.core.recipe import World
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Sums
 from evenstep.train.collectives import Bundle, Collective
 from evenstep.train.step_loss import LossValues, StepLoss
@@ -53,6 +54,14 @@ class Kept:
     for tokens that do not count or did not run here. Empty with keep="samples"."""
 
 
+# Metrics of a step beside those of its losses.
+BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
+TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
+PREDICTED = "evenstep/predicted"  # tokens that are not the first of their sample
+SQUARE = "evenstep/gradient_square"
+GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSegments:
     """Where the segments of a micro-batch lie, as arrays on the host; tails are left out."""
@@ -62,25 +71,30 @@ class HostSegments:
     length: IntArray
     first: IntArray  # slot
     continues: IntArray  # 1 if the last slot predicts the first token of the next segment
+    counts: dict[str, float]  # of the micro-batch, by the name of their metrics
 
     @classmethod
-    def of(cls, batch: Batch) -> HostSegments:
-        """The segments of a batch."""
-        sample = batch.sample_ids.cpu().numpy()
-        real = sample >= 0
-        start, length, first = (
-            tensor.cpu().numpy()[real].astype(np.int64, copy=False)
-            for tensor in (batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
-        )
-        continues = np.zeros_like(length)
+    def of(cls, batch: Batch, cost: Cost | None = None) -> HostSegments:
+        """The segments of a batch; their FLOPs if `cost` gives them."""
+        tiles = (batch.sample_ids, batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
+        sample, start, length, first = (tensor.cpu().numpy() for tensor in tiles)
+        continues = np.zeros(len(sample), np.int64)
         if batch.continuation is not None:
-            continues = (batch.continuation.counts > 0).cpu().numpy()[real].astype(np.int64)
-        return cls(sample[real], start, length, first, continues)
-
-    @property
-    def predicted(self) -> int:
-        """Number of tokens that are not the first of their sample."""
-        return int(self.length.sum()) - int((self.start == 0).sum())
+            continues[:] = (batch.continuation.counts > 0).cpu().numpy()
+        real = sample >= 0
+        if not real.all():
+            arrays = (sample, start, length, first, continues)
+            sample, start, length, first, continues = (array[real] for array in arrays)
+        tokens = int(length.sum())
+        counts: dict[str, float] = {
+            TOKENS: tokens,
+            SLOTS: batch.rows * batch.width,
+            LABELS: int(np.count_nonzero(batch.labels.cpu().numpy() != IGNORE_INDEX)),
+            PREDICTED: tokens - int(np.count_nonzero(start == 0)),
+        }
+        if cost is not None:
+            counts[FLOPS] = float(cost.of_lengths(length).sum())
+        return cls(sample, start, length, first, continues, counts)
 
 
 class Keeper:
@@ -103,13 +117,14 @@ class Keeper:
                     f"Return Sums of whole sequences (`PerSequence`), or set keep=None."
                 )
             self._by_sequence.setdefault(name, []).append(sums.by_sequence.detach())
-            if self.keep == "tokens":
-                if sums.by_slot is None:
-                    raise InputError(
-                        f"keep='tokens' needs one value per token, but the loss {name!r} returns "
-                        f"one per sequence. Return values per slot, or set keep='samples'."
-                    )
-                self._by_slot.setdefault(name, []).append(sums.by_slot.detach())
+            if self.keep == "samples":
+                continue
+            if sums.by_slot is None:
+                raise InputError(
+                    f"keep='tokens' needs one value per token, but the loss {name!r} returns "
+                    f"one per sequence. Return values per slot, or set keep='samples'."
+                )
+            self._by_slot.setdefault(name, []).append(sums.by_slot.detach().flatten())
 
     def kept(self) -> Kept:
         """All values in the order of samples."""
@@ -118,42 +133,28 @@ class Keeper:
             for name in ("sample", "start", "length", "continues")
         )
         ids, row = np.unique(sample, return_inverse=True)
-        index = torch.from_numpy(row)
         samples = {
             name: torch.zeros(len(ids), dtype=torch.float64).index_add_(
-                0, index, torch.cat(values).double().cpu()
+                0, torch.from_numpy(row), torch.cat(values).double().cpu()
             )
             for name, values in self._by_sequence.items()
         }
         ends = np.zeros(len(ids), np.int64)
         np.maximum.at(ends, row, start + length + more)
-        firsts = offsets_of(ends)
         # Slot j of a segment predicts token start + j + 1 of its sample.
         count = length - 1 + more
-        target = ranges_of(firsts[row] + start + 1, count)
-        tokens = {
-            name: self._by_sample(values, target, count, ends)
-            for name, values in self._by_slot.items()
-        }
+        target = torch.from_numpy(ranges_of(offsets_of(ends)[row] + start + 1, count))
+        tokens = {}
+        for name, values in self._by_slot.items():
+            before = offsets_of(np.array([len(each) for each in values], np.int64))
+            first = [each.first + at for each, at in zip(self._segments, before, strict=False)]
+            source = torch.from_numpy(ranges_of(np.concatenate(first), count))
+            by_slot = torch.cat(values).cpu()
+            by_token = by_slot.new_zeros(int(ends.sum()))
+            by_token[target] = by_slot[source]
+            tokens[name] = list(by_token.split(ends.tolist()))
         return Kept(ids, samples, tokens)
 
-    def _by_sample(
-        self, values: list[Tensor], target: IntArray, count: IntArray, ends: IntArray
-    ) -> list[Tensor]:
-        before = offsets_of(np.array([each.numel() for each in values], np.int64))
-        first = [each.first + at for each, at in zip(self._segments, before, strict=False)]
-        source = ranges_of(np.concatenate(first), count)
-        by_slot = torch.cat([each.flatten() for each in values]).cpu()
-        by_token = by_slot.new_zeros(int(ends.sum()))
-        by_token[torch.from_numpy(target)] = by_slot[torch.from_numpy(source)]
-        return list(by_token.split(ends.tolist()))
-
-
-BUSY, BUSY_MOST, FLOPS = "evenstep/busy", "evenstep/busy_most", "evenstep/flops"
-TOKENS, SLOTS, LABELS = "evenstep/tokens", "evenstep/slots", "evenstep/labels"
-PREDICTED = "evenstep/predicted"  # tokens that are not the first of their sample
-SQUARE = "evenstep/gradient_square"
-GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean
 
 ANY_CAUSE = (
     "Labels are -100 or loss masks 0 for every token. A chat template without {% generation %} "
@@ -188,7 +189,7 @@ class Stopwatch:
         self.seconds = 0.0
         self._began = 0.0
 
-    def __enter__(self) -> Stopwatch:
+    def __enter__(self) -> Self:
         self._began = time.perf_counter()
         return self
 
@@ -196,8 +197,8 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._began
 
 
-class ComputeTime:
-    """Seconds of forwards and backwards inside `with` blocks: elapsed, and busy seconds of each.
+class ComputeTime(Stopwatch):
+    """A stopwatch of forwards and backwards that also knows the busy seconds of each block.
 
     Busy seconds are those of this rank without waiting for other ranks. On a CPU, the CPU time of
     this thread. On a GPU, the time between two events of the stream; only reading them
@@ -205,42 +206,40 @@ class ComputeTime:
     """
 
     def __init__(self, cuda: bool) -> None:
-        self.elapsed = 0.0
+        super().__init__()
         self._cuda = cuda
-        self._events: list[tuple[Any, Any]] = []
-        self._busy: list[float] = []
-        self._began = self._cpu_began = 0.0
+        self._marks: list[Any] = []  # the begin and end of each block, in turn
 
-    def __enter__(self) -> ComputeTime:
-        self._began = time.perf_counter()
-        if self._cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self._events.append((begin, end))
-        else:
-            self._cpu_began = time.thread_time()
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._marks.append(self._mark())
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._cuda:
-            self._events[-1][1].record()
-        else:
-            self._busy.append(time.thread_time() - self._cpu_began)
-        self.elapsed += time.perf_counter() - self._began
+        self._marks.append(self._mark())
+        super().__exit__()
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @property
     def busy(self) -> list[float]:
         """Busy seconds of each block."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._busy += [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
-            self._events.clear()
-        return self._busy
+        blocks = zip(self._marks[::2], self._marks[1::2], strict=True)
+        if not self._cuda:
+            return [end - begin for begin, end in blocks]
+        if self._marks:
+            self._marks[-1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in blocks]
 
     @property
-    def seconds(self) -> float:
+    def total(self) -> float:
         """Seconds of all blocks: on a GPU, which runs behind, those between events."""
-        return sum(self.busy) if self._cuda else self.elapsed
+        return sum(self.busy) if self._cuda else self.seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +303,7 @@ class StepResult:
             return self
         assert self.known is not None
         step_loss, totals = self.known
-        numbers = step_loss.finish([], self.bundle.reduce(collective), totals)
+        numbers = step_loss.finish(self.bundle.reduce(collective), totals)
         result = replace(self, numbers=numbers)
         if result.without_loss:
             raise InputError(f"no token of this step counts in the loss, on any rank. {ANY_CAUSE}")
@@ -318,6 +317,9 @@ class StepResult:
                 "rank first."
             )
         return self.numbers
+
+    def _metric(self, name: str) -> float:
+        return float(self._numbers.metrics[name].value)
 
     @property
     def loss(self) -> float:
@@ -336,8 +338,10 @@ class StepResult:
         Of the exact gradient: before clipping, without a scaler's scale, and without gradients
         that were in `.grad` before the step.
         """
-        square, factor = float(self._numbers.metrics[SQUARE].value), self._numbers.factor
-        return math.sqrt(square) * factor if factor else 0.0
+        factors = self._numbers.factors
+        # Gradients of several denominators are measured after they were multiplied.
+        factor = next(iter(factors.values())) if len(factors) == 1 else 1.0
+        return math.sqrt(self._metric(SQUARE)) * factor if factor else 0.0
 
     @property
     def finite(self) -> bool:
@@ -347,17 +351,15 @@ class StepResult:
     @property
     def empty(self) -> bool:
         """Whether the step has no loss tokens, or all weights are 0; loss and gradients are 0."""
-        return self._numbers.empty or float(self._numbers.metrics[LABELS].value) == 0
+        return self._numbers.empty or self._metric(LABELS) == 0
 
     @property
     def without_loss(self) -> bool:
         """Whether labels are needed and all of them are ignored, although there are tokens to
         predict. A step without samples, or with samples of one token only, is just empty."""
         assert self.known is not None
-        assert self.numbers is not None
-        metrics, (step_loss, _) = self.numbers.metrics, self.known
-        none = float(metrics[LABELS].value) == 0 and float(metrics[PREDICTED].value) > 0
-        return none and step_loss.needs_labels(self.numbers.denominators)
+        over = self._numbers.denominators
+        return self.known[0].without_loss(self._metric(LABELS), self._metric(PREDICTED), over)
 
     @property
     def deviation(self) -> float:
@@ -365,7 +367,7 @@ class StepResult:
 
         0, except with mode="per_micro_batch".
         """
-        return self._numbers.deviation
+        return self._numbers.reported - self._numbers.loss
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -379,28 +381,25 @@ class StepResult:
     @property
     def measured_imbalance(self) -> float:
         """Busy time of the slowest rank over the mean, without waiting for other ranks."""
-        metrics = self._numbers.metrics
-        mean = float(metrics[BUSY].value)
-        return float(metrics[BUSY_MOST].value) / mean if mean > 0 else 1.0
+        mean = self._metric(BUSY)
+        return self._metric(BUSY_MOST) / mean if mean > 0 else 1.0
 
     @property
     def tokens_per_second(self) -> float:
         """Real tokens per second, over all ranks."""
-        return float(self._numbers.metrics[TOKENS].value) / self.timings.total
+        return self._metric(TOKENS) / self.timings.total
 
     @property
     def padding(self) -> float:
         """Share of padding in the slots of all ranks."""
-        metrics = self._numbers.metrics
-        return 1 - float(metrics[TOKENS].value) / float(metrics[SLOTS].value)
+        return 1 - self._metric(TOKENS) / self._metric(SLOTS)
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization: FLOPs of real tokens over peak FLOPs in the same time."""
-        flops = self._numbers.metrics.get(FLOPS)
-        if flops is None or self.peak_flops is None:
+        if FLOPS not in self._numbers.metrics or self.peak_flops is None:
             return None
-        return float(flops.value) / (self.timings.total * self.peak_flops)
+        return self._metric(FLOPS) / (self.timings.total * self.peak_flops)
 
     def to_dict(self) -> dict[str, float]:
         """Plain numbers for a logger."""

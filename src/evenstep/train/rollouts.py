@@ -24,20 +24,17 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, check_masks_read, check_masks_spelt
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.inputs import checked_groups
-from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
 
-Stored: TypeAlias = NDArray[Any] | tuple[NDArray[np.uint8], torch.dtype, tuple[int, ...]]
+Stored: TypeAlias = tuple[NDArray[np.uint8], torch.dtype, tuple[int, ...]]
+Side: TypeAlias = Literal["left", "right"]
 
 
 def array_of(tensor: Tensor) -> Stored:
-    """A tensor on the host as an array, or its bytes, dtype and shape (numpy has no bfloat16)."""
-    contiguous = tensor.contiguous()
-    try:
-        return np.asarray(contiguous.numpy(force=True))
-    except TypeError:
-        return contiguous.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+    """The bytes of a tensor on the host, its dtype and its shape: numpy has no bfloat16."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return raw, tensor.dtype, tuple(tensor.shape)
 
 
 def tensor_of(stored: Stored) -> Tensor:
@@ -46,8 +43,6 @@ def tensor_of(stored: Stored) -> Tensor:
     >>> tensor_of(array_of(torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))).tolist()
     [[1.5], [2.5]]
     """
-    if isinstance(stored, np.ndarray):
-        return over(stored)
     raw, dtype, shape = stored
     return over(raw).view(dtype).view(shape) if raw.size else torch.empty(shape, dtype=dtype)
 
@@ -68,9 +63,6 @@ def _warn_now() -> None:
         torch.from_numpy(read_only)
 
 
-Side: TypeAlias = Literal["left", "right"]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
     """Row i has its tokens in the columns `starts[i]` up to `starts[i] + lengths[i]` of `width`."""
@@ -87,25 +79,34 @@ class Spans:
                 f"attention_mask has shape {tuple(mask.shape)}; expected (rows, width). Pass a "
                 f"mask of tokens, not of pairs of tokens."
             )
-        ones_and_zeros = mask.detach().cpu()
-        ones = ones_and_zeros == 1
-        if not bool((ones == (ones_and_zeros != 0)).all()):
-            odd = ones_and_zeros[~ones & (ones_and_zeros != 0)][0].item()
+        mask, width = mask.detach().cpu(), mask.shape[1]
+        ones = (mask == 1).numpy()
+        lengths = np.count_nonzero(ones, axis=1)
+        if lengths.sum() != int(torch.count_nonzero(mask)):
+            odd = mask[(mask != 0) & (mask != 1)][0].item()
             raise InputError(
                 f"attention_mask holds {odd:g}; expected 0 or 1. A row is one sequence: unpack "
                 f"packed rows first."
             )
-        rows, width = mask.shape
-        starts, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        wrong = find_spans(ones.contiguous().view(torch.uint8).numpy(), starts, lengths)
-        if wrong >= 0:
+        # [[0, 1, 1], [1, 0, 0]] -> starts [1, 0], ends [3, 1], lengths [2, 1]
+        starts = ones.argmax(axis=1)
+        ends = width - ones[:, ::-1].argmax(axis=1)
+        gaps = np.flatnonzero((ends - starts != lengths) & (lengths > 0))
+        if len(gaps):
             raise InputError(
-                f"the attention_mask of row {wrong} has zeros between ones; expected padding "
+                f"the attention_mask of row {gaps[0]} has zeros between ones; expected padding "
                 f"before or after the tokens only. To ignore tokens in the loss, set their "
                 f"'loss_mask' to 0."
             )
-        if side is not None:
-            _check_side(starts, lengths, width, side)
+        expected = {"left": width - lengths, "right": np.zeros_like(starts)}.get(side or "", starts)
+        other = np.flatnonzero((starts != expected) & (lengths > 0))
+        if len(other):
+            row = int(other[0])
+            raise InputError(
+                f"padding_side is {side!r}, but row {row} has its tokens in columns {starts[row]} "
+                f"to {ends[row] - 1} of {width}. Leave padding_side out to detect the side of each "
+                f"row."
+            )
         return cls(frozen(starts), frozen(lengths), width)
 
     @classmethod
@@ -137,47 +138,6 @@ class Spans:
         """The tokens of each row when it runs: an empty row runs as one padding token."""
         return np.maximum(self.lengths, 1)
 
-    def take(self, rows: IntArray) -> Spans:
-        """The spans of these rows."""
-        return Spans(frozen(self.starts[rows]), frozen(self.lengths[rows]), self.width)
-
-
-def _check_side(starts: IntArray, lengths: IntArray, width: int, side: Side) -> None:
-    expected = width - lengths if side == "left" else np.zeros_like(starts)
-    wrong = np.flatnonzero((starts != expected) & (lengths > 0))
-    if len(wrong):
-        row = int(wrong[0])
-        raise InputError(
-            f"padding_side is {side!r}, but row {row} has its tokens in columns {starts[row]} to "
-            f"{starts[row] + lengths[row] - 1} of {width}. Leave padding_side out to detect the "
-            f"side of each row."
-        )
-
-
-@kernel
-def find_spans(ones: NDArray[np.uint8], starts: IntArray, lengths: IntArray) -> int:
-    """Fill the first one of each row and the number of ones; return a row with a gap, else -1.
-
-    [[0, 1, 1], [1, 0, 0]] -> starts [1, 0], lengths [2, 1]
-    """
-    width = ones.shape[1]
-    for row in range(ones.shape[0]):
-        here = ones[row]
-        first, end = 0, width
-        while first < width and here[first] == 0:
-            first += 1
-        while end > first and here[end - 1] == 0:
-            end -= 1
-        count = 0
-        for column in range(first, end):
-            if here[column]:
-                count += 1
-        if count != end - first:
-            return row
-        starts[row] = first if count else 0
-        lengths[row] = count
-    return -1
-
 
 def places_of(rows: ArrayLike, numbers: IntArray) -> IntArray:
     """Where each of `rows` is in the ascending `numbers`. Raises if one is missing or twice.
@@ -186,22 +146,16 @@ def places_of(rows: ArrayLike, numbers: IntArray) -> IntArray:
     [2, 0]
     """
     wanted = np.asarray(rows, np.int64)
-    if len(numbers) and numbers[-1] == len(numbers) - 1:  # all rows
-        at, known = wanted, (wanted >= 0) & (wanted < len(numbers))
-    else:
-        at = np.searchsorted(numbers, wanted)
-        known = np.append(numbers, -1)[at] == wanted
-    if not known.all():
+    at = np.searchsorted(numbers, wanted)
+    missing = np.flatnonzero(np.append(numbers, -1)[at] != wanted)
+    if len(missing):
         raise InputError(
-            f"row {wanted[~known][0]} is not among the {len(numbers)} rows of this batch. Pass "
+            f"row {wanted[missing[0]]} is not among the {len(numbers)} rows of this batch. Pass "
             f"numbers of rows that it holds."
         )
-    if not (at[1:] > at[:-1]).all():
-        ordered = np.sort(at)
-        twice = ordered[1:] == ordered[:-1]
-        if twice.any():
-            row = numbers[ordered[1:][twice][0]]
-            raise InputError(f"row {row} is given twice. Pass each row once.")
+    twice = np.flatnonzero(np.bincount(at) > 1)
+    if len(twice):
+        raise InputError(f"row {numbers[twice[0]]} is given twice. Pass each row once.")
     return at
 
 
@@ -277,8 +231,8 @@ class RolloutPlan:
     def mini_batches(self, epoch: int = 0) -> list[IntArray]:
         """The rows of each step of an epoch, ascending."""
         plan = self.epochs[epoch]
-        ids = self._row_numbers(plan)
-        return [np.sort(ids[plan.step_of == step]) for step in range(plan.num_steps)]
+        rows = self._rows_of(plan, np.arange(len(self.lengths)))
+        return [np.sort(rows[plan.step_of == step]) for step in range(plan.num_steps)]
 
     def rows_of(self, rank: int) -> IntArray:
         """The rows that a rank runs in any epoch, ascending; pass them to `RolloutBatch.select`."""
@@ -288,10 +242,13 @@ class RolloutPlan:
         for plan in self.epochs:
             cells = plan.segment_offsets[plan.cell_offsets]  # the first segment of each cell
             first, end = (cells[at :: plan.num_ranks] for at in (rank, rank + 1))
-            first = first[: len(end)]
-            samples = plan.segments.sample[ranges_of(first, end - first)]
-            rows.append(samples if plan.sample_ids is None else plan.sample_ids[samples])
+            segments = ranges_of(first[: len(end)], end - first[: len(end)])
+            rows.append(self._rows_of(plan, plan.segments.sample[segments]))
         return np.unique(np.concatenate(rows))
+
+    @staticmethod
+    def _rows_of(plan: Plan, samples: IntArray) -> IntArray:
+        return samples if plan.sample_ids is None else plan.sample_ids[samples]
 
     def steps(self, batch: RolloutBatch, world: World | None = None) -> Iterator[Step]:
         """The steps of a rank, over all epochs, for `Runner.run` and `compute_log_probs`.
@@ -349,9 +306,6 @@ class RolloutPlan:
             "imbalance_step": sum(e["imbalance_cost_step"] for e in stats) / times,
             "imbalance_micro_batch": sum(e["imbalance_cost_micro_batch"] for e in stats) / times,
         }
-
-    def _row_numbers(self, plan: Plan) -> IntArray:
-        return np.arange(len(self.lengths)) if plan.sample_ids is None else plan.sample_ids
 
 
 class _Rows:
@@ -450,8 +404,7 @@ class RolloutBatch:
         self.groups = None if ids is None else frozen(ids)
         self.aligned: dict[str, Aligned] = {}
         self.tensors: dict[str, Tensor] = {}
-        self._row_digests: IntArray | None = None
-        self._digested: int | None = None  # version of the tokens that they are of
+        self._digests: tuple[int | None, IntArray] | None = None  # version of the tokens, digests
         self._add({name: t for name, t in tensors.items() if name != _MASK}, aligned or {})
 
     def _add(self, tensors: Mapping[str, Tensor], aligned: Mapping[str, Aligned]) -> None:
@@ -473,7 +426,7 @@ class RolloutBatch:
                     "attention_mask cannot change after a RolloutBatch is made. Make another one."
                 )
             if name == "input_ids":
-                self._row_digests = None
+                self._digests = None
             if name == _OF_ROWS and tensor.ndim == 2 and tensor.shape[1] == 1:
                 tensor = tensor[:, 0]
             self.aligned[name] = self._alignment(name, tensor, aligned.get(name))
@@ -577,15 +530,16 @@ class RolloutBatch:
         """
         at = np.sort(places_of(rows, self.rows))
         index = torch.from_numpy(at)
-        digests = self._current_digests()
         tensors = {name: t.index_select(0, index) for name, t in self.tensors.items()}
+        spans, digests = self.spans, self._known_digests()
         return self._copy(
             tensors=tensors,
-            spans=self.spans.take(at),
+            spans=Spans(frozen(spans.starts[at]), frozen(spans.lengths[at]), spans.width),
             rows=frozen(self.rows[at]),
             groups=None if self.groups is None else frozen(self.groups[at]),
-            _row_digests=None if digests is None else frozen(digests[at]),
-            _digested=_version(tensors["input_ids"]),
+            _digests=None
+            if digests is None
+            else (_version(tensors["input_ids"]), frozen(digests[at])),
         )
 
     def _copy(self, **changed: Any) -> RolloutBatch:
@@ -596,12 +550,13 @@ class RolloutBatch:
     def __getstate__(self) -> dict[str, Any]:
         """Tensors as arrays: pickle protocol 5 does not copy them, so readers can share memory."""
         arrays = {name: array_of(tensor) for name, tensor in self.tensors.items()}
-        return vars(self) | {"tensors": arrays, "_row_digests": self._current_digests()}
+        return vars(self) | {"tensors": arrays, "_digests": self._known_digests()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.tensors = {name: tensor_of(stored) for name, stored in state["tensors"].items()}
-        self._digested = _version(self.tensors["input_ids"])
+        if state["_digests"] is not None:
+            self._digests = (_version(self.tensors["input_ids"]), state["_digests"])
 
     def collator(self, *, pad_token: int = 0) -> Collator:
         """A collator that knows the tensors of this batch, for `Runner(collate=...)`."""
@@ -642,6 +597,15 @@ class RolloutBatch:
                 f"this batch holds {len(self)} of {self.num_rows} rows. Plan the whole batch, then "
                 f"select the rows of a rank."
             )
+        columns: dict[str, ArrayLike] = {}
+        for name in recipe.columns:
+            tensor = self.tensors.get(name)
+            if tensor is None or tensor.ndim != 1:
+                raise InputError(
+                    f"the recipe names the column {name!r}, but there is no tensor {name!r} with "
+                    f"one number per row. Add it to the batch."
+                )
+            columns[name] = tensor.numpy()
         stream = PlannedStream(
             Lengths(self.spans.run_lengths),
             recipe,
@@ -649,7 +613,7 @@ class RolloutBatch:
             seed=seed,
             shuffle=shuffle,
             groups=self.groups,
-            columns={name: self._column(name) for name in recipe.columns},
+            columns=columns,
         )
         count = whole_number("epochs", epochs)
         return RolloutPlan(
@@ -659,35 +623,27 @@ class RolloutBatch:
             row_digests=self.row_digests,
         )
 
-    def _column(self, name: str) -> ArrayLike:
-        tensor = self.tensors.get(name)
-        if tensor is None or tensor.ndim != 1:
-            raise InputError(
-                f"the recipe names the column {name!r}, but there is no tensor {name!r} with one "
-                f"number per row. Add it to the batch."
-            )
-        return np.asarray(tensor.numpy())
-
     @property
     def row_digests(self) -> IntArray:
         """64 bits of each row's tokens. Computed once and taken along by copies of the rows, and
         computed again if torch has changed the tokens in place."""
-        digests = self._current_digests()
+        digests = self._known_digests()
         if digests is None:
-            ids = np.ascontiguousarray(self.tensors["input_ids"].numpy(), np.int64)
+            tokens = self.tensors["input_ids"]
+            ids = np.ascontiguousarray(tokens.numpy(), np.int64)
             starts, ends = self.spans.starts, self.spans.starts + self.spans.lengths
             joined = b"".join(
                 hashlib.blake2b(row[start:end], digest_size=8).digest()
                 for row, start, end in zip(ids, starts.tolist(), ends.tolist(), strict=True)
             )
-            digests = self._row_digests = np.frombuffer(joined, np.int64)
-            self._digested = _version(self.tensors["input_ids"])
+            digests = np.frombuffer(joined, np.int64)
+            self._digests = (_version(tokens), digests)
         return digests
 
-    def _current_digests(self) -> IntArray | None:
+    def _known_digests(self) -> IntArray | None:
         """Those of the tokens as they are now, if they were computed."""
-        current = self._digested == _version(self.tensors["input_ids"])
-        return self._row_digests if current else None
+        version, digests = self._digests or (None, None)
+        return digests if version == _version(self.tensors["input_ids"]) else None
 
     # Results -------------------------------------------------------------------------------------
 
@@ -714,13 +670,20 @@ class RolloutBatch:
             return torch.zeros((0, spans.width))
         else:
             raise InputError("no results were given, so their dtype is unknown. Pass one per row.")
-        self._check_lengths(lengths, at)
+        if len(lengths) != len(at):
+            raise InputError(f"got {len(lengths)} results for {len(at)} rows. Pass one per row.")
         length = spans.lengths[at]
-        columns = ranges_of(spans.starts[at] + at * spans.width, length)
-        target = torch.from_numpy(columns).to(joined.device)
-        source = torch.from_numpy(ranges_of(offsets_of(lengths)[:-1], length)).to(joined.device)
-        flat = joined.new_full((len(self) * spans.width, *joined.shape[1:]), pad)
-        flat = flat.index_copy(0, target, joined.index_select(0, source))
+        # An empty row runs as one token.
+        wrong = np.flatnonzero((lengths != length) & ((length > 0) | (lengths != 1)))
+        if len(wrong):
+            row = wrong[0]
+            raise InputError(
+                f"row {self.rows[at[row]]} has {length[row]} tokens, but its result has "
+                f"{lengths[row]} entries. Return one entry per token."
+            )
+        target = ranges_of(spans.starts[at] + at * spans.width, length)
+        source = ranges_of(offsets_of(lengths)[:-1], length)
+        flat = _scatter(joined, source, target, len(self) * spans.width, pad)
         return flat.view(len(self), spans.width, *flat.shape[1:])
 
     def restore_sequences(
@@ -737,9 +700,7 @@ class RolloutBatch:
         if len(values) != len(at):
             raise InputError(f"got {len(values)} values for {len(at)} rows. Pass one per row.")
         real = np.flatnonzero(self.lengths[at] > 0)
-        target, source = (torch.from_numpy(index).to(values.device) for index in (at[real], real))
-        restored = values.new_full((len(self), *values.shape[1:]), pad)
-        return restored.index_copy(0, target, values.index_select(0, source))
+        return _scatter(values, real, at[real], len(self), pad)
 
     def _complete(self, rows: ArrayLike | None) -> IntArray:
         """Where each of `rows` is in this batch; all but empty ones must be there."""
@@ -755,19 +716,12 @@ class RolloutBatch:
             )
         return at
 
-    def _check_lengths(self, lengths: IntArray, at: IntArray) -> None:
-        """Raise unless the results of the rows at `at` have an entry per token."""
-        if len(lengths) != len(at):
-            raise InputError(f"got {len(lengths)} results for {len(at)} rows. Pass one per row.")
-        expected = self.lengths[at]
-        # An empty row runs as one token.
-        wrong = np.flatnonzero((lengths != expected) & ~((expected == 0) & (lengths == 1)))
-        if len(wrong):
-            row = wrong[0]
-            raise InputError(
-                f"row {self.rows[at[row]]} has {expected[row]} tokens, but its result has "
-                f"{lengths[row]} entries. Return one entry per token."
-            )
+
+def _scatter(values: Tensor, source: IntArray, target: IntArray, count: int, pad: float) -> Tensor:
+    """(count, ...): entry `target[i]` is `values[source[i]]`, all others are `pad`."""
+    into, taken = (torch.from_numpy(index).to(values.device) for index in (target, source))
+    restored = values.new_full((count, *values.shape[1:]), pad)
+    return restored.index_copy(0, into, values.index_select(0, taken))
 
 
 def _shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:

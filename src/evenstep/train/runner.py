@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from evenstep.core.cost import Cost
 from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import IntArray, Segments
+from evenstep.core.ragged import IntArray
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
 from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
+from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
-from evenstep.train.checks import (
-    CONSTANT,
-    COUNT,
-    SCALE,
-    check_collective,
-    check_constants,
-    check_counts,
-    check_fingerprints,
-    check_gradients_on,
-    check_groups_on_ranks,
-    check_groups_planned,
-    check_groups_whole,
-    check_kind,
-    check_labels,
-    check_loss_function,
-    check_none_skipped,
-    check_pair_losses,
-    check_shards,
-    extremes,
-    extremes_of,
-    not_trainable,
-)
+from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective
-from evenstep.train.failures import Suspects, TokenIds, TooLargeError, out_of_memory, recover
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
-from evenstep.train.gradients import SeparateGradients, set_aside, square_share, sum_gradients
+from evenstep.train.gradients import Gradients, set_aside, square_share, sum_gradients
 from evenstep.train.normalization import (
     ByLoss,
     GroupMean,
@@ -57,26 +37,7 @@ from evenstep.train.normalization import (
     split_divisor,
     weighted,
 )
-from evenstep.train.prefetch import Prefetch
-from evenstep.train.result import (
-    ANY_CAUSE,
-    BUSY,
-    BUSY_MOST,
-    FLOPS,
-    GROUPS_MOST,
-    LABELS,
-    PREDICTED,
-    SLOTS,
-    SQUARE,
-    TOKENS,
-    ComputeTime,
-    HostSegments,
-    Keep,
-    Keeper,
-    StepResult,
-    Stopwatch,
-    Timings,
-)
+from evenstep.train.result import ComputeTime, HostSegments, Keep, Keeper, StepResult, Stopwatch
 from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor | tuple[Sums | Tensor, Tensor]]
@@ -175,8 +136,6 @@ class Runner:
     keep: Keep | None = None
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
-    _step_loss: list[StepLoss] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Of the last step: most steps have the same."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "parameters") or isinstance(self.model, type):
@@ -186,30 +145,29 @@ class Runner:
             )
         if self.forward is None:
             object.__setattr__(self, "forward", forward_of(self.model))
-        check_kind("collective", self.collective, "all_reduce_sum", "Distributed() or Alone()")
-        check_kind("cost", self.cost, "of_lengths", "Cost.named('llama-3-8b')")
+        checks.check_kind(
+            "collective", self.collective, "all_reduce_sum", "Distributed() or Alone()"
+        )
+        checks.check_kind("cost", self.cost, "of_lengths", "Cost.named('llama-3-8b')")
         for name, each in self.losses.items():
-            check_kind("normalization", each.normalization, "weights", "TokenMean()")
-            check_loss_function(name, each.function)
+            checks.check_loss(name, each.function, each.normalization)
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
-        check_pair_losses(self.losses)
-        if self.on_memory == "split" and self.mode == "per_micro_batch":
-            raise ConfigError(
-                "on_memory='split' changes the number of micro-batches, on which the loss of "
-                "mode='per_micro_batch' depends. Use mode='deferred'."
-            )
-        if self.on_nonfinite is not None:
-            one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
-        if self.keep is not None:
-            one_of("keep", self.keep, Keep)
+        for name, words in (("mode", Mode), ("on_nonfinite", OnNonfinite), ("keep", Keep)):
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), words)
         if self.on_nonfinite and self.scaler is not None and self.scaler.is_enabled():
             raise ConfigError(
                 f"on_nonfinite={self.on_nonfinite!r} and a scaler exclude each other: the scaler "
                 f"has to see gradients that are not finite, to skip the step and lower its scale. "
                 f"Set on_nonfinite=None."
             )
-        if self.on_memory == "split" and Framework.of(self.model).kind == "fsdp":
+        if self.on_memory == "split" and self.mode == "per_micro_batch":
+            raise ConfigError(
+                "on_memory='split' changes the number of micro-batches, on which the loss of "
+                "mode='per_micro_batch' depends. Use mode='deferred'."
+            )
+        if self.on_memory == "split" and Framework.of(self.model).locks_step:
             raise ConfigError(
                 "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "
                 "micro-batch and would hang. Use on_memory='raise' and a smaller max_tokens."
@@ -224,39 +182,37 @@ class Runner:
 
     def run(self, step: Step | Sequence[Batch] | LazyBatches) -> StepResult:
         """Run a step of a stream, or batches: a sequence, or lazy ones with a known number."""
-        check_gradients_on()
-        if self.on_memory == "split" and (not isinstance(step, Step) or step.batches is not None):
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "a runner computes gradients, but torch.no_grad or inference_mode is on. Leave it "
+                "out, or use compute_log_probs for values without gradients."
+            )
+        split = self.on_memory == "split"
+        if split and (not isinstance(step, Step) or step.batches is not None):
             raise ConfigError(
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
                 "whose samples the runner collates."
             )
         if self.collective.size > 1 and not self._compared:
             self._compared.append(getattr(step, "fingerprint", ""))
-            check_fingerprints(self._compared[0], self.collective)
+            checks.check_fingerprints(self._compared[0], self.collective)
         if not isinstance(step, Step):
-            budget = getattr(step, "budget", None)
-            return self._run(StepRun(runner=self, items=step, count=len(step), budget=budget))
-        check_collective(step.ranks, self.collective)
-        if self.on_memory == "split" and step.plan is not None and step.plan.recipe.equal_tokens:
+            return StepRun(self, step, len(step), budget=getattr(step, "budget", None)).run()
+        checks.check_collective(step.ranks, self.collective)
+        if split and step.plan is not None and step.plan.recipe.equal_tokens:
             raise ConfigError(
                 "on_memory='split' divides micro-batches without regard to other ranks, but "
                 "equal_tokens makes those of a wave equally wide. Leave one of them out."
             )
         while True:
-            run = StepRun(
-                runner=self,
-                items=step if step.batches is None else step.batches,
-                count=len(step),
-                number=step.number,
-                totals=step.totals,
-                budget=step.budget,
-                step=step,
-            )
+            items = step if step.batches is None else step.batches
             try:
-                return self._run(run)
+                return StepRun(
+                    self, items, len(step), step=step, number=step.number, budget=step.budget
+                ).run()
             except TooLargeError as error:
-                micros = list(step.micro_batches)
-                micros[error.position : error.position + 1] = micros[error.position].halves()
+                micros, (position,) = list(step.micro_batches), error.args
+                micros[position : position + 1] = micros[position].halves()
                 step = replace(step, micro_batches=tuple(micros))
 
     def run_fed(
@@ -278,34 +234,15 @@ class Runner:
                 "on_memory='split' runs a step again, but a feed yields each sample once. Use "
                 "on_memory='raise'."
             )
-        needed = Framework.of(self.model).kind == "fsdp"
+        needed = Framework.of(self.model).locks_step
         if needed and lock_step is False:
             raise ConfigError(
                 "lock_step=False does not support fully_shard, whose ranks synchronise inside a "
                 "micro-batch. Leave it out."
             )
-        run = StepRun(
-            runner=self,
-            items=feed,
-            count=None,
-            number=number,
-            budget=feed.budget if isinstance(feed, Feed) else None,
-            empty=feed.empty_micro_batch if isinstance(feed, Feed) else None,
-            lock_step=needed if lock_step is None else lock_step,
-        )
-        return self._run(run)
-
-    def _run(self, run: StepRun) -> StepResult:
-        """Run a step; if that fails, the gradients and the model are as they were."""
-        with set_aside(run.parameters, run.framework.owns_gradients) as discard:
-            try:
-                result = run.run()
-            except BaseException:
-                recover(run.framework)
-                raise
-            if result.skipped:
-                discard()
-        return result
+        lock_step = needed if lock_step is None else lock_step
+        budget = feed.budget if isinstance(feed, Feed) else None
+        return StepRun(self, feed, None, number=number, budget=budget, lock_step=lock_step).run()
 
 
 def run_step(
@@ -332,15 +269,113 @@ def run_step(
     return Runner(model=model, loss=loss, **options).run(step)
 
 
-# -------------------------------------------------------------------------------------------------
-# StepRun: one run of a step
-# -------------------------------------------------------------------------------------------------
+# The next micro-batches, prepared in a thread ---------------------------------------------------
+
+T = TypeVar("T")
+_JOIN_TIMEOUT = 10.0  # seconds
+_POLL = 0.5  # seconds
 
 
-def empty_micro_batch() -> MicroBatch:
-    """An empty micro-batch of one slot."""
-    none = np.empty(0, np.int64)
-    return MicroBatch(Segments(none, none, none), np.array([0, 0]), 1, none)
+class Prefetch(Generic[T]):
+    """Iterates over items in a thread, at most `ahead` items in advance of the consumer.
+
+    With the one in use, `ahead + 1` items are alive. With `ahead=0` there is no thread. An error
+    in the thread is raised in place of the item, with a note that says which item: `name` of its
+    position. `abandon` is called when no more items are taken, so that a blocked source can end.
+
+    >>> list(Prefetch(iter("abc"), ahead=2))
+    ['a', 'b', 'c']
+    """
+
+    def __init__(
+        self,
+        items: Iterable[T],
+        ahead: int,
+        abandon: Callable[[], None] = lambda: None,
+        name: Callable[[int], str] = "item {}".format,
+    ) -> None:
+        self._items, self._ahead, self._abandon, self._name = items, ahead, abandon, name
+        self.waited = 0.0
+        """Seconds that the consumer waited."""
+        self.preparing = 0.0
+        """Seconds spent preparing items, in either thread."""
+
+    def __iter__(self) -> Generator[T, None, None]:
+        if self._ahead:
+            yield from self._threaded()
+            return
+        try:
+            yield from self._timed()
+        finally:
+            self.waited = self.preparing
+            self._abandon()
+
+    def _threaded(self) -> Generator[T, None, None]:
+        entries: queue.SimpleQueue[tuple[T, ...] | BaseException] = queue.SimpleQueue()
+        room, stop = threading.Semaphore(self._ahead), threading.Event()
+
+        def prepare() -> None:
+            try:
+                for item in self._timed(lambda: room.acquire() and not stop.is_set()):
+                    entries.put((item,))
+                    del item
+                entries.put(())
+            except BaseException as error:
+                entries.put(error)
+
+        thread = threading.Thread(target=prepare, name="evenstep-prefetch", daemon=True)
+        thread.start()
+        try:
+            while True:
+                began = time.perf_counter()
+                entry: tuple[T, ...] | BaseException | None = None
+                while entry is None:  # polls, so that `Watch` can interrupt this thread
+                    with suppress(queue.Empty):
+                        entry = entries.get(timeout=_POLL)
+                self.waited += time.perf_counter() - began
+                if isinstance(entry, BaseException):
+                    raise entry
+                if not entry:
+                    return
+                room.release()  # the item in use does not count as prepared
+                (item,) = entry
+                del entry
+                yield item
+                del item
+        finally:
+            stop.set()
+            room.release()
+            self._abandon()
+            # A thread blocked in its source for longer ends with the next item.
+            thread.join(_JOIN_TIMEOUT)
+
+    def _timed(self, go_on: Callable[[], bool] = lambda: True) -> Generator[T, None, None]:
+        """The items, timed; an error that is raised instead of one has a note with its name."""
+        items, position = iter(self._items), 0
+        while go_on():
+            began = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except Exception as error:
+                with suppress(Exception):
+                    error.add_note(f"while preparing {self._name(position)}")
+                raise
+            finally:
+                self.preparing += time.perf_counter() - began
+            position += 1
+            yield item
+            del item
+
+
+# One run of a step ------------------------------------------------------------------------------
+
+_TO_PREDICT = (result.LABELS, result.PREDICTED)  # what tells whether a step has a loss
+
+
+class TooLargeError(Exception):
+    """The micro-batch at this position ran out of memory and can be divided; on every rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,140 +386,128 @@ class Prepared:
     on_device: bool
     """False if the device had no memory for it yet; it is then moved when it runs."""
     segments: HostSegments
-    labels: int
-    parts: int
-    """Number of segments, or of groups that stay together."""
-    groups: Collection[int] = ()
+    micro: MicroBatch | None
+    groups: Collection[int]
     """Those that GroupMean counts in this batch, unless the plan keeps them in it."""
-    born: tuple[float, ...] = ()
+    born: Collection[float]
     """When each of its samples was created, if they are fed."""
 
-    @property
-    def description(self) -> str:
-        """1 x 8 slots, 3 segments of samples 4, 0, 7"""
-        return _describe(self.batch.rows, self.batch.width, self.segments.sample)
 
-
-@dataclass(kw_only=True, eq=False)
 class StepRun:
     """One run of a step: prepare, forward, loss, backward, finish.
 
     The methods stand in the order in which a micro-batch passes through them. A step of
     `on_memory="split"` takes several runs if a micro-batch is too large.
+
+    count      number of micro-batches; None while a step is being fed
+    lock_step  whether ranks agree before each micro-batch that is fed
     """
 
-    runner: Runner
-    items: Iterable[Batch | FedMicroBatch | tuple[MicroBatch, Mapping[int, Any] | Batch]]
-    count: int | None
-    """Number of micro-batches; None while a step is being fed."""
-    number: int = 0
-    totals: Mapping[str, float] = field(default_factory=dict)
-    budget: int | None = None
-    step: Step | None = None
-    empty: MicroBatch | None = None
-    """Empty micro-batch for ranks without work; None for one of one slot."""
-    lock_step: bool = False
-    """Whether ranks agree before each micro-batch that is fed."""
-
-    def __post_init__(self) -> None:
-        runner, self.ranks = self.runner, self.runner.collective
-        self.losses = runner.losses
+    def __init__(
+        self,
+        runner: Runner,
+        items: Iterable[Batch | FedMicroBatch | tuple[MicroBatch, Any]],
+        count: int | None,
+        *,
+        step: Step | None = None,
+        number: int = 0,
+        budget: int | None = None,
+        lock_step: bool = False,
+    ) -> None:
+        self.runner, self.items, self.count, self.step = runner, items, count, step
+        self.number, self.lock_step = number, lock_step
+        self.totals: Mapping[str, float] = {} if step is None else step.totals
+        self.ranks, self.losses = runner.collective, runner.losses
         self.framework = Framework.of(runner.model)  # reshards, which changes the parameters
         self.parameters = list(runner.model.parameters())
+        self.gradients = Gradients(self.parameters)
         device = device_of(runner.model) if runner.device is None else runner.device
         self.device = None if device is None else torch.device(device)
         on_host = self.device is None or self.device.type == "cpu"
         # Ids are noted before they are moved to another device, where they may be lost.
-        self.token_ids = None if on_host else TokenIds(runner.model)
+        self.token_ids = None if on_host else checks.TokenIds(runner.model)
         cuda = self.device is not None and self.device.type == "cuda"
         self.stream = torch.cuda.current_stream(self.device) if cuda else None
         self.compute, self.communicate = ComputeTime(cuda), Stopwatch()
+        self.step_loss, self.sums = self._make_step_loss(budget)
+        self.scales: Mapping[str, float] | None = None  # of every micro-batch, if they are equal
+        self.scale: Tensor | None = None  # of the GradScaler in this step
+        self.suspects = checks.Suspects() if runner.on_nonfinite else None
+        self.keeper = Keeper(runner.keep) if runner.keep else None
+        norms = self.step_loss.denominators.values()
+        by_group = any(isinstance(each, GroupMean) for each in norms)
+        self.groups = checks.Groups(step, runner.on_memory == "split") if by_group else None
         self.position = 0  # of the micro-batch that runs
         self.fed: MicroBatch | None = None  # being prepared
         self.example: Any = None  # one of this rank's samples, for errors
         self.ages: list[float] = []
-        self.tokens = self.slots = self.labels = self.predicted = 0
-        self.flops, self.sharers = 0.0, 1  # context-parallel ranks that share a micro-batch
-        self.seen_groups: set[int] = set()  # counted by GroupMean on this rank
-        self.ran_groups: set[int] = set()  # those of them that ran
+        self.counts: defaultdict[str, float] = defaultdict(float)  # by the name of their metrics
+        self.sharers = 1  # context-parallel ranks that share a micro-batch
         self.bundles: list[Bundle] = []
-        self.scale: Tensor | None = None  # of the GradScaler in this step
-        self.suspects = Suspects() if runner.on_nonfinite else None
-        self.keeper = Keeper(runner.keep) if runner.keep else None
-        self.mode = runner.mode or self._choose_mode()
-        self.step_loss = self._make_step_loss()
-        self.scales: Mapping[str, float] | None = None  # of every micro-batch, if they are equal
-        self.separate = SeparateGradients(self.parameters) if self.step_loss.separate else None
-        norms = self.step_loss.denominators.values()
-        self.counts_groups = any(isinstance(each, GroupMean) for each in norms)
-        self.planned_groups = _planned_groups(self.step) if self.counts_groups else {}
 
-    def _choose_mode(self) -> Mode:
-        """'known' if the totals, which are equal on all ranks, give every denominator."""
-        norms = {loss.normalization.name: loss.normalization for loss in self.losses.values()}
-        if all(each.known(self.totals) is not None for each in norms.values()):
-            return "known"
-        by_loss = any(isinstance(each, ByLoss) for each in norms.values())
-        return (
-            "counted" if len(norms) > 1 and self.count is not None and not by_loss else "deferred"
-        )
-
-    def _make_step_loss(self) -> StepLoss:
-        """The losses of this step; that of the step before, if nothing has changed."""
-        if self.mode in ("per_micro_batch", "counted") and self.count is None:
-            raise ConfigError(
-                f"mode={self.mode!r} needs all micro-batches, which are unknown while a "
-                f"step is being fed. Use mode='deferred'."
-            )
+    def _make_step_loss(self, budget: int | None) -> tuple[StepLoss, bool]:
+        """(the losses of this step, whether the runner sums gradients over ranks)."""
         losses = {name: (loss.normalization, loss.weight) for name, loss in self.losses.items()}
-        separate = self.mode == "deferred" and len({n.name for n, _ in losses.values()}) > 1
-        kind = self.framework.kind
-        self.sums = kind == "plain" or self.runner.on_memory == "split"
-        self.sums = self.sums or (kind == "ddp" and separate)
-        if self.sums:
-            check_shards(self.runner.model.named_parameters(), self.ranks)
-        averaged_over = 1 if self.sums else self.framework.averaged_over(self.ranks)
-        constant = power_of_two(self.budget) if self.budget else 1.0
-        same = (losses, self.mode, averaged_over, constant, separate)
-        for last in self.runner._step_loss:
-            if (last.losses, last.mode, last.averaged_over, last.constant, last.separate) == same:
-                return last
-        step_loss = StepLoss(
-            losses=losses,
-            mode=self.mode,
-            averaged_over=averaged_over,
-            constant=constant,
-            separate=separate,
-        )
-        self.runner._step_loss[:] = [step_loss]
-        return step_loss
+        norms = {norm.name: norm for norm, _ in losses.values()}
+        mode = self.runner.mode
+        if mode is None:
+            # The totals are equal on all ranks.
+            known = all(norm.known(self.totals) is not None for norm in norms.values())
+            by_loss = any(isinstance(norm, ByLoss) for norm in norms.values())
+            counted = len(norms) > 1 and self.count is not None and not by_loss
+            mode = "known" if known else "counted" if counted else "deferred"
+        elif mode in ("per_micro_batch", "counted") and self.count is None:
+            raise ConfigError(
+                f"mode={mode!r} needs all micro-batches, which are unknown while a step is being "
+                f"fed. Use mode='deferred'."
+            )
+        sums = not self.framework.exchanges or self.runner.on_memory == "split"
+        if mode == "deferred" and len(norms) > 1:
+            sums = sums or not self.framework.locks_step  # DDP exchanges what is in `.grad`
+        if sums and self.ranks.size > 1:
+            checks.check_shards(self.runner.model.named_parameters(), self.ranks)
+        averaged_over = 1 if sums else self.framework.averaged_over(self.ranks)
+        constant = power_of_two(budget) if budget else 1.0
+        return StepLoss(losses, mode, averaged_over, constant), sums
 
     def run(self) -> StepResult:
-        """Run all micro-batches and leave the gradient of the step in `.grad`."""
+        """Run the step and leave its gradient; if it fails, gradients and model are as before."""
+        with set_aside(self.parameters, self.framework.owns_gradients) as discard:
+            try:
+                ran = self._run()
+            except BaseException:
+                self.framework.recover()
+                raise
+            if ran.skipped:
+                discard()
+        return ran
+
+    def _run(self) -> StepResult:
         began = time.perf_counter()
-        self._check_totals()
+        if self.step_loss.mode == "known" and "loss_tokens" in self.totals:
+            predicted = self.totals.get("tokens", 0) - self.totals.get("samples", 0)
+            self._check_loss_tokens([self.totals["loss_tokens"], predicted])
         if self.step_loss.mode == "counted":
             self._collate_and_count()
         counting = time.perf_counter() - began
         abandon = self.items.abandon if isinstance(self.items, Feed) else lambda: None
-        prepared = Prefetch(
-            self._prepare_all(), self.runner.prefetch, abandon, self._name_in_preparation
-        )
+        ahead = 0 if self.count == 1 else self.runner.prefetch  # nothing to overlap with
+        prepared = Prefetch(self._prepare_all(), ahead, abandon, self._place)
         first = 0.0  # seconds to the first forward
         with closing(iter(prepared)) as items:
             for ready in self._in_lock_step(items) if self.lock_step else items:
                 first = first or time.perf_counter() - began
                 self._run_micro_batch(ready, last=self.position + 1 == self.count)
                 del ready  # before requesting the next one: prefetch + 1 are alive
-        exchanged = self.sums or self.separate is not None
+        exchanged = self.sums or self.step_loss.separate
         if self.position == 0 or (self.count is None and not exchanged):
             # The last micro-batch was not known in advance: an empty one exchanges gradients.
-            self._run_micro_batch(self._prepare_empty(), last=True)
+            self._run_micro_batch(self._prepare(self._empty()), last=True)
         bundle, numbers = self._finish()
-        timings = Timings(
+        timings = result.Timings(
             wait=counting + prepared.waited,
             prepare=counting + prepared.preparing,
-            compute=self.compute.seconds,
+            compute=self.compute.total,
             communicate=self.communicate.seconds,
             total=time.perf_counter() - began,
             first=first,
@@ -498,14 +521,16 @@ class StepRun:
             if isinstance(item, Batch):
                 yield self._prepare(item)
             elif isinstance(item, FedMicroBatch):
-                self.fed, born = item.micro, tuple(item.born.values())
-                yield self._prepare(self._collate(item.micro, item.samples), born=born)
+                self.fed = item.micro
+                batch = self._collate(item.micro, item.samples)
+                yield self._prepare(batch, born=item.born.values())
                 self.fed = None
             elif isinstance(item[1], Batch):  # collated when it was counted
                 yield self._prepare(item[1], item[0])
             else:
-                check_none_skipped(item[1], self.step_loss)
-                yield self._prepare(self._collate(item[0], item[1]), item[0])
+                if self.step_loss.mode == "known":
+                    checks.check_none_skipped(item[1], self.step_loss)
+                yield self._prepare(self._collate(*item), item[0])
 
     def _collate(self, micro: MicroBatch, samples: Mapping[int, Any]) -> Batch:
         self.example = next(iter(samples.values()), self.example)
@@ -514,39 +539,26 @@ class StepRun:
         except torch.OutOfMemoryError as error:
             raise MicroBatchError(
                 f"a micro-batch of step {self.number} on rank {self.ranks.rank} "
-                f"({_describe_planned(micro)}) ran out of memory while it was collated. Collate on "
-                f"the CPU and pass Runner(device=...), lower prefetch, or lower max_tokens."
+                f"({_describe(micro, micro.segments.sample)}) ran out of memory while it was "
+                f"collated. Collate on the CPU and pass Runner(device=...), lower prefetch, or "
+                f"lower max_tokens."
             ) from error
 
     def _prepare(
-        self, batch: Batch, micro: MicroBatch | None = None, born: tuple[float, ...] = ()
+        self, batch: Batch, micro: MicroBatch | None = None, born: Collection[float] = ()
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
-        groups = self._check_groups(batch, micro) if self.counts_groups else ()
+        groups = set() if self.groups is None else self.groups.check(batch, micro)
         if self.step_loss.mode == "known" and self.step is not None and self.step.loss_tokens:
-            check_labels(batch, self.step.loss_tokens)
+            checks.check_labels(batch, self.step.loss_tokens)
         if self.token_ids is not None:
             self.token_ids.note(batch)
-        segments = HostSegments.of(batch)
-        labels = int((batch.labels != IGNORE_INDEX).sum())
-        parts = len(segments.sample) if micro is None else int(micro.parts.max(initial=0)) + 1
+        segments = HostSegments.of(batch, self.runner.cost)
         on_device = False
         # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
         with suppress(torch.OutOfMemoryError):
             batch, on_device = self._move(batch), True
-        return Prepared(batch, on_device, segments, labels, parts, groups, born)
-
-    def _check_groups(self, batch: Batch, micro: MicroBatch | None) -> set[int]:
-        """The groups that GroupMean counts in this batch, after a look at the plan's."""
-        planned = self.planned_groups
-        whole = micro is not None and micro.groups is not None
-        if micro is not None and micro.groups is not None:
-            planned = dict(zip(micro.segments.sample.tolist(), micro.groups.tolist(), strict=True))
-        split = self.runner.on_memory == "split" and not whole
-        groups = check_groups_whole(batch, self.seen_groups, split)
-        if groups and planned:
-            check_groups_planned(batch, planned)
-        return groups
+        return Prepared(batch, on_device, segments, micro, groups, born)
 
     def _move(self, batch: Batch) -> Batch:
         if self.device is None:
@@ -560,8 +572,12 @@ class StepRun:
             batch = batch.pin_memory() if batch.device.type == "cpu" else batch
             return batch.to(self.device, non_blocking=True)
 
-    def _prepare_empty(self) -> Prepared:
-        return self._prepare(self.runner.collate(self.empty or empty_micro_batch(), {}))
+    def _empty(self) -> Batch:
+        """An empty micro-batch, for a rank without work."""
+        empty = MicroBatch.one_row([])
+        if isinstance(self.items, Feed):
+            empty = self.items.empty_micro_batch
+        return self.runner.collate(empty, {})
 
     def _in_lock_step(self, items: Iterator[Prepared]) -> Iterator[Prepared]:
         """Yield micro-batches until all ranks are done; ranks without one get empty ones."""
@@ -572,43 +588,31 @@ class StepRun:
                 anyone = bool(self.ranks.all_reduce_sum(have).item())
             if not anyone:
                 return
-            yield self._prepare_empty() if item is None else item
+            yield self._prepare(self._empty()) if item is None else item
             del item
 
     def _collate_and_count(self) -> None:
         """Counted mode: collate all micro-batches and sum over ranks what each adds to
         denominators."""
-        items: list[Batch | tuple[MicroBatch, Batch]] = []
-        for position, item in enumerate(self.items):
-            assert not isinstance(item, FedMicroBatch)
-            if isinstance(item, Batch):
-                items.append(item)
-                continue
-            assert not isinstance(item[1], Batch)
-            try:
-                items.append((item[0], self._collate(item[0], item[1])))
-            except Exception as error:
-                with suppress(Exception):
-                    error.add_note(f"while preparing {self._name_in_preparation(position)}")
-                raise
-        batches = [item[1] if isinstance(item, tuple) else item for item in items]
-        # A rank without micro-batches runs an empty one.
-        batches = batches or [self.runner.collate(self.empty or empty_micro_batch(), {})]
+        items: Iterable[Any] = self.items
+        collated = (
+            item if isinstance(item, Batch) else (item[0], self._collate(*item)) for item in items
+        )
+        self.items = items = list(Prefetch(collated, 0, name=self._place))
+        batches = [item if isinstance(item, Batch) else item[1] for item in items]
+        batches = batches or [self._empty()]  # which a rank without micro-batches runs
         first = getattr(self._shard(batches[0]), "rank", 0) == 0
         bundles = []
         for batch in batches:
             amounts = self.step_loss.amounts(batch, first).items()
             sums = {f"amount/{name}": amount for name, amount in amounts}
-            sums[LABELS] = (batch.labels != IGNORE_INDEX).sum()
-            sums[PREDICTED] = torch.tensor(HostSegments.of(batch).predicted)
+            counts = HostSegments.of(batch).counts
+            sums |= {name: torch.tensor(counts[name]) for name in _TO_PREDICT}
             bundles.append(Bundle(sums))
         with self.communicate:
             reduced = Bundle.merge(bundles).reduce(self.ranks)
         self.step_loss = self.step_loss.counted(reduced)
-        none = float(reduced.sums[LABELS]) == 0 and float(reduced.sums[PREDICTED]) > 0
-        if none and self.step_loss.needs_labels(self.step_loss.known({})):
-            raise self._without_loss()
-        self.items = items
+        self._check_loss_tokens([float(reduced.sums[name]) for name in _TO_PREDICT])
 
     # Forward, loss and backward of one micro-batch -----------------------------------------------
 
@@ -616,20 +620,25 @@ class StepRun:
         now, failure = time.time(), None
         self.ages += [now - born for born in ready.born]
         # Sharded accumulators of several denominators hold exchanged gradients only.
-        exchange = (last or self.separate is not None) and not self.sums
+        exchange = (last or self.step_loss.separate) and not self.sums
         try:
             batch = ready.batch if ready.on_device else self._move(ready.batch)
             if self.runner.preprocess is not None:
-                batch = self._preprocess(self.runner.preprocess, batch)
+                began = time.perf_counter()
+                torch.clear_autocast_cache()  # casts of weights before the last update
+                with torch.no_grad():
+                    batch = self.runner.preprocess(batch)
+                self.compute.seconds += time.perf_counter() - began
             shard = self._shard(batch)
             first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
             amounts = self.step_loss.amounts(batch, first)
-            if first:
-                self.ran_groups.update(ready.groups)
+            if first and self.groups is not None:
+                self.groups.ran.update(ready.groups)
             with self.compute, self.framework.exchange(exchange):
                 self._forward_and_backward(ready, batch, shard, amounts, exchange)
             if self.suspects is not None:
-                self.suspects.after_backward(self._gradients(), self.framework)
+                gradients = [*self.gradients.tensors, *self.framework.pending()]
+                self.suspects.after_backward(gradients)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # its frames keep the memory alive
         except Exception as error:
@@ -640,21 +649,9 @@ class StepRun:
         if failure is not None or self.runner.on_memory == "split":
             self._check_memory(failure, ready)
         self.sharers = getattr(shard, "size", 1)
-        self.tokens += int(ready.segments.length.sum())
-        self.slots += ready.batch.rows * ready.batch.width
-        self.labels += ready.labels
-        self.predicted += ready.segments.predicted
-        if self.runner.cost is not None:
-            self.flops += float(self.runner.cost.of_lengths(ready.segments.length).sum())
+        for name, count in ready.segments.counts.items():
+            self.counts[name] += count
         self.position += 1
-
-    def _preprocess(self, preprocess: Callable[[Batch], Batch], batch: Batch) -> Batch:
-        began = time.perf_counter()
-        torch.clear_autocast_cache()  # casts of weights before the last update
-        with torch.no_grad():
-            batch = preprocess(batch)
-        self.compute.elapsed += time.perf_counter() - began
-        return batch
 
     def _shard(self, batch: Batch) -> Batch | BatchShard:
         return batch if self.runner.shard is None else self.runner.shard(batch)
@@ -689,11 +686,8 @@ class StepRun:
 
         sums = {n: loss.loss if isinstance(loss, Sums) else loss for n, loss in losses.items()}
         scales = self._scales(amounts)
-        if self.separate is None:
-            self._scaled(self.step_loss.objective(sums, scales)).backward()
-        else:
-            objectives = self.step_loss.objectives(sums, scales)
-            self.separate.backward({n: self._scaled(each) for n, each in objectives.items()})
+        objectives = self.step_loss.objectives(sums, scales)
+        self.gradients.backward({n: self._scaled(each) for n, each in objectives.items()})
         metrics = {
             f"{name}/{key}" if len(losses) > 1 else key: metric
             for name, loss in losses.items()
@@ -705,11 +699,11 @@ class StepRun:
     def _scales(self, amounts: Mapping[str, Tensor]) -> Mapping[str, float]:
         """Factors of this micro-batch's loss sums before backward."""
         if self.step_loss.mode == "per_micro_batch":
+            count = self.count or 0
             with self.communicate:
-                bundle = Bundle(amounts, extremes(COUNT, self.count or 0)).reduce(self.ranks)
-            check_counts(extremes_of(bundle, COUNT))
-            count = max(self.count or 0, 1)
-            return self.step_loss.scales(reduced=bundle.sums, micro_batches=count)
+                bundle = Bundle(amounts, checks.same_on_ranks("count", count)).reduce(self.ranks)
+            checks.check_same(bundle)
+            return self.step_loss.scales(reduced=bundle.sums, micro_batches=max(count, 1))
         if self.scales is None:
             self.scales = self.step_loss.scales(self.totals)
         return self.scales
@@ -717,18 +711,12 @@ class StepRun:
     def _scaled(self, objective: Tensor) -> Tensor:
         """The objective times the scale of the GradScaler, if there is one."""
         if not objective.requires_grad:
-            raise not_trainable(self.parameters)
+            raise checks.not_trainable(self.parameters)
         if self.runner.scaler is None:
             return objective
         self.scale = self.runner.scaler.scale(objective.detach().new_ones(()))
         scaled: Tensor = self.runner.scaler.scale(objective)
         return scaled
-
-    def _gradients(self) -> list[Tensor]:
-        """Gradients of the step so far."""
-        if self.separate is not None:
-            return self.separate.tensors
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     # Finish --------------------------------------------------------------------------------------
 
@@ -738,64 +726,60 @@ class StepRun:
         Numbers of all ranks are exchanged later (`StepResult.reduce`) if denominators were known
         before the step and nothing here needs them: then they are None.
         """
-        bundles = [*self.bundles, Bundle({}, self._measures())]
+        separate = self.step_loss.separate
         later = self.step_loss.ahead and self.ranks.size > 1
-        later = later and self.suspects is None and not self.counts_groups
-        if self.separate is None:
-            bundles.append(self._sum_gradients(count_labels=later))
-        bundle = Bundle.merge(bundles)
+        later = later and self.suspects is None and self.groups is None
+        metrics = self._measures() | ({} if separate else self._sum_gradients(later))
+        merged = Bundle.merge(self.bundles)
+        bundle = Bundle(merged.sums, {**merged.metrics, **metrics})
         if later:
             return bundle, None
         with self.communicate:
             reduced = bundle.reduce(self.ranks)
-        check_constants(reduced)
-        numbers = self.step_loss.finish(self.separate or self.parameters, reduced, self.totals)
-        if self.separate is not None:
+        if self.ranks.size > 1:
+            checks.check_same(reduced)
+        numbers = self.step_loss.finish(reduced, self.totals)
+        self.gradients.combine(numbers.factors)
+        if separate:
             # Only now is there one gradient: sum it over ranks and measure it.
-            square = self._sum_gradients(count_labels=False)
+            square = Bundle({}, self._sum_gradients(later))
             with self.communicate:
-                metrics = {**numbers.metrics, **square.reduce(self.ranks).metrics}
-            numbers = replace(numbers, metrics=metrics)
-        if self.counts_groups:
-            most = int(numbers.metrics[GROUPS_MOST].value)
+                every = {**numbers.metrics, **square.reduce(self.ranks).metrics}
+            numbers = replace(numbers, metrics=every)
+        if self.groups is not None:
             with self.communicate:
-                check_groups_on_ranks(self.ran_groups, most, self.ranks)
+                most = int(numbers.metrics[result.GROUPS_MOST].value)
+                self.groups.check_ranks(most, self.ranks)
         return bundle, numbers
 
     def _measures(self) -> dict[str, Metric]:
         """Busy time and counts of this rank, reduced with the losses."""
-        counts = {
-            TOKENS: self.tokens, LABELS: self.labels, PREDICTED: self.predicted, SLOTS: self.slots
-        }  # fmt: skip
-        metrics = {
-            name: Metric.sum(torch.tensor(count / self.sharers, dtype=torch.float64))
-            for name, count in counts.items()
-        }
         busy = torch.tensor(sum(self.compute.busy), dtype=torch.float64)
-        metrics |= {BUSY: Metric.mean(busy, 1), BUSY_MOST: Metric.max(busy)}
-        if self.runner.cost is not None:
-            # A mean over ranks: MFU compares with the peak of one rank.
-            flops = torch.tensor(self.flops / self.sharers, dtype=torch.float64)
-            metrics[FLOPS] = Metric.mean(flops, 1)
-        if self.counts_groups:
-            metrics[GROUPS_MOST] = Metric.max(torch.tensor(float(len(self.ran_groups))))
-        if self.step_loss.mode == "deferred" and self.ranks.size > 1:
-            metrics |= extremes(CONSTANT, self.step_loss.constant)
-        if self.scale is not None and self.ranks.size > 1:
-            metrics |= extremes(SCALE, self.scale)
+        metrics = {result.BUSY: Metric.mean(busy, 1), result.BUSY_MOST: Metric("max", busy)}
+        for name, count in self.counts.items():
+            share = torch.tensor(count / self.sharers, dtype=torch.float64)
+            # FLOPs are a mean over ranks: MFU compares with the peak of one rank.
+            metrics[name] = Metric.mean(share, 1) if name == result.FLOPS else Metric.sum(share)
+        if self.groups is not None:
+            ran = torch.tensor(float(len(self.groups.ran)))
+            metrics[result.GROUPS_MOST] = Metric("max", ran)
+        if self.ranks.size > 1:
+            if self.step_loss.mode == "deferred":
+                metrics |= checks.same_on_ranks("constant", self.step_loss.constant)
+            if self.scale is not None:
+                metrics |= checks.same_on_ranks("scale", self.scale)
         return metrics
 
-    def _sum_gradients(self, count_labels: bool) -> Bundle:
+    def _sum_gradients(self, alone: bool) -> dict[str, Metric]:
         """Sum gradients over ranks, unless the framework has; this rank's share of their norm.
 
-        `count_labels` if ranks exchange no numbers: then those that tell whether the step has a
-        loss token go along, unless the plan knows it.
+        `alone` if ranks exchange no numbers: then those that tell whether the step has a loss
+        token go along, unless the plan knows it.
         """
-        counts: tuple[float, ...] = ()
-        unknown = self.step_loss.mode == "known" and "loss_tokens" not in self.totals
-        if count_labels and unknown:
-            needed = self.step_loss.needs_labels(self.step_loss.known(self.totals))
-            counts = (float(self.labels > 0), float(self.predicted > 0)) if needed else ()
+        counts: list[float] = []
+        alone = alone and self.step_loss.mode == "known" and "loss_tokens" not in self.totals
+        if alone and self.step_loss.without_loss(0, 1, self.step_loss.known(self.totals)):
+            counts = [float(self.counts[name] > 0) for name in _TO_PREDICT]
         summed: Tensor | None = None
         with self.communicate:
             if self.sums:
@@ -803,23 +787,23 @@ class StepRun:
             elif counts:
                 summed = self.ranks.all_reduce_sum(torch.tensor(counts))
         # A rank with a loss token knows that the step has one, and does not wait for the others.
-        if counts and summed is not None and not self.labels:
-            labels, predicted = summed.tolist()
-            if predicted and not labels:
-                raise self._without_loss()
+        if counts and summed is not None and not self.counts[result.LABELS]:
+            self._check_loss_tokens(summed.tolist())
         # Without a scaler's scale: the norm is that of the exact gradient.
-        share = square_share(self.parameters, self.ranks.size, self.framework.kind == "fsdp")
+        share = square_share(self.parameters, self.ranks.size, self.framework.locks_step)
         share = share if self.scale is None else share / self.scale.double().square()
-        return Bundle({}, {SQUARE: Metric.sum(share)})
+        return {result.SQUARE: Metric.sum(share)}
 
-    def _result(self, timings: Timings, bundle: Bundle, numbers: LossValues | None) -> StepResult:
+    def _result(
+        self, timings: result.Timings, bundle: Bundle, numbers: LossValues | None
+    ) -> StepResult:
         """The result, marked as skipped if it is not finite, or an error; alike on all ranks."""
-        often = "micro_batch" if self.framework.kind == "fsdp" else "step"
+        often = "micro_batch" if self.framework.locks_step else "step"
         costs = () if self.step is None else self.step.costs
-        result = StepResult(
+        ran = StepResult(
             timings=timings,
-            tokens=self.tokens,
-            slots=self.slots,
+            tokens=int(self.counts[result.TOKENS]),
+            slots=int(self.counts[result.SLOTS]),
             num_micro_batches=self.position,
             planned_imbalance=self.totals.get(f"imbalance_{often}"),
             busy=tuple(self.compute.busy),
@@ -831,92 +815,84 @@ class StepRun:
             numbers=numbers,
             known=(self.step_loss, self.totals),
         )
-        if result.numbers is not None and result.without_loss:
-            raise self._without_loss()
-        if self.suspects is None or result.finite:
-            return result
+        if numbers is not None:
+            counts = [float(numbers.metrics[name].value) for name in _TO_PREDICT]
+            self._check_loss_tokens(counts, numbers.denominators)
+        if self.suspects is None or ran.finite:
+            return ran
         if self.runner.on_nonfinite == "skip":
-            return replace(result, skipped=True)
+            return replace(ran, skipped=True)
         source = self.suspects.source(self.ranks, self.count)
         raise MicroBatchError(
-            f"step {self.number} has a loss of {result.loss:g} and a gradient of norm "
-            f"{result.grad_norm:g}; the first number that is not finite is in {source}. Inspect "
+            f"step {self.number} has a loss of {ran.loss:g} and a gradient of norm "
+            f"{ran.grad_norm:g}; the first number that is not finite is in {source}. Inspect "
             f"these samples and the learning rate, or set on_nonfinite='skip'."
         )
 
     # Failures ------------------------------------------------------------------------------------
 
-    def _check_totals(self) -> None:
-        """Raise if the totals of a plan say that no token of the step counts in the loss."""
-        if self.step_loss.mode != "known" or self.totals.get("loss_tokens") != 0:
-            return
-        predicted = self.totals.get("tokens", 0) - self.totals.get("samples", 0)
-        if predicted > 0 and self.step_loss.needs_labels(self.step_loss.known(self.totals)):
-            raise self._without_loss()
-
-    def _without_loss(self) -> InputError:
-        why = ANY_CAUSE
-        if self.example is not None:
-            why = f"In one of its samples, {cause_of_no_loss(self.example)}"
-        return InputError(f"no token of step {self.number} counts in the loss, on any rank. {why}")
+    def _check_loss_tokens(
+        self, counts: list[float], over: Mapping[str, float] | None = None
+    ) -> None:
+        """Raise if `counts` of loss tokens and of tokens to predict say that there is no loss."""
+        over = self.step_loss.known(self.totals) if over is None else over
+        if self.step_loss.without_loss(counts[0], counts[1], over):
+            why = result.ANY_CAUSE
+            if self.example is not None:
+                why = f"In one of its samples, {cause_of_no_loss(self.example)}"
+            raise InputError(
+                f"no token of step {self.number} counts in the loss, on any rank. {why}"
+            )
 
     def _check_memory(self, failure: BaseException | None, ready: Prepared) -> None:
         """Raise if this micro-batch ran out of memory; with `split` on all ranks, if on any."""
-        where = f"{self._place(self.position)} ({ready.description})"
+        where = self._place(self.position, ready)
         if self.runner.on_memory != "split":
             raise MicroBatchError(
                 f"{where} ran out of memory. Lower max_tokens below "
                 f"{ready.batch.rows * ready.batch.width} slots, set limits.cost, or set "
                 f"on_memory='split'."
             ) from failure
-        mine = None if failure is None else (len(ready.segments.sample), ready.parts)
+        state = checks.FITS
+        if failure is not None:
+            parts = 1 if ready.micro is None else int(ready.micro.parts.max(initial=0)) + 1
+            whole = checks.SEGMENT if len(ready.segments.sample) < 2 else checks.GROUP
+            state = checks.DIVISIBLE if parts > 1 else whole
         with self.communicate:
-            failed = out_of_memory(self.ranks, self.count or 0, mine)
-        if failed is None:
-            return
-        rank, why = failed
-        if why is None:
+            rank, worst = checks.out_of_memory(self.ranks, self.count or 0, state)
+        if worst == checks.DIVISIBLE:
             raise TooLargeError(self.position)
-        where = where if rank == self.ranks.rank else self._place(self.position, rank)
-        raise MicroBatchError(f"{where} {why}") from failure
+        if worst != checks.FITS:
+            where = where if rank == self.ranks.rank else self._name(self.position, rank)
+            raise MicroBatchError(f"{where} {checks.INDIVISIBLE[worst]}") from failure
 
     def _explain(self, error: Exception, ready: Prepared) -> InputError | None:
         """What to raise instead of an error, if token ids are its cause; adds where it happened."""
         token_ids = self.token_ids
         if token_ids is None:
-            token_ids = TokenIds(self.runner.model)
+            token_ids = checks.TokenIds(self.runner.model)
             token_ids.note(ready.batch)
         explained = token_ids.explain(error)
         with suppress(Exception):
-            (explained or error).add_note(f"in {self._place(self.position)} ({ready.description})")
+            (explained or error).add_note(f"in {self._place(self.position, ready)}")
         return explained
 
-    def _name_in_preparation(self, position: int) -> str:
-        """The name of the micro-batch that is prepared, for errors."""
-        micro = self.fed
+    def _place(self, position: int, ready: Prepared | None = None) -> str:
+        """The name of a micro-batch that runs or, without `ready`, is prepared; what it holds."""
+        name, micro = self._name(position, self.ranks.rank), self.fed
+        if ready is not None:
+            return f"{name} ({_describe(ready.batch, ready.segments.sample)})"
         if isinstance(self.items, Step) and position < len(self.items):
             micro = self.items.micro_batches[position]
-        return self._place(position) + ("" if micro is None else f" ({_describe_planned(micro)})")
+        return name if micro is None else f"{name} ({_describe(micro, micro.segments.sample)})"
 
-    def _place(self, position: int, rank: int | None = None) -> str:
-        total = "" if self.count is None else f" of {self.count}"
-        rank = self.ranks.rank if rank is None else rank
-        return f"micro-batch {position}{total} of step {self.number} on rank {rank}"
+    def _name(self, position: int, rank: int) -> str:
+        of_all = "" if self.count is None else f" of {self.count}"
+        return f"micro-batch {position}{of_all} of step {self.number} on rank {rank}"
 
 
-def _describe(rows: int, width: int, sample_ids: IntArray) -> str:
+def _describe(shape: Batch | MicroBatch, sample_ids: IntArray) -> str:
     """1 x 8 slots, 3 segments of samples 4, 0, 7"""
     shown = ", ".join(map(str, sample_ids[:4])) + ("..." if len(sample_ids) > 4 else "")
     segments = f"{len(sample_ids)} segments of samples {shown}" if shown else "no segment"
-    return f"{rows} x {width} slots, {segments}"
-
-
-def _describe_planned(micro: MicroBatch) -> str:
-    return _describe(micro.rows, micro.width, micro.segments.sample)
-
-
-def _planned_groups(step: Step | None) -> dict[int, int]:
-    """The group of each sample of a step in its plan; {} if it has none."""
-    if step is None or step.plan is None or step.plan.groups is None or step.sample_ids is None:
-        return {}
-    return dict(zip(step.sample_ids.tolist(), step.plan.groups.tolist(), strict=True))
+    return f"{shape.rows} x {shape.width} slots, {segments}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
 from evenstep.data.source import length_of
@@ -21,10 +21,10 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, Wanted, positive, score
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.restore import restore_ragged
+from evenstep.train.checks import TokenIds
 from evenstep.train.collectives import Alone, Collective
-from evenstep.train.failures import TokenIds
 from evenstep.train.framework import Forward, device_of, forward_of
-from evenstep.train.prefetch import Prefetch
+from evenstep.train.runner import Prefetch
 
 
 class SampleSequence(Protocol):
@@ -72,14 +72,13 @@ def compute_log_probs(
     >>> [len(each) for each in compute_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe)]
     [3, 1]
     """
-    device = device_of(model) if device is None else device
     positive("temperature", temperature)
     wanted: Wanted = frozenset({"entropy"} if entropy else ())
     scorer = _Scorer(
-        model,
+        model=model,
         collate=_collated if collate is None else collate,
         forward=forward_of(model) if forward is None else forward,
-        device=device,
+        device=device_of(model) if device is None else device,
         prefetch=prefetch,
         options={"head": Head.of(head), "temperature": temperature, "wanted": wanted},
     )
@@ -124,10 +123,14 @@ def _score_planned(
         return [
             torch.zeros((length, *shape), device=scorer.device) for length in plan.lengths.tolist()
         ]
-    keys, micros = zip(*_mine(plan, ranks.rank), strict=True)
-    results = scorer.results((micro, samples) for micro in micros)
+    mine = {
+        (step, ranks.rank, position): micro
+        for step in range(plan.num_steps)
+        for position, micro in enumerate(plan[step, ranks.rank])
+    }
+    results = scorer.results((micro, samples) for micro in mine.values())
     with torch.no_grad():
-        restored = restore_ragged(plan, dict(zip(keys, results, strict=True)), shifted=True)
+        restored = restore_ragged(plan, dict(zip(mine, results, strict=True)), shifted=True)
         values = ranks.all_reduce_sum(restored.values).to(restored.values.device)
     return list(values.split(plan.lengths.tolist()))
 
@@ -136,7 +139,7 @@ def _score_planned(
 class _Scorer:
     """Forward passes over micro-batches. `options` are those of `score`."""
 
-    model: Any = field(kw_only=False)
+    model: Any
     collate: Callable[[MicroBatch, Any], Batch]
     forward: Forward
     device: torch.device | str | None
@@ -146,10 +149,17 @@ class _Scorer:
     def results(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> list[Tensor]:
         """The scores of each micro-batch, (rows, width) or (rows, width, 2)."""
         token_ids = TokenIds(self.model)
+
+        def batches() -> Iterator[Batch]:
+            for item in items:
+                batch = item if isinstance(item, Batch) else self.collate(*item)
+                token_ids.note(batch)
+                yield batch if self.device is None else batch.to(self.device, non_blocking=True)
+
         with (
             torch.no_grad(),
             _evaluating(self.model),
-            closing(iter(Prefetch(self._batches(items, token_ids), self.prefetch))) as prepared,
+            closing(iter(Prefetch(batches(), self.prefetch))) as prepared,
         ):
             torch.clear_autocast_cache()  # casts of weights before the last update
             try:
@@ -161,14 +171,6 @@ class _Scorer:
                 raise
         torch.clear_autocast_cache()  # casts without a gradient
         return scores
-
-    def _batches(
-        self, items: Iterable[tuple[MicroBatch, Any] | Batch], token_ids: TokenIds
-    ) -> Iterator[Batch]:
-        for item in items:
-            batch = item if isinstance(item, Batch) else self.collate(*item)
-            token_ids.note(batch)
-            yield batch if self.device is None else batch.to(self.device, non_blocking=True)
 
     def _scores(self, batch: Batch) -> Tensor:
         outputs = self.forward(self.model, batch)
@@ -202,9 +204,3 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _mine(plan: Plan, rank: int) -> Iterator[tuple[tuple[int, int, int], MicroBatch]]:
-    for step in range(plan.num_steps):
-        for position, micro in enumerate(plan[step, rank]):
-            yield (step, rank, position), micro

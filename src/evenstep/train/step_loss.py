@@ -12,7 +12,7 @@ counted          As known: all micro-batches are collated before the first one r
 deferred         A backward is of sum of w_k s_k / c, with one constant c for all micro-batches and
                  ranks. At the end every gradient is multiplied by F * c / D. This is exact for ONE
                  denominator D: a second loss would need w_j S_j / D_j * D / c in its backward, and
-                 D is unknown then, even if D_j is known. With `separate`, each denominator has its
+                 D is unknown then, even if D_j is known. So each of several denominators has its
                  own backward and accumulator: every further one costs one more backward per
                  micro-batch (about 2/3 of a forward and backward) and one more gradient in memory.
 per_micro_batch  A backward is of F * sum of w_k s_k / (A_k M). A_k is the sum over ranks of what
@@ -27,18 +27,16 @@ keeps 16-bit gradients in their usual range.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from evenstep.core.text import one_of, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import Metric
 from evenstep.train.collectives import Bundle
-from evenstep.train.gradients import SeparateGradients, rescale
 from evenstep.train.normalization import LABELLED, ByLoss, Normalization
 
 Mode: TypeAlias = Literal["known", "counted", "deferred", "per_micro_batch"]
@@ -58,34 +56,34 @@ class LossValues:
     empty: bool
     """Whether all denominators are 0, so loss and gradients are 0."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    factor: float = 1.0
-    """By which `finish` multiplied the gradients."""
-
-    @property
-    def deviation(self) -> float:
-        """`reported` minus `loss`."""
-        return self.reported - self.loss
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """What the gradient of each denominator is multiplied by at the end (`Gradients.combine`);
+    empty if denominators were known before."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepLoss:
     """Scales loss sums before each backward, and gradients at the end of a step.
 
     `losses` maps each name to a normalization and a weight. Losses of the same normalization share
-    a denominator. For each micro-batch, call `amounts`, `scales`, `objective(...).backward()` and
-    `bundle`. At the end of the step, call `finish` with the bundles merged and reduced over ranks.
+    a denominator. For each micro-batch, call `amounts`, `scales`, the backward of `objectives` and
+    `bundle`. At the end of the step, call `finish` with the bundles merged and reduced over ranks,
+    and multiply gradients by its `factors`.
 
+    >>> from evenstep.train.gradients import Gradients
     >>> from evenstep.train.normalization import TokenMean
     >>> import torch
     >>> step_loss = StepLoss(losses={"nll": (TokenMean(), 1.0)}, constant=4.0)
     >>> x = torch.tensor(2.0, requires_grad=True)
-    >>> parts = []
+    >>> gradients, parts = Gradients([x]), []
     >>> for value, labels in ((3 * x, 3.0), (2 * x, 1.0)):
     ...     sums, amounts = {"nll": value}, {"loss_tokens": torch.tensor(labels)}
     ...     scales = step_loss.scales()
-    ...     step_loss.objective(sums, scales).backward()
+    ...     gradients.backward(step_loss.objectives(sums, scales))
     ...     parts.append(step_loss.bundle(sums, amounts, scales))
-    >>> step_loss.finish([x], Bundle.merge(parts)).loss, float(x.grad)
+    >>> values = step_loss.finish(Bundle.merge(parts))
+    >>> gradients.combine(values.factors)
+    >>> values.loss, float(x.grad)
     (2.5, 1.25)
     """
 
@@ -95,62 +93,54 @@ class StepLoss:
     """F: number of ranks over which the framework averages gradients; 1 if it sums them."""
     constant: float = 1.0
     """c in deferred mode, a power of two; see `power_of_two`."""
-    separate: bool = False
-    """In deferred mode, one backward per denominator, accumulated in `SeparateGradients`."""
     counts: Mapping[str, float] | None = None
     """In counted mode, each denominator; see `counted`."""
     denominators: dict[str, Normalization] = field(init=False, repr=False, compare=False)
     """Distinct normalizations by name."""
     constants: dict[str, float] = field(init=False, repr=False, compare=False)
     """The denominators that do not depend on the step, by name."""
+    ahead: bool = field(init=False, repr=False, compare=False)
+    """Whether every denominator is known before the first backward."""
+    separate: bool = field(init=False, repr=False, compare=False)
+    """Whether each denominator has a backward and an accumulator of its own."""
 
     def __post_init__(self) -> None:
         distinct = {n.name: n for n, _ in reversed(list(self.losses.values()))}
         always = {name: normalization.known({}) for name, normalization in distinct.items()}
-        constants = {name: value for name, value in always.items() if value is not None}
-        object.__setattr__(self, "denominators", distinct)
-        object.__setattr__(self, "constants", constants)
-        one_of("mode", self.mode, Mode)
-        whole_number("averaged_over", self.averaged_over)
-        truth_value("separate", self.separate)
-        if not 0 < self.constant < math.inf:
-            raise ConfigError(f"constant must be positive and finite, got {self.constant}.")
+        ahead = self.mode in ("known", "counted")
+        derived = {
+            "denominators": distinct,
+            "constants": {name: value for name, value in always.items() if value is not None},
+            "ahead": ahead,
+            "separate": self.mode == "deferred" and len(distinct) > 1,
+        }
+        for field_name, value in derived.items():
+            object.__setattr__(self, field_name, value)
         if not self.losses:
             raise ConfigError("losses is empty; expected at least one loss.")
         for name, (normalization, weight) in self.losses.items():
             if not math.isfinite(weight):
                 raise ConfigError(f"the weight of the loss {name!r} must be finite, got {weight}.")
-            if self.denominators[normalization.name] != normalization:
+            if distinct[normalization.name] != normalization:
                 raise ConfigError(
                     f"two different normalizations are named {normalization.name!r}. Give each its "
                     f"own name."
                 )
-        if self.mode == "deferred" and len(self.denominators) > 1 and not self.separate:
-            raise ConfigError(
-                f"mode='deferred' has one factor for one denominator, got "
-                f"{sorted(self.denominators)}. Use mode='counted', or separate=True for one "
-                f"backward each."
-            )
-        by_loss = [name for name, n in self.denominators.items() if isinstance(n, ByLoss)]
-        if by_loss and self.ahead:
-            raise ConfigError(
-                f"mode={self.mode!r} needs the denominator {by_loss[0]!r} before the step, but the "
-                f"loss function returns it. Use mode='deferred'."
-            )
-        if self.separate and self.mode != "deferred":
-            raise ConfigError(
-                f"separate=True requires mode='deferred', got mode={self.mode!r}. Set "
-                f"separate=False."
-            )
+            if ahead and isinstance(normalization, ByLoss):
+                raise ConfigError(
+                    f"mode={self.mode!r} needs the denominator {normalization.name!r} before the "
+                    f"step, but the loss function returns it. Use mode='deferred'."
+                )
 
-    @property
-    def ahead(self) -> bool:
-        """Whether every denominator is known before the first backward."""
-        return self.mode in ("known", "counted")
+    def without_loss(self, labels: float, predicted: float, over: Mapping[str, float]) -> bool:
+        """Whether a loss needs loss tokens and all `predicted` tokens are ignored.
 
-    def needs_labels(self, over: Mapping[str, float]) -> bool:
-        """Whether a loss is 0 without loss tokens: only these have weights, or the denominators
-        `over` of a step without loss tokens are 0."""
+        A loss needs them if only these have weights, or if the denominators `over` of a step
+        without loss tokens are 0. A step without samples, or with samples of one token only, is
+        just empty.
+        """
+        if labels or not predicted > 0:
+            return False
         if any(isinstance(n, LABELLED) for n in self.denominators.values()):
             return True
         return not any(over[name] for name in self.denominators if name not in self.constants)
@@ -204,19 +194,15 @@ class StepLoss:
             for name, (normalization, weight) in self.losses.items()
         }
 
-    def objective(self, sums: Mapping[str, Tensor], scales: Mapping[str, float]) -> Tensor:
-        """The scalar to call backward on: the scaled sum of the losses."""
-        parts = [sums[name] * scales[name] for name in self.losses]
-        return sum(parts[1:], start=parts[0])
-
     def objectives(
         self, sums: Mapping[str, Tensor], scales: Mapping[str, float]
     ) -> dict[str, Tensor]:
-        """Objectives per denominator, for `SeparateGradients.backward`."""
+        """What to call backward on: the scaled sum of all losses, or of those of a denominator."""
         parts: dict[str, Tensor] = {}
         for name, (normalization, _) in self.losses.items():
-            before = parts.get(normalization.name, 0.0)
-            parts[normalization.name] = before + sums[name] * scales[name]
+            key = normalization.name if self.separate else "all"
+            scaled = sums[name] * scales[name]
+            parts[key] = parts[key] + scaled if key in parts else scaled
         return parts
 
     def bundle(
@@ -238,41 +224,27 @@ class StepLoss:
 
     # The end of the step -----------------------------------------------------------------------
 
-    def finish(
-        self,
-        gradients: Iterable[Tensor] | SeparateGradients,
-        reduced: Bundle,
-        totals: Mapping[str, float] | None = None,
-    ) -> LossValues:
-        """Rescale the gradients to those of the exact loss and return its values.
+    def finish(self, reduced: Bundle, totals: Mapping[str, float] | None = None) -> LossValues:
+        """The values of the exact loss, and the factors that make its gradient.
 
-        `gradients` are the parameters, after the last backward and before clipping. `reduced` is
-        the sum of the bundles of all micro-batches and ranks.
+        `reduced` is the sum of the bundles of all micro-batches and ranks.
         """
-        if self.separate is not isinstance(gradients, SeparateGradients):
-            raise InputError(
-                f"separate={self.separate} requires "
-                f"{'SeparateGradients' if self.separate else 'the parameters'} as gradients."
-            )
         over = self._denominators(reduced)
-        if self.ahead:
-            _verify(self.known(totals or {}), over)
-        undo = self.averaged_over * self.constant
-        factors = {name: _over(undo, value) for name, value in over.items()}
-        factor = 1.0
-        if isinstance(gradients, SeparateGradients):
-            gradients.combine(factors)
-        elif self.mode == "deferred":
-            factor = next(iter(factors.values()))
-            rescale(gradients, factor)
+        for name, expected in (self.known(totals or {}) if self.ahead else {}).items():
+            if not math.isclose(expected, over[name], rel_tol=1e-9, abs_tol=1e-9):
+                raise InputError(
+                    f"the totals give {expected} for {name!r}, but the micro-batches had "
+                    f"{over[name]}, so the gradients are wrong by this ratio. Take the totals from "
+                    f"the plan and samples that ran, or use mode='deferred'."
+                )
         losses = {
             name: float(reduced.sums[f"sum/{name}"]) * _over(1.0, over[normalization.name])
             for name, (normalization, _) in self.losses.items()
         }
-        loss = sum(weight * losses[name] for name, (_, weight) in self.losses.items())
-        reported = loss
+        reported = loss = sum(weight * losses[name] for name, (_, weight) in self.losses.items())
         if self.mode == "per_micro_batch":
             reported = sum(float(reduced.sums[f"reported/{name}"]) for name in self.losses)
+        undo = self.averaged_over * self.constant
         counted = [value for name, value in over.items() if name not in self.constants]
         return LossValues(
             loss=loss,
@@ -281,7 +253,9 @@ class StepLoss:
             reported=reported,
             empty=bool(counted) and not any(counted),
             metrics=reduced.metrics,
-            factor=factor,
+            factors={name: _over(undo, value) for name, value in over.items()}
+            if self.mode == "deferred"
+            else {},
         )
 
     def known(self, totals: Mapping[str, float]) -> dict[str, float]:
@@ -324,13 +298,3 @@ def power_of_two(tokens: float) -> float:
 def _over(amount: float, denominator: float) -> float:
     """amount / denominator, or 0 if the denominator is 0."""
     return amount / denominator if denominator else 0.0
-
-
-def _verify(expected: Mapping[str, float], summed: Mapping[str, float]) -> None:
-    for name, value in summed.items():
-        if not math.isclose(expected[name], value, rel_tol=1e-9, abs_tol=1e-9):
-            raise InputError(
-                f"the totals give {expected[name]} for {name!r}, but the micro-batches had "
-                f"{value}, so the gradients are wrong by this ratio. Take the totals from the plan "
-                f"and samples that ran, or use mode='deferred'."
-            )

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -60,19 +60,15 @@ class Watch:
                 raise ConfigError(f"{name} must be positive and finite, got {value}.")
         self._store, self.rank, self.size = _group(store, rank, size, timeout)
         self.timeout, self.grace = timeout, grace
+        self._others = [other for other in range(self.size) if other != self.rank]
         self._every = min(1.0, timeout / 10)
         self._stop, self._lock = threading.Event(), threading.Lock()
-        self._leaving = self._silent = False
-        self._watched = 0
-        self._prefix = _PREFIX
-        self._error: RankError | None = None
-        self._thread: threading.Thread | None = None
-        self._seen: dict[int, tuple[str, float]] = {}
 
     def __enter__(self) -> Watch:
         self._stop.clear()
         self._leaving = self._silent = False
-        self._error, self._seen = None, {}
+        self._error: RankError | None = None
+        self._seen: dict[int, tuple[str, float]] = {}
         self._watched = threading.get_ident()
         # Numbered, so that the end of an earlier watch is not read as the end of this one.
         number = self._store.add(f"{_PREFIX}/entered/{self.rank}", 1)
@@ -88,48 +84,43 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        with suppress(RankError):  # the interrupt may arrive here; its error is kept in _error
             with self._lock:
                 self._leaving = True
             _interrupt(self._watched, None)  # withdraw a pending interrupt
-        except RankError:
-            pass  # the interrupt arrived here; its error is kept in _error
         try:
             self._leave(error)
         finally:
             self._stop.set()
-            assert self._thread is not None
             self._thread.join()
 
     def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, Exception) and self._error is None and _is_consequence(error):
             # Another rank may be the cause: wait for its error or its missing heartbeats.
             self._wait(lambda: self._error is not None, self.timeout + 2 * self._every)
-        if self._error is not None:
-            self._wait_for_readers()
-            if not isinstance(error, RankError):
-                raise self._error from error
-        elif error is None or (isinstance(error, SystemExit) and not error.code):
-            with suppress(Exception), self._lock:
-                self._silent = True  # no heartbeat may overwrite this
-                self._set(f"beat/{self.rank}", _DONE)
-            self._wait_for_readers()
-        elif not isinstance(error, RankError):
-            first_line = (_text(error).splitlines() or [""])[0][:1000]
-            self._publish(self.rank, f"failed ({type(error).__name__}: {first_line})")
-            self._wait_for_readers()
-
-    def _wait_for_readers(self) -> None:
-        """Keep rank 0, whose process hosts the store, until the others have read the last state."""
+        fault = self._error
+        if fault is None:
+            if isinstance(error, RankError):
+                return
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                with suppress(Exception), self._lock:
+                    self._silent = True  # no heartbeat may overwrite this
+                    self._set(f"beat/{self.rank}", _DONE)
+            else:
+                first_line = (_text(error).splitlines() or [""])[0][:1000]
+                self._publish(self.rank, f"failed ({type(error).__name__}: {first_line})")
         if self.rank == 0:
+            # Its process hosts the store: wait until the others have read the last state.
             with suppress(Exception):
                 self._wait(self._all_have_read, 3 * self._every)
+        if fault is not None and not isinstance(error, RankError):
+            raise fault from error
 
     def _all_have_read(self) -> bool:
         return all(
             self._store.check([f"{self._prefix}/read/{rank}"])
             or self._read(f"beat/{rank}") == _DONE
-            for rank in self._others()
+            for rank in self._others
         )
 
     def _wait(self, over: Callable[[], bool], seconds: float) -> None:
@@ -151,7 +142,9 @@ class Watch:
             except Exception as lost:
                 if self._seen.get(0, ("", 0.0))[0] == _DONE:
                     return  # rank 0 is done and its store is closed
-                fault = f"{_holder()} is gone ({type(lost).__name__})"
+                launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                holder = "the launcher" if launched else "rank 0"
+                fault = f"{holder}, which hosts the store, is gone ({type(lost).__name__})"
             if fault is not None:
                 self._report(fault)
                 return
@@ -164,7 +157,7 @@ class Watch:
             whose, _, what = failed.partition(" ")
             return None if int(whose) == self.rank else f"rank {whose} {what}"
         now = time.monotonic()
-        for rank in self._others():
+        for rank in self._others:
             beat = self._read(f"beat/{rank}") or ""
             last, since = self._seen.get(rank, (None, now))
             self._seen[rank] = (beat, since if beat == last else now)
@@ -172,8 +165,7 @@ class Watch:
                 if rank == 0:
                     self._set(f"read/{self.rank}", "1")
             elif now - self._seen[rank][1] > self.timeout - 2 * self._every:
-                silent = f"has sent no heartbeat for {self.timeout:g} s"
-                return self._publish(rank, silent)
+                return self._publish(rank, f"has sent no heartbeat for {self.timeout:g} s")
         return None
 
     def _report(self, fault: str) -> None:
@@ -200,9 +192,6 @@ class Watch:
             if int(first) != self.rank:
                 return f"rank {first} {recorded}"
         return f"rank {rank} {what}"
-
-    def _others(self) -> Iterator[int]:
-        return (rank for rank in range(self.size) if rank != self.rank)
 
     def _read(self, name: str) -> str | None:
         key = f"{self._prefix}/{name}"
@@ -245,11 +234,6 @@ def _is_consequence(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _holder() -> str:
-    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return f"{'the launcher' if launched else 'rank 0'}, which hosts the store,"
 
 
 def _group(store: Any, rank: int | None, size: int | None, timeout: float) -> tuple[Any, int, int]:
