@@ -13,14 +13,16 @@ same, so that causal work is even.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.core.ragged import rounded_up
 from evenstep.errors import InputError
-from evenstep.tensors.batch import PER_SLOT, PER_TILE, Batch, BatchShard, Sharding, take_slots
+from evenstep.tensors.batch import PER_SLOT, Batch, BatchShard, Sharding, Slots, take_slots
 
 
 def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
@@ -84,20 +86,8 @@ def join_shards(shards: Sequence[BatchShard]) -> Batch:
             "expected shards of one kind, got both context- and sequence-parallel ones. Shard all "
             "ranks' batches with the same function."
         )
-    whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
-    places = [shard.place_ids for shard in shards if shard.place_ids is not None]
-    return Batch(
-        **{name: _join_slots([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
-        **{name: getattr(whole, name) for name in PER_TILE},
-        place_ids=_join_slots(places, slot_ids) if places else None,
-        extras={
-            name: _join_slots([s.extras[name] for s in shards], slot_ids)
-            if _is_per_slot(whole, name)
-            else extra
-            for name, extra in whole.extras.items()
-        },
-        aligned=whole.aligned,
-    )
+    slot_ids = [shard.slot_ids for shard in shards]
+    return Batch(**_change_slots(shards, lambda values: _join_slots(values, slot_ids)))
 
 
 def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
@@ -161,20 +151,29 @@ def shard_rows(
 
 def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
     """The shard of `batch` with these slots, (rows, width / size), in order."""
-    return BatchShard(
-        **{name: take_slots(getattr(batch, name), slot_ids) for name in PER_SLOT},
-        **{name: getattr(batch, name) for name in PER_TILE},
-        place_ids=None if batch.place_ids is None else take_slots(batch.place_ids, slot_ids),
-        slot_ids=slot_ids,
-        rank=rank,
-        size=size,
-        sharding=sharding,
-        extras={
-            name: take_slots(extra, slot_ids) if _is_per_slot(batch, name) else extra
-            for name, extra in batch.extras.items()
-        },
-        aligned=batch.aligned,
-    )
+    values = _change_slots([batch], lambda each: take_slots(each[0], slot_ids))
+    return BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
+
+
+def _change_slots(
+    sources: Sequence[Slots], change: Callable[[list[Tensor]], Tensor]
+) -> dict[str, Any]:
+    """The fields of a batch; each that holds one entry per slot is made of those of `sources`."""
+    first = sources[0]
+    values = {each.name: getattr(first, each.name) for each in fields(Slots)}
+    for name in (*PER_SLOT, "place_ids"):
+        if values[name] is not None:
+            values[name] = change([getattr(source, name) for source in sources])
+    extras: dict[str, Any] = dict(first.extras)
+    for name in extras:
+        if name not in first.aligned:
+            raise InputError(
+                f"the alignment of the extra {name!r} is unknown. Declare it in "
+                f"Collator(extras=...), or add it to `aligned`."
+            )
+        if first.aligned[name] in ("token", "label"):
+            extras[name] = change([source.extras[name] for source in sources])
+    return {**values, "extras": extras}
 
 
 def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
@@ -221,12 +220,3 @@ def _check_tiles(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None = None
         f"the tile {whose} has {int(slots[at])} slots, but {size} context-parallel ranks require "
         f"a multiple of {2 * size}. Plan with Topology(cp={size})."
     )
-
-
-def _is_per_slot(whole: Batch | BatchShard, name: str) -> bool:
-    if name not in whole.aligned:
-        raise InputError(
-            f"the alignment of the extra {name!r} is unknown. Declare it in "
-            f"Collator(extras=...), or add it to `aligned`."
-        )
-    return whole.aligned[name] in ("token", "label")
