@@ -531,7 +531,7 @@ class View:
 
     def flat(self, values: Tensor) -> Tensor:
         """The slots of this view of a (rows, width, ...) tensor, as (n, ...)."""
-        return values.flatten(0, 1)[self.slots]
+        return values.flatten(0, 1) if self.tile is None else values.flatten(0, 1)[self.slots]
 
     def extra(self, name: str) -> Tensor:
         """(n, ...): an extra per slot; a sequence-aligned one is repeated along its sequence."""
