@@ -373,7 +373,7 @@ def policy_gradient(
 
     Per token: -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), where r is the new over the
     old probability of the token or, with ratio="sequence", its geometric mean over the sequence,
-    which must not be split. Beyond ±20 (float16 outputs: ±10), log r is clamped and has no gradient.
+    which must not be split. Beyond ±20 (±10 for float16), log r is clamped and has no gradient.
 
     dual_clip       c > 1: where A < 0, the loss of a token is at most -c * A
     importance_cap  C: each token is multiplied by min(old / rollout probability, C), a constant
