@@ -208,7 +208,6 @@ if TYPE_CHECKING:
     from evenstep.tensors.collate import Columns
     from evenstep.tensors.head import Wanted, score
     from evenstep.tensors.losses import Outcome, merge
-    from evenstep.tensors.parallel import join_shards
     from evenstep.tensors.restore import Key as OriginKey
     from evenstep.tensors.segment_attention import BACKENDS, Call, choose, refusal, varlen
     from evenstep.testing.content import content_of

@@ -13,7 +13,7 @@ same, so that causal work is even.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -30,7 +30,7 @@ def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
 
     Plan with `Topology(cp=size)`, which aligns segments and widths as required. Shift extras that
     a loss compares with predictions (old log-probs, advantages) with `batch.at_labels(...)` first.
-    `join_shards` is the inverse.
+    `join_context` joins the results of all ranks.
 
     >>> from evenstep import Packed, Recipe, Topology, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -49,7 +49,7 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     """The shard of `batch` on rank `rank` of `size` sequence-parallel ranks.
 
     Labels are shifted before sharding: the last slot of a rank predicts the first token of the
-    next rank. Boundaries are those of the whole batch. `join_shards` is the inverse.
+    next rank. Boundaries are those of the whole batch. `join_sequence` joins results.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -71,25 +71,6 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     return _shard(batch, slot_ids, rank, size, "sequence")
 
 
-def join_shards(shards: Sequence[BatchShard]) -> Batch:
-    """The whole batch from the shards of all ranks of the group, in any order."""
-    shards = sorted(shards, key=lambda shard: shard.rank)
-    size = shards[0].size if shards else 1
-    ranks = [shard.rank for shard in shards]
-    if ranks != list(range(size)) or any(shard.size != size for shard in shards):
-        raise InputError(
-            f"expected one shard from each of {size} ranks, got shards of ranks {ranks}. Pass "
-            f"each rank's shard of one batch exactly once."
-        )
-    if len({shard.sharding for shard in shards}) > 1:
-        raise InputError(
-            "expected shards of one kind, got both context- and sequence-parallel ones. Shard all "
-            "ranks' batches with the same function."
-        )
-    slot_ids = [shard.slot_ids for shard in shards]
-    return Batch(**_change_slots(shards, lambda values: _join_slots(values, slot_ids)))
-
-
 def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
     """Per-slot results of all context-parallel ranks -> results of the whole batch.
 
@@ -101,15 +82,20 @@ def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     shapes = {tuple(shard.shape) for shard in shards}
-    slots, size = int(cu_seqlens[-1]), len(shards)
-    if len(shapes) != 1 or sum(shard.shape[:2].numel() for shard in shards) != slots:
+    total, size = int(cu_seqlens[-1]), len(shards)
+    if len(shapes) != 1 or sum(shard.shape[:2].numel() for shard in shards) != total:
         raise InputError(
-            f"{size} tensors of shapes {sorted(shapes)} do not make up the {slots} slots of the "
+            f"{size} tensors of shapes {sorted(shapes)} do not make up the {total} slots of the "
             f"batch. Pass one (rows, width / size, ...) tensor per rank, in rank order."
         )
     _check_tiles(cu_seqlens, size)
     boundaries = cu_seqlens.to(shards[0].device)
-    return _join_slots(shards, [_zigzag(boundaries, rank, size) for rank in range(size)])
+    # The entry of each slot in the shards, laid end to end.
+    slots = torch.cat([_zigzag(boundaries, rank, size) for rank in range(size)])
+    index = torch.empty_like(slots)
+    index[slots] = torch.arange(total, device=slots.device)
+    joined = torch.cat([shard.flatten(0, 1) for shard in shards]).index_select(0, index)
+    return joined.view(shards[0].shape[0], -1, *shards[0].shape[2:])
 
 
 def join_sequence(shards: Sequence[Tensor]) -> Tensor:
@@ -151,29 +137,20 @@ def shard_rows(
 
 def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
     """The shard of `batch` with these slots, (rows, width / size), in order."""
-    values = _change_slots([batch], lambda each: take_slots(each[0], slot_ids))
-    return BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
-
-
-def _change_slots(
-    sources: Sequence[Slots], change: Callable[[list[Tensor]], Tensor]
-) -> dict[str, Any]:
-    """The fields of a batch; each that holds one entry per slot is made of those of `sources`."""
-    first = sources[0]
-    values = {each.name: getattr(first, each.name) for each in fields(Slots)}
+    values: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(Slots)}
     for name in (*PER_SLOT, "place_ids"):
         if values[name] is not None:
-            values[name] = change([getattr(source, name) for source in sources])
-    extras: dict[str, Any] = dict(first.extras)
+            values[name] = take_slots(values[name], slot_ids)
+    values["extras"] = extras = dict(batch.extras)
     for name in extras:
-        if name not in first.aligned:
+        if name not in batch.aligned:
             raise InputError(
                 f"the alignment of the extra {name!r} is unknown. Declare it in "
                 f"Collator(extras=...), or add it to `aligned`."
             )
-        if first.aligned[name] in ("token", "label"):
-            extras[name] = change([source.extras[name] for source in sources])
-    return {**values, "extras": extras}
+        if batch.aligned[name] in ("token", "label"):
+            extras[name] = take_slots(extras[name], slot_ids)
+    return BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
 
 
 def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
@@ -192,15 +169,6 @@ def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     shift = first - (length.cumsum(0) - length)
     here = torch.arange(total // size, device=device)
     return here + shift.repeat_interleave(length, output_size=total // size)
-
-
-def _join_slots(shards: Sequence[Tensor], slot_ids: Sequence[Tensor]) -> Tensor:
-    """(rows, width / size, ...) tensors of all ranks and their slots -> (rows, width, ...)."""
-    slots = torch.cat([ids.reshape(-1) for ids in slot_ids])  # index in the shards -> slot
-    index = torch.empty_like(slots)
-    index[slots] = torch.arange(len(slots), device=slots.device)  # slot -> index in the shards
-    flat = torch.cat([shard.flatten(0, 1) for shard in shards])
-    return flat.index_select(0, index).view(shards[0].shape[0], -1, *shards[0].shape[2:])
 
 
 def _check_rank(rank: int, size: int) -> None:
