@@ -21,8 +21,9 @@ from typing import Any, Literal, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from evenstep.core.text import attempt, counted, fill, line
+from evenstep.core.text import attempt, counted, fill, line, one_of
 from evenstep.errors import ConfigError, InputError
 
 IGNORE_INDEX = -100
@@ -86,10 +87,7 @@ class Extra:
     """Shape of one entry: () for a number, (8,) for a vector of eight."""
 
     def __post_init__(self) -> None:
-        if self.aligned not in ("token", "sequence", "ragged"):
-            raise ConfigError(
-                f"unknown alignment {self.aligned!r}; expected one of: token, sequence, ragged."
-            )
+        one_of("alignment", self.aligned, Alignment)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,7 +335,7 @@ class BatchShard(Slots):
     @property
     def real_cu_seqlens(self) -> Tensor:
         """(tiles + 1) int32: boundaries of the real tokens of the whole batch, without padding."""
-        return _offsets(self.seqlens, torch.int32)
+        return functional.pad(self.seqlens.cumsum(0), (1, 0)).to(torch.int32)
 
     @property
     def local_cu_seqlens(self) -> Tensor:
@@ -349,28 +347,16 @@ class BatchShard(Slots):
     @property
     def local_seqlens(self) -> Tensor:
         """(tiles) int64: real tokens of each tile in this shard; they precede its padding."""
-        real = _offsets(self.token_mask.reshape(-1), torch.int64)
-        return real[self.local_cu_seqlens.long()].diff()
+        before = functional.pad(self.token_mask.flatten().cumsum(0), (1, 0))  # each slot
+        return before[self.local_cu_seqlens.long()].diff()
 
     def take(self, values: Tensor) -> Tensor:
         """This rank's slots of a (rows, width, ...) tensor of the whole batch.
 
         Example: `shard.take(batch.labels_at(2))` gives the labels two tokens ahead.
         """
-        return take_slots(values, self.slot_ids)
-
-
-def take_slots(values: Any, slot_ids: Tensor) -> Tensor:
-    """These slots, (rows, n), of a (rows, width, ...) tensor -> (rows, n, ...)."""
-    taken = values.flatten(0, 1).index_select(0, slot_ids.reshape(-1))
-    return taken.view(*slot_ids.shape, *values.shape[2:])
-
-
-def _offsets(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """counts [3, 0, 2] -> [0, 3, 3, 5]"""
-    offsets = torch.zeros(len(counts) + 1, dtype=dtype, device=counts.device)
-    offsets[1:] = counts.cumsum(0)
-    return offsets
+        taken = values.flatten(0, 1).index_select(0, self.slot_ids.reshape(-1))
+        return taken.view(*self.slot_ids.shape, *values.shape[2:])
 
 
 # Where segments lie, for attention -------------------------------------------------------------
@@ -422,11 +408,6 @@ class Boundaries:
         return self if self.seen is None else self.seen
 
     @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self.cu_seqlens.device
-
-    @property
     def tiles(self) -> int:
         """Number of tiles, empty ones included."""
         return int(self.cu_seqlens.shape[0]) - 1
@@ -435,8 +416,9 @@ class Boundaries:
     def segment_ids(self) -> Tensor:
         """(rows, width) int64: the tile of each slot."""
         if "segment_ids" not in self.kept:
-            slots = torch.arange(self.rows * self.width, device=self.device, dtype=torch.int32)
-            tiles = torch.bucketize(slots, self.cu_seqlens[1:], right=True)
+            ends = self.cu_seqlens[1:]
+            slots = torch.arange(self.rows * self.width, device=ends.device, dtype=torch.int32)
+            tiles = torch.bucketize(slots, ends, right=True)
             self.kept["segment_ids"] = tiles.view(self.rows, self.width)
         return cast(Tensor, self.kept["segment_ids"])
 

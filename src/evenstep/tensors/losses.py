@@ -81,7 +81,8 @@ class Metric:
     def emptied(self) -> Metric:
         """The same metric over no values: the neutral element of merging."""
         total = torch.full_like(self.total, _MERGING[self.reduction][1])
-        return Metric(self.reduction, total, None if self.count is None else self.count * 0)
+        count = None if self.count is None else torch.zeros_like(self.count)
+        return Metric(self.reduction, total, count)
 
     @property
     def value(self) -> Tensor:

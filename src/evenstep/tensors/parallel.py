@@ -14,7 +14,7 @@ same, so that causal work is even.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from evenstep.core.ragged import rounded_up
 from evenstep.errors import InputError
-from evenstep.tensors.batch import PER_SLOT, Batch, BatchShard, Sharding, Slots, take_slots
+from evenstep.tensors.batch import PER_SLOT, Batch, BatchShard, Sharding, Slots
 
 
 def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
@@ -138,10 +138,8 @@ def shard_rows(
 def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
     """The shard of `batch` with these slots, (rows, width / size), in order."""
     values: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(Slots)}
-    for name in (*PER_SLOT, "place_ids"):
-        if values[name] is not None:
-            values[name] = take_slots(values[name], slot_ids)
-    values["extras"] = extras = dict(batch.extras)
+    whole = BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
+    extras: dict[str, Any] = dict(batch.extras)
     for name in extras:
         if name not in batch.aligned:
             raise InputError(
@@ -149,8 +147,9 @@ def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Shard
                 f"Collator(extras=...), or add it to `aligned`."
             )
         if batch.aligned[name] in ("token", "label"):
-            extras[name] = take_slots(extras[name], slot_ids)
-    return BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
+            extras[name] = whole.take(extras[name])
+    names = PER_SLOT if batch.place_ids is None else (*PER_SLOT, "place_ids")
+    return replace(whole, extras=extras, **{name: whole.take(values[name]) for name in names})
 
 
 def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:

@@ -209,7 +209,14 @@ class Origin:
                 np.full(work.num_micro_batches, work.recipe.topology.alignment),
                 work.recipe.topology,
             )
-        micros = _micro_batches(work)
+        items: Sequence[Any] = work.read_micro_batches if isinstance(work, Step) else work
+        micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in items]
+        for item in micros:
+            if not isinstance(item, MicroBatch):
+                raise InputError(
+                    f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with "
+                    f"a {type(item).__name__}."
+                )
         segments = [micro.segments for micro in micros]
         ids, sample = np.unique(_join(s.sample for s in segments), return_inverse=True)
         lengths = np.zeros(len(ids), np.int64)
@@ -406,19 +413,6 @@ class Origin:
     def name_of(self, row: int) -> str:
         """The sample of a row, as errors name it."""
         return sample_name(int(self.sample_ids[row]))
-
-
-def _micro_batches(work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Sequence[MicroBatch]:
-    if isinstance(work, Step):
-        return work.read_micro_batches
-    micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in work]
-    for item in micros:
-        if not isinstance(item, MicroBatch):
-            raise InputError(
-                f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with a "
-                f"{type(item).__name__}."
-            )
-    return micros
 
 
 def _join(arrays: Iterable[IntArray]) -> IntArray:

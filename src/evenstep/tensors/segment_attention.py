@@ -62,8 +62,9 @@ def visible(bounds: Boundaries, causal: bool, window: int | None) -> tuple[Tenso
     cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
     """
     check_window(window)
-    row = torch.arange(bounds.rows, device=bounds.device)[:, None] * bounds.width
-    slot = torch.arange(bounds.width, device=bounds.device).expand(bounds.rows, -1)
+    device = bounds.cu_seqlens.device
+    row = torch.arange(bounds.rows, device=device)[:, None] * bounds.width
+    slot = torch.arange(bounds.width, device=device).expand(bounds.rows, -1)
     first = bounds.cu_seqlens[bounds.segment_ids] - row
     last = slot if causal else bounds.cu_seqlens[bounds.segment_ids + 1] - row - 1
     if window is not None:
@@ -86,7 +87,7 @@ def sdpa_mask(
     """
     bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
     first, last = visible(bounds, causal, window)
-    slot = torch.arange(bounds.width, device=bounds.device)
+    slot = torch.arange(bounds.width, device=first.device)
     return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
 
 
@@ -103,8 +104,7 @@ def block_mask(
     """
     bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
     first, last = visible(bounds, causal, window)
-    count = divided_up(bounds.width, BLOCK)
-    begin = torch.arange(count, device=bounds.device) * BLOCK
+    begin = torch.arange(divided_up(bounds.width, BLOCK), device=first.device) * BLOCK
     end = torch.clamp(begin + BLOCK, max=bounds.width) - 1
     overlaps = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)
     whole = (first[:, end, None] <= begin) & (last[:, begin, None] >= begin + BLOCK - 1)
@@ -219,7 +219,7 @@ def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
         dropout_p=call.dropout,
         is_causal=call.causal and mask is None,
         scale=call.scale,
-        enable_gqa=call.shared > 1,
+        enable_gqa=call.k.shape[1] < call.q.shape[1],
     )  # fmt: skip
 
 
@@ -457,7 +457,7 @@ def attention(
     """
     call = Call(q, k, v, Boundaries.of(batch), causal, window, scale, softcap, sinks)
     if backend is None:
-        return attend(call)
+        return BACKENDS[choose(call)](call)
     if backend not in BACKENDS:
         raise ConfigError(
             f"unknown attention backend {backend!r}; expected one of: {', '.join(BACKENDS)}, or "
