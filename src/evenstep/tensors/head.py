@@ -218,9 +218,9 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         temperature: float,
         wanted: Wanted,
     ) -> tuple[Tensor, ...]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         # rows: log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it
-        scores = torch.zeros((5, len(hidden)), dtype=wide, device=hidden.device)
+        scores = torch.zeros((5, len(hidden)), dtype=dtype, device=hidden.device)
         for first in range(0, len(hidden), head.chunk):
             chunk = slice(first, first + head.chunk)
             logits, _ = _chunk_logits(hidden[chunk], weight, bias, head, temperature)
