@@ -51,18 +51,15 @@ class _Movable:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = change(value)
-            elif isinstance(value, _Movable):
-                values[name] = value._map(change)
-            elif name in ("extras", "values"):  # mappings
-                values[name] = {
-                    key: each._map(change) if isinstance(each, _Movable) else change(each)
-                    for key, each in value.items()
-                }
-        return replace(self, **values)  # type: ignore[type-var]
+        def changed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: changed(each) for key, each in value.items()}
+            if isinstance(value, _Movable):
+                return value._map(change)
+            return change(value) if isinstance(value, Tensor) else value
+
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        return replace(self, **{name: changed(getattr(self, name)) for name in names})  # type: ignore[type-var]
 
 
 # Values that travel with the tokens ------------------------------------------------------------
@@ -210,11 +207,11 @@ class Batch(Slots):
 
         def contents() -> str:
             lengths = self.seqlens[self.sample_ids >= 0]
-            segments, tokens = len(lengths), int(lengths.sum())
-            if not segments:
+            if not len(lengths):
                 return "empty"
-            parts = (counted(segments, "segment"), counted(tokens, "token"))
-            return ", ".join((*parts, fill(tokens, self.rows * self.width)))
+            tokens, segments = int(lengths.sum()), counted(len(lengths), "segment")
+            parts = (segments, counted(tokens, "token"), fill(tokens, self.rows * self.width))
+            return ", ".join(parts)
 
         parts = (
             attempt(lambda: f"{counted(self.rows, 'row')} of {counted(self.width, 'slot')}"),

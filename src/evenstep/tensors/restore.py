@@ -156,19 +156,19 @@ def restore_sequences(
             f"sample {origin.name_of(split)} was split into {counts[split]} segments with one "
             f"value each. Set combine to 'sum', 'mean', 'min' or 'max'."
         )
-    index = torch.from_numpy(sample).to(values.device)
-    restored = values.new_full((len(origin.lengths), *values.shape[1:]), pad)
-    if combine is None:
-        return restored.index_copy_(0, index, values)
-    one_of("combine", combine, Reduction)
     entry = (-1, *(1,) * (values.ndim - 1))
     if combine == "mean":
         share = segments.length[at] / np.bincount(sample, segments.length[at])[sample]
         values = values if values.is_floating_point() else values.float()
         values = values * torch.from_numpy(share).to(values).view(entry)
+    index = torch.from_numpy(sample).to(values.device)
+    restored = values.new_full((len(origin.lengths), *values.shape[1:]), pad)
+    if combine is None:
+        return restored.index_copy_(0, index, values)
+    one_of("combine", combine, Reduction)
     how = f"a{combine}" if combine in ("min", "max") else "sum"
     across = index.view(entry).expand_as(values)
-    return restored.to(values.dtype).scatter_reduce(0, across, values, how, include_self=False)
+    return restored.scatter_reduce(0, across, values, how, include_self=False)
 
 
 # Where results come from -----------------------------------------------------------------------
