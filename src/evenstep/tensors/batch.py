@@ -52,11 +52,11 @@ class _Movable:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value)
             if isinstance(value, Mapping):
                 return {key: changed(each) for key, each in value.items()}
-            if isinstance(value, _Movable):
-                return value._map(change)
-            return change(value) if isinstance(value, Tensor) else value
+            return value._map(change) if isinstance(value, _Movable) else value
 
         names = [each.name for each in fields(self)]  # type: ignore[arg-type]
         return replace(self, **{name: changed(getattr(self, name)) for name in names})  # type: ignore[type-var]

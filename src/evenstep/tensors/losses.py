@@ -280,15 +280,16 @@ Formulated: TypeAlias = tuple[Tensor, dict[str, Any]]
 """A loss and metrics (or a `Metric`) per slot, 0 where there is no label."""
 
 
-def _per_token(formula: Callable[[Tensor, View, Tensor], Formulated]) -> PerSequence:
-    """The weighted sum of `formula(outputs, view, whether slots have a label)`.
+def _per_token(formula: Callable[[Tensor, View, Tensor, Tensor], Formulated]) -> PerSequence:
+    """The weighted sum of `formula(outputs, view, labels, whether slots have a label)`.
 
     Its metrics are means over loss tokens.
     """
 
     def loss(outputs: Tensor, view: View) -> Outcome:
-        counts = view.labels != IGNORE_INDEX
-        value, metrics = formula(outputs, view, counts)
+        labels = view.labels
+        counts = labels != IGNORE_INDEX
+        value, metrics = formula(outputs, view, labels, counts)
         total = counts.sum()
         return value * view.loss_weights, {
             name: each if isinstance(each, Metric) else Metric.mean(each.sum(), total)
@@ -328,8 +329,8 @@ def cross_entropy(
     at_least_zero("z_loss", z_loss)
     score = scorer(head, temperature, mean_log_probs=label_smoothing > 0, log_normalizer=z_loss > 0)
 
-    def formula(outputs: Tensor, view: View, counts: Tensor) -> Formulated:
-        scores = score(outputs, view.labels)
+    def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
+        scores = score(outputs, labels)
         nll = value = -scores.log_probs
         metrics: dict[str, Any] = {"nll": nll, "loss_tokens": Metric.sum(counts.sum())}
         if label_smoothing:
@@ -394,8 +395,8 @@ def policy_gradient(
     _check_policy(ratio, kl_estimator, clip_low, clip_high, dual_clip, importance_cap)
     score = scorer(head, temperature, entropy=entropy_weight is not None)
 
-    def formula(outputs: Tensor, view: View, counts: Tensor) -> Formulated:
-        scores = score(outputs, view.labels)
+    def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
+        scores = score(outputs, labels)
         new, old = scores.log_probs, _extra(view, counts, "old_log_probs")
         bound = MOST_LOG_RATIO_HALF if outputs.dtype == torch.float16 else MOST_LOG_RATIO
         rise = new - old if ratio == "token" else _sequence_mean(new - old, view, counts)
@@ -474,7 +475,7 @@ def value_loss(*, clip: float | None = 0.2) -> PerSequence:
     """
     positive("clip", clip)
 
-    def formula(outputs: Tensor, view: View, counts: Tensor) -> Formulated:
+    def formula(outputs: Tensor, view: View, _: Tensor, counts: Tensor) -> Formulated:
         value = torch.where(counts, scalars(outputs), 0.0)
         target = _extra(view, counts, "returns")
         error = (value - target).square()
@@ -543,7 +544,7 @@ def distillation(
             f"reverse_kl (1)."
         )
 
-    def formula(outputs: Tensor, view: View, counts: Tensor) -> Formulated:
+    def formula(outputs: Tensor, view: View, _: Tensor, counts: Tensor) -> Formulated:
         student = (wide(outputs) / temperature).log_softmax(-1)
         if teacher is not None or "teacher_logits" in view.source.aligned:
             known = _teacher_log_probs(teacher, view, temperature, student)

@@ -14,7 +14,7 @@ same, so that causal work is even.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -137,9 +137,17 @@ def shard_rows(
 
 def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
     """The shard of `batch` with these slots, (rows, width / size), in order."""
+    index = slot_ids.reshape(-1)
+
+    def take(values: Any) -> Tensor:
+        taken = values.flatten(0, 1).index_select(0, index)
+        return taken.view(*slot_ids.shape, *values.shape[2:])
+
     values: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(Slots)}
-    whole = BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
-    extras: dict[str, Any] = dict(batch.extras)
+    for name in (*PER_SLOT, "place_ids"):
+        if values[name] is not None:
+            values[name] = take(values[name])
+    values["extras"] = extras = dict(batch.extras)
     for name in extras:
         if name not in batch.aligned:
             raise InputError(
@@ -147,9 +155,8 @@ def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Shard
                 f"Collator(extras=...), or add it to `aligned`."
             )
         if batch.aligned[name] in ("token", "label"):
-            extras[name] = whole.take(extras[name])
-    names = PER_SLOT if batch.place_ids is None else (*PER_SLOT, "place_ids")
-    return replace(whole, extras=extras, **{name: whole.take(values[name]) for name in names})
+            extras[name] = take(extras[name])
+    return BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
 
 
 def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
