@@ -158,7 +158,7 @@ def speed(setup: Setup, save: Callable[[Section], None], compiled: bool = False)
             section.notes.append(f"{row.name}, {row.attention}: skipped for want of time.")
             continue
         setup.free()
-        run = attend if row.backend is None else BACKENDS[row.backend].run
+        run = attend if row.backend is None else BACKENDS[row.backend]
         try:
             with mock.patch.object(hf_attention, "attend", run):
                 found = measure(row, model, lengths, cost, setup)

@@ -71,7 +71,7 @@ def kernel_case(
     bounds = Boundaries(1, int(ends[-1]), cu_seqlens, max(LENGTHS))
     call = Call(q, k, v, bounds, sinks=sinks, **options)
     name = choose(call) if backend is None else backend
-    out = BACKENDS[name].run(call)
+    out = BACKENDS[name](call)
     found = [out, *torch.autograd.grad(out, leaves, grad)]
     return name, [x.detach().float() for x in found]
 

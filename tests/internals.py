@@ -201,14 +201,13 @@ if TYPE_CHECKING:
     from evenstep.report.timeline import timelines
     from evenstep.screen import print_grid, progress
     from evenstep.tensors import batch as batch_module
-    from evenstep.tensors import segment_attention, varlen
+    from evenstep.tensors import segment_attention
     from evenstep.tensors.batch import IGNORE_INDEX, Boundaries, Sharding
     from evenstep.tensors.collate import Columns
     from evenstep.tensors.head import Wanted, score
     from evenstep.tensors.losses import Outcome, merge
-    from evenstep.tensors.parallel import join_shards
     from evenstep.tensors.restore import Key as OriginKey
-    from evenstep.tensors.segment_attention import BACKENDS, Call, choose
+    from evenstep.tensors.segment_attention import BACKENDS, Call, choose, refusal, varlen
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first

@@ -23,6 +23,7 @@ from tests.internals import (
     Call,
     batch_module,
     choose,
+    refusal,
     segment_attention,
     varlen,
 )
@@ -176,7 +177,7 @@ def test_gradients_of_sinks_and_soft_caps_are_exact(
     sinks = torch.tensor([0.5, -3.0, 2.0, 8.0], dtype=torch.float64, requires_grad=True)
     weights = torch.randn(q.shape, dtype=torch.float64) * batch.token_mask[:, None, :, None]
     call = Call(q, k, v, Boundaries.of(batch), causal, window, None, softcap, sinks)
-    found = BACKENDS[name].run(call)
+    found = BACKENDS[name](call)
     expected = plain(q, k, v, batch, causal, window, softcap, sinks)
     assert distance((found * weights).detach(), (expected * weights).detach()) < 1e-12
     gradients = [
@@ -193,7 +194,7 @@ def test_a_value_dimension_of_its_own() -> None:
     expected = plain(q, k, v, batch)
     for name in ("segments", "mask", "flex"):
         assert distance(attention(q, k, v, batch, backend=name).double(), expected) < 1e-5
-    found = BACKENDS["varlen"].run(Call(q, k, v, Boundaries.of(batch)))
+    found = BACKENDS["varlen"](Call(q, k, v, Boundaries.of(batch)))
     assert distance(found.double(), expected) < 1e-5
 
 
@@ -206,12 +207,12 @@ def test_dropout_keeps_the_mean_and_drops_weights() -> None:
         call = Call(q, k, v, bounds, softcap=softcap)
         dropped = Call(q, k, v, bounds, softcap=softcap, dropout=0.5)
         assert {choose(dropped), choose(call)} <= {"causal", "segments", "mask"}
-        expected = BACKENDS["segments"].run(call).mean(0)
-        found = BACKENDS["segments"].run(dropped)
+        expected = BACKENDS["segments"](call).mean(0)
+        found = BACKENDS["segments"](dropped)
         assert found.std(0).max() > 0.1
         assert distance(found.mean(0), expected) < 0.2
-    assert "dropout" in str(BACKENDS["varlen"].refuses(dropped))
-    assert "dropout" in str(BACKENDS["flex"].refuses(dropped))
+    assert "dropout" in str(refusal("varlen", dropped))
+    assert "dropout" in str(refusal("flex", dropped))
 
 
 def test_the_scale_replaces_the_usual_one() -> None:
@@ -402,7 +403,7 @@ def test_the_operators_of_flash_attention_take_what_they_are_given() -> None:
 
 
 def test_windows_are_given_to_flash_attention_as_sides() -> None:
-    sides = varlen._sides
+    sides = segment_attention._sides
     assert sides(True, 0) == {"window_size_left": -1, "window_size_right": 0}
     assert sides(True, 4) == {"window_size_left": 3, "window_size_right": 0}
     assert sides(False, 0) == {"window_size_left": -1, "window_size_right": -1}
@@ -415,7 +416,7 @@ def test_the_operator_has_the_right_shapes_and_gradients_when_it_is_traced() -> 
     sinks = torch.randn(4, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     how = (4, 4, True, 2, 0.3, 0.0, sinks.requires_grad_())
-    torch.library.opcheck(varlen.varlen, (*leaves, cu_seqlens, cu_seqlens, *how))
+    torch.library.opcheck(varlen, (*leaves, cu_seqlens, cu_seqlens, *how))
 
 
 # Segments that see others in front of themselves ---------------------------------------------
@@ -440,15 +441,15 @@ def test_a_segment_attends_to_the_keys_before_its_own_as_in_one_sequence(
     call = Call(q, k[:, :, index], v[:, :, index], bounds, causal, window, None, softcap, sinks)
     assert choose(call) == "segments"
     for other in ("causal", "mask", "flex"):
-        assert BACKENDS[other].refuses(call) is not None
+        assert refusal(other, call) is not None
     # Each path as one sequence, of which the last tokens are the answer.
     parts = []
     for path, length in zip(paths, lengths, strict=True):
         whole = Boundaries(1, len(path), offsets([len(path)]), len(path))
         query, key, value = (x[:, :, path] for x in (q, k, v))
         alone = Call(query, key, value, whole, causal, window, None, softcap, sinks)
-        parts.append(BACKENDS["mask"].run(alone)[:, :, len(path) - length :])
-    expected, found = torch.cat(parts, dim=2), BACKENDS[name].run(call)
+        parts.append(BACKENDS["mask"](alone)[:, :, len(path) - length :])
+    expected, found = torch.cat(parts, dim=2), BACKENDS[name](call)
     assert distance(found.detach(), expected.detach()) < 1e-12
     weights = torch.randn_like(expected)
     gradients = [

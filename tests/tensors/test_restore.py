@@ -22,7 +22,7 @@ from evenstep.tensors import (
 )
 from tests.examples import examples
 from tests.internals import OriginKey as Key
-from tests.internals import Overflow, Sharding, collectives_module, join_shards
+from tests.internals import Overflow, Sharding, collectives_module
 from tests.tensors.works import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]
@@ -329,13 +329,6 @@ def test_micro_batches_without_a_plan_need_the_sharding() -> None:
     assert same(found, restore_tokens(micros, [values_of(batch)]))
     with pytest.raises(ConfigError, match="unknown sharding 'zigzag'; expected one of: context,"):
         restore_tokens(micros, parts, sharding="zigzag")  # type: ignore[arg-type]
-
-
-def test_shards_of_both_kinds_do_not_join() -> None:
-    recipe = Recipe(layout=Packed(max_tokens=32), topology=Topology(cp=2))
-    (batch,) = make_work([5, 8, 3], recipe).batches
-    with pytest.raises(InputError, match="got both context- and sequence-parallel ones"):
-        join_shards([shard_context(batch, 0, 2), shard_sequence(batch, 1, 2)])
 
 
 def test_attention_over_ranks_joins_keys_as_the_batch_was_sharded(

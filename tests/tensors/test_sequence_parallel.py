@@ -9,8 +9,7 @@ from evenstep import Packed, Recipe, make_plan
 from evenstep.errors import InputError
 from evenstep.tensors import Collator, join_sequence, shard_sequence
 from tests.examples import examples
-from tests.internals import join_shards
-from tests.tensors.works import Work, make_work, same, works
+from tests.tensors.works import Work, assert_shards_hold, make_work, same, works
 
 
 def test_veomnis_two_ranks_get_what_its_collator_gives_them() -> None:
@@ -57,11 +56,6 @@ def test_joining_the_runs_gives_the_batch_again(work: Work, size: int) -> None:
         if batch.width % size:
             continue
         shards = [shard_sequence(batch, rank, size) for rank in range(size)]
-        joined = join_shards(shards)
-        for name in ("tokens", "labels", "position_ids", "segment_ids", "loss_weights"):
-            assert same(getattr(joined, name), getattr(batch, name))
-            assert same(join_sequence([getattr(s, name) for s in shards]), getattr(batch, name))
-        assert same(joined.extras["features"], batch.extras["features"])
-        assert same(joined.extras["reward"], batch.extras["reward"])
+        assert_shards_hold(batch, shards, join_sequence)
         assert same(sum(shard.local_seqlens for shard in shards), batch.seqlens)
         assert same(sum(shard.local_cu_seqlens.diff() for shard in shards), batch.cu_seqlens.diff())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.tensors import Batch, Collator, Extra
+from evenstep.tensors import Batch, BatchShard, Collator, Extra
 from tests.internals import IGNORE_INDEX, Layout, Overflow
 
 torch.set_num_threads(1)
@@ -131,3 +132,23 @@ def handmade(tiles: list[int], real: list[int], tokens: list[int]) -> Batch:
 def same(first: Tensor, second: Tensor) -> bool:
     """Equal in dtype, shape and every entry."""
     return bool(first.dtype == second.dtype and torch.equal(first, second))
+
+
+def assert_shards_hold(
+    batch: Batch, shards: list[BatchShard], join: Callable[[list[Tensor]], Tensor]
+) -> None:
+    """The slots of the shards join to those of the batch, and each shard has all of its tiles."""
+    for name in ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights"):
+        assert same(join([getattr(shard, name) for shard in shards]), getattr(batch, name)), name
+    for shard in shards:
+        for name in ("cu_seqlens", "seqlens", "sample_ids", "starts", "loss_tokens"):
+            assert same(getattr(shard, name), getattr(batch, name)), name
+        assert shard.max_seqlen == batch.max_seqlen
+        assert shard.aligned == batch.aligned
+        assert shard.continuation is batch.continuation
+    for name, extra in batch.extras.items():
+        parts: list[Any] = [shard.extras[name] for shard in shards]
+        if batch.aligned[name] in ("token", "label"):
+            assert same(join(parts), extra), name
+        else:
+            assert all(part is extra for part in parts), name

@@ -3,7 +3,6 @@
 batch              Batch, the tensors of one micro-batch; View, its slots as losses read them
 collate            samples of one micro-batch -> Batch: tokens, labels, positions, boundaries
 segment_attention  attention within segments, with one meaning on every backend, and its masks
-varlen             the operator of variable-length attention
 parallel           a Batch -> one BatchShard per context- or sequence-parallel rank
 losses             a function of one sequence, run on all sequences of a batch; losses and metrics
 preference         losses of a chosen and a rejected sequence

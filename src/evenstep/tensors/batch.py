@@ -17,12 +17,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from evenstep.core.text import attempt, counted, fill, line
+from evenstep.core.text import attempt, counted, fill, line, one_of
 from evenstep.errors import ConfigError, InputError
 
 IGNORE_INDEX = -100
@@ -34,15 +35,6 @@ Sharding: TypeAlias = Literal["context", "sequence"]
 """How a batch was sharded: by `shard_context` (zigzag) or `shard_sequence` (contiguous runs)."""
 
 PER_SLOT = ("tokens", "targets", "labels", "position_ids", "segment_ids", "loss_weights")
-PER_TILE = (
-    "cu_seqlens",
-    "seqlens",
-    "sample_ids",
-    "starts",
-    "loss_tokens",
-    "max_seqlen",
-    "continuation",
-)
 
 
 class _Movable:
@@ -59,18 +51,15 @@ class _Movable:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        for name, value in values.items():
+        def changed(value: Any) -> Any:
             if isinstance(value, Tensor):
-                values[name] = change(value)
-            elif isinstance(value, _Movable):
-                values[name] = value._map(change)
-            elif name in ("extras", "values"):  # mappings
-                values[name] = {
-                    key: each._map(change) if isinstance(each, _Movable) else change(each)
-                    for key, each in value.items()
-                }
-        return replace(self, **values)  # type: ignore[type-var]
+                return change(value)
+            if isinstance(value, Mapping):
+                return {key: changed(each) for key, each in value.items()}
+            return value._map(change) if isinstance(value, _Movable) else value
+
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        return replace(self, **{name: changed(getattr(self, name)) for name in names})  # type: ignore[type-var]
 
 
 # Values that travel with the tokens ------------------------------------------------------------
@@ -95,10 +84,7 @@ class Extra:
     """Shape of one entry: () for a number, (8,) for a vector of eight."""
 
     def __post_init__(self) -> None:
-        if self.aligned not in ("token", "sequence", "ragged"):
-            raise ConfigError(
-                f"unknown alignment {self.aligned!r}; expected one of: token, sequence, ragged."
-            )
+        one_of("alignment", self.aligned, Alignment)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,17 +117,6 @@ class Continuation(_Movable):
     def lookahead(self) -> int:
         """The most tokens held per tile."""
         return int(self.values["targets"].shape[1])
-
-    def fill(self, ahead: Tensor, name: str, tiles: Tensor, index: Tensor) -> Tensor:
-        """`ahead` (n, ...) with each slot set to the value `index` tokens after its tile.
-
-        Slots with a negative index, or one past the end of the sample, keep their value.
-        """
-        at = index.clamp(0, self.lookahead - 1)
-        known = (index >= 0) & (index < self.counts[tiles])
-        return torch.where(
-            known.view(-1, *(1,) * (ahead.ndim - 1)), self.values[name][tiles, at], ahead
-        )
 
 
 # Batches ---------------------------------------------------------------------------------------
@@ -232,11 +207,11 @@ class Batch(Slots):
 
         def contents() -> str:
             lengths = self.seqlens[self.sample_ids >= 0]
-            segments, tokens = len(lengths), int(lengths.sum())
-            if not segments:
+            if not len(lengths):
                 return "empty"
-            parts = (counted(segments, "segment"), counted(tokens, "token"))
-            return ", ".join((*parts, fill(tokens, self.rows * self.width)))
+            tokens, segments = int(lengths.sum()), counted(len(lengths), "segment")
+            parts = (segments, counted(tokens, "token"), fill(tokens, self.rows * self.width))
+            return ", ".join(parts)
 
         parts = (
             attempt(lambda: f"{counted(self.rows, 'row')} of {counted(self.width, 'slot')}"),
@@ -266,16 +241,25 @@ class Batch(Slots):
         (rows, width, ...) tensor. By name, values continue in the next segment of a split sample.
         A tensor has no such continuation and ends with each segment.
         """
+        ahead = self._ahead_at(slice(None), values, distance, fill)
+        return ahead.view(self.rows, self.width, *ahead.shape[1:])
+
+    def _ahead_at(
+        self, slots: slice, values: Tensor | str, distance: int = 1, fill: float = 0
+    ) -> Tensor:
+        """What `ahead` returns at these slots, (n, ...): all of them, or those of one segment."""
         column = self.column(values, distance) if isinstance(values, str) else values
-        flat = column.reshape(-1, *column.shape[2:])
-        tiles = self.segment_ids.reshape(-1)
-        left = self.seqlens[tiles] - self.places.reshape(-1)  # tokens to the end of the segment
-        none = (left <= distance).view(-1, *(1,) * (flat.ndim - 1))
-        ahead = flat.roll(-distance, 0).masked_fill_(none, fill)
-        if self.continuation is not None and isinstance(values, str):
-            index = torch.where(left > 0, distance - left, -1)  # padding has no continuation
-            ahead = self.continuation.fill(ahead, values, tiles, index)
-        return ahead.view_as(column)
+        here, tiles = column.flatten(0, 1)[slots], self.segment_ids.flatten()[slots]
+        left = self.seqlens[tiles] - self.places.flatten()[slots]  # tokens to the segment's end
+        entry = (1,) * (here.ndim - 1)
+        ahead = here.roll(-distance, 0).masked_fill_((left <= distance).view(-1, *entry), fill)
+        after = self.continuation
+        if after is None or not isinstance(values, str):
+            return ahead
+        index = torch.where(left > 0, distance - left, -1)  # padding has no continuation
+        known = (index >= 0) & (index < after.counts[tiles])
+        following = after.values[values][tiles, index.clamp(0, after.lookahead - 1)]
+        return torch.where(known.view(-1, *entry), following, ahead)
 
     def column(self, name: str, distance: int = 1) -> Tensor:
         """The tokens, targets or token-aligned extra of that name, (rows, width, ...).
@@ -348,7 +332,7 @@ class BatchShard(Slots):
     @property
     def real_cu_seqlens(self) -> Tensor:
         """(tiles + 1) int32: boundaries of the real tokens of the whole batch, without padding."""
-        return _offsets(self.seqlens, torch.int32)
+        return functional.pad(self.seqlens.cumsum(0), (1, 0)).to(torch.int32)
 
     @property
     def local_cu_seqlens(self) -> Tensor:
@@ -360,28 +344,16 @@ class BatchShard(Slots):
     @property
     def local_seqlens(self) -> Tensor:
         """(tiles) int64: real tokens of each tile in this shard; they precede its padding."""
-        real = _offsets(self.token_mask.reshape(-1), torch.int64)
-        return real[self.local_cu_seqlens.long()].diff()
+        before = functional.pad(self.token_mask.flatten().cumsum(0), (1, 0))  # each slot
+        return before[self.local_cu_seqlens.long()].diff()
 
     def take(self, values: Tensor) -> Tensor:
         """This rank's slots of a (rows, width, ...) tensor of the whole batch.
 
         Example: `shard.take(batch.labels_at(2))` gives the labels two tokens ahead.
         """
-        return take_slots(values, self.slot_ids)
-
-
-def take_slots(values: Any, slot_ids: Tensor) -> Tensor:
-    """These slots, (rows, n), of a (rows, width, ...) tensor -> (rows, n, ...)."""
-    taken = values.flatten(0, 1).index_select(0, slot_ids.reshape(-1))
-    return taken.view(*slot_ids.shape, *values.shape[2:])
-
-
-def _offsets(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """counts [3, 0, 2] -> [0, 3, 3, 5]"""
-    offsets = torch.zeros(len(counts) + 1, dtype=dtype, device=counts.device)
-    offsets[1:] = counts.cumsum(0)
-    return offsets
+        taken = values.flatten(0, 1).index_select(0, self.slot_ids.reshape(-1))
+        return taken.view(*self.slot_ids.shape, *values.shape[2:])
 
 
 # Where segments lie, for attention -------------------------------------------------------------
@@ -433,11 +405,6 @@ class Boundaries:
         return self if self.seen is None else self.seen
 
     @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self.cu_seqlens.device
-
-    @property
     def tiles(self) -> int:
         """Number of tiles, empty ones included."""
         return int(self.cu_seqlens.shape[0]) - 1
@@ -446,19 +413,18 @@ class Boundaries:
     def segment_ids(self) -> Tensor:
         """(rows, width) int64: the tile of each slot."""
         if "segment_ids" not in self.kept:
-            slots = torch.arange(self.rows * self.width, device=self.device, dtype=torch.int32)
-            tiles = torch.bucketize(slots, self.cu_seqlens[1:], right=True)
+            ends = self.cu_seqlens[1:]
+            slots = torch.arange(self.rows * self.width, device=ends.device, dtype=torch.int32)
+            tiles = torch.bucketize(slots, ends, right=True)
             self.kept["segment_ids"] = tiles.view(self.rows, self.width)
-        ids: Tensor = self.kept["segment_ids"]
-        return ids
+        return cast(Tensor, self.kept["segment_ids"])
 
     @property
     def lengths(self) -> list[int]:
         """Slots per tile, on the host. Waits for the device."""
         if "lengths" not in self.kept:
             self.kept["lengths"] = self.cu_seqlens.diff().tolist()
-        lengths: list[int] = self.kept["lengths"]
-        return lengths
+        return cast(list[int], self.kept["lengths"])
 
     @property
     def one_per_row(self) -> bool:
@@ -544,23 +510,14 @@ class View:
 
     def flat(self, values: Tensor) -> Tensor:
         """The slots of this view of a (rows, width, ...) tensor, as (n, ...)."""
-        return values.flatten(0, 1)[self.slots]
+        return values.flatten(0, 1) if self.tile is None else values.flatten(0, 1)[self.slots]
 
     def extra(self, name: str) -> Tensor:
         """(n, ...): an extra per slot; a sequence-aligned one is repeated along its sequence."""
-        aligned, value = self._declared(name)
-        if aligned == "ragged":
-            raise ConfigError(
-                f"the extra {name!r} is ragged and has no entry per slot. Read it with "
-                f"view.ragged({name!r}), or declare it token- or sequence-aligned."
-            )
-        if aligned in ("token", "label"):
-            return self.flat(value)
-        if len(value) == 0:
-            return value.new_zeros((self.tokens.numel(), *value.shape[1:]))
-        # tiles [a, tail, b] -> segments [0, 0, 1]; the entry of a tail has no weight
-        segment = (self.source.sample_ids >= 0).cumsum(0).sub_(1).clamp_(min=0)
-        return value[segment[self.flat(self.source.segment_ids)]]
+        aligned, value = self._declared(name, "token", "label", "sequence")
+        return (
+            self.by_segment(name)[self.segment_ids] if aligned == "sequence" else self.flat(value)
+        )
 
     def ahead(self, name: str) -> Tensor:
         """(n, ...): an extra aligned to labels: slot i holds the value of token i + 1.
@@ -568,37 +525,26 @@ class View:
         Old log-probs and advantages are given per token, while the log-prob of a label is computed
         one slot before its token. Sequence-aligned extras are returned as by `extra`.
         """
-        if self._declared(name)[0] != "token":
+        aligned, _ = self._declared(name, "token", "label", "sequence")
+        if aligned != "token":
             return self.extra(name)
         if isinstance(self.source, BatchShard):
             raise InputError(
                 f"the extra {name!r} must be shifted by one token, but in a batch shard the next "
                 f"token may be on another rank. Shard batch.at_labels({name!r}) instead of batch."
             )
-        if self.tile is None:
-            return self.flat(self.source.ahead(name))
-        column = self.flat(self.source.column(name))
-        after, following = self.source.continuation, torch.zeros_like(column[:1])
-        if after is not None:
-            value = after.values[name][self.tile, :1]
-            following = torch.where(after.counts[self.tile] > 0, value, following)
-        return torch.cat((column[1:], following))
+        return self.source._ahead_at(self.slots, name)
 
     def by_segment(self, name: str) -> Tensor:
         """A sequence-aligned extra, one entry per segment; in a view of all slots, per tile.
 
         Tiles of padding have 0. Entries are in the order of `sum_by_segment`.
         """
-        aligned, value = self._declared(name)
-        if aligned != "sequence":
-            raise ConfigError(
-                f"the extra {name!r} is {aligned}-aligned, but one value per sequence is needed. "
-                f"Declare it with Extra(aligned='sequence')."
-            )
+        _, value = self._declared(name, "sequence")
         real = self.source.sample_ids >= 0
         # tiles [a, tail, b] -> entries [0, -, 1]
         by_tile = value.new_zeros((len(real), *value.shape[1:]))
-        by_tile[real] = value
+        by_tile.masked_scatter_(real.view(-1, *(1,) * (value.ndim - 1)), value)
         return by_tile if self.tile is None else by_tile[self.tile : self.tile + 1]
 
     def check_whole_samples(self) -> None:
@@ -614,14 +560,9 @@ class View:
 
     def ragged(self, name: str) -> RaggedTensor:
         """A ragged extra of the segments in this view."""
-        aligned, value = self._declared(name)
-        if aligned != "ragged":
-            raise ConfigError(
-                f"the extra {name!r} is {aligned}-aligned, not ragged. Read it with "
-                f"view.extra({name!r})."
-            )
+        value: RaggedTensor = self._declared(name, "ragged")[1]
         if self.tile is None:
-            return RaggedTensor(value.values, value.offsets)
+            return value
         if self.source.sample_ids[self.tile] < 0:  # padding has no entries
             return RaggedTensor(value.values[:0], value.offsets.new_zeros(2))
         segment = int((self.source.sample_ids[: self.tile] >= 0).sum())
@@ -640,11 +581,22 @@ class View:
         sums = values.new_zeros((count, *values.shape[1:]))
         return sums.index_add(0, self.segment_ids, values)
 
-    def _declared(self, name: str) -> tuple[str, Any]:
+    def _declared(self, name: str, *expected: Aligned) -> tuple[Aligned, Any]:
+        """The alignment and the values of an extra; raises if it is not aligned as expected."""
         if name not in self.source.extras or name not in self.source.aligned:
             raise InputError(
                 f"the batch has no extra {name!r}; it has "
                 f"{', '.join(sorted(self.source.aligned)) or 'none'}. Declare it in "
                 f"Collator(extras=...)."
             )
-        return self.source.aligned[name], self.source.extras[name]
+        aligned = self.source.aligned[name]
+        if aligned not in expected:
+            kind, reader = f"{aligned}-aligned", "extra"
+            if aligned == "ragged":
+                kind = reader = "ragged"
+            raise ConfigError(
+                f"the extra {name!r} is {kind}, but one that is aligned to {' or '.join(expected)} "
+                f"is needed. Declare it so in Collator(extras=...), or read it with "
+                f"view.{reader}({name!r})."
+            )
+        return aligned, self.source.extras[name]

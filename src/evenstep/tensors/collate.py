@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenstep.core.plan import MicroBatch, Placement
-from evenstep.core.ragged import IntArray, offsets_of
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import IntArray, Segments, offsets_of
 from evenstep.core.text import truth_field, whole_number
 from evenstep.data.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
@@ -61,247 +61,208 @@ def number_slots(
 
 
 Sample: TypeAlias = Mapping[str, Any]
+Samples: TypeAlias = Mapping[int, Sample] | Sequence[Sample]
+
+_TARGETS = ("labels", *LOSS_MASKS, "loss_masking_spans")
+SAMPLE_KEYS = ("input_ids", *_TARGETS, "attention_mask")
+"""The keys of a sample that are read without being declared as extras."""
 
 
 class Columns:
-    """The samples of one micro-batch, one per segment, read by column.
+    """The samples of one micro-batch, one per segment, read by column. Samples are not modified.
 
-    Slot positions are computed once and each column is copied once. Samples are not modified.
+    Values of whole samples become tensors (`tensors`). Those of tokens are checked against the
+    plan, cut into segments, and copied once with the padding between them (`slots`).
     """
 
-    def __init__(self, micro: MicroBatch, chosen: list[Sample]) -> None:
+    def __init__(self, micro: MicroBatch, samples: list[Sample]) -> None:
         self.micro = micro
-        self.chosen = chosen
+        self.samples = samples
         self.placement = micro.placement
-        self.lengths = micro.segments.length
         self.padding: list[int] = (self.placement.slots - self.placement.real).tolist()  # per tile
-        self.longest_padding = max(self.padding, default=0)
         self.expected: list[int] = micro.sample_lengths.tolist()
-        self.whole = self.lengths.tolist() == self.expected
+        self.whole = micro.segments.length.tolist() == self.expected
 
-    def slots(self, key: str, dtype: torch.dtype, pad: float) -> Tensor:
-        """The token-aligned column `key`, one entry per slot, filled with `pad`."""
-        return self._spread(key, self._segment_values(key, self._column(key), dtype), dtype, pad)
+    def of_sample(self, at: int) -> Columns:
+        """The columns of the whole sample of segment `at`."""
+        one, length = slice(at, at + 1), self.micro.sample_lengths[at : at + 1]
+        segment = Segments(self.micro.segments.sample[one], np.zeros_like(length), length)
+        micro = MicroBatch(segment, np.array([0, 1]), int(length[0]), length)
+        return Columns(micro, self.samples[one])
 
-    def targets(self, keys: set[str]) -> Tensor:
-        """The target of each slot: its label, or -100 where the loss is masked."""
-        labels = [s["labels"] if "labels" in s else s["input_ids"] for s in self.chosen]
-        values = self._segment_values("labels", labels, torch.int64)
-        targets = self._spread("labels", values, torch.int64, IGNORE_INDEX)
-        for name in LOSS_MASKS:
-            if name in keys:
-                targets.masked_fill_(self._hidden(name), IGNORE_INDEX)
-        if "loss_masking_spans" in keys:
-            for number, sample in enumerate(self.chosen):
-                self._mask_spans(targets, number, sample.get("loss_masking_spans", ()))
-        return targets
-
-    def _hidden(self, name: str) -> Tensor:
-        """The slots that a loss mask hides; samples without the mask hide none."""
-        masks = self._tensors(name, [s.get(name, 1) for s in self.chosen])
-        # One number is that of all tokens.
-        masks = [
-            mask.expand(length) if mask.ndim == 0 else mask
-            for mask, length in zip(masks, self.expected, strict=True)
-        ]
-        values = self._segment_values(name, masks, torch.float32)
-        mask = self._spread(name, values, torch.float32, 0)
-        hidden = mask == 0
-        if not bool((hidden | (mask == 1)).all()):
-            at, odd = _first_odd(values, (0, 1))
-            raise InputError(
-                f"sample {self._name(at)} has {odd:g} in its {name!r}; expected 0 or 1. To weight "
-                f"tokens, declare a token-aligned extra 'token_weight' and use the normalization "
-                f"Custom('weighted', lambda batch: batch.ahead('token_weight'))."
-            )
-        return hidden
-
-    def check_attention_masks(self) -> None:
-        """Raise if an `attention_mask` hides tokens; tokenizers return masks of ones."""
-        key, one = "attention_mask", torch.ones(1)
-        masks = self._tensors(
-            key,
-            [
-                sample[key] if key in sample else one.expand(length)
-                for sample, length in zip(self.chosen, self.expected, strict=True)
-            ],
-        )
-        if [m.numel() if m.ndim == 1 else -1 for m in masks] != self.expected:
-            self._refuse_lengths(key, masks)
-        if masks and not bool((torch.cat(masks) == 1).all()):
-            at, odd = _first_odd(masks, (1,))
-            raise InputError(
-                f"sample {self._name(at)} has {odd:g} in its 'attention_mask', but only 1 is "
-                f"supported: every token of a sample is attended to. Remove padding from samples; "
-                f"to ignore real tokens in the loss, set their 'loss_mask' to 0."
-            )
-
-    def sample_targets(self, number: int) -> Tensor:
-        """The targets of the whole sample of segment `number`."""
-        sample = self.chosen[number]
-        labels = sample["labels"] if "labels" in sample else sample["input_ids"]
-        targets = _tensors([labels])[0].to(torch.int64, copy=True)
-        for name in LOSS_MASKS:
-            if name in sample:
-                mask = _tensors([sample[name]])[0].to(torch.float32)
-                targets.masked_fill_(mask == 0, IGNORE_INDEX)
-        for begin, end in sample.get("loss_masking_spans", ()):
-            targets[int(begin) : int(end)] = IGNORE_INDEX
-        return targets
-
-    def continuation(
-        self, targets: Mapping[int, Tensor], lookahead: int, extras: Mapping[str, Extra]
-    ) -> Continuation:
-        """What follows the tiles whose sample continues elsewhere; `targets` holds its targets."""
-        count = len(self.placement.real)
-        counts = torch.zeros(count, dtype=torch.int64)
-        declared = {name: extra for name, extra in extras.items() if extra.aligned == "token"}
-        values = {
-            "tokens": torch.zeros((count, lookahead), dtype=torch.int64),
-            "targets": torch.full((count, lookahead), IGNORE_INDEX),
-            **{
-                name: torch.full((count, lookahead, *extra.shape), extra.pad, dtype=extra.dtype)
-                for name, extra in declared.items()
-            },
-        }
-        for tile, following in targets.items():
-            known = len(following)
-            counts[tile] = known
-            values["targets"][tile, :known] = following
-            at = int(self.placement.segment[tile])
-            first = int(self.micro.segments.start[at] + self.lengths[at])
-            for name in ("tokens", *declared):
-                key = "input_ids" if name == "tokens" else name
-                column = self._tensors(key, [self.chosen[at][key]], at)[0]
-                values[name][tile, :known] = column[first : first + known].to(values[name].dtype)
-        return Continuation(counts, values)
-
-    def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
-        """A declared extra in the layout that it declares."""
-        values = self._tensors(name, self._column(name))
-        if extra.aligned != "token" or extra.shape:
-            self._check_entries(name, extra, values)
-        if extra.aligned == "token":
-            chosen = self._segment_values(name, values, extra.dtype, extra.shape)
-            spread = self._spread(name, chosen, extra.dtype, extra.pad, extra.shape)
-            return spread.view(self.micro.rows, self.micro.width, *extra.shape)
-        nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
-        cast = [value.to(extra.dtype) for value in values]
-        if extra.aligned == "sequence":
-            return torch.stack(cast) if cast else nothing
-        counts = np.array([len(value) for value in cast], np.int64)
-        joined = torch.cat(cast) if cast else nothing
-        return RaggedTensor(joined, torch.from_numpy(offsets_of(counts)))
-
-    def _check_entries(self, name: str, extra: Extra, values: list[Tensor]) -> None:
-        first = 0 if extra.aligned == "sequence" else 1  # dimension of one entry
-        for at, value in enumerate(values):
-            if tuple(value.shape[first:]) != extra.shape:
-                raise InputError(
-                    f"sample {self._name(at)} has entries of shape {tuple(value.shape[first:])} in "
-                    f"{name!r}, but the extra declares {extra.shape}. Set Extra(shape=...) to the "
-                    f"shape of one entry."
-                )
-
-    # Reading -----------------------------------------------------------------------------------
-
-    def _column(self, key: str) -> list[Any]:
+    def required(self, key: str) -> list[Any]:
+        """The values of a key that every sample must have."""
         try:
-            return [sample[key] for sample in self.chosen]
+            return [sample[key] for sample in self.samples]
         except KeyError:
-            at = next(n for n, sample in enumerate(self.chosen) if key not in sample)
-            has = ", ".join(sorted(self.chosen[at]))
+            at = next(n for n, sample in enumerate(self.samples) if key not in sample)
+            has = ", ".join(sorted(self.samples[at]))
             raise InputError(
                 f"sample {self._name(at)} has no {key!r}; its keys are {has}. Add {key!r} to every "
                 f"sample."
             ) from None
 
-    def _segment_values(
-        self, key: str, column: list[Any], dtype: torch.dtype, shape: tuple[int, ...] = ()
-    ) -> list[Tensor]:
-        """Each segment's values of a token-aligned column, checked against the plan."""
-        column = self._tensors(key, column)
-        size = math.prod(shape)
-        expected = self.expected if size == 1 else [size * length for length in self.expected]
-        if [value.numel() for value in column] != expected:
-            self._refuse_lengths(key, column)
-        if {value.dtype for value in column} - {dtype}:
-            column = [self._cast(key, at, value, dtype) for at, value in enumerate(column)]
-        if self.whole:
-            return column
-        begin, length = self.micro.segments.start.tolist(), self.lengths.tolist()
-        return [v[a : a + n] for v, a, n in zip(column, begin, length, strict=True)]
+    def tensors(self, key: str, values: list[Any]) -> list[Tensor]:
+        """Arrays and lists converted to tensors; tensors unchanged."""
+        if not set(map(type, values)) - {Tensor}:
+            return values
+        tensors = []
+        for at, value in enumerate(values):
+            try:
+                tensors.append(value if isinstance(value, Tensor) else _tensor(value))
+            except (TypeError, ValueError, OverflowError):
+                self._refuse_value(key, at, value)
+        return tensors
 
-    def _tensors(self, key: str, column: list[Any], first: int = 0) -> list[Tensor]:
-        """Values as tensors; `first` is the segment of the first one, for errors."""
-        try:
-            return _tensors(column)
-        except (TypeError, ValueError, OverflowError):
-            at = next(n for n, value in enumerate(column) if not _is_array(value))
-            self._refuse_value(key, first + at, column[at])
-
-    def _cast(self, key: str, at: int, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast to `dtype`; for int64, raise unless the values are integers."""
-        inexact = value.dtype.is_floating_point or value.dtype.is_complex
-        if dtype == torch.int64 and (inexact or value.dtype == torch.bool):
-            raise InputError(
-                f"sample {self._name(at)} has {key!r} of type {value.dtype}; expected integers. "
-                f"Pass an integer tensor."
-            )
-        return value.to(dtype)
-
-    # Laying out --------------------------------------------------------------------------------
-
-    def _spread(
+    def slots(
         self,
         key: str,
-        segments: list[Tensor],
+        values: list[Any],
         dtype: torch.dtype,
         pad: float,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Values per segment -> one entry per slot: each segment followed by its padding."""
-        runs = segments
-        if self.longest_padding:
-            source = torch.full((self.longest_padding, *shape), pad, dtype=dtype)
-            padding = {count: source[:count] for count in set(self.padding) if count}
-            runs, following = [], iter(segments)
-            for count, real in zip(self.padding, self.placement.real.tolist(), strict=True):
-                if real:
-                    runs.append(next(following))
+        """One value of `shape` per token of each sample -> one per slot; `pad` in padding."""
+        values = self.tensors(key, values)
+        size = math.prod(shape)
+        expected = self.expected if size == 1 else [size * length for length in self.expected]
+        if [value.numel() for value in values] != expected:
+            self._refuse_lengths(key, values)
+        if {value.dtype for value in values} - {dtype}:
+            if dtype == torch.int64:
+                self._check_integers(key, values)
+            values = [value.to(dtype) for value in values]
+        if not self.whole:
+            begin, length = self.micro.segments.start.tolist(), self.micro.segments.length.tolist()
+            values = [v[a : a + n] for v, a, n in zip(values, begin, length, strict=True)]
+        if any(self.padding):
+            source = torch.full((max(self.padding), *shape), pad, dtype=dtype)
+            padding = {count: source[:count] for count in set(self.padding)}
+            segments, values = values, []
+            for at, count in zip(self.placement.segment.tolist(), self.padding, strict=True):
+                if at >= 0:
+                    values.append(segments[at])
                 if count:
-                    runs.append(padding[count])
+                    values.append(padding[count])
         try:
-            spread = torch.cat(runs)
+            spread = torch.cat(values)
         except RuntimeError:
-            self._refuse_lengths(key, segments)
+            self._refuse_lengths(key, values)
         if spread.ndim != 1 + len(shape):
-            self._refuse_lengths(key, segments)
+            self._refuse_lengths(key, values)
         return spread
 
-    def _mask_spans(self, targets: Tensor, number: int, spans: Any) -> None:
-        total = int(self.micro.sample_lengths[number])
-        first = int(self.placement.offsets[:-1][self.placement.segment >= 0][number])
-        start, length = int(self.micro.segments.start[number]), int(self.lengths[number])
+    def targets(self, keys: set[str]) -> Tensor:
+        """The target of each slot: its label, or -100 where the loss is masked."""
+        labels = [s["labels"] if "labels" in s else s["input_ids"] for s in self.samples]
+        targets = self.slots("labels", labels, torch.int64, IGNORE_INDEX)
+        for name in LOSS_MASKS:
+            if name in keys:
+                targets = torch.where(self._hidden(name), IGNORE_INDEX, targets)
+        if "loss_masking_spans" in keys:
+            for at, sample in enumerate(self.samples):
+                self._mask_spans(targets, at, sample.get("loss_masking_spans", ()))
+        return targets
+
+    def _hidden(self, name: str) -> Tensor:
+        """The slots that a loss mask hides; samples without the mask hide none."""
+        masks = self.tensors(name, [sample.get(name, 1) for sample in self.samples])
+        # One number is that of all tokens.
+        masks = [
+            mask.expand(length) if mask.ndim == 0 else mask
+            for mask, length in zip(masks, self.expected, strict=True)
+        ]
+        mask = self.slots(name, masks, torch.float32, 0)
+        hidden = mask == 0
+        if not bool((hidden | (mask == 1)).all()):
+            self._refuse_mask(
+                name, masks, (0, 1), "; expected 0 or 1. To weight tokens, declare a token-aligned "
+                "extra 'token_weight' and use the normalization "
+                "Custom('weighted', lambda batch: batch.ahead('token_weight'))."
+            )  # fmt: skip
+        return hidden
+
+    def _mask_spans(self, targets: Tensor, at: int, spans: Any) -> None:
+        """Mask (begin, end) pairs of tokens of the sample of segment `at`."""
         if spans is None:
-            self._refuse_value("loss_masking_spans", number, spans)
+            self._refuse_value("loss_masking_spans", at, spans)
+        segments, total = self.micro.segments, self.expected[at]
+        first = int(self.placement.offsets[:-1][self.placement.segment >= 0][at])
+        start, length = int(segments.start[at]), int(segments.length[at])
         for begin, end in spans:
             if not 0 <= begin <= end <= total:
                 raise InputError(
-                    f"sample {self._name(number)} has the loss_masking_span ({begin}, {end}), but "
-                    f"only {total} tokens. Spans must lie inside the sample."
+                    f"sample {self._name(at)} has the loss_masking_span ({begin}, {end}), but only "
+                    f"{total} tokens. Spans must lie inside the sample."
                 )
             inside = [min(max(int(edge) - start, 0), length) for edge in (begin, end)]
             targets[first + inside[0] : first + inside[1]] = IGNORE_INDEX
 
+    def check_attention_masks(self) -> None:
+        """Raise if an `attention_mask` hides tokens; tokenizers return masks of ones."""
+        key, one = "attention_mask", torch.ones(1)
+        pairs = zip(self.samples, self.expected, strict=True)
+        masks = self.tensors(key, [s[key] if key in s else one.expand(n) for s, n in pairs])
+        if [m.numel() if m.ndim == 1 else -1 for m in masks] != self.expected:
+            self._refuse_lengths(key, masks)
+        if masks and not bool((torch.cat(masks) == 1).all()):
+            self._refuse_mask(
+                key, masks, (1,), ", but only 1 is supported: every token of a sample is attended "
+                "to. Remove padding from samples; to ignore real tokens in the loss, set their "
+                "'loss_mask' to 0."
+            )  # fmt: skip
+
+    def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
+        """A declared extra in the layout that it declares."""
+        values = self.tensors(name, self.required(name))
+        if extra.aligned != "token" or extra.shape:
+            first = 0 if extra.aligned == "sequence" else 1  # dimension of one entry
+            for at, value in enumerate(values):
+                if tuple(value.shape[first:]) != extra.shape:
+                    raise InputError(
+                        f"sample {self._name(at)} has entries of shape "
+                        f"{tuple(value.shape[first:])} in {name!r}, but the extra declares "
+                        f"{extra.shape}. Set Extra(shape=...) to the shape of one entry."
+                    )
+        if extra.aligned == "token":
+            spread = self.slots(name, values, extra.dtype, extra.pad, extra.shape)
+            return spread.view(self.micro.rows, self.micro.width, *extra.shape)
+        values = [value.to(extra.dtype) for value in values]
+        nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
+        if extra.aligned == "sequence":
+            return torch.stack(values) if values else nothing
+        counts = np.array([len(value) for value in values], np.int64)
+        return RaggedTensor(torch.cat((nothing, *values)), torch.from_numpy(offsets_of(counts)))
+
+    # Errors ------------------------------------------------------------------------------------
+
     def _name(self, at: int) -> int:
         return int(self.micro.segments.sample[at])
 
-    def _refuse_lengths(self, key: str, column: list[Tensor]) -> NoReturn:
+    def _check_integers(self, key: str, values: list[Tensor]) -> None:
+        for at, value in enumerate(values):
+            kind = value.dtype
+            if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+                raise InputError(
+                    f"sample {self._name(at)} has {key!r} of type {kind}; expected integers. Pass "
+                    f"an integer tensor."
+                )
+
+    def _refuse_mask(
+        self, key: str, masks: list[Tensor], allowed: tuple[int, ...], why: str
+    ) -> NoReturn:
+        """Name the first sample whose mask has a value that is not allowed."""
+        for at, mask in enumerate(masks):
+            for value in mask.tolist():
+                if value not in allowed:
+                    raise InputError(f"sample {self._name(at)} has {value:g} in its {key!r}{why}")
+        raise AssertionError("every value is allowed")
+
+    def _refuse_lengths(self, key: str, values: list[Tensor]) -> NoReturn:
         at = next(
-            (n for n, v in enumerate(column) if v.ndim == 0 or v.shape[0] != self.expected[n]), 0
+            (n for n, v in enumerate(values) if v.ndim == 0 or v.shape[0] != self.expected[n]), 0
         )
-        size = column[at].shape[0] if column[at].ndim == 1 else f"shape {list(column[at].shape)}"
+        size = values[at].shape[0] if values[at].ndim == 1 else f"shape {list(values[at].shape)}"
         raise InputError(
             f"sample {self._name(at)} was planned with {self.expected[at]} tokens, but its {key!r} "
             f"has {size}. Plan with the lengths of these samples, and give token-aligned columns "
@@ -309,48 +270,18 @@ class Columns:
         )
 
     def _refuse_value(self, key: str, at: int, value: object) -> NoReturn:
-        optional = key in ("labels", *LOSS_MASKS, "loss_masking_spans", "attention_mask")
+        optional = key in (*_TARGETS, "attention_mask")
         raise InputError(
             f"sample {self._name(at)} has {reprlib.repr(value)} as its {key!r}; expected numbers. "
             f"{'Omit the key if there are none' if optional else 'Pass a tensor, array or list'}."
         ) from None
 
 
-def _first_odd(masks: list[Tensor], allowed: tuple[int, ...]) -> tuple[int, float]:
-    """The first mask with a value that is not allowed, and that value."""
-    for at, mask in enumerate(masks):
-        odd = [value for value in mask.tolist() if value not in allowed]
-        if odd:
-            return at, odd[0]
-    raise AssertionError("every value is allowed")
-
-
-def _tensors(column: list[Any]) -> list[Tensor]:
-    """Arrays and lists converted to tensors; tensors unchanged."""
-    if not set(map(type, column)) - {Tensor}:
-        return column
+def _tensor(value: Any) -> Tensor:
+    """A tensor that shares memory with an array; read-only arrays (mapped files) are copied."""
     # Via numpy, because torch would convert Python floats to single precision.
-    return [v if isinstance(v, Tensor) else _tensor(np.asarray(v)) for v in column]
-
-
-def _is_array(value: Any) -> bool:
-    """Whether the value converts to a tensor."""
-    try:
-        return bool(_tensors([value]))
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def _tensor(array: Any) -> Tensor:
-    """A tensor that shares memory with the array; read-only arrays (mapped files) are copied."""
+    array = np.asarray(value)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-Samples: TypeAlias = Mapping[int, Sample] | Sequence[Sample]
-
-_TARGETS = ("labels", *LOSS_MASKS, "loss_masking_spans")
-SAMPLE_KEYS = ("input_ids", *_TARGETS, "attention_mask")
-"""The keys of a sample that are read without being declared as extras."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -401,12 +332,12 @@ class Collator:
         columns = Columns(micro, chosen)
         if "attention_mask" in keys and "attention_mask" not in self.extras:
             columns.check_attention_masks()
-        placement = columns.placement
-        tokens = columns.slots("input_ids", torch.int64, self.pad_token)
-        targets = tokens
-        if not keys.isdisjoint(_TARGETS):
-            targets = columns.targets(keys)
-        shape = (micro.rows, micro.width)
+        tokens = columns.slots(
+            "input_ids", columns.required("input_ids"), torch.int64, self.pad_token
+        )
+        targets = tokens if keys.isdisjoint(_TARGETS) else columns.targets(keys)
+        extras = {name: columns.extra(name, extra) for name, extra in self.extras.items()}
+        placement, shape = columns.placement, (micro.rows, micro.width)
         numbers = np.empty((3, micro.slots), np.int64)
         weights = np.empty(micro.slots, np.float32)
         loss_tokens = np.empty(len(placement.real), np.int64)
@@ -414,8 +345,13 @@ class Collator:
             placement.offsets, placement.real, targets.numpy(), IGNORE_INDEX,
             numbers[0], numbers[1], numbers[2], weights, loss_tokens,
         )  # fmt: skip
-        continuation = self._continue_split(columns, numbers[2], weights, loss_tokens)
+        continuation = None
+        if not columns.whole:
+            continuation = self._continue_split(columns, keys, numbers[2], weights, loss_tokens)
         positions, tiles, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
+        # Per segment -> per tile: the entry -1 of padding is the last one.
+        sample_ids = np.concatenate((micro.segments.sample, (-1,)))[placement.segment]
+        starts = np.concatenate((micro.segments.start, (0,)))[placement.segment]
         batch = Batch(
             tokens=tokens.view(shape),
             targets=targets.view(shape),
@@ -425,12 +361,12 @@ class Collator:
             loss_weights=torch.from_numpy(weights).view(shape),
             cu_seqlens=torch.from_numpy(placement.offsets.astype(np.int32)),
             seqlens=torch.from_numpy(np.array(placement.real)),
-            sample_ids=torch.from_numpy(_by_tile(micro.segments.sample, placement, -1)),
-            starts=torch.from_numpy(_by_tile(micro.segments.start, placement, 0)),
+            sample_ids=torch.from_numpy(sample_ids),
+            starts=torch.from_numpy(starts),
             loss_tokens=torch.from_numpy(loss_tokens),
             continuation=continuation,
             max_seqlen=int(placement.slots.max(initial=0)),
-            extras={name: columns.extra(name, extra) for name, extra in self.extras.items()},
+            extras=extras,
             aligned={name: extra.aligned for name, extra in self.extras.items()},
         )
         return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
@@ -438,42 +374,51 @@ class Collator:
     def _continue_split(
         self,
         columns: Columns,
+        keys: set[str],
         labels: IntArray,
         weights: NDArray[np.float32],
         loss_tokens: IntArray,
     ) -> Continuation | None:
-        """Complete labels and counts of split samples; returns None if none continues elsewhere."""
+        """Complete labels and counts of split samples; returns what follows them elsewhere."""
         micro, placement = columns.micro, columns.placement
-        if columns.whole:
-            return None
-        end = micro.segments.start + micro.segments.length
-        partial = (micro.segments.start > 0) | (end < micro.sample_ends)
-        if not partial.any():
-            return None
+        ends = micro.segments.start + micro.segments.length
+        partial = np.flatnonzero((micro.segments.start > 0) | (ends < micro.sample_ends))
+        if not len(partial):
+            return None  # truncated
         tiles = np.flatnonzero(placement.segment >= 0)
-        after: dict[int, torch.Tensor] = {}  # per tile, the targets that follow it in its sample
-        for at in np.flatnonzero(partial).tolist():
-            tile, last = int(tiles[at]), int(micro.sample_ends[at])
-            targets = columns.sample_targets(at)[:last]
+        shape = (len(placement.real), self.lookahead)
+        per_token = {name: each for name, each in self.extras.items() if each.aligned == "token"}
+        counts = torch.zeros(len(placement.real), dtype=torch.int64)
+        values = {
+            "tokens": torch.zeros(shape, dtype=torch.int64),
+            "targets": torch.full(shape, IGNORE_INDEX),
+        }
+        for name, extra in per_token.items():
+            values[name] = torch.full((*shape, *extra.shape), extra.pad, dtype=extra.dtype)
+        for at in partial.tolist():
+            tile, end, last = int(tiles[at]), int(ends[at]), int(micro.sample_ends[at])
+            targets = columns.of_sample(at).targets(keys)[:last]
             loss_tokens[tile] = int((targets[1:] != IGNORE_INDEX).sum())
-            if end[at] < last:
-                after[tile] = targets[end[at] : end[at] + self.lookahead]
-                slot = placement.offsets[tile] + placement.real[tile] - 1
-                labels[slot] = int(after[tile][0])
-                weights[slot] = float(labels[slot] != IGNORE_INDEX)
-        return columns.continuation(after, self.lookahead, self.extras) if after else None
+            if end == last:
+                continue
+            slot = placement.offsets[tile] + placement.real[tile] - 1
+            labels[slot] = int(targets[end])
+            weights[slot] = float(labels[slot] != IGNORE_INDEX)
+            after = slice(end, min(end + self.lookahead, last))
+            known = counts[tile] = after.stop - end
+            values["targets"][tile, :known] = targets[after]
+            for name in ("tokens", *per_token):
+                key = "input_ids" if name == "tokens" else name
+                (column,) = columns.tensors(key, [columns.samples[at][key]])
+                values[name][tile, :known] = column[after]
+        return Continuation(counts, values) if bool(counts.any()) else None
 
-    def _refuse_keys(self, micro: MicroBatch, chosen: list[Sample]) -> NoReturn:
+    def _refuse_keys(self, micro: MicroBatch, samples: list[Sample]) -> NoReturn:
         known = {*SAMPLE_KEYS, *self.extras}
-        at = next(n for n, sample in enumerate(chosen) if not known >= sample.keys())
+        at = next(n for n, sample in enumerate(samples) if not known >= sample.keys())
         raise InputError(
             f"sample {micro.segments.sample[at]} has the undeclared key "
-            f"{min(chosen[at].keys() - known)!r}; expected "
+            f"{min(samples[at].keys() - known)!r}; expected "
             f"{', '.join(sorted(known - {*LOSS_MASKS[1:]}))}. Remove it from the sample, or "
             f"declare it: Runner(collate=Collator(extras=...))."
         )
-
-
-def _by_tile(column: IntArray, placement: Placement, otherwise: int) -> IntArray:
-    """A column per segment -> per tile, with `otherwise` for tails."""
-    return np.concatenate((column, (otherwise,)))[placement.segment]  # -1 picks the last entry

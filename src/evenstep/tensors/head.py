@@ -7,9 +7,11 @@ backward computes them again. Slots without a label are skipped.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX
 
-Wanted: TypeAlias = frozenset[Literal["entropy", "mean_log_probs", "log_normalizer"]]
+Wanted: TypeAlias = frozenset[str]
+"""Of: entropy, mean_log_probs, log_normalizer."""
 
 _LEAST = -1e4  # of a log-prob that is multiplied by its probability: 0 * -inf would be NaN
 
@@ -58,14 +61,13 @@ class Head:
                 f"{type(self.linear).__name__}. Let the model return logits instead."
             )
         positive("scale", abs(self.scale))
-        if self.soft_cap is not None:
-            positive("soft_cap", self.soft_cap)
+        positive("soft_cap", self.soft_cap)
         whole_number("chunk", self.chunk)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states, (..., hidden) -> (..., vocabulary), all at once."""
         weight, bias = self.weight_and_bias
-        logits: Tensor = nn.functional.linear(hidden, weight, bias)
+        logits: Tensor = functional.linear(hidden, weight, bias)
         logits = logits if self.scale == 1.0 else logits * self.scale
         cap = self.soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -118,21 +120,13 @@ def score(
     """
     if head is not None:
         return Scores(*_head_scores(outputs, labels, head, temperature, wanted))
-    logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
+    logits = wide(outputs) if temperature == 1.0 else wide(outputs) / temperature
+    entropy = mean = normalizer = nothing = logits.new_zeros(len(labels))
     if not wanted:
-        nothing = logits.new_zeros(len(labels))
         nll = functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
         return Scores(-nll, nothing, nothing, nothing)
-    return Scores(*_logit_scores(logits, labels, wanted))
-
-
-def _logit_scores(logits: Tensor, labels: Tensor, wanted: Wanted) -> tuple[Tensor, ...]:
-    counts = labels != IGNORE_INDEX
     all_log_probs = logits.log_softmax(-1)
-    nothing = logits.new_zeros(len(labels))
-    entropy = mean = normalizer = nothing
+    log_probs = all_log_probs.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     if "entropy" in wanted:
         # A token of probability 0 adds 0, not 0 * -inf.
         finite = all_log_probs.masked_fill(all_log_probs == -torch.inf, 0.0)
@@ -141,10 +135,22 @@ def _logit_scores(logits: Tensor, labels: Tensor, wanted: Wanted) -> tuple[Tenso
         mean = all_log_probs.mean(-1)
     if "log_normalizer" in wanted:
         normalizer = logits.logsumexp(-1)
-    log_probs = all_log_probs.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return tuple(
-        torch.where(counts, each, nothing) for each in (log_probs, entropy, mean, normalizer)
-    )
+    counts, every = labels != IGNORE_INDEX, (log_probs, entropy, mean, normalizer)
+    return Scores(*(torch.where(counts, each, nothing) for each in every))
+
+
+def scorer(
+    head: Head | nn.Linear | Tensor | None, temperature: float, **wanted: bool
+) -> Callable[[Tensor, Tensor], Scores]:
+    """`score` with the options of a loss; `wanted` says which fields are computed."""
+    positive("temperature", temperature)
+    names = frozenset(name for name, computed in wanted.items() if computed)
+    return functools.partial(score, head=Head.of(head), temperature=temperature, wanted=names)
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float32 or wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def label_log_probs(
@@ -212,10 +218,11 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         temperature: float,
         wanted: Wanted,
     ) -> tuple[Tensor, ...]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         # rows: log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it
-        scores = torch.zeros((5, len(hidden)), dtype=wide, device=hidden.device)
-        for chunk in _chunks(len(hidden), head.chunk):
+        scores = torch.zeros((5, len(hidden)), dtype=dtype, device=hidden.device)
+        for first in range(0, len(hidden), head.chunk):
+            chunk = slice(first, first + head.chunk)
             logits, _ = _chunk_logits(hidden[chunk], weight, bias, head, temperature)
             greatest = logits.amax(-1)
             logits = logits.sub_(greatest[:, None])
@@ -239,7 +246,8 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         of_hidden = torch.empty_like(hidden) if need_hidden else None
         of_weight = torch.zeros_like(weight, dtype=scores.dtype) if need_weight else None
         of_bias = torch.zeros_like(bias, dtype=scores.dtype) if need_bias else None
-        for chunk in _chunks(len(hidden), ctx.head.chunk):
+        for first in range(0, len(hidden), ctx.head.chunk):
+            chunk = slice(first, first + ctx.head.chunk)
             per_label = [gradient[chunk, None] for gradient in gradients]
             logits, slope = _chunk_logits(hidden[chunk], weight, bias, ctx.head, ctx.temperature)
             change = _logit_gradients(
@@ -266,8 +274,7 @@ def _chunk_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float
 ) -> tuple[Tensor, Tensor | float]:
     """(final logits, their derivative by the product) of a chunk, in float32 or wider."""
-    product = nn.functional.linear(hidden, weight, bias)
-    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    logits = wide(functional.linear(hidden, weight, bias))
     if head.scale != 1.0:
         logits = logits * head.scale
     slope: Tensor | float = head.scale / temperature
@@ -297,26 +304,17 @@ def _logit_gradients(
     return change.scatter_add_(1, labels[:, None], of_log_prob)
 
 
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(first, first + size) for first in range(0, count, size)]
-
-
 # Options of losses -----------------------------------------------------------------------------
 
 
-def positive(name: str, value: float) -> None:
-    """Raise unless `value` is positive and finite."""
-    if not 0 < value < math.inf:
+def positive(name: str, value: float | None) -> None:
+    """Raise unless `value` is positive and finite, or None."""
+    if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{name} must be positive and finite, got {value}.")
 
 
-def at_least(name: str, value: float, least: float) -> None:
-    """Raise unless `value` is finite and at least `least`."""
-    if not least <= value < math.inf:
-        raise ConfigError(f"{name} must be finite and at least {least:g}, got {value}.")
-
-
-def share(name: str, value: float, most: float = 1.0) -> None:
-    """Raise unless `value` is in [0, most)."""
-    if not 0 <= value < most:
-        raise ConfigError(f"{name} must be in [0, {most:g}), got {value}.")
+def at_least_zero(name: str, value: float, below: float = math.inf) -> None:
+    """Raise unless `value` is in [0, below)."""
+    if not 0 <= value < below:
+        interval = "finite and at least 0" if below == math.inf else f"in [0, {below:g})"
+        raise ConfigError(f"{name} must be {interval}, got {value}.")

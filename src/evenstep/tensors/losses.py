@@ -22,9 +22,17 @@ from torch import Tensor, nn
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
-from evenstep.tensors.head import Head, Wanted, at_least, positive, score, share
+from evenstep.tensors.head import Head, at_least_zero, positive, scorer, wide
 
 Reduction: TypeAlias = Literal["sum", "mean", "min", "max"]
+
+# How totals are merged, and the total of no values.
+_MERGING: dict[Reduction, tuple[Callable[[Tensor, int], Tensor], float]] = {
+    "sum": (torch.sum, 0.0),
+    "mean": (torch.sum, 0.0),
+    "min": (torch.amin, math.inf),
+    "max": (torch.amax, -math.inf),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,18 +65,24 @@ class Metric:
     @classmethod
     def min(cls, values: Tensor) -> Metric:
         """The minimum of `values`; infinity if there are none."""
-        return cls("min", _extreme(values, "min"))
+        return cls._of_all("min", values)
 
     @classmethod
     def max(cls, values: Tensor) -> Metric:
         """The maximum of `values`; minus infinity if there are none."""
-        return cls("max", _extreme(values, "max"))
+        return cls._of_all("max", values)
+
+    @classmethod
+    def _of_all(cls, reduction: Reduction, values: Tensor) -> Metric:
+        reduce, nothing = _MERGING[reduction]
+        flat = values.detach().double().reshape(-1)
+        return cls(reduction, reduce(torch.cat((flat, flat.new_full((1,), nothing))), 0))
 
     def emptied(self) -> Metric:
         """The same metric over no values: the neutral element of merging."""
-        nothing = {"min": float("inf"), "max": float("-inf")}.get(self.reduction, 0.0)
+        total = torch.full_like(self.total, _MERGING[self.reduction][1])
         count = None if self.count is None else torch.zeros_like(self.count)
-        return Metric(self.reduction, torch.full_like(self.total, nothing), count)
+        return Metric(self.reduction, total, count)
 
     @property
     def value(self) -> Tensor:
@@ -93,21 +107,14 @@ def merge(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 f"the metric {name!r} has several reductions: {', '.join(sorted(ways))}. Use one "
                 f"reduction per name."
             )
-        way, totals = parts[0].reduction, torch.stack([metric.total for metric in parts])
-        if way in ("min", "max"):
-            merged[name] = Metric(way, getattr(totals, f"a{way}")(0))
-        else:
-            counts = [metric.count for metric in parts if metric.count is not None]
-            count = torch.stack(counts).sum(0) if counts else None
-            merged[name] = Metric(way, totals.sum(0), count)
+        reduce, _ = _MERGING[parts[0].reduction]
+        counts = [metric.count for metric in parts if metric.count is not None]
+        merged[name] = Metric(
+            parts[0].reduction,
+            reduce(torch.stack([metric.total for metric in parts]), 0),
+            torch.stack(counts).sum(0) if counts else None,
+        )
     return merged
-
-
-def _extreme(values: Tensor, way: Literal["min", "max"]) -> Tensor:
-    worst = float("inf") if way == "min" else float("-inf")
-    flat = values.detach().double().reshape(-1)
-    flat = torch.cat((flat, flat.new_full((1,), worst)))
-    return flat.amin() if way == "min" else flat.amax()
 
 
 def select_output(outputs: Any, name: str, rows: int, width: int) -> Tensor:
@@ -230,7 +237,7 @@ class PerSequence:
 
     def _at_once(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
         view = View.of_all(batch)
-        values, metrics = _value_and_metrics(self.function(view.flat(outputs), view))
+        values, metrics = self._outcome(view.flat(outputs), view)
         if tuple(values.shape) != tuple(view.labels.shape):
             raise InputError(
                 f"a vectorised function returned shape {tuple(values.shape)} for "
@@ -242,59 +249,59 @@ class PerSequence:
         return Sums(values.sum(), metrics, by_tile, batch.sample_ids >= 0, values.detach())
 
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Sums:
-        # The empty slice keeps the outputs in the graph: an empty micro-batch has a backward too.
-        losses, flat = [outputs[:0].sum()], outputs.flatten(0, 1)
-        metrics: list[dict[str, Metric]] = []
-        by_slot: Tensor | None = outputs.new_zeros(len(flat))
-        for view in View.of_segments(batch):
-            value, measured = _value_and_metrics(self.function(flat[view.slots], view))
-            losses.append(value.sum())
-            metrics.append(measured)
-            if by_slot is not None and value.shape == by_slot[view.slots].shape:
-                by_slot = by_slot.to(torch.promote_types(by_slot.dtype, value.dtype))
-                by_slot[view.slots] = value.detach()
-            else:
-                by_slot = None
-        if not metrics:
+        flat, views = outputs.flatten(0, 1), View.of_segments(batch)
+        outcomes = [self._outcome(flat[view.slots], view) for view in views]
+        values, metrics = [value for value, _ in outcomes], [each for _, each in outcomes]
+        if not views:
             # Ranks that reduce metrics need the same names: the function runs on the padding of
             # the empty micro-batch, and its values are discarded.
-            view = View(batch, slice(0, int(batch.cu_seqlens[1])), 0)
+            padding = View(batch, slice(0, int(batch.cu_seqlens[1])), 0)
             with torch.no_grad():
-                _, measured = _value_and_metrics(self.function(flat[view.slots], view))
-            metrics.append({name: metric.emptied() for name, metric in measured.items()})
-        by_sequence = torch.stack(losses)[1:]
+                _, measured = self._outcome(flat[padding.slots], padding)
+            metrics = [{name: metric.emptied() for name, metric in measured.items()}]
+        # The empty slice keeps the outputs in the graph: an empty micro-batch has a backward too.
+        by_sequence = torch.stack([outputs[:0].sum(), *(value.sum() for value in values)])[1:]
+        by_slot = None
+        sizes = [(view.slots.stop - view.slots.start,) for view in views]
+        if [tuple(value.shape) for value in values] == sizes:
+            by_slot = by_sequence.new_zeros(len(flat))
+            for value, view in zip(values, views, strict=True):
+                by_slot[view.slots] = value.detach()
         return Sums(by_sequence.sum(), merge(metrics), by_sequence, by_slot=by_slot)
 
-
-def _value_and_metrics(outcome: Outcome) -> tuple[Tensor, dict[str, Metric]]:
-    if isinstance(outcome, Tensor):
-        return outcome, {}
-    return outcome[0], dict(outcome[1])
+    def _outcome(self, outputs: Tensor, view: View) -> tuple[Tensor, dict[str, Metric]]:
+        outcome = self.function(outputs, view)
+        return (outcome, {}) if isinstance(outcome, Tensor) else (outcome[0], dict(outcome[1]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _LossTokens:
-    """The slots of a view that have a label; all others get neutral values."""
+# Losses of single tokens -----------------------------------------------------------------------
 
-    view: View
-    counts: Tensor  # (n) bool: has a label
-    total: Tensor  # how many
-
-    @classmethod
-    def of(cls, view: View) -> _LossTokens:
-        counts = view.labels != IGNORE_INDEX
-        return cls(view, counts, counts.sum())
-
-    def extra(self, name: str) -> Tensor:
-        """An extra at the slots that predict its tokens, 0 where there is no label."""
-        return torch.where(self.counts, self.view.ahead(name), 0.0)
-
-    def mean(self, values: Tensor) -> Metric:
-        """The mean over loss tokens."""
-        return Metric.mean((values * self.counts).sum(), self.total)
+Formulated: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A loss and metrics (or a `Metric`) per slot, 0 where there is no label."""
 
 
-# Losses ----------------------------------------------------------------------------------------
+def _per_token(formula: Callable[[Tensor, View, Tensor, Tensor], Formulated]) -> PerSequence:
+    """The weighted sum of `formula(outputs, view, labels, whether slots have a label)`.
+
+    Its metrics are means over loss tokens.
+    """
+
+    def loss(outputs: Tensor, view: View) -> Outcome:
+        labels = view.labels
+        counts = labels != IGNORE_INDEX
+        value, metrics = formula(outputs, view, labels, counts)
+        total = counts.sum()
+        return value * view.loss_weights, {
+            name: each if isinstance(each, Metric) else Metric.mean(each.sum(), total)
+            for name, each in metrics.items()
+        }
+
+    return PerSequence(loss, vectorised=True)
+
+
+def _extra(view: View, counts: Tensor, name: str) -> Tensor:
+    """An extra at the slots that predict its tokens, 0 where there is no label."""
+    return torch.where(counts, view.ahead(name), 0.0)
 
 
 def cross_entropy(
@@ -318,28 +325,22 @@ def cross_entropy(
     >>> cross_entropy()(torch.zeros(1, 3, 4), batch).by_sequence.exp().tolist()
     [4.0, 1.0]
     """
-    positive("temperature", temperature)
-    share("label_smoothing", label_smoothing)
-    at_least("z_loss", z_loss, 0)
-    last = Head.of(head)
-    wanted: Wanted = frozenset({"mean_log_probs"} if label_smoothing else ())
-    wanted |= frozenset({"log_normalizer"} if z_loss else ())
+    at_least_zero("label_smoothing", label_smoothing, below=1)
+    at_least_zero("z_loss", z_loss)
+    score = scorer(head, temperature, mean_log_probs=label_smoothing > 0, log_normalizer=z_loss > 0)
 
-    def loss(outputs: Tensor, view: View) -> Outcome:
-        labels = view.labels
-        scores = score(outputs, labels, head=last, temperature=temperature, wanted=wanted)
+    def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
+        scores = score(outputs, labels)
         nll = value = -scores.log_probs
-        counts = (labels != IGNORE_INDEX).sum()
-        metrics = {"nll": Metric.mean(nll.sum(), counts), "loss_tokens": Metric.sum(counts)}
+        metrics: dict[str, Any] = {"nll": nll, "loss_tokens": Metric.sum(counts.sum())}
         if label_smoothing:
             value = (1 - label_smoothing) * nll - label_smoothing * scores.mean_log_probs
         if z_loss:
-            squares = scores.log_normalizer.square()
-            value = value + z_loss * squares
-            metrics["z_loss"] = Metric.mean(z_loss * squares.sum(), counts)
-        return value * view.loss_weights, metrics
+            metrics["z_loss"] = z_loss * scores.log_normalizer.square()
+            value = value + metrics["z_loss"]
+        return value, metrics
 
-    return PerSequence(loss, vectorised=True)
+    return _per_token(formula)
 
 
 Ratio: TypeAlias = Literal["token", "sequence"]
@@ -374,8 +375,7 @@ def policy_gradient(
 
     Per token: -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), where r is the new over the
     old probability of the token or, with ratio="sequence", its geometric mean over the sequence,
-    which must not be split. The log of r is clamped to [-20, 20], to [-10, 10] for float16 outputs;
-    beyond, the gradient is 0.
+    which must not be split. Beyond ±20 (±10 for float16), log r is clamped and has no gradient.
 
     dual_clip       c > 1: where A < 0, the loss of a token is at most -c * A
     importance_cap  C: each token is multiplied by min(old / rollout probability, C), a constant
@@ -392,90 +392,72 @@ def policy_gradient(
 
         result = run_step(step, model, policy_gradient(clip_high=0.28, kl_weight=0.01))
     """
-    _check_policy(ratio, kl_estimator, temperature, clip_low, clip_high, dual_clip, importance_cap)
-    last = Head.of(head)
-    wanted: Wanted = frozenset() if entropy_weight is None else frozenset({"entropy"})
+    _check_policy(ratio, kl_estimator, clip_low, clip_high, dual_clip, importance_cap)
+    score = scorer(head, temperature, entropy=entropy_weight is not None)
 
-    def loss(outputs: Tensor, view: View) -> Outcome:
-        scores = score(outputs, view.labels, head=last, temperature=temperature, wanted=wanted)
-        tokens, new = _LossTokens.of(view), scores.log_probs
-        old = tokens.extra("old_log_probs")
+    def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
+        scores = score(outputs, labels)
+        new, old = scores.log_probs, _extra(view, counts, "old_log_probs")
         bound = MOST_LOG_RATIO_HALF if outputs.dtype == torch.float16 else MOST_LOG_RATIO
-        change = _log_ratio(new - old, tokens, ratio).clamp(-bound, bound).exp()
-        drop = (old - new).clamp(-bound, bound)
-        value, metrics = _clipped(change, drop, tokens, clip_low, clip_high, dual_clip)
-        if importance_cap is not None:
-            value = _corrected(value, old, tokens, importance_cap, metrics)
+        rise = new - old if ratio == "token" else _sequence_mean(new - old, view, counts)
+        change = rise.clamp(-bound, bound).exp()
+        value, metrics = _clipped(change, view, counts, clip_low, clip_high, dual_clip)
+        metrics["approx_kl"] = (old - new).clamp(-bound, bound)
+        if importance_cap is not None:  # tokens were sampled by the rollout's probabilities
+            below = old - _extra(view, counts, "rollout_log_probs")
+            weight = below.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp() * counts
+            value = value * weight.clamp(max=importance_cap)
+            metrics |= {"importance": weight, "truncated": weight > importance_cap}
         if kl_weight:
-            above = tokens.extra("reference_log_probs") - new
-            divergence = _KL[kl_estimator](above.clamp(-bound, bound))
-            value = value + kl_weight * divergence
-            metrics["kl"] = tokens.mean(divergence)
+            above = _extra(view, counts, "reference_log_probs") - new
+            metrics["kl"] = _KL[kl_estimator](above.clamp(-bound, bound))
+            value = value + kl_weight * metrics["kl"]
         if entropy_weight is not None:
+            metrics["entropy"] = scores.entropy
             value = value - entropy_weight * scores.entropy
-            metrics["entropy"] = tokens.mean(scores.entropy)
-        return torch.where(tokens.counts, value * view.loss_weights, 0.0), metrics
+        return value, metrics
 
-    return PerSequence(loss, vectorised=True)
+    return _per_token(formula)
 
 
 def _check_policy(
-    ratio: Ratio, kl_estimator: KlEstimator, temperature: float, low: float, high: float,
-    dual: float | None, cap: float | None,
+    ratio: Ratio, kl_estimator: KlEstimator, low: float, high: float, dual: float | None,
+    cap: float | None,
 ) -> None:  # fmt: skip
     one_of("ratio", ratio, Ratio)
     one_of("kl_estimator", kl_estimator, KlEstimator)
-    positive("temperature", temperature)
-    at_least("clip_low", low, 0)
-    at_least("clip_high", high, 0)
+    positive("importance_cap", cap)
+    at_least_zero("clip_low", low)
+    at_least_zero("clip_high", high)
     if dual is not None and not dual > 1:
         raise ConfigError(f"dual_clip must be greater than 1, got {dual}.")
-    if cap is not None:
-        positive("importance_cap", cap)
 
 
-def _log_ratio(change: Tensor, tokens: _LossTokens, way: Ratio) -> Tensor:
-    """Differences of log-probs: of each token, or their mean over its sequence."""
-    if way == "token":
-        return change
-    view, counts = tokens.view, tokens.counts
-    number = view.sum_by_segment(counts.to(change)).clamp(min=1)
+def _sequence_mean(values: Tensor, view: View, counts: Tensor) -> Tensor:
+    """The mean of the loss tokens of its sequence, at each of them."""
+    number = view.sum_by_segment(counts.to(values)).clamp(min=1)
     view.check_whole_samples()
-    mean = view.sum_by_segment(change) / number
-    return torch.where(counts, mean[view.segment_ids], 0.0)
+    return torch.where(counts, (view.sum_by_segment(values) / number)[view.segment_ids], 0.0)
 
 
 def _clipped(
-    change: Tensor, drop: Tensor, tokens: _LossTokens, low: float, high: float, dual: float | None
-) -> tuple[Tensor, dict[str, Metric]]:
-    """The loss per token; `change`: new over old probability; `drop`: old minus new log-prob."""
-    counts, advantage = tokens.counts, tokens.extra("advantages")
+    change: Tensor, view: View, counts: Tensor, low: float, high: float, dual: float | None
+) -> Formulated:
+    """The loss per token; `change`: new over old probability."""
+    advantage = _extra(view, counts, "advantages")
     clipped = change.clamp(1 - low, 1 + high)
     value = -torch.minimum(change * advantage, clipped * advantage)
-    metrics = {
-        "ratio": tokens.mean(change),
+    metrics: dict[str, Any] = {
+        "ratio": change * counts,
         "ratio_min": Metric.min(torch.where(counts, change, torch.inf)),
         "ratio_max": Metric.max(torch.where(counts, change, -torch.inf)),
-        "clipped": tokens.mean(change != clipped),
-        "approx_kl": tokens.mean(drop),
+        "clipped": change != clipped,
     }
     if dual is not None:
         most = -dual * advantage
-        above = (advantage < 0) & (value > most)
+        metrics["dual_clipped"] = above = (advantage < 0) & (value > most)
         value = torch.where(above, most, value)
-        metrics["dual_clipped"] = tokens.mean(above)
     return value, metrics
-
-
-def _corrected(
-    value: Tensor, old: Tensor, tokens: _LossTokens, cap: float, metrics: dict[str, Metric]
-) -> Tensor:
-    """Tokens were sampled by the rollout's probabilities, not by the old ones. Adds metrics."""
-    change = old - tokens.extra("rollout_log_probs")
-    weight = change.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-    metrics["importance"] = tokens.mean(weight)
-    metrics["truncated"] = tokens.mean(weight > cap)
-    return value * weight.clamp(max=cap)
 
 
 def value_loss(*, clip: float | None = 0.2) -> PerSequence:
@@ -491,27 +473,22 @@ def value_loss(*, clip: float | None = 0.2) -> PerSequence:
 
         losses = {"value": Loss(function=value_loss(), weight=0.5)}
     """
-    if clip is not None:
-        positive("clip", clip)
+    positive("clip", clip)
 
-    def loss(outputs: Tensor, view: View) -> Outcome:
-        tokens = _LossTokens.of(view)
-        value = torch.where(tokens.counts, scalars(outputs), 0.0)
-        target = tokens.extra("returns")
+    def formula(outputs: Tensor, view: View, _: Tensor, counts: Tensor) -> Formulated:
+        value = torch.where(counts, scalars(outputs), 0.0)
+        target = _extra(view, counts, "returns")
         error = (value - target).square()
-        metrics = {
-            "value": Metric.mean(value.sum(), tokens.total),
-            "value_error": Metric.mean(error.sum(), tokens.total),
-        }
+        metrics: dict[str, Any] = {"value": value, "value_error": error}
         if clip is not None:
-            old = tokens.extra("old_values")
+            old = _extra(view, counts, "old_values")
             near = torch.maximum(torch.minimum(value, old + clip), old - clip)
             far = (near - target).square()
-            metrics["clipped"] = Metric.mean((far > error).sum(), tokens.total)
+            metrics["clipped"] = far > error
             error = torch.maximum(error, far)
-        return error / 2 * view.loss_weights, metrics
+        return error / 2, metrics
 
-    return PerSequence(loss, vectorised=True)
+    return _per_token(formula)
 
 
 def scalars(outputs: Tensor) -> Tensor:
@@ -521,7 +498,7 @@ def scalars(outputs: Tensor) -> Tensor:
             f"the model returned {tuple(outputs.shape[1:])} numbers per token; expected one. Use a "
             f"model with a scalar head, such as one for token classification with one label."
         )
-    return _wide(outputs.reshape(len(outputs)))
+    return wide(outputs.reshape(len(outputs)))
 
 
 Divergence: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -567,10 +544,8 @@ def distillation(
             f"reverse_kl (1)."
         )
 
-    def loss(outputs: Tensor, view: View) -> Outcome:
-        tokens = _LossTokens.of(view)
-        counts = tokens.counts
-        student = (_wide(outputs) / temperature).log_softmax(-1)
+    def formula(outputs: Tensor, view: View, _: Tensor, counts: Tensor) -> Formulated:
+        student = (wide(outputs) / temperature).log_softmax(-1)
         if teacher is not None or "teacher_logits" in view.source.aligned:
             known = _teacher_log_probs(teacher, view, temperature, student)
         else:
@@ -578,9 +553,9 @@ def distillation(
         # Slots without a label may hold anything, also NaN.
         known = torch.where(counts[:, None], known, student.detach())
         value = torch.where(counts, _divergence(known, student, divergence, beta), 0.0)
-        return value * view.loss_weights, {divergence: Metric.mean(value.sum(), tokens.total)}
+        return value, {divergence: value}
 
-    return PerSequence(loss, vectorised=True)
+    return _per_token(formula)
 
 
 def _divergence(t: Tensor, s: Tensor, which: Divergence, beta: float) -> Tensor:
@@ -621,7 +596,7 @@ def _teacher_log_probs(
             f"the teacher has {logits.shape[-1]} logits per token and the model "
             f"{student.shape[-1]}. Use a teacher with the same vocabulary."
         )
-    return (_wide(logits) / temperature).log_softmax(-1)
+    return (wide(logits) / temperature).log_softmax(-1)
 
 
 def _top(view: View, student: Tensor, counts: Tensor, rest: Rest) -> tuple[Tensor, Tensor]:
@@ -639,7 +614,7 @@ def _top(view: View, student: Tensor, counts: Tensor, rest: Rest) -> tuple[Tenso
             f"shape {tuple(known.shape)}; expected k integers and k log-probs per token. Declare "
             f"both with shape=(k,), and the ids with dtype=torch.int64."
         )
-    known, ids = _wide(known), torch.where(counts[:, None], ids, 0)
+    known, ids = wide(known), torch.where(counts[:, None], ids, 0)
     chosen = student.gather(-1, ids)
     if rest == "renormalize":
         return known.log_softmax(-1), chosen.log_softmax(-1)
@@ -649,10 +624,6 @@ def _top(view: View, student: Tensor, counts: Tensor, rest: Rest) -> tuple[Tenso
     left = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=least).log()
     others = student.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat((known, left), -1), torch.cat((chosen, others), -1)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 Over: TypeAlias = Literal["step", "sequence"]
@@ -716,10 +687,7 @@ def load_balancing(
     def loss(router_logits: Tensor, view: View) -> Outcome:
         logits, weights = _checked(router_logits, top_k), view.loss_weights
         probabilities = logits.softmax(-1)
-        if over == "sequence":
-            known = _by_sequence(logits, view, top_k)[view.segment_ids]  # (n, layers, experts)
-        else:
-            known = _matching(frequencies() if callable(frequencies) else frequencies, logits)
+        known = _frequencies(logits, view, top_k, frequencies)
         if layers == "joint":
             known, probabilities = known.mean(-2), probabilities.mean(-2)
         value = (known * probabilities).sum(-1) * logits.shape[-1]
@@ -754,15 +722,6 @@ def _chosen(logits: Tensor, top_k: int) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, best, 1.0).detach()
 
 
-def _by_sequence(logits: Tensor, view: View, top_k: int) -> Tensor:
-    """(segments, layers, experts): the frequencies of each sequence."""
-    view.check_whole_samples()
-    weights = view.loss_weights
-    chosen = _chosen(logits, top_k) * weights[:, None, None]
-    total = view.sum_by_segment(weights) * top_k
-    return view.sum_by_segment(chosen) / torch.where(total > 0, total, 1.0)[:, None, None]
-
-
 def _checked(outputs: Tensor, top_k: int) -> Tensor:
     """(n, layers, experts) logits in float32 or wider."""
     if outputs.ndim != 3 or outputs.shape[-1] < top_k:
@@ -771,11 +730,18 @@ def _checked(outputs: Tensor, top_k: int) -> Tensor:
             f"experts) with at least top_k={top_k} experts. Let `forward` return a mapping with "
             f"`router_logits`, for Hugging Face dict(model(..., output_router_logits=True))."
         )
-    return _wide(outputs)
+    return wide(outputs)
 
 
-def _matching(frequencies: Tensor | None, logits: Tensor) -> Tensor:
-    assert frequencies is not None
+def _frequencies(logits: Tensor, view: View, top_k: int, known: Frequencies | None) -> Tensor:
+    """f_e of the step, (layers, experts), or of the sequence of each slot, (n, layers, experts)."""
+    if known is None:
+        view.check_whole_samples()
+        weights = view.loss_weights[:, None, None]
+        counts = view.sum_by_segment(_chosen(logits, top_k) * weights)
+        total = view.sum_by_segment(weights) * top_k
+        return (counts / torch.where(total > 0, total, 1.0))[view.segment_ids]
+    frequencies = known() if callable(known) else known
     layers, experts = logits.shape[1:]
     if tuple(frequencies.shape) not in ((experts,), (layers, experts)):
         raise InputError(

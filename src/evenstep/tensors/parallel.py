@@ -14,13 +14,15 @@ same, so that causal work is even.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.core.ragged import rounded_up
 from evenstep.errors import InputError
-from evenstep.tensors.batch import PER_SLOT, PER_TILE, Batch, BatchShard, Sharding, take_slots
+from evenstep.tensors.batch import PER_SLOT, Batch, BatchShard, Sharding, Slots
 
 
 def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
@@ -28,7 +30,7 @@ def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
 
     Plan with `Topology(cp=size)`, which aligns segments and widths as required. Shift extras that
     a loss compares with predictions (old log-probs, advantages) with `batch.at_labels(...)` first.
-    `join_shards` is the inverse.
+    `join_context` joins the results of all ranks.
 
     >>> from evenstep import Packed, Recipe, Topology, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -47,7 +49,7 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     """The shard of `batch` on rank `rank` of `size` sequence-parallel ranks.
 
     Labels are shifted before sharding: the last slot of a rank predicts the first token of the
-    next rank. Boundaries are those of the whole batch. `join_shards` is the inverse.
+    next rank. Boundaries are those of the whole batch. `join_sequence` joins results.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors.collate import Collator
@@ -69,37 +71,6 @@ def shard_sequence(batch: Batch, rank: int, size: int) -> BatchShard:
     return _shard(batch, slot_ids, rank, size, "sequence")
 
 
-def join_shards(shards: Sequence[BatchShard]) -> Batch:
-    """The whole batch from the shards of all ranks of the group, in any order."""
-    shards = sorted(shards, key=lambda shard: shard.rank)
-    size = shards[0].size if shards else 1
-    ranks = [shard.rank for shard in shards]
-    if ranks != list(range(size)) or any(shard.size != size for shard in shards):
-        raise InputError(
-            f"expected one shard from each of {size} ranks, got shards of ranks {ranks}. Pass "
-            f"each rank's shard of one batch exactly once."
-        )
-    if len({shard.sharding for shard in shards}) > 1:
-        raise InputError(
-            "expected shards of one kind, got both context- and sequence-parallel ones. Shard all "
-            "ranks' batches with the same function."
-        )
-    whole, slot_ids = shards[0], [shard.slot_ids for shard in shards]
-    places = [shard.place_ids for shard in shards if shard.place_ids is not None]
-    return Batch(
-        **{name: _join_slots([getattr(s, name) for s in shards], slot_ids) for name in PER_SLOT},
-        **{name: getattr(whole, name) for name in PER_TILE},
-        place_ids=_join_slots(places, slot_ids) if places else None,
-        extras={
-            name: _join_slots([s.extras[name] for s in shards], slot_ids)
-            if _is_per_slot(whole, name)
-            else extra
-            for name, extra in whole.extras.items()
-        },
-        aligned=whole.aligned,
-    )
-
-
 def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
     """Per-slot results of all context-parallel ranks -> results of the whole batch.
 
@@ -111,15 +82,20 @@ def join_context(shards: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     shapes = {tuple(shard.shape) for shard in shards}
-    slots, size = int(cu_seqlens[-1]), len(shards)
-    if len(shapes) != 1 or sum(shard.shape[:2].numel() for shard in shards) != slots:
+    total, size = int(cu_seqlens[-1]), len(shards)
+    if len(shapes) != 1 or sum(shard.shape[:2].numel() for shard in shards) != total:
         raise InputError(
-            f"{size} tensors of shapes {sorted(shapes)} do not make up the {slots} slots of the "
+            f"{size} tensors of shapes {sorted(shapes)} do not make up the {total} slots of the "
             f"batch. Pass one (rows, width / size, ...) tensor per rank, in rank order."
         )
     _check_tiles(cu_seqlens, size)
     boundaries = cu_seqlens.to(shards[0].device)
-    return _join_slots(shards, [_zigzag(boundaries, rank, size) for rank in range(size)])
+    # The entry of each slot in the shards, laid end to end.
+    slots = torch.cat([_zigzag(boundaries, rank, size) for rank in range(size)])
+    index = torch.empty_like(slots)
+    index[slots] = torch.arange(total, device=slots.device)
+    joined = torch.cat([shard.flatten(0, 1) for shard in shards]).index_select(0, index)
+    return joined.view(shards[0].shape[0], -1, *shards[0].shape[2:])
 
 
 def join_sequence(shards: Sequence[Tensor]) -> Tensor:
@@ -161,20 +137,26 @@ def shard_rows(
 
 def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
     """The shard of `batch` with these slots, (rows, width / size), in order."""
-    return BatchShard(
-        **{name: take_slots(getattr(batch, name), slot_ids) for name in PER_SLOT},
-        **{name: getattr(batch, name) for name in PER_TILE},
-        place_ids=None if batch.place_ids is None else take_slots(batch.place_ids, slot_ids),
-        slot_ids=slot_ids,
-        rank=rank,
-        size=size,
-        sharding=sharding,
-        extras={
-            name: take_slots(extra, slot_ids) if _is_per_slot(batch, name) else extra
-            for name, extra in batch.extras.items()
-        },
-        aligned=batch.aligned,
-    )
+    index = slot_ids.reshape(-1)
+
+    def take(values: Any) -> Tensor:
+        taken = values.flatten(0, 1).index_select(0, index)
+        return taken.view(*slot_ids.shape, *values.shape[2:])
+
+    values: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(Slots)}
+    for name in (*PER_SLOT, "place_ids"):
+        if values[name] is not None:
+            values[name] = take(values[name])
+    values["extras"] = extras = dict(batch.extras)
+    for name in extras:
+        if name not in batch.aligned:
+            raise InputError(
+                f"the alignment of the extra {name!r} is unknown. Declare it in "
+                f"Collator(extras=...), or add it to `aligned`."
+            )
+        if batch.aligned[name] in ("token", "label"):
+            extras[name] = take(extras[name])
+    return BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
 
 
 def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
@@ -195,15 +177,6 @@ def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     return here + shift.repeat_interleave(length, output_size=total // size)
 
 
-def _join_slots(shards: Sequence[Tensor], slot_ids: Sequence[Tensor]) -> Tensor:
-    """(rows, width / size, ...) tensors of all ranks and their slots -> (rows, width, ...)."""
-    slots = torch.cat([ids.reshape(-1) for ids in slot_ids])  # index in the shards -> slot
-    index = torch.empty_like(slots)
-    index[slots] = torch.arange(len(slots), device=slots.device)  # slot -> index in the shards
-    flat = torch.cat([shard.flatten(0, 1) for shard in shards])
-    return flat.index_select(0, index).view(shards[0].shape[0], -1, *shards[0].shape[2:])
-
-
 def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise InputError(f"rank must be in [0, {size}), got {rank}.")
@@ -221,12 +194,3 @@ def _check_tiles(cu_seqlens: Tensor, size: int, sample_ids: Tensor | None = None
         f"the tile {whose} has {int(slots[at])} slots, but {size} context-parallel ranks require "
         f"a multiple of {2 * size}. Plan with Topology(cp={size})."
     )
-
-
-def _is_per_slot(whole: Batch | BatchShard, name: str) -> bool:
-    if name not in whole.aligned:
-        raise InputError(
-            f"the alignment of the extra {name!r} is unknown. Declare it in "
-            f"Collator(extras=...), or add it to `aligned`."
-        )
-    return whole.aligned[name] in ("token", "label")

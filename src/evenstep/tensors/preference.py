@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,68 +12,71 @@ from torch.nn.functional import logsigmoid
 from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, BatchShard, View
-from evenstep.tensors.head import Head, at_least, label_log_probs, positive, share
+from evenstep.tensors.head import Head, at_least_zero, label_log_probs, positive
 from evenstep.tensors.losses import Metric, Outcome, PerSequence, scalars
 
+PairFormula: TypeAlias = Callable[[Tensor, View, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(outputs, view, tiles (2, pairs)) -> loss of each pair, values (2, pairs) of both by name."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pairs:
-    """The pairs of a batch, by tile.
+
+def _per_pair(formula: PairFormula) -> PerSequence:
+    """A loss of pairs; the slots of both sequences hold the value of their pair.
+
+    Its metrics are the means of the values of the chosen and of the rejected sequences. The first
+    values are compared: `accuracy` is how often the chosen one is greater.
+    """
+
+    def loss(outputs: Tensor, view: View) -> Outcome:
+        tiles = _pair_tiles(view)
+        value, values = formula(outputs, view, tiles)
+        by_tile = value.new_zeros(len(view.source.seqlens))
+        by_tile = by_tile.index_copy(0, tiles.flatten(), value.repeat(2))
+        metrics = {
+            f"{side}_{name}": each[number]
+            for name, each in values.items()
+            for number, side in enumerate(("chosen", "rejected"))
+        }
+        chosen, rejected = next(iter(values.values()))
+        metrics |= {"accuracy": chosen > rejected, "margin": chosen - rejected}
+        return by_tile[view.segment_ids] * view.loss_weights, {
+            name: Metric.mean(each.sum(), len(value)) for name, each in metrics.items()
+        }
+
+    return PerSequence(loss, vectorised=True, unit="pair")
+
+
+def _pair_tiles(view: View) -> Tensor:
+    """(2, pairs) int64: the tiles of the chosen and of the rejected sequence of each pair.
 
     Sequence-aligned extras say which sequences form a pair: `group` is equal for both (int64), and
     `chosen` is 1 for one and 0 for the other.
     """
-
-    view: View
-    chosen: Tensor  # (pairs) int64: a tile
-    rejected: Tensor  # (pairs) int64: a tile
-
-    @classmethod
-    def of(cls, view: View) -> Pairs:
-        """The pairs of a whole batch; raises if a sequence has no partner in it."""
-        if isinstance(view.source, BatchShard):
-            raise InputError(
-                "a loss of pairs needs whole sequences, but this is a batch shard. Join the "
-                "outputs of all ranks first."
-            )
-        if view.tile is not None:
-            raise InputError(
-                "a loss of pairs cannot run on one sequence at a time. Call it on the batch, not "
-                "through looped()."
-            )
-        view.check_whole_samples()
-        real = (view.source.sample_ids >= 0).nonzero()[:, 0]
-        group = view.by_segment("group")[real]
-        side = view.by_segment("chosen")[real]
-        ids, number = torch.unique(group, return_inverse=True)
-        tiles = torch.zeros((2, len(ids)), dtype=torch.int64, device=real.device)
-        counts = torch.zeros_like(tiles)
-        first = torch.where(side > 0, 0, 1)
-        tiles.index_put_((first, number), real)
-        counts.index_put_((first, number), torch.ones_like(real), accumulate=True)
-        wrong = (counts != 1).any(0)
-        if bool(wrong.any()):
-            _refuse(ids[wrong][0], counts[:, wrong][:, 0])
-        return cls(view, tiles[0], tiles[1])
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """(pairs) values -> (n): the value of a pair in each slot of both, times its weight."""
-        view, count = self.view, len(self.view.source.seqlens)
-        tiles = torch.cat((self.chosen, self.rejected))
-        by_tile = values.new_zeros(count).index_copy(0, tiles, torch.cat((values, values)))
-        return by_tile[view.segment_ids] * view.loss_weights
-
-
-def _refuse(group: Tensor, counts: Tensor) -> None:
-    chosen, rejected = counts.tolist()
-    raise InputError(
-        f"group {group.item():g} has {chosen} chosen and {rejected} rejected sequences in this "
-        f"micro-batch; expected one of each. Give each pair its own `group`, and plan with "
-        f"groups= and Recipe(groups='micro_batch')."
-    )
+    if isinstance(view.source, BatchShard):
+        raise InputError(
+            "a loss of pairs needs whole sequences, but this is a batch shard. Join the outputs "
+            "of all ranks first."
+        )
+    if view.tile is not None:
+        raise InputError(
+            "a loss of pairs cannot run on one sequence at a time. Call it on the batch, not "
+            "through looped()."
+        )
+    view.check_whole_samples()
+    real = (view.source.sample_ids >= 0).nonzero()[:, 0]
+    groups, number = torch.unique(view.by_segment("group")[real], return_inverse=True)
+    side = torch.where(view.by_segment("chosen")[real] > 0, 0, 1)
+    tiles = torch.zeros((2, len(groups)), dtype=torch.int64, device=real.device)
+    counts = torch.zeros_like(tiles)
+    counts.index_put_((side, number), torch.ones_like(real), accumulate=True)
+    wrong = (counts != 1).any(0)
+    if bool(wrong.any()):
+        chosen, rejected = counts[:, wrong][:, 0].tolist()
+        raise InputError(
+            f"group {groups[wrong][0].item():g} has {chosen} chosen and {rejected} rejected "
+            f"sequences in this micro-batch; expected one of each. Give each pair its own `group`, "
+            f"and plan with groups= and Recipe(groups='micro_batch')."
+        )
+    return tiles.index_put_((side, number), real)
 
 
 PairLoss: TypeAlias = Literal[
@@ -130,8 +132,8 @@ def dpo(
     """
     one_of("loss", loss, PairLoss)
     positive("beta", beta)
-    share("label_smoothing", label_smoothing, 0.5)
-    at_least("margin", margin, 0)
+    at_least_zero("label_smoothing", label_smoothing, below=0.5)
+    at_least_zero("margin", margin)
     for name, value, losses in (
         ("label_smoothing", label_smoothing, _SMOOTHED),
         ("margin", margin, (*_SMOOTHED, "hinge")),
@@ -143,19 +145,19 @@ def dpo(
             )
     last, divided = Head.of(head), loss == "ipo" if average is None else average
 
-    def function(outputs: Tensor, view: View) -> Outcome:
-        pairs = Pairs.of(view)
-        log_probs = label_log_probs(outputs, view.labels, head=last)
-        by_tile = view.sum_by_segment(log_probs)
-        counts = view.sum_by_segment((view.labels != IGNORE_INDEX).to(by_tile)).clamp(min=1)
-        ratio = by_tile - _reference(view) if reference else by_tile
-        rewards = beta * (ratio / counts if divided else ratio)
-        chosen, rejected = rewards[pairs.chosen], rewards[pairs.rejected]
+    def formula(outputs: Tensor, view: View, tiles: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = view.sum_by_segment(label_log_probs(outputs, view.labels, head=last))
+        ratio = log_probs - _reference(view) if reference else log_probs
+        if divided:
+            counts = view.sum_by_segment((view.labels != IGNORE_INDEX).to(ratio))
+            ratio = ratio / counts.clamp(min=1)
+        rewards = beta * ratio[tiles]
         # The margin is divided between both: c - r becomes c - r - margin.
-        value = _LOSSES[loss](chosen - margin / 2, rejected + margin / 2, label_smoothing, beta)
-        return pairs.spread(value), _metrics(chosen, rejected, by_tile, pairs)
+        chosen, rejected = rewards[0] - margin / 2, rewards[1] + margin / 2
+        value = _LOSSES[loss](chosen, rejected, label_smoothing, beta)
+        return value, {"reward": rewards, "log_probs": log_probs[tiles]}
 
-    return PerSequence(function, vectorised=True, unit="pair")
+    return _per_pair(formula)
 
 
 def _reference(view: View) -> Tensor:
@@ -172,20 +174,6 @@ def _reference(view: View) -> Tensor:
     return view.sum_by_segment(torch.where(view.labels != IGNORE_INDEX, per_token, 0.0))
 
 
-def _metrics(
-    chosen: Tensor, rejected: Tensor, log_probs: Tensor, pairs: Pairs
-) -> dict[str, Metric]:
-    count = len(pairs)
-    return {
-        "chosen_reward": Metric.mean(chosen.sum(), count),
-        "rejected_reward": Metric.mean(rejected.sum(), count),
-        "chosen_log_probs": Metric.mean(log_probs[pairs.chosen].sum(), count),
-        "rejected_log_probs": Metric.mean(log_probs[pairs.rejected].sum(), count),
-        "accuracy": Metric.mean((chosen > rejected).sum(), count),
-        "margin": Metric.mean((chosen - rejected).sum(), count),
-    }
-
-
 def reward_model(*, center_weight: float = 0.0, margins: bool = False) -> PerSequence:
     """The Bradley-Terry loss of pairs of a chosen and a rejected sequence.
 
@@ -199,31 +187,18 @@ def reward_model(*, center_weight: float = 0.0, margins: bool = False) -> PerSeq
 
         runner = Runner(model=scorer, loss=reward_model(), normalization=GroupMean(), collate=...)
     """
-    at_least("center_weight", center_weight, 0)
+    at_least_zero("center_weight", center_weight)
 
-    def loss(outputs: Tensor, view: View) -> Outcome:
-        pairs = Pairs.of(view)
-        scores = scalars(outputs)
-        chosen, rejected = (_last(scores, view, tiles) for tiles in (pairs.chosen, pairs.rejected))
+    def formula(outputs: Tensor, view: View, tiles: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        last = view.source.cu_seqlens[:-1].long() + view.source.seqlens - 1  # token of each tile
+        scores = scalars(outputs).index_select(0, last[tiles].flatten()).view_as(tiles)
+        chosen, rejected = scores
         ahead = chosen - rejected
         if margins:
-            ahead = ahead - view.by_segment("margin")[pairs.chosen]
+            ahead = ahead - view.by_segment("margin")[tiles[0]]
         value = -logsigmoid(ahead)
         if center_weight:
             value = value + center_weight * (chosen + rejected).square()
-        count = len(pairs)
-        return pairs.spread(value), {
-            "chosen_score": Metric.mean(chosen.sum(), count),
-            "rejected_score": Metric.mean(rejected.sum(), count),
-            "accuracy": Metric.mean((chosen > rejected).sum(), count),
-            "margin": Metric.mean((chosen - rejected).sum(), count),
-        }
+        return value, {"score": scores}
 
-    return PerSequence(loss, vectorised=True, unit="pair")
-
-
-def _last(scores: Tensor, view: View, tiles: Tensor) -> Tensor:
-    """The score at the last token of each tile."""
-    batch = view.source
-    slots = batch.cu_seqlens[:-1][tiles].to(torch.int64) + batch.seqlens[tiles] - 1
-    return scores.index_select(0, slots)
+    return _per_pair(formula)

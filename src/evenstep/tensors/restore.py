@@ -13,7 +13,7 @@ joined; tokens that did not run here (dropped, truncated, or on another rank) ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -91,9 +91,8 @@ def restore_tokens(
             f"sample {origin.name_of(sample)} has {longest} tokens, more than width={width}. Set "
             f"width to {longest} or more."
         )
-    count = len(origin.lengths)
-    firsts = np.arange(count) * width
-    flat = _scatter(origin, results, firsts, count * width, pad, shifted, sharding)
+    firsts, count = np.arange(len(origin.lengths)) * width, len(origin.lengths)
+    flat = origin.scatter(results, firsts, count * width, pad, shifted, sharding)
     return flat.view(count, width, *flat.shape[1:])
 
 
@@ -115,7 +114,7 @@ def restore_ragged(
     """
     origin = Origin.of(work)
     offsets = offsets_of(origin.lengths)
-    values = _scatter(origin, results, offsets[:-1], int(offsets[-1]), pad, shifted, sharding)
+    values = origin.scatter(results, offsets[:-1], int(offsets[-1]), pad, shifted, sharding)
     return RaggedTensor(values, torch.from_numpy(offsets).to(values.device))
 
 
@@ -147,7 +146,7 @@ def restore_sequences(
                 f"{origin.describe(number)} has {expected} segments, but its result is {shape}. "
                 f"Return one entry per segment, ({expected}, ...)."
             )
-    values = _join(origin, numbers, chosen)
+    values = origin.join(numbers, chosen)
     at = ranges_of(offsets[numbers], np.diff(offsets)[numbers])  # the segment of each value
     sample = segments.sample[at]
     counts = np.bincount(sample, minlength=len(origin.lengths))
@@ -157,122 +156,19 @@ def restore_sequences(
             f"sample {origin.name_of(split)} was split into {counts[split]} segments with one "
             f"value each. Set combine to 'sum', 'mean', 'min' or 'max'."
         )
+    entry = (-1, *(1,) * (values.ndim - 1))
+    if combine == "mean":
+        share = segments.length[at] / np.bincount(sample, segments.length[at])[sample]
+        values = values if values.is_floating_point() else values.float()
+        values = values * torch.from_numpy(share).to(values).view(entry)
     index = torch.from_numpy(sample).to(values.device)
-    if combine == "mean" and not values.is_floating_point():
-        values = values.float()
     restored = values.new_full((len(origin.lengths), *values.shape[1:]), pad)
     if combine is None:
         return restored.index_copy_(0, index, values)
-    if combine == "sum":
-        return restored.index_fill_(0, index, 0).index_add_(0, index, values)
-    if combine == "mean":
-        share = segments.length[at] / np.bincount(sample, segments.length[at])[sample]
-        weight = torch.from_numpy(share).to(values).view(-1, *(1,) * (values.ndim - 1))
-        return restored.index_fill_(0, index, 0).index_add_(0, index, values * weight)
-    across = index.view(-1, *(1,) * (values.ndim - 1)).expand_as(values)
-    return restored.scatter_reduce(0, across, values, f"a{combine}", include_self=False)
-
-
-def _scatter(
-    origin: Origin, results: Results, firsts: IntArray, total: int, pad: float, shifted: bool,
-    sharding: Sharding | None,
-) -> Tensor:  # fmt: skip
-    """Copy the result of token j of sample i to entry `firsts[i] + j` of `total`."""
-    if sharding is not None:
-        one_of("sharding", sharding, Sharding)
-    numbers, chosen = origin.choose(results)
-    rows = np.diff(origin.micro_offsets)[numbers]
-    whole = [
-        _whole(origin, number, height, result, sharding)
-        for number, height, result in zip(numbers.tolist(), rows.tolist(), chosen, strict=True)
-    ]
-    values = _join(origin, numbers, [result.flatten(0, 1) for result in whole])
-    # Two micro-batches of 8 and 4 slots: the first segment of the second one begins at entry 8.
-    before = np.full(len(origin), -1)
-    before[numbers] = offsets_of(rows * origin.widths[numbers])[:-1]
-    micro = origin.micro_batch_of_segment
-    here = np.flatnonzero(before[micro] >= 0)  # segments of the micro-batches that have results
-    segments = origin.segments.take(here)
-    source = (before[micro] + origin.first_slots)[here]
-    target, length = firsts[segments.sample] + segments.start, segments.length
-    device = values.device
-    flat = values.new_full((total, *values.shape[1:]), pad)
-    if shifted:
-        # log-probs [of b, of c, none] of tokens [a, b, c] -> [0, of b, of c]
-        flat.index_fill_(0, torch.from_numpy(target).to(device), 0)
-        continues = segments.start + length < origin.ends[here]
-        target, length = target + 1, length - 1 + continues
-    read = torch.from_numpy(ranges_of(source, length)).to(device)
-    written = torch.from_numpy(ranges_of(target, length)).to(device)
-    return flat.index_copy_(0, written, values.index_select(0, read))
-
-
-# Results of one micro-batch --------------------------------------------------------------------
-
-
-def _whole(
-    origin: Origin, number: int, rows: int, result: Result, sharding: Sharding | None
-) -> Tensor:
-    """Result of one micro-batch, (rows, width, ...), joined over ranks."""
-    expected = (rows, int(origin.widths[number]))
-    if not isinstance(result, Tensor):
-        shapes, size = [tuple(shard.shape) for shard in result], max(len(result), 1)
-        share = (expected[0], expected[1] // size)
-        if not shapes or any(shape[:2] != share for shape in shapes) or expected[1] % size:
-            raise InputError(
-                f"{origin.describe(number)} has shape {expected}, but its results per rank have "
-                f"shapes {shapes}. Pass {share} from each context- or sequence-parallel rank."
-            )
-        if size == 1:
-            return result[0]
-        if (sharding or _planned_sharding(origin, number, size)) == "sequence":
-            return join_sequence(result)
-        return join_context(result, _boundaries(origin, number))
-    if tuple(result.shape[:2]) != expected:
-        raise InputError(
-            f"{origin.describe(number)} has shape {expected}, but its result has shape "
-            f"{tuple(result.shape)}. Return (rows, width, ...), padding included."
-        )
-    return result
-
-
-def _planned_sharding(origin: Origin, number: int, size: int) -> Sharding:
-    """How the topology of the plan shards a batch over `size` ranks."""
-    planned: dict[Sharding, int] = {}
-    if origin.topology is not None:
-        sequence = origin.topology.tp if origin.topology.sequence_parallel else 1
-        planned = {"context": origin.topology.cp, "sequence": sequence}
-    possible: list[Sharding] = [name for name, ranks in planned.items() if ranks == size]
-    if len(possible) == 1:
-        return possible[0]
-    raise InputError(
-        f"the results of {origin.describe(number)} come from {size} ranks, and its plan does not "
-        f"say how they share a batch. Set sharding='context' or 'sequence' (`shard.sharding`)."
-    )
-
-
-def _boundaries(origin: Origin, number: int) -> Tensor:
-    """`Batch.cu_seqlens` of a micro-batch."""
-    first, end = origin.micro_offsets[number : number + 2].tolist()
-    rows = origin.row_offsets[first : end + 1]
-    lengths = origin.segments.length[rows[0] : rows[-1]]
-    width, alignment = int(origin.widths[number]), int(origin.alignments[number])
-    return torch.from_numpy(place(lengths, rows - rows[0], width, alignment).offsets)
-
-
-def _join(origin: Origin, numbers: IntArray, results: Sequence[Tensor]) -> Tensor:
-    """The results end to end; raises if their entries differ."""
-    first = results[0]
-    kind = first.dtype, first.device, first.shape[1:]
-    for number, result in zip(numbers.tolist(), results, strict=True):
-        if (result.dtype, result.device, result.shape[1:]) != kind:
-            raise InputError(
-                f"the result of {origin.describe(number)} has {result.dtype} entries of shape "
-                f"{tuple(result.shape[1:])} on {result.device}, but the first result has "
-                f"{first.dtype} entries of shape {tuple(first.shape[1:])} on {first.device}. All "
-                f"results must have the same dtype, device and entry shape."
-            )
-    return torch.cat(list(results))
+    one_of("combine", combine, Reduction)
+    how = f"a{combine}" if combine in ("min", "max") else "sum"
+    across = index.view(entry).expand_as(values)
+    return restored.scatter_reduce(0, across, values, how, include_self=False)
 
 
 # Where results come from -----------------------------------------------------------------------
@@ -313,29 +209,31 @@ class Origin:
                 np.full(work.num_micro_batches, work.recipe.topology.alignment),
                 work.recipe.topology,
             )
-        return cls._of_rank(work)
-
-    @classmethod
-    def _of_rank(cls, work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Origin:
-        micros = _micro_batches(work)
+        items: Sequence[Any] = work.read_micro_batches if isinstance(work, Step) else work
+        micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in items]
+        for item in micros:
+            if not isinstance(item, MicroBatch):
+                raise InputError(
+                    f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with "
+                    f"a {type(item).__name__}."
+                )
         segments = [micro.segments for micro in micros]
-        ids, sample = np.unique(_joined([s.sample for s in segments]), return_inverse=True)
+        ids, sample = np.unique(_join(s.sample for s in segments), return_inverse=True)
         lengths = np.zeros(len(ids), np.int64)
-        lengths[sample] = _joined([micro.sample_lengths for micro in micros])
-        before = offsets_of(np.array([len(s) for s in segments], np.int64))
-        rows = [micro.row_offsets[1:] + first for micro, first in zip(micros, before, strict=False)]
+        lengths[sample] = _join(micro.sample_lengths for micro in micros)
+        start, length = _join(s.start for s in segments), _join(s.length for s in segments)
+        numbers = [(micro.rows, micro.width, micro.alignment) for micro in micros]
+        rows, widths, alignments = np.array(numbers, np.int64).reshape(-1, 3).T
         return cls(
             work,
             ids,
             lengths,
-            Segments(
-                sample, _joined([s.start for s in segments]), _joined([s.length for s in segments])
-            ),
-            _joined([micro.sample_ends for micro in micros]),
-            _joined([np.zeros(1, np.int64), *rows]),
-            offsets_of(np.array([micro.rows for micro in micros], np.int64)),
-            np.array([micro.width for micro in micros], np.int64),
-            np.array([micro.alignment for micro in micros], np.int64),
+            Segments(sample, start, length),
+            _join(micro.sample_ends for micro in micros),
+            offsets_of(_join(micro.row_offsets[1:] - micro.row_offsets[:-1] for micro in micros)),
+            offsets_of(rows),
+            widths,
+            alignments,
             work.plan.recipe.topology if isinstance(work, Step) and work.plan else None,
         )
 
@@ -347,26 +245,113 @@ class Origin:
         """First segment of each micro-batch, followed by the number of segments."""
         return self.row_offsets[self.micro_offsets]
 
-    @property
-    def micro_batch_of_segment(self) -> IntArray:
-        """The micro-batch of each segment."""
-        return np.repeat(np.arange(len(self)), np.diff(self.segment_offsets))
+    def scatter(
+        self, results: Results, firsts: IntArray, total: int, pad: float, shifted: bool,
+        sharding: Sharding | None,
+    ) -> Tensor:  # fmt: skip
+        """Copy the result of token j of sample i to entry `firsts[i] + j` of `total`."""
+        if sharding is not None:
+            one_of("sharding", sharding, Sharding)
+        numbers, chosen = self.choose(results)
+        rows, widths = np.diff(self.micro_offsets)[numbers], self.widths[numbers]
+        shapes = zip(rows.tolist(), widths.tolist(), strict=True)
+        whole = [
+            self._whole(number, shape, result, sharding).flatten(0, 1)
+            for number, shape, result in zip(numbers.tolist(), shapes, chosen, strict=True)
+        ]
+        values = self.join(numbers, whole)
+        source, here = self._first_entries(numbers, rows * widths)
+        segments, device = self.segments.take(here), values.device
+        target, length = firsts[segments.sample] + segments.start, segments.length
+        flat = values.new_full((total, *values.shape[1:]), pad)
+        if shifted:
+            # log-probs [of b, of c, none] of tokens [a, b, c] -> [0, of b, of c]
+            flat.index_fill_(0, torch.from_numpy(target).to(device), 0)
+            continues = segments.start + length < self.ends[here]
+            target, length = target + 1, length - 1 + continues
+        read, written = (
+            torch.from_numpy(ranges_of(first, length)).to(device) for first in (source, target)
+        )
+        return flat.index_copy_(0, written, values.index_select(0, read))
 
-    @property
-    def first_slots(self) -> IntArray:
-        """First slot of each segment, counted in its micro-batch."""
-        micro = self.micro_batch_of_segment
+    def _first_entries(self, numbers: IntArray, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """Where segments begin in the results of these micro-batches, end to end, and which they
+        are.
+
+        Two micro-batches of 8 and 4 slots: the first segment of the second one begins at entry 8.
+        """
+        before = np.full(len(self), -1)
+        before[numbers] = offsets_of(slots)[:-1]
+        micro = np.repeat(np.arange(len(self)), np.diff(self.segment_offsets))  # of each segment
         row = np.repeat(np.arange(len(self.row_offsets) - 1), np.diff(self.row_offsets))
-        unit = self.alignments[micro]
-        end = offsets_of(rounded_up(self.segments.length, unit))  # laid end to end over all rows
-        inside = end[:-1] - end[self.row_offsets[row]]
-        return (row - self.micro_offsets[micro]) * self.widths[micro] + inside
+        # Segments laid end to end over all rows; in its row, one begins where those before it end.
+        end = offsets_of(rounded_up(self.segments.length, self.alignments[micro]))
+        in_row = end[:-1] - end[self.row_offsets[row]]
+        first = before[micro] + (row - self.micro_offsets[micro]) * self.widths[micro] + in_row
+        here = np.flatnonzero(before[micro] >= 0)
+        return first[here], here
+
+    def _whole(
+        self, number: int, shape: tuple[int, int], result: Result, sharding: Sharding | None
+    ) -> Tensor:
+        """Result of one micro-batch, (rows, width, ...), joined over ranks."""
+        if isinstance(result, Tensor):
+            if result.shape[:2] != shape:
+                raise InputError(
+                    f"{self.describe(number)} has shape {shape}, but its result has shape "
+                    f"{tuple(result.shape)}. Return (rows, width, ...), padding included."
+                )
+            return result
+        rows, width = shape
+        size = max(len(result), 1)
+        share = (rows, width // size)
+        if not len(result) or width % size or any(each.shape[:2] != share for each in result):
+            raise InputError(
+                f"{self.describe(number)} has shape {shape}, but its results per rank have shapes "
+                f"{[tuple(each.shape) for each in result]}. Pass {share} from each context- "
+                f"or sequence-parallel rank."
+            )
+        if size == 1:
+            return result[0]
+        if (sharding or self._planned_sharding(number, size)) == "sequence":
+            return join_sequence(result)
+        offsets = self.row_offsets[self.micro_offsets[number] :][: rows + 1]
+        lengths = self.segments.length[offsets[0] : offsets[-1]]
+        placed = place(lengths, offsets - offsets[0], width, int(self.alignments[number]))
+        return join_context(result, torch.from_numpy(placed.offsets))
+
+    def _planned_sharding(self, number: int, size: int) -> Sharding:
+        """How the topology of the plan shards a batch over `size` ranks."""
+        planned: dict[Sharding, int] = {}
+        if self.topology is not None:
+            sequence = self.topology.tp if self.topology.sequence_parallel else 1
+            planned = {"context": self.topology.cp, "sequence": sequence}
+        possible: list[Sharding] = [name for name, ranks in planned.items() if ranks == size]
+        if len(possible) == 1:
+            return possible[0]
+        raise InputError(
+            f"the results of {self.describe(number)} come from {size} ranks, and its plan does not "
+            f"say how they share a batch. Set sharding='context' or 'sequence' (`shard.sharding`)."
+        )
+
+    def join(self, numbers: IntArray, results: Sequence[Tensor]) -> Tensor:
+        """The results end to end; raises if their entries differ."""
+        first = results[0]
+        kind = first.dtype, first.device, first.shape[1:]
+        for number, result in zip(numbers.tolist(), results, strict=True):
+            if (result.dtype, result.device, result.shape[1:]) != kind:
+                raise InputError(
+                    f"the result of {self.describe(number)} has {result.dtype} entries of shape "
+                    f"{tuple(result.shape[1:])} on {result.device}, but the first result has "
+                    f"{first.dtype} entries of shape {tuple(first.shape[1:])} on {first.device}. "
+                    f"All results must have the same dtype, device and entry shape."
+                )
+        return torch.cat(list(results))
 
     def choose(self, results: Sequence[Any] | Mapping[Key, Any]) -> tuple[IntArray, list[Any]]:
         """The micro-batch numbers and results to restore from; empty micro-batches are skipped."""
         if isinstance(results, Mapping):
-            numbers = [self._number(key) for key in results]
-            values = list(results.values())
+            numbers, values = [self._number(key) for key in results], list(results.values())
         else:
             numbers, values = list(range(len(self))), list(results)
             if len(values) != len(self):
@@ -386,6 +371,7 @@ class Origin:
         return np.array(numbers, np.int64)[kept], [values[at] for at in kept]
 
     def _number(self, key: Key) -> int:
+        """The micro-batch with this key."""
         plan = self.work
         if not isinstance(plan, Plan):
             raise InputError(
@@ -418,28 +404,16 @@ class Origin:
             step, rank = divmod(cell, plan.num_ranks)
             where = f"micro-batch {number - plan.cell_offsets[cell]} of step {step} on rank {rank}"
         elif isinstance(self.work, Step):
-            where += f" of step {self.work.number}"
-        samples = self.segments.sample[slice(*self.segment_offsets[number : number + 2].tolist())]
-        names = ", ".join(map(self.name_of, samples[:4])) + (", ..." if len(samples) > 4 else "")
-        return f"{where} ({f'samples {names}' if names else 'empty'})"
+            where += f" of {self._name}"
+        first, end = self.segment_offsets[number : number + 2].tolist()
+        names = [self.name_of(row) for row in self.segments.sample[first:end][:4]]
+        names += ["..."] if end - first > 4 else []
+        return f"{where} ({'samples ' + ', '.join(names) if names else 'empty'})"
 
     def name_of(self, row: int) -> str:
         """The sample of a row, as errors name it."""
         return sample_name(int(self.sample_ids[row]))
 
 
-def _micro_batches(work: Step | Sequence[MicroBatch | FedMicroBatch]) -> Sequence[MicroBatch]:
-    if isinstance(work, Step):
-        return work.read_micro_batches
-    micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in work]
-    for item in micros:
-        if not isinstance(item, MicroBatch):
-            raise InputError(
-                f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with a "
-                f"{type(item).__name__}."
-            )
-    return micros
-
-
-def _joined(arrays: Sequence[IntArray]) -> IntArray:
+def _join(arrays: Iterable[IntArray]) -> IntArray:
     return np.concatenate([np.empty(0, np.int64), *arrays])

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from evenstep.core.ragged import divided_up
+from evenstep.core.ragged import divided_up, rounded_up
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch, Boundaries
-from evenstep.tensors.varlen import varlen
+from evenstep.tensors.head import wide
 
 BLOCK = 128
 """Slots per side of a FlexAttention block."""
@@ -43,7 +44,6 @@ TINY = 2048
 
 # Importing it takes a second: it imports the compiler.
 _IN_TORCH = find_spec("torch.nn.attention.varlen") is not None  # not in torch < 2.10
-_SEES_OTHERS = "supports no segment that sees another one"
 
 # Masks -----------------------------------------------------------------------------------------
 
@@ -54,19 +54,17 @@ def check_window(window: int | None) -> None:
         raise ConfigError(f"window must be at least 1, or None for no window; got {window}.")
 
 
-def visible(
-    bounds: Boundaries, causal: bool = True, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+def visible(bounds: Boundaries, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
     """The first and last slot of its row that each slot attends to, (rows, width) each.
 
-    A window reaches window - 1 slots back and, without `causal`, as far ahead.
-
-    Both never decrease along a row, and a slot attends to itself; `block_mask` relies on this.
+    A window reaches window - 1 slots back and, without `causal`, as far ahead. Both never decrease
+    along a row, and a slot attends to itself; `block_mask` relies on this.
     cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
     """
     check_window(window)
-    row = torch.arange(bounds.rows, device=bounds.device)[:, None] * bounds.width
-    slot = torch.arange(bounds.width, device=bounds.device).expand(bounds.rows, -1)
+    device = bounds.cu_seqlens.device
+    row = torch.arange(bounds.rows, device=device)[:, None] * bounds.width
+    slot = torch.arange(bounds.width, device=device).expand(bounds.rows, -1)
     first = bounds.cu_seqlens[bounds.segment_ids] - row
     last = slot if causal else bounds.cu_seqlens[bounds.segment_ids + 1] - row - 1
     if window is not None:
@@ -89,7 +87,7 @@ def sdpa_mask(
     """
     bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
     first, last = visible(bounds, causal, window)
-    slot = torch.arange(bounds.width, device=bounds.device)
+    slot = torch.arange(bounds.width, device=first.device)
     return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
 
 
@@ -106,8 +104,7 @@ def block_mask(
     """
     bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
     first, last = visible(bounds, causal, window)
-    count = divided_up(bounds.width, BLOCK)
-    begin = torch.arange(count, device=bounds.device) * BLOCK
+    begin = torch.arange(divided_up(bounds.width, BLOCK), device=first.device) * BLOCK
     end = torch.clamp(begin + BLOCK, max=bounds.width) - 1
     overlaps = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)
     whole = (first[:, end, None] <= begin) & (last[:, begin, None] >= begin + BLOCK - 1)
@@ -128,26 +125,24 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return counts.unsqueeze(1), listed.int().unsqueeze(1).contiguous()
 
 
-def _mask_mod(tiles: Tensor, causal: bool, window: int | None):  # type: ignore[no-untyped-def]
+def _mask_mod(tiles: Tensor, causal: bool, window: int | None) -> Callable[..., Tensor]:
     """FlexAttention's mask function. It refers to the tile numbers only, not to the batch."""
 
-    def same(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return tiles[row, query] == tiles[row, key]
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = tiles[row, query] == tiles[row, key]
+        inside = inside & (key <= query) if causal else inside
+        if window is None:
+            return inside
+        inside = inside & (query - key < window)
+        return inside if causal else inside & (key - query < window)
 
-    def before(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (tiles[row, query] == tiles[row, key]) & (key <= query)
+    return seen
 
-    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= query) & (query - key < window)
-        return (tiles[row, query] == tiles[row, key]) & seen
 
-    def around(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (key - query < window) & (query - key < window)
-        return (tiles[row, query] == tiles[row, key]) & seen
-
-    if window is None:
-        return before if causal else same
-    return near if causal else around
+def _near(queries: Tensor, keys: Tensor, causal: bool, window: int | None) -> Tensor:
+    """(queries, keys) bool: which keys tokens attend to, by their places in one sequence."""
+    away, reach = queries[:, None] - keys, window or len(keys)
+    return (away < reach) & (away >= 0 if causal else away > -reach)
 
 
 def one_segment_per_row(batch: Batch) -> bool:
@@ -214,18 +209,6 @@ class Call:
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
 
 
-def _never(call: Call) -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A function that runs a call, and one that says why it cannot (None if it can)."""
-
-    run: Callable[[Call], Tensor]
-    refuses: Callable[[Call], str | None] = _never
-
-
 def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of all queries to all keys, or to those of the mask; causal without a mask."""
     if call.softcap is not None or call.sinks is not None:
@@ -236,48 +219,32 @@ def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
         dropout_p=call.dropout,
         is_causal=call.causal and mask is None,
         scale=call.scale,
-        enable_gqa=call.shared > 1,
+        enable_gqa=call.k.shape[1] < call.q.shape[1],
     )  # fmt: skip
 
 
 def explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The same from the scores themselves, with a soft cap and sinks, in float32 or wider."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
     # (rows, heads, queries, dim) -> (rows, kv heads, shared, queries, dim)
-    query = q.unflatten(1, (k.shape[1], call.shared)).to(dtype)
-    key, value = (tensor.unsqueeze(2).to(dtype) for tensor in (k, v))
+    query = wide(q).unflatten(1, (k.shape[1], call.shared))
+    key, value = (wide(tensor).unsqueeze(2) for tensor in (k, v))
     scores = (query * call.scaling) @ key.transpose(-1, -2)
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if mask is None and call.causal:
-        every = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        mask = every.tril()
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         mask = mask.unsqueeze(1) if mask.ndim == 4 else mask
         scores = scores.masked_fill(~mask, -torch.inf)
     if call.sinks is None:
         weights = scores.softmax(-1)
     else:
-        sinks = call.sinks.to(dtype).view(1, k.shape[1], call.shared, 1, 1)
-        sinks = sinks.expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+        sinks = call.sinks.to(scores).view(1, k.shape[1], call.shared, 1, 1)
+        both = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = both.softmax(-1)[..., :-1]
     if call.dropout:
         weights = functional.dropout(weights, call.dropout)
     return (weights @ value).flatten(1, 2).to(v.dtype)
-
-
-def _causal_refuses(call: Call) -> str | None:
-    if call.bounds.seen is not None:
-        return _SEES_OTHERS
-    if not call.causal or (call.window is not None and call.window < call.bounds.width):
-        return "supports neither windows nor bidirectional attention"
-    if not call.bounds.one_per_row:
-        return "requires one segment per row"
-    return None
-
-
-def _causal(call: Call) -> Tensor:
-    return scaled(call, call.q, call.k, call.v, None)
 
 
 def _segments(call: Call) -> Tensor:
@@ -303,22 +270,16 @@ def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not before and (window is None or window >= length):
         return scaled(call, q, k, v, None)
     reach, size = (keys, length) if window is None else (window, max(window, LEAST))
-    out = []
+    out, places = [], torch.arange(keys, device=q.device)
     for begin in range(0, length, size):
         end = min(begin + size, length)
         first, last = max(before + begin - reach + 1, 0), before + end
         if not call.causal:
             last = min(last + reach - 1, keys)
-        away = torch.arange(before + begin, before + end, device=q.device)[:, None]
-        away = away - torch.arange(first, last, device=q.device)
-        mask = (away < reach) & (away >= 0 if call.causal else away > -reach)
+        mask = _near(places[before + begin : before + end], places[first:last], call.causal, reach)
         seen = k[:, :, first:last], v[:, :, first:last]
         out.append(scaled(call, q[:, :, begin:end], *seen, mask))
     return torch.cat(out, dim=2)
-
-
-def _mask_refuses(call: Call) -> str | None:
-    return None if call.bounds.seen is None else _SEES_OTHERS
 
 
 def _mask(call: Call) -> Tensor:
@@ -360,20 +321,6 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
     return cap
 
 
-def _flex_refuses(call: Call) -> str | None:
-    if call.dropout:
-        return "does not support dropout"
-    inputs = (call.q, call.k, call.v, call.sinks)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if call.q.device.type == "cpu" and needs_grad:
-        return "does not support gradients on the CPU"
-    if call.q.is_cuda and (call.q.shape[3] < 16 or call.v.shape[3] < 16):
-        return "requires head dimensions of at least 16"
-    if call.q.is_cuda and call.q.dtype == torch.float64:
-        return "supports single and half precision only"
-    return None if call.bounds.seen is None else _SEES_OTHERS
-
-
 def _flex(call: Call) -> Tensor:
     # The kernels require a power of two of query heads per key head.
     repeat = bool(call.shared & (call.shared - 1))
@@ -394,48 +341,17 @@ def _flex(call: Call) -> Tensor:
     if call.sinks is None:
         out: Tensor = kernel(call.q, k, v, **options)
         return out
-    out, lse = _with_lse(kernel, call.q, k, v, options)
+    if hasattr(flex, "AuxRequest"):
+        out, aux = kernel(call.q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+        lse = aux.lse
+    else:  # torch < 2.9
+        out, lse = kernel(call.q, k, v, return_lse=True, **options)
     # softmax over keys and sink = softmax over keys * (1 - probability of the sink)
     keys = torch.sigmoid(lse - call.sinks.to(lse.dtype).view(1, -1, 1))
     return out * keys.unsqueeze(-1).to(out.dtype)
 
 
-def _with_lse(
-    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    if hasattr(flex, "AuxRequest"):
-        out, aux = kernel(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
-        return out, aux.lse
-    out, lse = kernel(q, k, v, return_lse=True, **options)  # torch < 2.9
-    return out, lse
-
-
 # Variable-length flash attention --------------------------------------------------------------
-
-
-def _varlen_refuses(call: Call) -> str | None:
-    if call.dropout:
-        return "does not support dropout"
-    if not call.q.is_cuda:
-        compiled = torch.compiler.is_compiling()
-        return None if compiled else f"supports CUDA only, not {call.q.device.type}"
-    if not _IN_TORCH:
-        return f"is not part of torch {torch.__version__}"
-    if call.q.dtype not in (torch.bfloat16, torch.float16):
-        return f"supports bfloat16 and float16 only, not {call.q.dtype}"
-    if max(call.q.shape[3], call.v.shape[3]) > LARGEST:
-        return f"requires head dimensions of at most {LARGEST}"
-    if call.softcap is not None:
-        return "does not support a soft cap"
-    if call.bounds.tiles > max(call.bounds.rows * call.bounds.width // 2, 4096):
-        return "is slow for tiles of one slot"  # a compiled model may not know how many there are
-    return None
-
-
-def _widened(x: Tensor, size: int) -> Tensor:
-    if x.shape[2] == size:  # pad would copy
-        return x if x.stride(2) == 1 else x.contiguous()
-    return functional.pad(x, (0, size - x.shape[2]))
 
 
 def _varlen(call: Call) -> Tensor:
@@ -445,8 +361,11 @@ def _varlen(call: Call) -> Tensor:
     dim = v.shape[2]
     if q.is_cuda:
         # The kernels take one dimension, a multiple of 8. Zeros change neither scores nor outputs.
-        size = -(-max(q.shape[2], dim) // 8) * 8
-        q, k, v = (_widened(x, size) for x in (q, k, v))
+        size = rounded_up(max(q.shape[2], dim), 8)
+        wider = (
+            functional.pad(x, (0, size - x.shape[2])) if x.shape[2] < size else x for x in (q, k, v)
+        )
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in wider)
     keys = bounds.keys
     out, _ = varlen(
         q, k, v, bounds.cu_seqlens, keys.cu_seqlens, bounds.max_seqlen, keys.max_seqlen,
@@ -456,13 +375,53 @@ def _varlen(call: Call) -> Tensor:
     return out.unflatten(0, (bounds.rows, bounds.width)).transpose(1, 2)
 
 
-BACKENDS: dict[str, Backend] = {
-    "varlen": Backend(_varlen, _varlen_refuses),
-    "flex": Backend(_flex, _flex_refuses),
-    "causal": Backend(_causal, _causal_refuses),
-    "segments": Backend(_segments),
-    "mask": Backend(_mask, _mask_refuses),
+def _causal(call: Call) -> Tensor:
+    return scaled(call, call.q, call.k, call.v, None)
+
+
+BACKENDS: dict[str, Callable[[Call], Tensor]] = {
+    "varlen": _varlen,
+    "flex": _flex,
+    "causal": _causal,
+    "segments": _segments,
+    "mask": _mask,
 }
+
+
+def refusal(name: str, call: Call) -> str | None:
+    """Why a backend cannot run a call; None if it can."""
+    q, v, bounds, cuda = call.q, call.v, call.bounds, call.q.is_cuda
+    if name in ("varlen", "flex") and call.dropout:
+        return "does not support dropout"
+    if name == "varlen" and not cuda:
+        return None if torch.compiler.is_compiling() else f"supports CUDA only, not {q.device.type}"
+    if name == "varlen":
+        if not _IN_TORCH:
+            return f"is not part of torch {torch.__version__}"
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            return f"supports bfloat16 and float16 only, not {q.dtype}"
+        if max(q.shape[3], v.shape[3]) > LARGEST:
+            return f"requires head dimensions of at most {LARGEST}"
+        if call.softcap is not None:
+            return "does not support a soft cap"
+        # A compiled model may not know how many tiles there are.
+        many = bounds.tiles > max(bounds.rows * bounds.width // 2, 4096)
+        return "is slow for tiles of one slot" if many else None
+    if name == "flex":
+        needs_grad = any(x is not None and x.requires_grad for x in (q, call.k, v, call.sinks))
+        if q.device.type == "cpu" and needs_grad and torch.is_grad_enabled():
+            return "does not support gradients on the CPU"
+        if cuda and min(q.shape[3], v.shape[3]) < 16:
+            return "requires head dimensions of at least 16"
+        if cuda and q.dtype == torch.float64:
+            return "supports single and half precision only"
+    if name != "segments" and bounds.seen is not None:
+        return "supports no segment that sees another one"
+    if name == "causal":
+        if not call.causal or (call.window is not None and call.window < bounds.width):
+            return "supports neither windows nor bidirectional attention"
+        return None if bounds.one_per_row else "requires one segment per row"
+    return None
 
 
 def attention(
@@ -497,38 +456,211 @@ def attention(
     [1.0, 2.0, 7.0]
     """
     call = Call(q, k, v, Boundaries.of(batch), causal, window, scale, softcap, sinks)
-    return attend(call) if backend is None else _named(backend, call)
+    if backend is None:
+        return BACKENDS[choose(call)](call)
+    if backend not in BACKENDS:
+        raise ConfigError(
+            f"unknown attention backend {backend!r}; expected one of: {', '.join(BACKENDS)}, or "
+            f"None to select one automatically."
+        )
+    why = refusal(backend, call)
+    if why is not None:
+        raise ConfigError(
+            f"the attention backend {backend!r} {why}. Use another of {', '.join(BACKENDS)}, or "
+            f"None to select one automatically."
+        )
+    return BACKENDS[backend](call)
 
 
 def attend(call: Call) -> Tensor:
     """Run a call on the fastest backend that supports it."""
-    return BACKENDS[choose(call)].run(call)
-
-
-def _named(name: str, call: Call) -> Tensor:
-    if name not in BACKENDS:
-        raise ConfigError(
-            f"unknown attention backend {name!r}; expected one of: {', '.join(BACKENDS)}, or None "
-            f"to select one automatically."
-        )
-    why = BACKENDS[name].refuses(call)
-    if why is not None:
-        raise ConfigError(
-            f"the attention backend {name!r} {why}. Use another of {', '.join(BACKENDS)}, or None "
-            f"to select one automatically."
-        )
-    return BACKENDS[name].run(call)
+    return BACKENDS[choose(call)](call)
 
 
 def choose(call: Call) -> str:
     """The name of the fastest backend that supports a call."""
-    if call.q.is_cuda or torch.compiler.is_compiling():
-        # Neither reads the boundaries on the host, so there is no device synchronisation.
-        for name in ("varlen", "flex"):
-            if BACKENDS[name].refuses(call) is None:
-                return name
-    if BACKENDS["causal"].refuses(call) is None:
-        return "causal"
+    # The first two do not read the boundaries on the host, so there is no device synchronisation.
+    on_device = call.q.is_cuda or torch.compiler.is_compiling()
+    for name in ("varlen", "flex", "causal") if on_device else ("causal",):
+        if refusal(name, call) is None:
+            return name
     bounds = call.bounds
     tiny = bounds.rows * bounds.width**2 < TINY * bounds.tiles
     return "mask" if tiny and bounds.seen is None else "segments"
+
+
+# The operator of variable-length attention ------------------------------------------------------
+#
+# torch's `varlen_attn` differs between releases and ignores the gradient of the log-sum-exp that
+# it returns, which sinks need. Both operators that it calls are the same in all releases since
+# 2.10, so they are called here: with window, scale and fewer key heads in every release, and in
+# the backward with the outputs and the log-sum-exp *after* the sink.
+#
+#     lse' = log(exp(lse) + exp(sink))        out' = out * exp(lse - lse')
+#
+# With these the backward computes the weights exp(score - lse') and rowsum(d_out * out'), which
+# are those of the softmax with the sink, so dq, dk and dv are exact. The sink has the weight
+# exp(sink - lse') and the value 0: d_sink = -sum(exp(sink - lse') * rowsum(d_out * out')).
+
+
+@torch.library.custom_op("evenstep::varlen", mutates_args=())  # type: ignore[untyped-decorator]
+def varlen(
+    q: Tensor,  # (slots, heads, dim)
+    k: Tensor,  # (keys, kv heads, dim)
+    v: Tensor,
+    cu_seqlens: Tensor,  # tile i of the queries attends to tile i of the keys
+    cu_seqlens_k: Tensor,
+    longest: int,
+    longest_k: int,
+    causal: bool,  # aligned at the end: the last query of a tile sees its last key
+    window: int,  # 0 for none
+    scale: float,
+    softcap: float,  # 0 for none
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs (slots, heads, dim) and the log-sum-exp (heads, slots), both after the sink.
+
+    Contiguous: compiled code relies on the strides of the fake. The kernels follow those of q.
+    """
+    if q.is_cuda:
+        assert not softcap
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_seqlens, cu_seqlens_k, longest, longest_k, 0.0, causal and not window,
+            return_debug_mask=False, scale=scale, **_sides(causal, window),
+        )  # fmt: skip
+    else:
+        tiles = _tiles(cu_seqlens, cu_seqlens_k)
+        out, lse = _tiles_forward(q, k, v, tiles, causal, window, scale, softcap)
+    if sinks is None:
+        return out.contiguous(), lse.contiguous()
+    both = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+    keys = torch.exp(lse - both).transpose(0, 1).unsqueeze(2)
+    return (out * keys).to(out.dtype).contiguous(), both.contiguous()
+
+
+@varlen.register_fake  # type: ignore[untyped-decorator]
+def _varlen_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse
+
+
+@torch.library.custom_op("evenstep::varlen_backward", mutates_args=())  # type: ignore[untyped-decorator]
+def varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor, longest: int, longest_k: int, causal: bool, window: int, scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, contiguous."""
+    if q.is_cuda:
+        # Both describe the dropout, of which there is none.
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse, cu_seqlens, cu_seqlens_k, longest, longest_k,
+            0.0, causal and not window, random, unused, scale=scale, **_sides(causal, window),
+        )  # fmt: skip
+    else:
+        tiles = _tiles(cu_seqlens, cu_seqlens_k)
+        gradients = _tiles_backward(grad, q, k, v, out, lse, tiles, causal, window, scale, softcap)
+    dq, dk, dv = (gradient.contiguous() for gradient in gradients)
+    return dq, dk, dv
+
+
+@varlen_backward.register_fake  # type: ignore[untyped-decorator]
+def _backward_fake(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, cu_seqlens_k, *how, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k, sinks)
+    ctx.mark_non_differentiable(output[1])
+    ctx.how = how
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *saved, sinks = ctx.saved_tensors
+    dq, dk, dv = varlen_backward(grad, *saved, *ctx.how)
+    ds = None
+    if sinks is not None:
+        out, lse = saved[3:5]
+        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(2).transpose(0, 1)
+        weight = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse)
+        ds = -(weight * delta).sum(1).to(sinks.dtype)
+    return dq, dk, dv, None, None, *(None for _ in ctx.how), ds
+
+
+varlen.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _sides(causal: bool, window: int) -> dict[str, int]:
+    """How far the kernels of CUDA look back and ahead; -1: everywhere."""
+    back = window - 1 if window else -1
+    return {"window_size_left": back, "window_size_right": 0 if causal else back}
+
+
+# Other devices: the same operators, one tile at a time. Compiled models call them on the CPU, and
+# tests compare the formulas above with the definition.
+
+
+def _tiles(cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+    """Slots and keys of each tile that is not empty."""
+    both = zip(pairwise(cu_seqlens.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    return [(slice(*slots), slice(*keys)) for slots, keys in both if slots[1] > slots[0]]
+
+
+def _of_tile(tensor: Tensor, slots: slice, repeat: int = 1) -> Tensor:
+    """(slots, heads, dim) -> the (heads * repeat, n, dim) part of one tile."""
+    part = wide(tensor[slots].transpose(0, 1))
+    return part.repeat_interleave(repeat, 0) if repeat > 1 else part
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, window: int, scale: float, softcap: float) -> Any:
+    """(heads, n, keys) scores, -inf where masked, and their derivative by the product of q and k.
+
+    2 queries and 4 keys: the queries have the places 2 and 3.
+    """
+    scores = (q @ k.transpose(1, 2)) * scale
+    slope = torch.full_like(scores, scale)
+    if softcap:
+        tanh = torch.tanh(scores / softcap)
+        scores, slope = tanh * softcap, (1 - tanh**2) * scale
+    places = torch.arange(k.shape[1], device=q.device)
+    seen = _near(places[k.shape[1] - q.shape[1] :], places, causal, window)
+    return scores.masked_fill(~seen, -torch.inf), slope
+
+
+def _tiles_forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: list[tuple[slice, slice]], *how: Any
+) -> tuple[Tensor, Tensor]:
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    shared = q.shape[1] // k.shape[1]
+    for slots, keys in tiles:
+        key, value = (_of_tile(x, keys, shared) for x in (k, v))
+        scores, _ = _scores(_of_tile(q, slots), key, *how)
+        lse[:, slots] = scores.logsumexp(-1)
+        out[slots] = (scores.softmax(-1) @ value).transpose(0, 1).to(out.dtype)
+    return out, lse
+
+
+def _tiles_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    tiles: list[tuple[slice, slice]], *how: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    heads = (k.shape[1], q.shape[1] // k.shape[1])
+    for slots, keys in tiles:
+        query, upstream, mixed = (_of_tile(x, slots) for x in (q, grad, out))
+        key, value = (_of_tile(x, keys, heads[1]) for x in (k, v))
+        scores, slope = _scores(query, key, *how)
+        weights = torch.exp(scores - lse[:, slots, None])
+        delta = (upstream * mixed).sum(-1, keepdim=True)
+        inner = weights * (upstream @ value.transpose(1, 2) - delta) * slope
+        dq[slots] = (inner @ key).transpose(0, 1).to(q.dtype)
+        of_keys, of_values = inner.transpose(1, 2) @ query, weights.transpose(1, 2) @ upstream
+        for into, gradient in ((dk, of_keys), (dv, of_values)):
+            into[keys] = gradient.unflatten(0, heads).sum(1).transpose(0, 1).to(into.dtype)
+    return dq, dk, dv
