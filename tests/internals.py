@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         StepFloor,
         bins_bound,
         cut_times,
-        lock_step_bound,
         lock_steps,
         makespan_bound,
         makespans,

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import packed_times, padded_times, row_bound
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
     Ragged,
     Whole,
-    divided_up,
     offsets_of,
     rounded_up,
     sum_by,
@@ -35,7 +33,6 @@ from evenstep.core.text import MOST, one_of, whole_field
 from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evenstep.core.bounds import StepFloor
     from evenstep.core.cost import Cost
     from evenstep.core.recipe import Recipe
 
@@ -365,17 +362,6 @@ class Padded(BaseLayout):
         """(the most slots of a micro-batch, the multiple that a pool rounds widths to)."""
         return self.budget, self.pad_to or recipe.width_unit
 
-    # Bounds, see `core.bounds`.
-
-    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """By the rows that fit, and by `bins`, the packs that everything that adds up needs."""
-        widths = self.step_widths(recipe, aligned)
-        return max(row_bound(self.rows_that_fit(recipe, widths)), bins)
-
-    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
-        """Lower bounds on the time of each step, by name."""
-        return padded_times(self, units, per_rank)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packed(BaseLayout):
@@ -558,16 +544,6 @@ class Packed(BaseLayout):
     def room(self, recipe: Recipe) -> tuple[int | None, int]:
         """(the slots of a row; 1, because aligned sizes add up without rounding)."""
         return self.capacity(recipe), 1
-
-    # Bounds, see `core.bounds`.
-
-    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """By `bins`, the packs that everything that adds up needs: each holds `rows` packs."""
-        return divided_up(bins, self.rows)
-
-    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
-        """Lower bounds on the time of each step, by name."""
-        return packed_times(self, units, per_rank)
 
 
 Layout: TypeAlias = Padded | Packed

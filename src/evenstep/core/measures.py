@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import Floor, StepFloor, bins_bound, pack_bounds
+from evenstep.core.bounds import Floor, StepFloor, bins_bound, pack_bounds, row_bound
+from evenstep.core.layout import Padded
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
@@ -194,7 +195,7 @@ class Floors:
         self.aligned = plan.aligned_lengths
         self.costs = recipe.cost.of_lengths(self.aligned)
         self.second = second_costs(plan)
-        self.groups: IntArray | None = None
+        self.groups = np.arange(len(sample))
         if plan.groups is not None and recipe.groups == "micro_batch":
             self.groups = plan.groups[sample]
         # What adds up over the segments of a pack: its limits, and what each segment takes of them.
@@ -225,7 +226,7 @@ class Floors:
         while len(floors) < self.steps:
             first = len(floors)
             last, longest = first + 1, sizes[first]
-            while self._in_rows and last < self.steps:
+            while last < self.steps:
                 longest = max(longest, sizes[last])
                 if (last + 1 - first) * longest > _TOGETHER:
                     break
@@ -235,19 +236,15 @@ class Floors:
                 progress(len(floors), self.steps)
         return floors
 
-    @property
-    def _in_rows(self) -> bool:
-        """Whether steps are measured together, as rows of one array: units are segments, and the
-        only limit of packed rows is on slots."""
-        rows = self.limits == ["slots"] or self.recipe.layout.segments_per_row is not None
-        return rows and self.groups is None and self.second is None
-
     def _between(self, first: int, last: int) -> list[Floor]:
-        """The floors of the steps from `first` up to `last`; of one step unless `_in_rows`."""
+        """The floors of the steps from `first` up to `last`."""
+        recipe, starts = self.recipe, self.starts[first : last + 1]
+        segments = slice(int(starts[0]), int(starts[-1]))
+        unit_of = np.unique(self.groups[segments], return_inverse=True)[1]
+        second = None if self.second is None else sum_by(unit_of, self.second[segments], 0)
+        units = StepFloor(recipe, self.aligned[segments], unit_of, second, starts - starts[0])
         # The fewest packs give the fewest micro-batches per rank, and these the least time.
-        recipe = self.recipe
-        units = self._units(first, last)
-        packs = self._packs(first, last, units)
+        packs = self._packs(units, starts.tolist())
         ranks, multiple = recipe.topology.dp, recipe.topology.multiple
         per_rank = rounded_up(np.maximum(1, divided_up(packs, ranks)), multiple)
         if recipe.steps.micro_batches is not None:
@@ -258,47 +255,23 @@ class Floors:
         columns = packs.tolist(), per_rank.tolist(), time.tolist(), binds
         return [Floor(*values) for values in zip(*columns, strict=True)]
 
-    def _units(self, first: int, last: int) -> StepFloor:
-        starts = self.starts[first : last + 1]
-        aligned, counts = self.aligned[starts[0] : starts[-1]], np.diff(starts)
-        if not self._in_rows:
-            segments = slice(int(starts[0]), int(starts[-1]))
-            second = None if self.second is None else self._by_unit(self.second, segments)
-            return StepFloor(self.recipe, aligned, self._unit_of(segments), second)
-        # Steps x aligned lengths, descending; missing ones are 0.
-        rows = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
-        rows[np.arange(rows.shape[1]) < counts[:, None]] = aligned
-        return StepFloor(self.recipe, -np.sort(-rows, axis=1))
-
-    def _packs(self, first: int, last: int, units: StepFloor) -> IntArray:
+    def _packs(self, units: StepFloor, starts: list[int]) -> IntArray:
         """A lower bound on the micro-batches of each step that are not empty."""
         recipe, layout = self.recipe, self.recipe.layout
-        if self._in_rows and layout.segments_per_row is None:
-            capacity = int(self.caps[0])
-            rows = pack_bounds(units.size, capacity, units.packs_of_first(capacity))
-            return divided_up(rows, layout.packs_per_micro_batch)
-        packs = np.zeros(last - first, np.int64)
-        for step in range(first, last):
-            segments = slice(int(self.starts[step]), int(self.starts[step + 1]))
-            columns = [self._by_unit(column, segments) for column in self.taken]
-            taken = np.column_stack(columns or [np.zeros((segments.stop - segments.start, 0))])
-            bins = bins_bound(taken, self.caps)
-            aligned = self.aligned[segments]
-            packs[step - first] = layout.fewest_micro_batches(recipe, aligned, bins)
+        rows = layout.packs_per_micro_batch
+        if self.limits == ["slots"]:
+            packs = units.packs if rows == 1 else None
+            return divided_up(pack_bounds(units.size, int(self.caps[0]), packs), rows)
+        packs = np.zeros(len(starts) - 1, np.int64)
+        for step, segments in enumerate(map(slice, starts, starts[1:])):
+            unit_of = np.unique(self.groups[segments], return_inverse=True)[1]
+            columns = [sum_by(unit_of, column[segments], 0) for column in self.taken]
+            taken = np.column_stack(columns or [np.zeros((len(unit_of), 0))])
+            packs[step] = divided_up(bins_bound(taken, self.caps), rows)
+            if isinstance(layout, Padded):
+                widths = layout.step_widths(recipe, self.aligned[segments])
+                packs[step] = max(packs[step], row_bound(layout.rows_that_fit(recipe, widths)))
         return packs
-
-    def _unit_of(self, segments: slice) -> IntArray | None:
-        """The unit of each segment; None if each is one."""
-        if self.groups is None:
-            return None
-        return np.unique(self.groups[segments], return_inverse=True)[1]
-
-    def _by_unit(self, column: NDArray[Any], segments: slice) -> NDArray[Any]:
-        """A column of segments -> a column of these segments' units."""
-        unit_of = self._unit_of(segments)
-        if unit_of is None:
-            return column[segments]
-        return sum_by(unit_of, column[segments], int(unit_of.max(initial=-1)) + 1)
 
 
 class StepTable:
