@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,7 +15,9 @@ from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, BaseLayout, Layout
 from evenstep.core.ragged import FloatArray, IntArray, rounded_up
 from evenstep.core.text import (
+    MOST,
     MOST_RANKS,
+    Derived,
     constructor,
     one_of,
     real_field,
@@ -32,7 +35,7 @@ _FP8: dict[Fp8Recipe, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
+class Topology(Derived):
     """The sizes of the data-, context-, tensor- and pipeline-parallel groups.
 
     dp   data-parallel ranks
@@ -73,7 +76,7 @@ class Topology:
                 f"Set pp above 1 or vpp to 1."
             )
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         """The multiple that each segment's slots are rounded up to.
 
@@ -98,12 +101,12 @@ class Topology:
         chunks = 2 * self.cp if self.cp > 1 else 1
         return _FP8[recipe] * chunks * (self.tp if self.sequence_parallel else 1)
 
-    @property
+    @cached_property
     def multiple(self) -> int:
         """The divisor of the number of micro-batches per rank (interleaved stages)."""
         return self.pp if self.vpp > 1 else 1
 
-    @property
+    @cached_property
     def equal_widths(self) -> bool:
         """Whether all micro-batches of a step have one shape (fixed pipeline buffers)."""
         return self.pp > 1 and not self.variable_seq_lengths
@@ -325,7 +328,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class Recipe(Derived):
     """All settings of a plan. The same recipe and lengths give the same plan on every rank.
 
     balance      how work is divided between ranks; `none` keeps the step's order: each micro-batch
@@ -484,33 +487,53 @@ class Recipe:
         """The constructor call, with the fields that differ from their defaults."""
         return constructor(self)
 
-    @property
+    @cached_property
     def columns(self) -> tuple[str, ...]:
         """The per-sample columns that the recipe needs, by name."""
         second = [] if self.second_work is None else [self.second_work.column]
         return tuple(dict.fromkeys([*self.limits.columns, *second]))
 
-    @property
+    @cached_property
     def saving(self) -> float:
         """`min_saving`, or its default."""
         if self.min_saving is not None:
             return self.min_saving
         return 0.01 if self.cost.per_micro_batch == 0 else 0.0
 
-    @property
+    @cached_property
     def width_unit(self) -> int:
         """Widths are multiples of this: the layout's rounding and the topology's alignment."""
         return math.lcm(self.layout.round_to, self.topology.alignment)
 
-    @property
+    @cached_property
     def capacity(self) -> int | None:
-        """The slots of one row; None if unbounded."""
-        return self.layout.capacity(self)
+        """The slots of one row; None if unbounded.
 
-    @property
+        max_tokens 100 with widths in multiples of 16 gives 96.
+        """
+        most = self.layout.max_tokens if self.layout.pad_to is None else self.layout.pad_to
+        return None if most is None else most // self.width_unit * self.width_unit
+
+    @cached_property
     def longest_segment(self) -> int | None:
-        """The longest segment that a micro-batch can hold; None if unbounded."""
-        return self.layout.longest_segment(self)
+        """The longest segment that a micro-batch can hold; None if unbounded.
+
+        max_tokens 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
+        """
+        unit, capacity = self.topology.alignment, self.capacity
+        if self.limits.cost is None:
+            return None if capacity is None else capacity // unit * unit
+        most = (MOST if capacity is None else capacity) // unit
+        share = self.layout.cost_share(self)
+        # Cost grows with length: bisect for the longest segment within the limit.
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if float(self.layout.segment_costs(self, np.array([middle * unit]))[0]) <= share:
+                low = middle
+            else:
+                high = middle - 1
+        return None if capacity is None and low == most else low * unit
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `Recipe.from_dict` reads it back."""

@@ -57,6 +57,13 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+class Derived:
+    """Base of frozen dataclasses with slots that keep what `cached_property` computes.
+
+    Having no slots, it gives them a `__dict__`; fields alone are compared and pickled.
+    """
+
+
 MOST = 2**40  # above any budget; sums still fit 64 bits
 MOST_RANKS = 2**20
 _SEEDS = 2**63  # numpy and torch accept smaller seeds
