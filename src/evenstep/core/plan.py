@@ -156,17 +156,10 @@ class MicroBatch:
 
     def without(self, samples: Sequence[int]) -> MicroBatch:
         """The same rows and width without these samples; their slots become padding."""
-        # Which segments stay, and how many of them come before each: where rows start then.
+        # How many of the segments that stay come before each: where rows start then.
         keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
         kept_before = np.concatenate(([0], np.cumsum(keep)))
-        return replace(
-            self,
-            segments=self.segments.take(np.flatnonzero(keep)),
-            row_offsets=kept_before[self.row_offsets],
-            sample_lengths=self.sample_lengths[keep],
-            truncated_to=self.sample_ends[keep],
-            groups=None if self.groups is None else self.groups[keep],
-        )
+        return self._take(np.flatnonzero(keep), kept_before[self.row_offsets], self.width)
 
     def renumbered(self, numbers: IntArray) -> MicroBatch:
         """The same with sample i numbered `numbers[i]`, for example with its id in a source."""
@@ -208,15 +201,17 @@ class MicroBatch:
     def _of(self, chosen: IntArray) -> MicroBatch:
         """The segments at `chosen`, in the same kind of rows."""
         count = len(chosen)
-        width, offsets = self.width, np.arange(count + 1)
-        if not self._padded or count == 0:
-            slots = int(rounded_up(self.segments.length[chosen], self.alignment).sum())
-            unit = math.lcm(self.width_unit, self.alignment)
-            width, offsets = max(rounded_up(slots, unit), unit), np.array([0, count])
+        if self._padded and count:
+            return self._take(chosen, np.arange(count + 1), self.width)
+        slots = int(rounded_up(self.segments.length[chosen], self.alignment).sum())
+        unit = math.lcm(self.width_unit, self.alignment)
+        return self._take(chosen, np.array([0, count]), max(rounded_up(slots, unit), unit))
+
+    def _take(self, chosen: IntArray, row_offsets: IntArray, width: int) -> MicroBatch:
         return replace(
             self,
             segments=self.segments.take(chosen),
-            row_offsets=offsets,
+            row_offsets=row_offsets,
             width=width,
             sample_lengths=self.sample_lengths[chosen],
             truncated_to=self.sample_ends[chosen],
@@ -459,8 +454,27 @@ class Plan:
     # Measures, identity, files -----------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """Sizes, fill and imbalance in one line."""
-        return _summary(self)
+        """Sizes, fill and imbalance in one line; only sizes if the offsets do not nest.
+
+        Floors are left out, because they take time to compute.
+        """
+        sizes = [  # these never fail, even of a damaged plan
+            counted(max(self.num_steps, 0), "step"),
+            counted(self.num_ranks, "rank"),
+            counted(len(self.lengths), "sample"),
+            counted(self.num_micro_batches, "micro-batch"),
+        ]
+        if attempt(lambda: "broken" if offsets_nest(self) else "whole") != "whole":
+            return line("Plan", [*sizes, "offsets do not nest"])
+
+        def imbalance() -> str:
+            ideal = float(step_means(self).sum())
+            return f"imbalance {step_times(self).sum() / ideal:.3f}" if ideal > 0 else ""
+
+        def filled() -> str:
+            return fill(self.tokens.sum(), (self.rows * self.widths.astype(np.float64)).sum())
+
+        return line("Plan", [*sizes, attempt(filled), attempt(imbalance)])
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same recipe and the same arrays."""
@@ -511,12 +525,12 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, atomically."""
-        plan_file.write(path, self._encode())
+        plan_file.replace_file(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan. Raises `FileError` if the file is damaged, truncated or not a plan."""
-        return cls._read(plan_file.read(path), path)
+        return cls.from_bytes(plan_file.read(path), path)
 
     def to_bytes(self) -> bytes:
         """The bytes of the file that `save` writes."""
@@ -525,12 +539,9 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes, name: str | os.PathLike[str] = "the plan") -> Plan:
         """Read a plan from the bytes of its file; `name` is what an error calls it."""
-        return cls._read(plan_file.unpack(data, name), name)
-
-    @classmethod
-    def _read(cls, payload: bytes, name: str | os.PathLike[str]) -> Plan:
+        recipe, arrays = plan_file.unpack(data, name)
         try:
-            return cls._decode(payload)
+            return cls._of_arrays(Recipe.from_dict(recipe), arrays)
         except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
             raise FileError(
                 f"{os.fspath(name)} holds a plan that this version cannot read ({error}). Make the "
@@ -556,11 +567,6 @@ class Plan:
         return plan_file.encode(self.recipe.to_dict(), self._arrays())
 
     @classmethod
-    def _decode(cls, payload: bytes) -> Plan:
-        recipe, arrays = plan_file.decode(payload)
-        return cls._of_arrays(Recipe.from_dict(recipe), arrays)
-
-    @classmethod
     def _of_bytes(cls, recipe: Recipe, data: dict[str, bytes]) -> Plan:
         arrays = {name: np.frombuffer(array, np.int64) for name, array in data.items()}
         return cls._of_arrays(recipe, arrays)
@@ -575,33 +581,6 @@ class Plan:
         }
         segments = Segments(arrays.pop("sample"), arrays.pop("start"), arrays.pop("length"))
         return cls(recipe=recipe, segments=segments, columns=columns, **arrays)
-
-
-def _summary(plan: Plan) -> str:
-    """Sizes, fill and imbalance; only sizes if the offsets of the plan do not nest.
-
-    Floors are left out, because they take time to compute.
-    """
-    # Sizes never fail, even of a damaged plan.
-    sizes = [
-        counted(max(plan.num_steps, 0), "step"),
-        counted(plan.num_ranks, "rank"),
-        counted(len(plan.lengths), "sample"),
-        counted(plan.num_micro_batches, "micro-batch"),
-    ]
-    if attempt(lambda: "broken" if offsets_nest(plan) else "whole") != "whole":
-        return line("Plan", [*sizes, "offsets do not nest"])
-    parts = (
-        lambda: fill(plan.tokens.sum(), (plan.rows * plan.widths.astype(np.float64)).sum()),
-        lambda: _imbalance(plan),
-    )
-    return line("Plan", [*sizes, *map(attempt, parts)])
-
-
-def _imbalance(plan: Plan) -> str:
-    """The modelled time divided by the ideal, for the recipe's `sync_every`."""
-    ideal = float(step_means(plan).sum())
-    return f"imbalance {step_times(plan).sum() / ideal:.3f}" if ideal > 0 else ""
 
 
 def samples_by_step(plan: Plan) -> Ragged:
