@@ -10,8 +10,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.model_config import PRESETS, read_model_config
-from evenstep.core.models import text_work, vision_work
+from evenstep.core.models import PRESETS, read_model_config, text_work, vision_work
 from evenstep.core.ragged import FloatArray
 from evenstep.core.text import (
     MOST,
