@@ -23,121 +23,7 @@ if TYPE_CHECKING:
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 _SHOWN = 3  # violations shown per check
-_SHOWN_WAVES = 5
 _COUNTABLE = 2.0**62  # slots of a plan whose sums fit 64 bits
-
-
-def assigned_steps(plan: Plan) -> IntArray:
-    """The step of each sample by order alone; a group counts where its first member is."""
-    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
-    expected = np.full(len(plan.lengths), -1, np.int64)
-    expected[kept] = 0
-    limit = asked.samples or asked.tokens
-    if limit is None or len(kept) == 0:
-        return expected
-    # What each unit adds to a step: samples or tokens.
-    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
-    owner = _owners(plan, kept)
-    loads = sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64)
-    total = offsets_of(loads)
-    starts = [0]  # of each step; a step takes units while their sum is within the limit
-    while True:
-        end = int(np.searchsorted(total, total[starts[-1]] + limit, "right")) - 1
-        end = max(end, starts[-1] + 1)
-        if end >= len(loads):
-            break
-        starts.append(end)
-    expected[kept] = np.searchsorted(starts, owner, "right") - 1
-    return expected
-
-
-def out_of_order(plan: Plan) -> IntArray:
-    """Samples in an earlier step than a sample before them.
-
-    A group counts where its first member is: steps [0, 1, 0] of samples in groups [7, 8, 7] are in
-    order, because both members of group 7 come first.
-    """
-    kept = np.flatnonzero(plan.step_of >= 0)
-    by = np.argsort(_owners(plan, kept), kind="stable")
-    step = plan.step_of[kept][by]
-    behind = kept[by][1:][step[1:] < step[:-1]]
-    return np.concatenate((behind, np.flatnonzero(plan.step_of < -1)))
-
-
-def out_of_turn(plan: Plan) -> IntArray:
-    """Micro-batches with a sample that comes before those of the micro-batch that ran before.
-
-    Micro-batches run wave by wave and, in a wave, rank by rank.
-    """
-    # The turn of each sample: its number, or that of its group.
-    kept = np.flatnonzero(plan.step_of >= 0)
-    turn = np.full(len(plan.lengths), -1, np.int64)
-    turn[kept] = np.arange(len(kept))
-    if plan.recipe.groups == "micro_batch":
-        turn[kept] = _owners(plan, kept)
-    key = turn[plan.segments.sample]
-    filled = np.flatnonzero(np.diff(plan.segment_offsets))
-    if len(filled) == 0:
-        return filled
-    cell = plan.cell_of_micro_batch[filled]
-    step, rank = cell // plan.num_ranks, cell % plan.num_ranks
-    # In the order in which they run: by step, by wave, by rank.
-    order = np.lexsort((rank, filled - plan.cell_offsets[cell], step))
-    starts = plan.segment_offsets[filled]
-    first, last = np.minimum.reduceat(key, starts)[order], np.maximum.reduceat(key, starts)[order]
-    late = (first[1:] < last[:-1]) & (step[order][1:] == step[order][:-1])
-    return np.asarray(filled[order][1:][late], np.int64)
-
-
-def _owners(plan: Plan, samples: IntArray) -> IntArray:
-    """The unit of each sample, by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
-    if plan.groups is None:
-        return np.arange(len(samples))
-    return by_first_appearance(plan.groups[samples])[0]
-
-
-def tokens_equal(plan: Plan) -> list[str]:
-    """With `equal_tokens`, all micro-batches of a wave have equally many slots."""
-    if not plan.recipe.equal_tokens:
-        return []
-    wrong = []
-    for step, slots in _by_wave(plan, plan.slots):
-        uneven = np.flatnonzero(slots.min(axis=0) != slots.max(axis=0))
-        wrong += [f"wave {w} of step {step} has {slots[:, w].tolist()} slots" for w in uneven]
-    return wrong[:_SHOWN_WAVES]
-
-
-def kinds_together(plan: Plan) -> list[str]:
-    """With `second_work.same_waves`, every rank of a wave has a sample with that work, or none."""
-    second = plan.recipe.second_work
-    if second is None or not second.same_waves:
-        return []
-    if second.column not in plan.columns:
-        return [f"column {second.column} is the second work but is not in the plan"]
-    column = plan.columns[second.column][plan.segments.sample]
-    samples = plan.sum_by_micro_batch((column > 0).astype(np.int64))
-    wrong = []
-    for step, counts in _by_wave(plan, samples):
-        having = (counts > 0).sum(axis=0)
-        mixed = np.flatnonzero((having > 0) & (having < plan.num_ranks))
-        wrong += [
-            f"wave {w} of step {step} has {second.column} on {having[w]} of {plan.num_ranks} ranks"
-            for w in mixed
-        ]
-    return wrong[:_SHOWN_WAVES]
-
-
-def _by_wave(plan: Plan, values: IntArray) -> list[tuple[int, IntArray]]:
-    """Values of micro-batches -> (step, array of ranks and waves) of each step.
-
-    A step whose ranks run different numbers of micro-batches has no waves: see `counts_agree`.
-    """
-    counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
-    starts = plan.cell_offsets[:: plan.num_ranks].tolist()
-    return [
-        (step, values[starts[step] : starts[step + 1]].reshape(plan.num_ranks, -1))
-        for step in np.flatnonzero((counts == counts[:, :1]).all(axis=1)).tolist()
-    ]
 
 
 def offsets_nest(plan: Plan) -> list[str]:
@@ -262,42 +148,34 @@ def overflow_as_asked(plan: Plan) -> list[str]:
 
 def slots_within_budget(plan: Plan) -> list[str]:
     """No micro-batch has more slots than the budget, except an over-long sample alone."""
-    budget = plan.recipe.layout.budget
-    if budget is None:  # a micro-batch is no wider than its step needs
-        most = _needed_by_step(plan)
+    recipe, layout = plan.recipe, plan.recipe.layout
+    if layout.budget is None:
+        # A micro-batch is no wider than the fullest row of its step needs.
+        step = plan.cell_of_micro_batch // plan.num_ranks
+        most = np.zeros(plan.num_steps, np.int64)
+        np.maximum.at(most, np.repeat(step, plan.rows), _used_by_row(plan))
+        most = layout.widths(most, recipe.width_unit)[step]
         return [
             f"micro-batch {m} is {plan.widths[m]} wide, but its step needs {most[m]}"
             for m in _first(plan.widths > most)
         ]
-    over = plan.slots > budget
-    if plan.recipe.overflow == "alone":
-        over &= ~_runs_alone(plan)
-    return [f"micro-batch {m} has {plan.slots[m]} slots, more than {budget}" for m in _first(over)]
-
-
-def _needed_by_step(plan: Plan) -> IntArray:
-    """For each micro-batch, the width that the fullest row of its step needs."""
-    step = plan.cell_of_micro_batch // plan.num_ranks
-    most = np.zeros(plan.num_steps, np.int64)
-    np.maximum.at(most, np.repeat(step, plan.rows), _used_by_row(plan))
-    return plan.recipe.layout.widths(most, plan.recipe.width_unit)[step]
+    over = plan.slots > layout.budget
+    if recipe.overflow == "alone" and recipe.longest_segment is not None and len(plan.segments):
+        # One over-long segment, in a row just as wide as it needs. An empty micro-batch has the
+        # length of another, which does not matter.
+        offsets = plan.segment_offsets
+        length = plan.segments.length[np.minimum(offsets[:-1], len(plan.segments) - 1)]
+        alone = (np.diff(offsets) == 1) & (length > recipe.longest_segment) & (plan.rows == 1)
+        over &= ~(alone & (plan.widths == layout.widths(length, recipe.width_unit)))
+    return [
+        f"micro-batch {m} has {plan.slots[m]} slots, more than {layout.budget}"
+        for m in _first(over)
+    ]
 
 
 def _used_by_row(plan: Plan) -> IntArray:
     """The slots of each row's aligned segments."""
     return np.diff(offsets_of(plan.aligned_lengths)[plan.row_offsets])
-
-
-def _runs_alone(plan: Plan) -> BoolArray:
-    """Which micro-batches hold one over-long segment and are just as wide as it needs."""
-    limit, offsets = plan.recipe.longest_segment, plan.segment_offsets
-    if limit is None or len(plan.segments) == 0:
-        return np.zeros(plan.num_micro_batches, bool)
-    # The first segment of each micro-batch; any for an empty one, which is not alone.
-    length = plan.segments.length[np.minimum(offsets[:-1], len(plan.segments) - 1)]
-    needed = plan.recipe.layout.widths(length, plan.recipe.width_unit)
-    alone = (np.diff(offsets) == 1) & (length > limit) & (plan.rows == 1)
-    return np.asarray(alone & (plan.widths == needed), np.bool_)
 
 
 def rows_hold_segments(plan: Plan) -> list[str]:
@@ -361,28 +239,63 @@ def counts_agree(plan: Plan) -> list[str]:
 def samples_stay_in_step(plan: Plan) -> list[str]:
     """Each sample runs in its assigned step. Steps have the size asked for; none is empty."""
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
-    sample = plan.segments.sample
+    sample, step_of = plan.segments.sample, plan.step_of
     wrong = _named(
-        sample[cell // plan.num_ranks != plan.step_of[sample]],
+        sample[cell // plan.num_ranks != step_of[sample]],
         "does not run in its step",
     )
-    here = plan.step_of[(plan.step_of >= 0) & (plan.step_of < plan.num_steps)]
+    here = step_of[(step_of >= 0) & (step_of < plan.num_steps)]
     empty = np.bincount(here, minlength=plan.num_steps) == 0
     wrong += [f"step {s} runs no sample" for s in _first(empty)]
     asked = plan.recipe.steps.micro_batches
     if asked is None:
-        return wrong + _named(
-            np.flatnonzero(plan.step_of != assigned_steps(plan)), "is in a wrong step"
-        )
-    # All steps but the last have exactly as many micro-batches as asked, and samples are in order.
-    # Whether a step could take more samples is not checked: that depends on the packer.
-    wrong += _named(out_of_order(plan), "is in a wrong step")
+        misplaced = np.flatnonzero(step_of != _assigned_steps(plan))
+        return wrong + _named(misplaced, "is in a wrong step")
+    # All steps but the last have exactly as many micro-batches as asked, and samples are in order:
+    # none is in an earlier step than one before it. A group counts where its first member is, so
+    # steps [0, 1, 0] of samples in groups [7, 8, 7] are in order. Whether a step could take more
+    # samples is not checked: that depends on the packer.
+    kept = np.flatnonzero(step_of >= 0)
+    kept = kept[np.argsort(_owners(plan, kept), kind="stable")]
+    behind = kept[1:][step_of[kept][1:] < step_of[kept][:-1]]
+    wrong += _named(np.append(behind, np.flatnonzero(step_of < -1)), "is in a wrong step")
     count = np.diff(plan.cell_offsets)[:: plan.num_ranks]
     off = count != asked
     off[-1:] = count[-1:] > asked
     return wrong + [
         f"step {s} has {count[s]} micro-batches per rank, not {asked}" for s in _first(off)
     ]
+
+
+def _assigned_steps(plan: Plan) -> IntArray:
+    """The step of each sample by order alone; a group counts where its first member is."""
+    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
+    expected = np.full(len(plan.lengths), -1, np.int64)
+    expected[kept] = 0
+    limit = asked.samples or asked.tokens
+    if limit is None or len(kept) == 0:
+        return expected
+    # What each unit adds to a step: samples or tokens.
+    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
+    owner = _owners(plan, kept)
+    loads = sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64)
+    total = offsets_of(loads)
+    starts = [0]  # of each step; a step takes units while their sum is within the limit
+    while True:
+        end = int(np.searchsorted(total, total[starts[-1]] + limit, "right")) - 1
+        end = max(end, starts[-1] + 1)
+        if end >= len(loads):
+            break
+        starts.append(end)
+    expected[kept] = np.searchsorted(starts, owner, "right") - 1
+    return expected
+
+
+def _owners(plan: Plan, samples: IntArray) -> IntArray:
+    """The unit of each sample, by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
+    if plan.groups is None:
+        return np.arange(len(samples))
+    return by_first_appearance(plan.groups[samples])[0]
 
 
 def groups_together(plan: Plan) -> list[str]:
@@ -406,14 +319,12 @@ def shapes_equal(plan: Plan) -> list[str]:
     """All micro-batches of a step have one shape if the pipeline needs it."""
     if not plan.recipe.topology.equal_widths:
         return []
+    starts, shapes = plan.cell_offsets[:: plan.num_ranks], np.stack((plan.rows, plan.widths), 1)
     wrong = []
-    starts = plan.cell_offsets[:: plan.num_ranks]
-    rows = plan.rows
     for step in range(plan.num_steps):
-        micro = slice(int(starts[step]), int(starts[step + 1]))
-        shapes = set(zip(rows[micro].tolist(), plan.widths[micro].tolist(), strict=True))
-        if len(shapes) > 1:
-            wrong.append(f"step {step} has the shapes {sorted(shapes)[:_SHOWN]}")
+        here = np.unique(shapes[starts[step] : starts[step + 1]], axis=0)
+        if len(here) > 1:
+            wrong.append(f"step {step} has the shapes {list(map(tuple, here[:_SHOWN].tolist()))}")
     return wrong[:_SHOWN]
 
 
@@ -455,12 +366,68 @@ def sizes_equal(plan: Plan) -> list[str]:
     return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _first(uneven)]
 
 
-def order_kept(plan: Plan) -> list[str]:
-    """With `balance="none"`, micro-batches take the samples in order, and ranks take turns."""
-    if plan.recipe.balance != "none":
+def tokens_equal(plan: Plan) -> list[str]:
+    """With `equal_tokens`, all micro-batches of a wave have equally many slots."""
+    wrong = []
+    for step, slots in _by_wave(plan, plan.slots) if plan.recipe.equal_tokens else ():
+        uneven = _first(slots.min(axis=0) != slots.max(axis=0))
+        wrong += [f"wave {w} of step {step} has {slots[:, w].tolist()} slots" for w in uneven]
+    return wrong[:_SHOWN]
+
+
+def kinds_together(plan: Plan) -> list[str]:
+    """With `second_work.same_waves`, every rank of a wave has a sample with that work, or none."""
+    second = plan.recipe.second_work
+    if second is None or not second.same_waves:
         return []
-    late = out_of_turn(plan)[:_SHOWN].tolist()
-    return [f"micro-batch {m} runs after later samples" for m in late]
+    if second.column not in plan.columns:
+        return [f"column {second.column} is the second work but is not in the plan"]
+    column = plan.columns[second.column][plan.segments.sample]
+    wrong = []
+    for step, counts in _by_wave(plan, plan.sum_by_micro_batch((column > 0).astype(np.int64))):
+        having = (counts > 0).sum(axis=0)
+        wrong += [
+            f"wave {w} of step {step} has {second.column} on {having[w]} of {plan.num_ranks} ranks"
+            for w in _first((having > 0) & (having < plan.num_ranks))
+        ]
+    return wrong[:_SHOWN]
+
+
+def _by_wave(plan: Plan, values: IntArray) -> list[tuple[int, IntArray]]:
+    """Values of micro-batches -> (step, array of ranks and waves) of each step.
+
+    A step whose ranks run different numbers of micro-batches has no waves: see `counts_agree`.
+    """
+    counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
+    starts = plan.cell_offsets[:: plan.num_ranks].tolist()
+    return [
+        (step, values[starts[step] : starts[step + 1]].reshape(plan.num_ranks, -1))
+        for step in np.flatnonzero((counts == counts[:, :1]).all(axis=1)).tolist()
+    ]
+
+
+def order_kept(plan: Plan) -> list[str]:
+    """With `balance="none"`, micro-batches take the samples in order, and ranks take turns.
+
+    Micro-batches run wave by wave and, in a wave, rank by rank.
+    """
+    filled = np.flatnonzero(np.diff(plan.segment_offsets))
+    if plan.recipe.balance != "none" or len(filled) == 0:
+        return []
+    # The turn of each sample: its number, or that of its group.
+    kept = np.flatnonzero(plan.step_of >= 0)
+    turn = np.full(len(plan.lengths), -1, np.int64)
+    together = plan.recipe.groups == "micro_batch"
+    turn[kept] = _owners(plan, kept) if together else np.arange(len(kept))
+    key = turn[plan.segments.sample]
+    cell = plan.cell_of_micro_batch[filled]
+    step, rank = cell // plan.num_ranks, cell % plan.num_ranks
+    # In the order in which they run: by step, by wave, by rank.
+    order = np.lexsort((rank, filled - plan.cell_offsets[cell], step))
+    starts = plan.segment_offsets[filled]
+    first, last = np.minimum.reduceat(key, starts)[order], np.maximum.reduceat(key, starts)[order]
+    late = (first[1:] < last[:-1]) & (step[order][1:] == step[order][:-1])
+    return [f"micro-batch {m} runs after later samples" for m in filled[order][1:][late][:_SHOWN]]
 
 
 CHECKS: dict[str, Callable[[Plan], list[str]]] = {
