@@ -291,51 +291,48 @@ class StepTable:
     """
 
     def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
+        recipe, steps, ranks = plan.recipe, plan.num_steps, plan.num_ranks
         self.plan, self.floors = plan, Floors(plan)
-        self.tokens, self.slots = plan.tokens, plan.slots
-        self._micro = plan.cell_offsets[:: plan.num_ranks]
-        self._segments = self.floors.starts
-        counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
-        self.per_rank: IntArray = counts[:, 0] if plan.num_steps else counts.sum(axis=1)
-        self._measure_time()
-        self._measure_segments()
-        floors = self.floors.of_steps(progress)
-        self.floor_packs = np.array([floor.packs for floor in floors], np.int64)
-        self.floor_per_rank = np.array([floor.per_rank for floor in floors], np.int64)
-        self.floor_time = np.array([floor.time for floor in floors], np.float64)
-        self.floor_binds = [floor.binds for floor in floors]
-
-    def _measure_time(self) -> None:
-        plan, steps = self.plan, self.plan.num_steps
+        floors, starts = self.floors, self.floors.starts
+        self._micro, self._segments = plan.cell_offsets[::ranks], starts
+        counts = np.diff(plan.cell_offsets).reshape(steps, ranks)
+        self.per_rank: IntArray = counts[:, 0] if steps else counts.sum(axis=1)
+        # Sums over micro-batches.
         step = np.repeat(np.arange(steps), np.diff(self._micro))
+        works = works_of(plan)
+        self.tokens, self.slots = plan.tokens, plan.slots
+        self.tokens_of_step = sum_by(step, self.tokens, steps).astype(np.int64)
         self.tokens_by_rank = slowest_of_steps(plan, self.tokens, "step")
         self.tokens_by_wave = slowest_of_steps(plan, self.tokens, "micro_batch")
-        self.tokens_of_step = sum_by(step, self.tokens, steps).astype(np.int64)
-        self.rank_sum, self.lock_step = step_times(plan, "step"), step_times(plan, "micro_batch")
-        self.time = self.rank_sum if plan.recipe.sync_every == "step" else self.lock_step
-        self.ideal = step_means(plan)
-        self.mean_cost = sum_by(step, plan.costs, steps) / plan.num_ranks
+        by_rank = [slowest_of_steps(plan, work, "step") for work in works]
+        by_wave = [slowest_of_steps(plan, work, "micro_batch") for work in works]
+        self.rank_sum: FloatArray = np.sum(by_rank, axis=0)
+        self.lock_step: FloatArray = np.sum(by_wave, axis=0)
+        self.time = self.rank_sum if recipe.sync_every == "step" else self.lock_step
+        self.ideal = sum_by(step, np.sum(works, axis=0), steps) / ranks
+        self.mean_cost = sum_by(step, works[0], steps) / ranks
         self.real = np.bincount(step[self.tokens > 0], minlength=steps)
-
-    def _measure_segments(self) -> None:
-        plan, floors, starts = self.plan, self.floors, self._segments
-        recipe, sample, samples = plan.recipe, plan.segments.sample, len(plan.lengths)
+        # Sums over segments.
+        step = np.repeat(np.arange(steps), np.diff(starts))
+        sample, samples = plan.segments.sample, len(plan.lengths)
         self.kept = sum_by(sample, plan.segments.length, samples).astype(np.int64)
         self.num_segments = np.bincount(sample, minlength=samples)
         in_micro_batch = np.diff(plan.segment_offsets)
         self.alone = floors.over & (np.repeat(in_micro_batch, in_micro_batch) == 1)
         self.batched_slots = _batched_slots(plan, starts)
-        self.filled = np.ones(plan.num_steps, np.int64)
+        self.filled = np.ones(steps, np.int64)
         if recipe.layout.budget is not None:
             slots = np.diff(offsets_of(floors.aligned)[starts])
-            full = divided_up(divided_up(slots, recipe.layout.budget), plan.num_ranks)
+            full = divided_up(divided_up(slots, recipe.layout.budget), ranks)
             self.filled = np.maximum(1, full)
         costs = floors.costs if floors.second is None else floors.costs + floors.second
-        step = np.repeat(np.arange(plan.num_steps), np.diff(starts))
-        self.unpadded = sum_by(step, costs, plan.num_steps) / plan.num_ranks
+        self.unpadded = sum_by(step, costs, steps) / ranks
         self.unpadded += recipe.cost.per_micro_batch * self.filled
-        self.most_expensive = np.zeros(plan.num_steps)
+        self.most_expensive = np.zeros(steps)
         np.maximum.at(self.most_expensive, step, floors.costs)
+        columns = list(zip(*floors.of_steps(progress), strict=True)) or [()] * 4
+        self.floor_packs, self.floor_per_rank = (np.array(each, np.int64) for each in columns[:2])
+        self.floor_time, self.floor_binds = np.array(columns[2], np.float64), columns[3]
 
     def micro_batches_of(self, steps: slice) -> slice:
         """The micro-batches of these steps."""
@@ -401,16 +398,16 @@ def of_steps(plan: Plan, progress: Progress | None = None) -> list[dict[str, Val
 
 
 def _measure(table: StepTable, steps: slice, width: int | None) -> dict[str, Value]:
-    plan, recipe = table.plan, table.plan.recipe
+    recipe, ranks = table.plan.recipe, table.plan.num_ranks
     micro, picked = table.micro_batches_of(steps), table.segments_of(steps)
     samples = table.samples_of(steps)
+    missing = table.plan.lengths[samples] - table.kept[samples]
     tokens = int(table.tokens[micro].sum())
     slots = int(table.slots[micro].sum())
     before = len(samples) * width if width else int(table.batched_slots[steps].sum())
     count, real = micro.stop - micro.start, int(table.real[steps].sum())
     ideal = float(table.ideal[steps].sum())
     time, floor = table.time[steps], table.floor_time[steps]
-    total, least = float(time.sum()), float(floor.sum())
     return {
         "num_samples": len(samples),
         "num_segments": picked.stop - picked.start,
@@ -424,19 +421,24 @@ def _measure(table: StepTable, steps: slice, width: int | None) -> dict[str, Val
         "removed_padding": before - slots,
         "removed_padding_ratio": _ratio(before - slots, before),
         **_bins(table, micro, steps),
-        "imbalance_tokens_step": _over(table.tokens_by_rank[steps], tokens, plan),
-        "imbalance_tokens_micro_batch": _over(table.tokens_by_wave[steps], tokens, plan),
-        "imbalance_cost_step": _or_one(float(table.rank_sum[steps].sum()), ideal),
-        "imbalance_cost_micro_batch": _or_one(float(table.lock_step[steps].sum()), ideal),
+        "imbalance_tokens_step": _ratio(ranks * table.tokens_by_rank[steps].sum(), tokens, 1.0),
+        "imbalance_tokens_micro_batch": _ratio(
+            ranks * table.tokens_by_wave[steps].sum(), tokens, 1.0
+        ),
+        "imbalance_cost_step": _ratio(table.rank_sum[steps].sum(), ideal, 1.0),
+        "imbalance_cost_micro_batch": _ratio(table.lock_step[steps].sum(), ideal, 1.0),
         "num_packs": real,
         "num_packs_bound": int(table.floor_packs[steps].sum()),
         "packs_optimal": bool((table.per_rank[steps] == table.floor_per_rank[steps]).all()),
         "balance": recipe.balance,
         "sync_every": recipe.sync_every,
-        "time_over_floor": _or_one(total, least),
+        "time_over_floor": _ratio(time.sum(), floor.sum(), 1.0),
         "balance_optimal": bool((time <= floor * (1 + 1e-9)).all()),
         "bottleneck": bottleneck(table, steps),
-        **_overflow(table, samples, picked),
+        "num_truncated": int((missing > 0).sum()),
+        "tokens_truncated": int(missing.sum()),
+        "num_split": int((table.num_segments[samples] > 1).sum()),
+        "num_alone": int(table.alone[picked].sum()),
     }
 
 
@@ -452,31 +454,12 @@ def _bins(table: StepTable, micro: slice, steps: slice) -> dict[str, Value]:
         "bin_utilization": float(use.mean()),
         "waste_ratio": float(1 - use.mean()),
         "bin_balance": 1 - spread / float(use.mean()),
-        "packing_efficiency": _ratio(least, len(tokens)) if len(tokens) else 1.0,
+        "packing_efficiency": _ratio(least, len(tokens), 1.0),
     }
 
 
-def _overflow(table: StepTable, samples: IntArray, segments: slice) -> dict[str, Value]:
-    """How many samples exceeded the budget or a limit by themselves, by how they were handled."""
-    missing = table.plan.lengths[samples] - table.kept[samples]
-    return {
-        "num_truncated": int((missing > 0).sum()),
-        "tokens_truncated": int(missing.sum()),
-        "num_split": int((table.num_segments[samples] > 1).sum()),
-        "num_alone": int(table.alone[segments].sum()),
-    }
-
-
-def _over(largest: FloatArray, total: int, plan: Plan) -> float:
-    return float(largest.sum()) * plan.num_ranks / total if total else 1.0
-
-
-def _or_one(part: float, whole: float) -> float:
-    return part / whole if whole else 1.0
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: float, whole: float, empty: float = 0.0) -> float:
+    return float(part / whole) if whole else empty
 
 
 _MUCH = 1.01  # times the ideal from which a cause is named
@@ -530,11 +513,11 @@ def _of_floor(table: StepTable, step: int) -> str:
     beyond = float(table.floor_time[step] - table.unpadded[step])
     if 2 * extra * recipe.cost.per_micro_batch >= beyond or binds == "mean":
         return _of_count(table, step, segments)
-    at = segments.start + int(table.floors.costs[segments].argmax())
+    longest = _sample(plan, segments.start + int(table.floors.costs[segments].argmax()))
     if binds == "waves":
         return (
             f"Long sequences cannot share a micro-batch, so all ranks wait for them in their wave "
-            f"(the longest: {_sample(plan, at)}). Raise {_budget(plan)}, use context parallelism, "
+            f"(the longest: {longest}). Raise {_budget(plan)}, use context parallelism, "
             f"{_MORE_SAMPLES}."
         )
     if binds == "cuts":
@@ -542,8 +525,7 @@ def _of_floor(table: StepTable, step: int) -> str:
             f"Rows of different lengths share a padded micro-batch, because each further one costs "
             f"{recipe.cost.per_micro_batch:g}. Use a packed layout, {_MORE_SAMPLES}."
         )
-    if binds == "second":
-        assert recipe.second_work is not None
+    if binds == "second" and recipe.second_work is not None:
         return (
             f"The work in {recipe.second_work.column} cannot be even between ranks: few samples "
             f"have most of it. Take more samples per step (fewer updates)."
@@ -556,7 +538,7 @@ def _of_floor(table: StepTable, step: int) -> str:
     if binds == "widths" and recipe.topology.equal_widths and extra <= 0:
         return (
             f"This pipeline needs one width for all micro-batches of a step (the longest: "
-            f"{_sample(plan, at)}). Set topology.variable_seq_lengths, {_MORE_SAMPLES}."
+            f"{longest}). Set topology.variable_seq_lengths, {_MORE_SAMPLES}."
         )
     if binds == "widths" and recipe.equal_tokens:
         return (
@@ -566,7 +548,7 @@ def _of_floor(table: StepTable, step: int) -> str:
         return _of_count(table, step, segments)
     return (
         f"{segments.stop - segments.start} sequences on {plan.num_ranks} ranks cannot be even (the "
-        f"most expensive: {_sample(plan, at)}). Take more samples per step (fewer updates)."
+        f"most expensive: {longest}). Take more samples per step (fewer updates)."
     )
 
 
