@@ -48,11 +48,11 @@ _SLACK = 1e-9
 _TINY = 1 / 32  # an item of this share of a pack rarely keeps another out
 
 
-def packs_of_first(sizes: FloatArray, capacity: FloatArray) -> IntArray:
+def packs_of_first(sizes: NDArray[Any], capacity: FloatArray | float) -> IntArray:
     """A lower bound on the packs that hold the first i + 1 items of a row, for each i.
 
-    `capacity` is a column, one per row; no size exceeds it. The largest of these counts, and of
-    those of fewer items, for a capacity of 1:
+    No size exceeds the capacity: a number, or a column of one per row. The largest of these counts,
+    and of those of fewer items, for a capacity of 1:
 
     volume   the sizes divided by the capacity, rounded up
     parts    for k = 1, 2, 3, 4 let w = ceil((k + 1) * size) - 1. In a pack, the sum of w is less
@@ -63,7 +63,7 @@ def packs_of_first(sizes: FloatArray, capacity: FloatArray) -> IntArray:
              items; the others need at least their volume, and one pack for each item over half. If
              sizes descend, this is the L2 bound of Martello and Toth.
 
-    >>> packs_of_first(np.array([[6.0, 6, 5, 3]]), np.array([[10.0]])).tolist()
+    >>> packs_of_first(np.array([[6, 6, 5, 3]]), 10).tolist()
     [[1, 2, 3, 3]]
     """
     share = sizes / capacity
@@ -101,7 +101,7 @@ def pack_bound(sizes: NDArray[Any], capacity: float) -> int:
     room = capacity * (1 + 2 * _SLACK)  # what fits up to rounding fits
     fixed = best = 0
     while len(ordered):
-        best = max(best, fixed + int(_packs_of(ordered[None, ::-1], room)[0, -1]))
+        best = max(best, fixed + int(packs_of_first(ordered[None, ::-1], room)[0, -1]))
         packs, ordered = _set_aside(ordered, room)
         if packs == 0:
             break
@@ -115,7 +115,7 @@ def pack_bounds(sizes: IntArray, capacity: int, packs: IntArray | None = None) -
     `packs` is `packs_of_first` of the sizes up to the capacity, if it is known.
     """
     sizes = np.minimum(sizes, capacity)
-    packs = _packs_of(sizes, capacity) if packs is None else packs
+    packs = packs_of_first(sizes, capacity) if packs is None else packs
     bound = packs.max(axis=1, initial=0)
     # Setting pairs aside can help where an item has room for exactly one of the smallest.
     least = np.where(sizes > 0, sizes, capacity).min(axis=1, initial=capacity)[:, None]
@@ -123,11 +123,6 @@ def pack_bounds(sizes: IntArray, capacity: int, packs: IntArray | None = None) -
     for row in np.flatnonzero(pairs.any(axis=1)).tolist():
         bound[row] = max(int(bound[row]), pack_bound(sizes[row], capacity))
     return np.asarray(bound, np.int64)
-
-
-def _packs_of(sizes: NDArray[np.generic], capacity: float) -> IntArray:
-    """`packs_of_first` of one capacity."""
-    return packs_of_first(sizes.astype(np.float64), np.full((len(sizes), 1), float(capacity)))
 
 
 def _set_aside(ordered: FloatArray, capacity: float) -> tuple[int, FloatArray]:
@@ -288,10 +283,9 @@ def lock_steps(
     total = costs.sum(axis=1)
     if ranks == 1 or not total.any():
         return np.asarray(total / ranks, np.float64)
-    size = np.minimum(sizes, capacity)
-    if packs is None or not _descends(costs):
-        size, costs = _by(costs, size, costs)
-        packs = _packs_of(size, capacity)
+    size, by_cost = _by(costs, np.minimum(sizes, capacity), costs)
+    if packs is None or by_cost is not costs:
+        packs, costs = packs_of_first(size, capacity), by_cost
     # L of each wave, 0 where a step has no further wave.
     # packs [[1, 2, 3]] of costs [[9, 8, 7]] on 2 ranks: waves start with packs 1 and 3 -> [[9, 7]]
     first = np.arange(1.0, int(packs.max()) + 1, ranks)
@@ -438,14 +432,9 @@ def _rank_among(ordered: FloatArray, values: FloatArray) -> IntArray:
     return np.array(ranks, np.int64).reshape(values.shape)
 
 
-def _descends(rows: NDArray[Any]) -> bool:
-    """Whether every row descends."""
-    return bool((rows[:, 1:] <= rows[:, :-1]).all())
-
-
 def _by(key: NDArray[Any], *parts: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """The parts in the order in which each row of `key` descends."""
-    if _descends(key):
+    """The parts in the order in which each row of `key` descends; themselves if it does."""
+    if (key[:, 1:] <= key[:, :-1]).all():
         return parts
     order = np.argsort(-key, axis=1, kind="stable")
     return tuple(np.take_along_axis(part, order, axis=1) for part in parts)
@@ -512,16 +501,14 @@ class StepFloor:
         by_step = np.argsort(step, kind="stable")
         present = np.arange(in_step.max(initial=0)) < in_step[:, None]
 
-        def in_rows(values: NDArray[Any]) -> NDArray[Any]:
-            rows = np.zeros(present.shape, values.dtype)
-            rows[present] = values[by_step]
-            return rows
-
         length = aligned.astype(np.float64)  # a square may not fit 64 bits
         attended = cost.per_pair * length * length + cost.per_segment
-        count, attended = np.bincount(unit_of, minlength=units), sum_by(unit_of, attended, units)
-        rows = [in_rows(column) for column in (size, count, attended)]
-        rows = list(_by(rows[0], *rows, *([] if second is None else [in_rows(second)])))
+        columns = [size, np.bincount(unit_of, minlength=units), sum_by(unit_of, attended, units)]
+        rows: list[NDArray[Any]] = []
+        for column in columns if second is None else [*columns, second]:
+            rows.append(np.zeros(present.shape, column.dtype))
+            rows[-1][present] = column[by_step]
+        rows = list(_by(rows[0], *rows))
         self.size, self.count, self.attended = rows[:3]
         self.second = None if second is None else rows[3]
         self.work = cost.per_token * self.size + self.attended
@@ -559,7 +546,7 @@ class StepFloor:
     def packs(self) -> IntArray:
         """`packs_of_first` of the units, if a micro-batch has a budget of slots."""
         assert self.slots is not None
-        return _packs_of(np.minimum(self.size, self.slots), self.slots)
+        return packs_of_first(np.minimum(self.size, self.slots), self.slots)
 
     @cached_property
     def attention(self) -> FloatArray:

@@ -29,6 +29,7 @@ from evenstep.core.ragged import (
     rounded_up,
     sum_by,
 )
+from evenstep.core.text import MOST
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
@@ -206,32 +207,16 @@ class Floors:
         self.caps = np.array([shares[name] for name in self.limits], np.float64)
         self.taken = [taken[name] for name in self.limits]
 
-    @property
-    def over(self) -> BoolArray:
-        """Which segments exceed the budget or a limit by themselves, so that they run alone."""
-        over = np.zeros(len(self.aligned), np.bool_)
-        for column, cap in zip(self.taken, self.caps, strict=True):
-            over |= column > cap
-        if self.recipe.capacity is not None:
-            over |= self.aligned > self.recipe.capacity
-        return over
-
     def of_step(self, step: int) -> Floor:
         """The floor of one step."""
         return self._between(step, step + 1)[0]
 
     def of_steps(self, progress: Progress | None = None) -> list[Floor]:
         """The floors of all steps. `progress(done, total)` is called now and then."""
-        sizes, floors = np.diff(self.starts).tolist(), list[Floor]()
-        while len(floors) < self.steps:
-            first = len(floors)
-            last, longest = first + 1, sizes[first]
-            while last < self.steps:
-                longest = max(longest, sizes[last])
-                if (last + 1 - first) * longest > _TOGETHER:
-                    break
-                last += 1
-            floors += self._between(first, last)
+        longest = int(np.diff(self.starts).max(initial=1))
+        together, floors = max(1, _TOGETHER // max(longest, 1)), list[Floor]()
+        for first in range(0, self.steps, together):
+            floors += self._between(first, min(first + together, self.steps))
             if progress is not None:
                 progress(len(floors), self.steps)
         return floors
@@ -318,7 +303,11 @@ class StepTable:
         self.kept = sum_by(sample, plan.segments.length, samples).astype(np.int64)
         self.num_segments = np.bincount(sample, minlength=samples)
         in_micro_batch = np.diff(plan.segment_offsets)
-        self.alone = floors.over & (np.repeat(in_micro_batch, in_micro_batch) == 1)
+        # Segments that exceed the budget or a limit by themselves run alone.
+        over = floors.aligned > (MOST if recipe.capacity is None else recipe.capacity)
+        for column, cap in zip(floors.taken, floors.caps, strict=True):
+            over |= column > cap
+        self.alone = over & (np.repeat(in_micro_batch, in_micro_batch) == 1)
         self.batched_slots = _batched_slots(plan, starts)
         self.filled = np.ones(steps, np.int64)
         if recipe.layout.budget is not None:

@@ -504,7 +504,7 @@ def text_work(config: ModelConfig) -> Work:
     for layer in range(layers):
         works.append(_mix(config, kind, mixing[layer]))
         if not kind.bare:
-            works.append(Work(weights=_feed_forward(config, kind, layer in sparse).visited))
+            works.append(Work(weights=_feed_forward(config, kind, layer in sparse)[0]))
     return Work(*map(sum, zip(*works, strict=True)))
 
 
@@ -561,26 +561,15 @@ def _attention(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     return to_queries + to_keys + heads * value * hidden, queries + heads * value
 
 
-class _FeedForward(NamedTuple):
-    """width    that a token passes through, in all experts that it visits
+def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, int, int, int]:
+    """(weights that a token passes through, its width, experts that it visits, unused weights).
 
-    copies   experts that it visits
-    visited  weights that it passes through, the router included
-    unused   weights of experts that it does not visit
+    The width is that of all experts that a token visits, and of the shared ones.
     """
-
-    width: int
-    copies: int
-    visited: int
-    unused: int
-
-
-def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> _FeedForward:
-    """The feed-forward layer of one token, with experts or without."""
     hidden = _hidden(config)
     if not sparse:
         width = _dense_width(config, kind)
-        return _FeedForward(width, 0, (3 if kind.gated else 2) * hidden * width, 0)
+        return (3 if kind.gated else 2) * hidden * width, width, 0, 0
     shared = config.whole(
         "shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0
     )
@@ -595,7 +584,7 @@ def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> _FeedForward
     router = experts + (1 if config.has("shared_expert_intermediate_size") else 0)
     visited = hidden * router + 3 * hidden * (chosen * width + shared)
     unused = 3 * hidden * width * (experts - chosen)
-    return _FeedForward(chosen * width + shared, chosen, visited, unused)
+    return visited, chosen * width + shared, chosen, unused
 
 
 def _dense_width(config: ModelConfig, kind: Kind) -> int:
@@ -694,42 +683,29 @@ def vision_work(config: ModelConfig) -> Work:
     tower = TOWERS[config.model_type]
     layers = config.whole("num_hidden_layers", "depth", most=_MOST_LAYERS)
     hidden = config.whole("embed_dim", "hidden_size")
-    if config.has("intermediate_size"):
-        width = config.whole("intermediate_size")
-    else:
-        width = hidden * config.whole("mlp_ratio")
+    width = config.whole("intermediate_size", default=0) or hidden * config.whole("mlp_ratio")
     config.whole("num_attention_heads", "num_heads")
     matrices = 4 * hidden * hidden + (3 if "gated" in tower else 2) * hidden * width
-    embedding = hidden * config.whole("num_channels", "in_channels", "in_chans", default=3)
-    embedding *= _area(config) * config.whole("temporal_patch_size", default=1)
-    weights = embedding + layers * matrices + (_mergers(config, hidden) if "merges" in tower else 0)
+    # The pixels of a patch; its size may be given as height and width.
+    sides = config.fields.get("patch_size")
+    sides = sides if isinstance(sides, list | tuple) else [config.whole("patch_size")]
+    sides = [whole_number(f"patch_size in {config.where}", side) for side in sides]
+    values = sides[0] * sides[-1] * config.whole("temporal_patch_size", default=1)
+    values *= config.whole("num_channels", "in_channels", "in_chans", default=3)
+    weights: float = hidden * values + layers * matrices
+    if "merges" in tower:
+        # Two matrices over 2 x 2 patches, as work per patch; deep features have mergers too.
+        patches = config.whole("spatial_merge_size") ** 2
+        name = "hidden_size" if config.has("embed_dim") else "out_hidden_size"
+        wide, mergers = hidden * patches, 1 + len(config.entries("deepstack_visual_indexes"))
+        weights += mergers * (wide * wide + wide * config.whole(name)) / patches
     # Layers that attend within windows of patches cost the same for every patch.
     everywhere, within = layers, 0
     if config.has("window_size"):
         everywhere = len(config.entries("fullatt_block_indexes"))
         within = (config.whole("window_size") // config.whole("patch_size")) ** 2
     pair = 2 * hidden
-    return Work(
-        weights=weights, pairs=everywhere * pair, nearby=(layers - everywhere) * pair * within
-    )
-
-
-def _area(config: ModelConfig) -> int:
-    """The pixels of a patch; its size may be given as height and width."""
-    size = config.fields.get("patch_size")
-    if isinstance(size, list | tuple):
-        sides = [whole_number(f"patch_size in {config.where}", side) for side in size]
-        return sides[0] * sides[-1]
-    return config.whole("patch_size") ** 2
-
-
-def _mergers(config: ModelConfig, hidden: int) -> float:
-    """Two matrices over 2 × 2 patches, as work per patch; deep features have mergers too."""
-    patches = config.whole("spatial_merge_size") ** 2
-    name = "hidden_size" if config.has("embed_dim") else "out_hidden_size"
-    wide, out = hidden * patches, config.whole(name)
-    mergers = 1 + len(config.entries("deepstack_visual_indexes"))
-    return mergers * (wide * wide + wide * out) / patches
+    return Work(weights, everywhere * pair, (layers - everywhere) * pair * within)
 
 
 # Weights and bytes -----------------------------------------------------------------------------
@@ -797,7 +773,7 @@ class ModelSize:
         # Add up the layers: weights that no token passes through, bytes kept and bytes moved.
         unused, kept, moved = 0.0, 0.0, 0.0
         for layer in range(layers):
-            width, copies, _, rest = _feed_forward(config, kind, layer in sparse)
+            _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
             normed = queries + keys if config.model_type in _NORMED else 0
             share = 1.0 if kind.gated else 0.5
             kept += 16 * hidden + 4 * (queries + keys) + 6 * normed + 8 * share * width
