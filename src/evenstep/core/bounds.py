@@ -45,6 +45,7 @@ _SLACK = 1e-9
 
 # Packs ---------------------------------------------------------------------------------------
 
+_PARTS = np.array([1.0, 2, 3, 4])[:, None, None]
 _TINY = 1 / 32  # an item of this share of a pack rarely keeps another out
 
 
@@ -66,25 +67,25 @@ def packs_of_first(sizes: NDArray[Any], capacity: FloatArray | float) -> IntArra
     >>> packs_of_first(np.array([[6, 6, 5, 3]]), 10).tolist()
     [[1, 2, 3, 3]]
     """
-    share = sizes / capacity
-    total, large = _totals(sizes), _totals(2 * share > 1 + _SLACK)
-    packs = np.maximum(np.ceil(total[:, 1:] / capacity - _SLACK), large[:, 1:])
-    heavy = np.flatnonzero((share > 1 / 5).any(axis=0))  # the others weigh nothing for any k
-    for parts in (2, 3, 4):
-        weight = np.maximum(np.ceil((parts + 1) * share[:, heavy] - _SLACK) - 1, 0)
-        weights = np.ceil(np.cumsum(weight, axis=1) / parts - _SLACK)
-        packs[:, heavy] = np.maximum(packs[:, heavy], weights)
-    # Conflicts. `least` descends: no item so far is smaller than its entry.
-    least = np.minimum.accumulate(share, axis=1)
-    end = np.count_nonzero((least > _TINY).any(axis=0))
-    least = least[:, :end]
-    wide = _rank_among(-least, least - 1 - _SLACK)  # items over 1 - least
-    wide = np.minimum(wide, np.arange(1, end + 1))
-    volume, halves = (
-        part[:, 1 : end + 1] - np.take_along_axis(part, wide, axis=1) for part in (total, large)
-    )
-    rest = np.maximum(halves, np.ceil(volume / capacity - _SLACK))
-    packs[:, :end] = np.maximum(packs[:, :end], wide + rest)
+    share, total = sizes / capacity, _totals(sizes)
+    packs = np.ceil(total[:, 1:] / capacity - _SLACK)
+    # Parts x rows x items. Items up to a fifth weigh nothing for any k.
+    heavy = np.flatnonzero((share > 1 / 5).any(axis=0))
+    weight = np.maximum(np.ceil((_PARTS + 1) * share[:, heavy] - _SLACK) - 1, 0)
+    weights = np.ceil(np.cumsum(weight, axis=2) / _PARTS - _SLACK)
+    packs[:, heavy] = np.maximum(packs[:, heavy], weights.max(axis=0))
+    if weight[0].any():
+        # Conflicts. `least` descends: no item so far is smaller than its entry.
+        least = np.minimum.accumulate(share, axis=1)
+        end = np.count_nonzero((least > _TINY).any(axis=0))
+        least, large = least[:, :end], _totals(2 * share[:, :end] > 1 + _SLACK)
+        wide = _rank_among(-least, least - 1 - _SLACK)  # items over 1 - least
+        wide = np.minimum(wide, np.arange(1, end + 1))
+        volume, halves = (
+            part[:, 1 : end + 1] - np.take_along_axis(part, wide, axis=1) for part in (total, large)
+        )
+        rest = np.maximum(halves, np.ceil(volume / capacity - _SLACK))
+        packs[:, :end] = np.maximum(packs[:, :end], wide + rest)
     return np.maximum.accumulate(packs, axis=1).astype(np.int64)
 
 

@@ -196,7 +196,7 @@ class Floors:
         self.aligned = plan.aligned_lengths
         self.costs = recipe.cost.of_lengths(self.aligned)
         self.second = second_costs(plan)
-        self.groups = np.arange(len(sample))
+        self.groups: IntArray | None = None
         if plan.groups is not None and recipe.groups == "micro_batch":
             self.groups = plan.groups[sample]
         # What adds up over the segments of a pack: its limits, and what each segment takes of them.
@@ -225,7 +225,7 @@ class Floors:
         """The floors of the steps from `first` up to `last`."""
         recipe, starts = self.recipe, self.starts[first : last + 1]
         segments = slice(int(starts[0]), int(starts[-1]))
-        unit_of = np.unique(self.groups[segments], return_inverse=True)[1]
+        unit_of = self._unit_of(segments)
         second = None if self.second is None else sum_by(unit_of, self.second[segments], 0)
         units = StepFloor(recipe, self.aligned[segments], unit_of, second, starts - starts[0])
         # The fewest packs give the fewest micro-batches per rank, and these the least time.
@@ -240,6 +240,12 @@ class Floors:
         columns = packs.tolist(), per_rank.tolist(), time.tolist(), binds
         return [Floor(*values) for values in zip(*columns, strict=True)]
 
+    def _unit_of(self, segments: slice) -> IntArray:
+        """The unit of each segment: itself, or its group."""
+        if self.groups is None:
+            return np.arange(segments.stop - segments.start)
+        return np.unique(self.groups[segments], return_inverse=True)[1]
+
     def _packs(self, units: StepFloor, starts: list[int]) -> IntArray:
         """A lower bound on the micro-batches of each step that are not empty."""
         recipe, layout = self.recipe, self.recipe.layout
@@ -249,7 +255,7 @@ class Floors:
             return divided_up(pack_bounds(units.size, int(self.caps[0]), packs), rows)
         packs = np.zeros(len(starts) - 1, np.int64)
         for step, segments in enumerate(map(slice, starts, starts[1:])):
-            unit_of = np.unique(self.groups[segments], return_inverse=True)[1]
+            unit_of = self._unit_of(segments)
             columns = [sum_by(unit_of, column[segments], 0) for column in self.taken]
             taken = np.column_stack(columns or [np.zeros((len(unit_of), 0))])
             packs[step] = divided_up(bins_bound(taken, self.caps), rows)
