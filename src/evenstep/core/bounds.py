@@ -518,6 +518,9 @@ class StepFloor:
             self.work = np.where(self.count > 0, cost.of_lengths(self.size), 0.0)
         unit, budget = recipe.width_unit, layout.budget
         self.slots = None if budget is None else budget // unit * unit  # of a micro-batch
+        self.packs: IntArray | None = None  # that hold the first units
+        if self.slots is not None:
+            self.packs = packs_of_first(np.minimum(self.size, self.slots), self.slots)
         # What does not depend on the number of micro-batches.
         self.mean = self.work.sum(axis=1) / recipe.topology.dp
         self.share = makespans(self.work, recipe.topology.dp)
@@ -542,12 +545,6 @@ class StepFloor:
         more = beyond > time - bounds[0]  # over the mean
         binds = ["second" if above else name for above, name in zip(more, binds, strict=True)]
         return time + self.second_time, binds
-
-    @cached_property
-    def packs(self) -> IntArray:
-        """`packs_of_first` of the units, if a micro-batch has a budget of slots."""
-        assert self.slots is not None
-        return packs_of_first(np.minimum(self.size, self.slots), self.slots)
 
     @cached_property
     def attention(self) -> FloatArray:

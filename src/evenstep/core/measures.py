@@ -25,7 +25,6 @@ from evenstep.core.ragged import (
     IntArray,
     divided_up,
     offsets_of,
-    ranges_of,
     rounded_up,
     sum_by,
 )
@@ -349,19 +348,16 @@ def _batched_slots(plan: Plan, starts: IntArray) -> IntArray:
 
     starts [0, 3]: one step; its lengths [5, 2, 4] in batches of 2 -> 2 · 5 + 1 · 4 slots
     """
-    segments, counts = plan.segments, np.diff(starts)
-    step = np.repeat(np.arange(len(counts)), counts)
+    segments, steps = plan.segments, len(starts) - 1
+    step = np.repeat(np.arange(steps), np.diff(starts))
     order = np.lexsort((segments.start, segments.sample, step))
-    batches = divided_up(counts, _BATCH)  # of each step
-    first = ranges_of(np.zeros_like(batches), batches)
-    first = np.repeat(starts[:-1], batches) + _BATCH * first  # the first segment of each batch
+    first = np.flatnonzero((np.arange(len(order)) - starts[step]) % _BATCH == 0)  # of each batch
     if not len(first):
-        return np.zeros(len(counts), np.int64)
+        return np.zeros(steps, np.int64)
     longest = np.maximum.reduceat(segments.length[order], first)
     rows = np.diff(first, append=len(order))
     slots = rows * rounded_up(longest, plan.recipe.width_unit)
-    step_of_batch = np.repeat(np.arange(len(counts)), batches)
-    return sum_by(step_of_batch, slots, len(counts)).astype(np.int64)
+    return sum_by(step[first], slots, steps).astype(np.int64)
 
 
 def of_plan(
@@ -467,35 +463,36 @@ def bottleneck(table: StepTable, steps: slice) -> str:
     The ideal is the work without padding divided by the ranks, with as few micro-batches as the
     tokens fill. A sequence that costs more than the mean load of a rank is named first.
     """
-    if table.plan.num_ranks > 1:
-        named = _expensive_sample(table, steps)
-        if named:
-            return named
-    # Then what no plan of the worst step could avoid, and last what this plan did not.
+    # The mean of one rank is its load, which no sample exceeds.
+    costs, mean = table.most_expensive[steps], table.mean_cost[steps]
+    ratio = np.divide(costs, mean, out=np.zeros(len(mean)), where=mean > 0)
+    if table.plan.num_ranks > 1 and (ratio > _MUCH).any():
+        first = int((ratio > _MUCH).argmax())
+        return (
+            f"{_most_expensive(table, steps.start + first)} costs {ratio[first]:.2f} times the "
+            f"mean load of a rank, so ranks cannot be even. Use context parallelism, split the "
+            f"sample, {_MORE_SAMPLES}."
+        )
+    # Then what no plan of the worst step could avoid.
     ideal = table.unpadded[steps]
     over = np.divide(table.floor_time[steps], ideal, out=np.ones(len(ideal)), where=ideal > 0)
     worst = int(over.argmax()) if len(over) else 0
     if len(over) and over[worst] > _MUCH:
         cause = _of_floor(table, steps.start + worst)
         return f"{cause} No plan of this step takes less than {over[worst]:.2f} times the ideal."
-    if table.time[steps].sum() > _MUCH * ideal.sum():
-        return _of_plan(table, steps)
-    return ""
-
-
-def _expensive_sample(table: StepTable, steps: slice) -> str:
-    """A sample that costs more than the mean load of a rank, and what would help; else empty."""
-    costs, ideal = table.most_expensive[steps], table.mean_cost[steps]
-    ratio = np.divide(costs, ideal, out=np.zeros(len(ideal)), where=ideal > 0)
-    if not (ratio > _MUCH).any():
+    if table.time[steps].sum() <= _MUCH * ideal.sum():
         return ""
-    first = int((ratio > _MUCH).argmax())
-    segments = table.segments_of(slice(steps.start + first, steps.start + first + 1))
-    at = segments.start + int(table.floors.costs[segments].argmax())
-    return (
-        f"{_sample(table.plan, at)} costs {ratio[first]:.2f} times the mean load of a rank, so "
-        f"ranks cannot be even. Use context parallelism, split the sample, {_MORE_SAMPLES}."
-    )
+    # Last, the choice behind a plan that takes longer than its floor.
+    recipe, micro = table.plan.recipe, table.micro_batches_of(steps)
+    slots, tokens = int(table.slots[micro].sum()), int(table.tokens[micro].sum())
+    if recipe.layout.segments_per_row is not None and slots > _MUCH * tokens:
+        return (
+            f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
+            f"different lengths share a micro-batch. Use a packed layout."
+        )
+    if recipe.balance != "refined":
+        return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
+    return ""
 
 
 def _of_floor(table: StepTable, step: int) -> str:
@@ -508,7 +505,7 @@ def _of_floor(table: StepTable, step: int) -> str:
     beyond = float(table.floor_time[step] - table.unpadded[step])
     if 2 * extra * recipe.cost.per_micro_batch >= beyond or binds == "mean":
         return _of_count(table, step, segments)
-    longest = _sample(plan, segments.start + int(table.floors.costs[segments].argmax()))
+    longest = _most_expensive(table, step)
     if binds == "waves":
         return (
             f"Long sequences cannot share a micro-batch, so all ranks wait for them in their wave "
@@ -575,23 +572,11 @@ def _of_count(table: StepTable, step: int, segments: slice) -> str:
     return f"{owner}.{name} needs {forced}. Raise it, or leave it out."
 
 
-def _of_plan(table: StepTable, steps: slice) -> str:
-    """The choice behind a plan that takes longer than its floor."""
-    recipe = table.plan.recipe
-    micro = table.micro_batches_of(steps)
-    slots, tokens = int(table.slots[micro].sum()), int(table.tokens[micro].sum())
-    if recipe.layout.segments_per_row is not None and slots > _MUCH * tokens:
-        return (
-            f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
-            f"different lengths share a micro-batch. Use a packed layout."
-        )
-    if recipe.balance != "refined":
-        return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
-    return ""
-
-
-def _sample(plan: Plan, segment: int) -> str:
-    sample, length = plan.segments.sample[segment], plan.segments.length[segment]
+def _most_expensive(table: StepTable, step: int) -> str:
+    """The most expensive sample of a step."""
+    segments = table.segments_of(slice(step, step + 1))
+    at = segments.start + int(table.floors.costs[segments].argmax())
+    sample, length = table.plan.segments.sample[at], table.plan.segments.length[at]
     return f"sample {int(sample)} with {int(length)} tokens"
 
 

@@ -172,11 +172,7 @@ class World:
 
     def __post_init__(self) -> None:
         whole_field(self, "world.size", most=MOST_RANKS)
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(
-                f"world.rank must be in [0, {self.size}) for {self.size} ranks, got {self.rank}."
-            )
-        whole_field(self, "world.rank", least=0, most=MOST_RANKS)
+        whole_field(self, "world.rank", least=0, most=self.size - 1)
 
     @classmethod
     def detect(

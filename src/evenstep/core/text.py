@@ -201,15 +201,14 @@ def constructor(value: object) -> str:
     'Topology(dp=8)'
     """
     if is_dataclass(value) and not isinstance(value, type):
-        pairs = [(f, getattr(value, f.name)) for f in fields(value) if f.init]
-        parts = [f"{f.name}={constructor(part)}" for f, part in pairs if part != _default(f)]
+        parts = []
+        for each in fields(value):
+            part, make = getattr(value, each.name), each.default_factory
+            if each.init and part != (each.default if make is MISSING else make()):
+                parts.append(f"{each.name}={constructor(part)}")
         return line(type(value).__name__, parts)
     if isinstance(value, Mapping):
         return repr(dict(value))
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
     return repr(value)
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
