@@ -517,7 +517,11 @@ class Recipe(Derived):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `Recipe.from_dict` reads it back."""
-        return {**asdict(self), "layout": self.layout.to_dict()}
+        words = asdict(self)
+        parts = {name: words.pop(name) for name in (*_PARTS, "second_work")}
+        # The layout comes last, as in files of earlier versions.
+        del words["layout"]
+        return {**parts, **words, "layout": self.layout.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
