@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,6 @@ from evenstep.core.ragged import FloatArray, IntArray, divided_up, rounded_up, s
 
 if TYPE_CHECKING:
     from evenstep.core.recipe import Recipe
-
-BoolArray: TypeAlias = NDArray[np.bool_]
 
 # Rounding errors of a sum of floats, with a margin.
 _SLACK = 1e-9
@@ -501,7 +499,6 @@ class StepFloor:
         in_step = np.bincount(step, minlength=len(starts) - 1)
         by_step = np.argsort(step, kind="stable")
         present = np.arange(in_step.max(initial=0)) < in_step[:, None]
-
         length = aligned.astype(np.float64)  # a square may not fit 64 bits
         attended = cost.per_pair * length * length + cost.per_segment
         columns = [size, np.bincount(unit_of, minlength=units), sum_by(unit_of, attended, units)]

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from evenstep.core.recipe import SecondWork, SyncEvery
 
 
-BoolArray: TypeAlias = NDArray[np.bool_]
 Value: TypeAlias = Any  # a number, a bool or a string
 Progress: TypeAlias = Callable[[int, int], None]
 
