@@ -60,8 +60,10 @@ def printable(text: str) -> str:
 class Derived:
     """Base of frozen dataclasses with slots that keep what `cached_property` computes.
 
-    Having no slots, it gives them a `__dict__`; fields alone are compared and pickled.
+    Fields alone are compared and pickled.
     """
+
+    __slots__ = ("__dict__",)
 
 
 MOST = 2**40  # above any budget; sums still fit 64 bits
