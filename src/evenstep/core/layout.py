@@ -98,7 +98,7 @@ class BaseLayout:
     # Shapes: rows, widths and slots of a micro-batch.
 
     @cached_property
-    def fixed_rows(self) -> int | None:
+    def _fixed_rows(self) -> int | None:
         """The rows of every micro-batch, empty ones too; None if they depend on its segments."""
         return None if self.pad_to is None else self.samples
 
@@ -110,12 +110,12 @@ class BaseLayout:
     @cached_property
     def static(self) -> bool:
         """Whether every micro-batch has one shape."""
-        return self.pad_to is not None and self.fixed_rows is not None
+        return self.pad_to is not None and self._fixed_rows is not None
 
     @cached_property
     def least_slots(self) -> int:
         """The slots of an empty micro-batch if the layout fixes them; else those of one slot."""
-        return (self.fixed_rows or 1) * (self.pad_to or 1)
+        return (self._fixed_rows or 1) * (self.pad_to or 1)
 
     @cached_property
     def budget(self) -> int | None:
@@ -124,8 +124,8 @@ class BaseLayout:
 
     def row_counts(self, segments: Whole) -> Whole:
         """The rows of micro-batches that hold this many segments: at least one."""
-        if self.fixed_rows is not None:
-            return segments * 0 + self.fixed_rows
+        if self._fixed_rows is not None:
+            return segments * 0 + self._fixed_rows
         empty: Whole = segments == 0
         return segments + empty
 
@@ -137,6 +137,14 @@ class BaseLayout:
         if self.pad_to is not None:
             return used * 0 + self.pad_to
         return rounded_up(used + (used == 0), unit)
+
+    def capacity(self, recipe: Recipe) -> int | None:
+        """The slots of one row of the recipe; None if unbounded."""
+        return recipe.capacity
+
+    def longest_segment(self, recipe: Recipe) -> int | None:
+        """The longest segment that a micro-batch of the recipe can hold; None if unbounded."""
+        return recipe.longest_segment
 
     # Costs and limits.
 
@@ -353,8 +361,6 @@ class Packed(BaseLayout):
     packer: str | Packer | None = None
 
     segments_per_row: ClassVar[int | None] = None
-    pool_strategies: ClassVar[tuple[str, ...]] = ("subset_sum", "greedy")
-    """The ways to fill a row from a pool; the first is the default."""
 
     def __post_init__(self) -> None:
         one_of("layout.kind", self.kind, Literal["packed"])
@@ -420,7 +426,7 @@ class Packed(BaseLayout):
         return Padded(max_tokens=self.budget, samples=self.samples, round_to=self.round_to)
 
     @cached_property
-    def fixed_rows(self) -> int:
+    def _fixed_rows(self) -> int:
         """The same number for all micro-batches."""
         return self.rows
 
@@ -466,6 +472,11 @@ class Packed(BaseLayout):
         """(the slots of a row; its share of the samples, for each unit)."""
         most = MOST if self.samples is None else self.samples // self.rows
         return recipe.capacity, np.full(len(widest), most)
+
+    @property
+    def pool_strategies(self) -> tuple[str, ...]:
+        """The ways to fill a row from a pool; the first is the default."""
+        return ("subset_sum", "greedy")
 
     def room(self, recipe: Recipe) -> tuple[int | None, int]:
         """(the slots of a row; 1, because aligned sizes add up without rounding)."""
