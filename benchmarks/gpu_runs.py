@@ -18,7 +18,7 @@ import transformers
 from evenstep import Packed, Plan, PlannedStream, Recipe, Steps
 from evenstep.config.settings import TrainerSettings
 from evenstep.config.training import OptimizerSettings
-from evenstep.core.model_config import PRESETS
+from evenstep.core.models import PRESETS
 from evenstep.data import InMemory
 from evenstep.integrations import hf_attention  # noqa: F401  registers "evenstep"
 from evenstep.tensors.losses import cross_entropy

@@ -29,8 +29,7 @@ from benchmarks.gpu_runs import Case, Measured, measure, one_rank
 from benchmarks.tables import Section, Table, Target
 from evenstep import Topology
 from evenstep.core.cost import Gpu
-from evenstep.core.model_config import PRESETS, ModelConfig
-from evenstep.core.models import ModelSize
+from evenstep.core.models import PRESETS, ModelConfig, ModelSize
 from evenstep.report.simulation.device import cluster_of
 from evenstep.report.simulation.memory import memory_of
 from evenstep.report.simulation.simulate import simulate

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.bench import Bench
 from benchmarks.tables import Section, Table, Target, verdict
 from evenstep import Limits, Packed, Plan, Recipe, Topology, make_plan
-from evenstep.core.bounds import bins_bound, lock_step_bound, makespan_bound
+from evenstep.core.bounds import bins_bound, lock_steps, makespan_bound
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import SecondWork, SyncEvery
 
@@ -252,5 +252,5 @@ def _floor(mix: Mix, sync: SyncEvery) -> float:
     cost = patches.astype(np.float64)
     bound = makespan_bound(cost, RANKS)
     if sync == "micro_batch":
-        bound = max(bound, lock_step_bound(patches, cost, mix.limit, RANKS))
+        bound = max(bound, float(lock_steps(patches[None], cost[None], mix.limit, RANKS)[0]))
     return bound * RANKS / float(cost.sum())

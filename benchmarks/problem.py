@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from evenstep import Cost, Plan
-from evenstep.core.bounds import lock_step_bound, makespan_bound, pack_bound
+from evenstep.core.bounds import lock_steps, makespan_bound, pack_bound
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import SyncEvery
 
@@ -76,7 +76,8 @@ class Problem:
     @property
     def lock_step_floor(self) -> float:
         """A lower bound on lock-step, over the ideal."""
-        bound = lock_step_bound(self.lengths, self.costs, self.budget, self.ranks)
+        lengths, costs = self.lengths[None], self.costs[None]
+        bound = float(lock_steps(lengths, costs, self.budget, self.ranks)[0])
         return bound * self.ranks / float(self.costs.sum())
 
     def measure(self, rank: IntArray, wave: IntArray) -> Outcome:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         StepFloor,
         bins_bound,
         cut_times,
-        lock_step_bound,
         lock_steps,
         makespan_bound,
         makespans,
@@ -45,17 +44,15 @@ if TYPE_CHECKING:
     from evenstep.core.layout import PACKER_NAMES, Layout
     from evenstep.core.layout import Cut as CutName
     from evenstep.core.measures import Floors, StepTable, TimeParts, step_times, time_parts
-    from evenstep.core.model_config import (
+    from evenstep.core.models import (
         DEFAULTS,
+        KINDS,
         PRESETS,
         ModelConfig,
-        named_config,
-        read_model_config,
-    )
-    from evenstep.core.models import (
-        KINDS,
         ModelSize,
         mixing_of,
+        named_config,
+        read_model_config,
         sparse_layers,
         text_work,
         vision_work,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -79,14 +80,15 @@ def _members(owner: type) -> Iterator[tuple[str, str]]:
 
 def _is_documented(member: Any) -> bool:
     inner = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-    if isinstance(inner, property):
+    if isinstance(inner, property | cached_property):
         return True
     return inspect.isfunction(inner) and bool(inner.__doc__)
 
 
 def _call(owner: type, name: str, member: Any) -> str:
-    if isinstance(member, property):
-        returns = inspect.signature(member.fget).return_annotation if member.fget else ""
+    if isinstance(member, property | cached_property):
+        getter = member.fget if isinstance(member, property) else member.func
+        returns = inspect.signature(getter).return_annotation if getter else ""
         return f"{name}: {annotation(returns)}"
     if isinstance(member, classmethod | staticmethod):
         bound = isinstance(member, classmethod)

@@ -93,7 +93,7 @@ def least_step(recipe: Recipe, groups: list[list[int]], second: list[float] | No
     )
     extra = np.zeros(len(groups)) if second is None else np.array(second)
     best = np.inf
-    allowed = possible(size, layout.capacity(recipe) or 0)
+    allowed = possible(size, recipe.capacity or 0)
     for way in partitions(len(groups))[allowed]:
         count = int(way.max()) + 1
         width = np.array([layout.widths(int(size[way == p].sum()), unit) for p in range(count)])

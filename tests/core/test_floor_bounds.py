@@ -24,7 +24,6 @@ from tests.internals import (
     StepFloor,
     SyncEvery,
     cut_times,
-    lock_step_bound,
     lock_steps,
     makespan_bound,
     makespans,
@@ -37,6 +36,11 @@ MORE = 1 + 1e-9
 COSTS = [(1, 0, 0), (1, 1, 0), (1, 0.05, 0), (0, 1, 0), (1, 0.1, 3), (0, 0, 1), (1, 0, 5)]
 
 Items = tuple[IntArray, FloatArray, int]
+
+
+def lock_step_bound(sizes: IntArray, costs: FloatArray, capacity: int, ranks: int) -> float:
+    """The bound of one step."""
+    return float(lock_steps(sizes[None], costs[None] * 1.0, capacity, ranks)[0])
 
 
 @st.composite
@@ -109,13 +113,18 @@ def test_packs_of_several_steps_are_at_least_as_many_as_volume(drawn: list[list[
     rows = np.zeros((len(drawn), max(map(len, drawn))), np.int64)
     for row, sizes in enumerate(drawn):
         rows[row, : len(sizes)] = sorted(sizes, reverse=True)
-    packs = packs_of_first(np.minimum(rows, 32) * 1.0, np.full((len(rows), 1), 32.0))
-    for sizes, bound in zip(drawn, pack_bounds(rows, 32, packs).tolist(), strict=True):
+    for sizes, bound in zip(drawn, pack_bounds(rows, 32).tolist(), strict=True):
         held = np.minimum(sizes, 32)
         assert -(-int(held.sum()) // 32) <= bound
         assert bound >= pack_bound(held, 32)
         if len(sizes) <= 7:
             assert bound <= fewest_packs(np.array(sizes), 32)
+
+
+def test_a_step_of_many_equal_samples_needs_no_more_packs_than_they_fill() -> None:
+    # Tenths of a pack do not add up in floats: 100,000 of them are more than 10,000.
+    sizes = np.full(100_000, 1024)
+    assert pack_bound(sizes, 10_240) == pack_bounds(sizes[None], 10_240)[0] == 10_000
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,8 @@ def test_foreign_files_are_refused_by_name(content: bytes, tmp_path: Path) -> No
 def test_a_plan_of_another_shape_of_recipe_is_refused(plan: Plan, tmp_path: Path) -> None:
     from tests.internals import plan_file
 
-    plan_file.write(tmp_path / "plan", plan_file.encode({"layout": {"kind": "stretched"}}, {}))
+    payload = plan_file.encode({"layout": {"kind": "stretched"}}, {})
+    plan_file.replace_file(tmp_path / "plan", plan_file.pack(payload))
     with pytest.raises(FileError, match="this version cannot read"):
         Plan.load(tmp_path / "plan")
 

@@ -28,7 +28,7 @@ def payload(text: bytes, rest: bytes = b"") -> bytes:
 
 def good() -> tuple[dict[str, Any], dict[str, Any]]:
     plan = handmade([3, 4], [[[[[0, 1]]]]], Recipe(layout=Packed(max_tokens=8)))
-    return plan_file.decode(plan_file.unpack(plan.to_bytes(), "good"))
+    return plan_file.unpack(plan.to_bytes(), "good")
 
 
 def header_of(**changes: Any) -> bytes:
@@ -97,8 +97,8 @@ def test_a_file_is_not_expanded_beyond_what_it_declares(tmp_path: Path) -> None:
 
 def test_a_plan_of_little_but_zeros_survives_its_file(tmp_path: Path) -> None:
     arrays = {"zeros": np.zeros(10**6, np.int64)}
-    plan_file.write(tmp_path / "a", plan_file.encode({}, arrays))
-    assert plan_file.decode(plan_file.read(tmp_path / "a"))[1]["zeros"].tolist() == [0] * 10**6
+    plan_file.replace_file(tmp_path / "a", plan_file.pack(plan_file.encode({}, arrays)))
+    assert plan_file.unpack(plan_file.read(tmp_path / "a"), "a")[1]["zeros"].tolist() == [0] * 10**6
 
 
 @pytest.mark.skipif(os.name == "nt", reason="named pipes are elsewhere there")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from evenstep.cli.job import Job
 from evenstep.config import overridden, recipe_from
 from evenstep.core.cost import Cost, Gpu
-from evenstep.core.model_config import named_config
-from evenstep.core.models import ModelSize
+from evenstep.core.models import ModelSize, named_config
 from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError
 from evenstep.report.numbers import times

@@ -62,8 +62,7 @@ def tune(
     from evenstep.cli.simulation_output import print_settings
     from evenstep.cli.sweep import Sweep
     from evenstep.core.cost import Gpu as Device
-    from evenstep.core.model_config import named_config
-    from evenstep.core.models import ModelSize
+    from evenstep.core.models import ModelSize, named_config
     from evenstep.core.plan_file import replace_file
     from evenstep.planning.inputs import checked_lengths
     from evenstep.report.simulation.tuning import reason, recommended

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.core.cost import Cost
-from evenstep.core.model_config import PRESETS, path_of_model
+from evenstep.core.models import PRESETS, path_of_model
 from evenstep.core.text import short_repr, shorten
 from evenstep.errors import ConfigError, FileError
 

@@ -17,6 +17,7 @@ _MOVED = {
     "layout.packed": "layout",
     "layout.padded": "layout",
     "micro_batch": "plan",
+    "model_config": "models",
     "second_work": "recipe",
     "segments": "ragged",
     "topology": "recipe",

@@ -27,34 +27,31 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.core.layout import Padded
 from evenstep.core.ragged import FloatArray, IntArray, divided_up, rounded_up, sum_by
 
 if TYPE_CHECKING:
-    from evenstep.core.layout import Packed, Padded
     from evenstep.core.recipe import Recipe
-
-BoolArray: TypeAlias = NDArray[np.bool_]
 
 # Rounding errors of a sum of floats, with a margin.
 _SLACK = 1e-9
 
 # Packs ---------------------------------------------------------------------------------------
 
-_PARTS = (1, 2, 3, 4)
-_TINY = 1 / 32  # an item of this share of a pack hardly keeps another out
-_RESOLUTION = 2**30  # integer resolution of a limit that is not an integer
+_PARTS = np.array([1.0, 2, 3, 4])[:, None, None]
+_TINY = 1 / 32  # an item of this share of a pack rarely keeps another out
 
 
-def packs_of_first(sizes: FloatArray, capacity: FloatArray) -> IntArray:
+def packs_of_first(sizes: NDArray[Any], capacity: FloatArray | float) -> IntArray:
     """A lower bound on the packs that hold the first i + 1 items of a row, for each i.
 
-    `capacity` is a column, one per row; no size exceeds it. The largest of these counts, and of
-    those of fewer items, for a capacity of 1:
+    No size exceeds the capacity: a number, or a column of one per row. The largest of these counts,
+    and of those of fewer items, for a capacity of 1:
 
     volume   the sizes divided by the capacity, rounded up
     parts    for k = 1, 2, 3, 4 let w = ceil((k + 1) * size) - 1. In a pack, the sum of w is less
@@ -62,94 +59,80 @@ def packs_of_first(sizes: FloatArray, capacity: FloatArray) -> IntArray:
              at most k. The packs are at least the sum of w over all items, divided by k. For k = 1
              these are the items over half.
     conflict let t be the smallest size so far. Items over 1 - t share a pack with none of the
-             items; the others need at least their volume, and one pack for each item over half.
+             items; the others need at least their volume, and one pack for each item over half. If
+             sizes descend, this is the L2 bound of Martello and Toth.
 
-    >>> packs_of_first(np.array([[6.0, 6, 5, 3]]), np.array([[10.0]])).tolist()
+    >>> packs_of_first(np.array([[6, 6, 5, 3]]), 10).tolist()
     [[1, 2, 3, 3]]
     """
-    share = sizes / capacity
-    volume = np.cumsum(share, axis=1)
-    packs = np.ceil(volume - _SLACK)
-    # Parts. Items up to a fifth of a pack weigh nothing for any k, so later columns are left out.
-    wide = _columns(share > 1 / (_PARTS[-1] + 1))
-    large = np.zeros_like(share)  # how many of the first items exceed half a pack
-    for parts in _PARTS:
-        weight = np.maximum(np.ceil((parts + 1) * share[:, :wide] - _SLACK) - 1, 0)
-        weights = np.cumsum(weight, axis=1)
-        np.maximum(packs[:, :wide], np.ceil(weights / parts - _SLACK), out=packs[:, :wide])
-        if parts == 1 and wide:
-            large[:, :wide], large[:, wide:] = weights, weights[:, -1:]
-    # Conflicts. `least` descends: no item so far is smaller than its entry.
-    least = np.minimum.accumulate(share, axis=1)
-    end = _columns(least > _TINY)
-    conflict = _conflicts(least[:, :end], volume[:, :end], large[:, :end])
-    np.maximum(packs[:, :end], conflict, out=packs[:, :end])
+    share, total = sizes / capacity, _totals(sizes)
+    packs = np.ceil(total[:, 1:] / capacity - _SLACK)
+    # Parts x rows x items. Items up to a fifth weigh nothing for any k.
+    heavy = np.flatnonzero((share > 1 / 5).any(axis=0))
+    weight = np.maximum(np.ceil((_PARTS + 1) * share[:, heavy] - _SLACK) - 1, 0)
+    weights = np.ceil(np.cumsum(weight, axis=2) / _PARTS - _SLACK)
+    packs[:, heavy] = np.maximum(packs[:, heavy], weights.max(axis=0))
+    if weight[0].any():
+        # Conflicts. `least` descends: no item so far is smaller than its entry.
+        least = np.minimum.accumulate(share, axis=1)
+        end = np.count_nonzero((least > _TINY).any(axis=0))
+        least, large = least[:, :end], _totals(2 * share[:, :end] > 1 + _SLACK)
+        wide = _rank_among(-least, least - 1 - _SLACK)  # items over 1 - least
+        wide = np.minimum(wide, np.arange(1, end + 1))
+        volume, halves = (
+            part[:, 1 : end + 1] - np.take_along_axis(part, wide, axis=1) for part in (total, large)
+        )
+        rest = np.maximum(halves, np.ceil(volume / capacity - _SLACK))
+        packs[:, :end] = np.maximum(packs[:, :end], wide + rest)
     return np.maximum.accumulate(packs, axis=1).astype(np.int64)
 
 
-def _columns(rows: BoolArray) -> int:
-    """How many columns there are up to the last one with an entry that is true."""
-    columns = np.flatnonzero(rows.any(axis=0))
-    return int(columns[-1]) + 1 if len(columns) else 0
-
-
-def _conflicts(least: FloatArray, volume: FloatArray, large: FloatArray) -> FloatArray:
-    """The packs of items that share a pack with no item so far, and those that the rest need.
-
-    Columns of the first i + 1 items: the least size, the sum of sizes, how many exceed half.
-    """
-    index = np.arange(1, least.shape[1] + 1)
-    wide = np.minimum(_rank_among(-least, least - 1 - _SLACK), index)  # items over 1 - least
-    volume_of_wide = np.take_along_axis(_zero_first(volume), wide, axis=1)
-    large_of_wide = np.take_along_axis(_zero_first(large), wide, axis=1)
-    rest = np.maximum(large - large_of_wide, np.ceil(volume - volume_of_wide - _SLACK))
-    return np.asarray(wide + rest)
-
-
-def pack_bound(sizes: NDArray[np.integer], capacity: int) -> int:
-    """A lower bound on the packs of `capacity` that hold items of these sizes.
+def pack_bound(sizes: NDArray[Any], capacity: float) -> int:
+    """A lower bound on the packs of `capacity` that hold items of these sizes; 0 is no item.
 
     An item that can share a pack with at most one other is paired with the largest that fits, which
-    is optimal, and set aside. For the rest, the L2 bound of Martello and Toth is used.
+    is optimal, and set aside. For the rest, `packs_of_first` holds.
 
     >>> pack_bound(np.array([6, 6, 6]), 10), pack_bound(np.array([5, 5, 4]), 10)
     (3, 2)
     """
-    ordered = np.sort(sizes).astype(np.int64)
-    fixed, best = 0, _l2(ordered, capacity)
+    ordered = np.sort(sizes[sizes > 0]).astype(np.float64)
+    room = capacity * (1 + 2 * _SLACK)  # what fits up to rounding fits
+    fixed = best = 0
     while len(ordered):
-        packs, rest = _set_aside(ordered, capacity)
+        best = max(best, fixed + int(packs_of_first(ordered[None, ::-1], room)[0, -1]))
+        packs, ordered = _set_aside(ordered, room)
         if packs == 0:
             break
-        fixed, ordered = fixed + packs, rest
-        best = max(best, fixed + _l2(ordered, capacity))
-    return best
+        fixed += packs
+    return max(best, fixed)
 
 
-def pack_bounds(sizes: IntArray, capacity: int, packs: IntArray) -> IntArray:
-    """`pack_bound` of each row, and 1 for each size over the capacity. A size of 0 is no item.
+def pack_bounds(sizes: IntArray, capacity: int, packs: IntArray | None = None) -> IntArray:
+    """`pack_bound` of each row, which descends, and 1 for each size over the capacity.
 
-    `packs` is `packs_of_first` of the sizes, up to the capacity.
+    `packs` is `packs_of_first` of the sizes up to the capacity, if it is known.
     """
-    bound = packs.max(axis=1, initial=0)
     sizes = np.minimum(sizes, capacity)
+    packs = packs_of_first(sizes, capacity) if packs is None else packs
+    bound = packs.max(axis=1, initial=0)
     # Setting pairs aside can help where an item has room for exactly one of the smallest.
     least = np.where(sizes > 0, sizes, capacity).min(axis=1, initial=capacity)[:, None]
     pairs = (2 * sizes > capacity) & (sizes > capacity - 2 * least) & (sizes <= capacity - least)
     for row in np.flatnonzero(pairs.any(axis=1)).tolist():
-        bound[row] = max(int(bound[row]), pack_bound(sizes[row][sizes[row] > 0], capacity))
+        bound[row] = max(int(bound[row]), pack_bound(sizes[row], capacity))
     return np.asarray(bound, np.int64)
 
 
-def _set_aside(ordered: IntArray, capacity: int) -> tuple[int, IntArray]:
+def _set_aside(ordered: FloatArray, capacity: float) -> tuple[int, FloatArray]:
     """(packs of large items with their best single partner, the other sizes).
 
     capacity 10, sizes [3, 4, 6, 9] -> 9 alone, 6 with 4: 2 packs, and [3] remains
     """
-    smallest = int(ordered[0])
     # Over half, and with no room for two of the smallest.
-    large = int(np.searchsorted(ordered, max(capacity // 2, capacity - 2 * smallest), "right"))
-    waiting: list[int] = []
+    least = max(capacity / 2, capacity - 2 * float(ordered[0]))
+    large = int(np.searchsorted(ordered, least, "right"))
+    waiting: list[float] = []
     small = ordered[:large].tolist()
     at = 0
     for size in ordered[large:][::-1].tolist():
@@ -158,31 +141,7 @@ def _set_aside(ordered: IntArray, capacity: int) -> tuple[int, IntArray]:
             at += 1
         if waiting:
             waiting.pop()
-    return len(ordered) - large, np.array(waiting + small[at:], np.int64)
-
-
-def _l2(ordered: IntArray, capacity: int) -> int:
-    """The L2 bound, over all thresholds t.
-
-    Items over capacity - t share no pack with items of t or more, and two items over half share no
-    pack. Items between t and half that do not fit with these need further packs.
-    """
-    if len(ordered) == 0:
-        return 0
-    total = np.zeros(len(ordered) + 1, np.int64)
-    np.cumsum(ordered, out=total[1:])
-    half = int(np.searchsorted(ordered, capacity // 2, "right"))
-    # Thresholds: 0, and each size that occurs up to half the capacity.
-    first = np.concatenate(([0], np.flatnonzero(np.diff(ordered[:half])) + 1))
-    threshold = ordered[first]
-    threshold[0] = 0
-    wide = np.searchsorted(ordered, capacity - threshold, "right")  # where items over C - t begin
-    large = wide - half  # over half, up to capacity - t
-    room = large * capacity - (total[wide] - total[half])
-    middle = total[half] - total[np.minimum(first, half)]
-    extra = np.maximum(0, divided_up(middle - room, capacity))
-    bound = (len(ordered) - wide) + large + extra
-    return int(max(bound.max(), divided_up(int(total[-1]), capacity)))
+    return len(ordered) - large, np.array(waiting + small[at:], np.float64)
 
 
 def bins_bound(taken: FloatArray, caps: FloatArray) -> int:
@@ -197,44 +156,17 @@ def bins_bound(taken: FloatArray, caps: FloatArray) -> int:
     >>> bins_bound(np.array([[10.0, 0.0], [1.0, 3.0], [1.0, 3.0]]), np.array([10.0, 4.0]))
     3
     """
-    single = _shares_with_none(taken, caps)
-    rest = taken[~single]
-    least = (_column_bound(rest[:, d], float(cap)) for d, cap in enumerate(caps))
-    return int(single.sum()) + max(least, default=0)
-
-
-def _shares_with_none(taken: FloatArray, caps: FloatArray) -> BoolArray:
-    """Which items can share a bin with no other item, by one limit or by two together.
-
-    For limits a and b: of the items that fit beside it by a, the one that takes least of b is
-    still too much.
-    """
     single = (taken > caps).any(axis=1)
+    room = caps * (1 + 2 * _SLACK) - taken
     for a, b in combinations(range(len(caps)), 2):
+        # Of the items that fit beside it by limit a, the one that takes least of b is too much.
         order = np.argsort(taken[:, a], kind="stable")
         least = np.concatenate(([np.inf], np.minimum.accumulate(taken[order, b])))
-        room = caps * (1 + 2 * _SLACK) - taken
         beside = np.searchsorted(taken[order, a], room[:, a], "right")
         single |= least[beside] > room[:, b]
-    return np.asarray(single, np.bool_)
-
-
-def _column_bound(column: FloatArray, cap: float) -> int:
-    """A lower bound on bins that hold `cap` of this column each; no entry exceeds the cap.
-
-    Numbers that are not integers are rounded down to shares of the cap, so that what fits still
-    fits.
-    """
-    column = column[column > 0]
-    if len(column) == 0:
-        return 0
-    whole = cap == np.floor(cap) and (column == np.floor(column)).all()
-    if whole and max(cap, column.sum()) < 2**53:
-        return pack_bound(column.astype(np.int64), int(cap))
-    share = column / (cap * (1 + 2 * _SLACK))
-    parts = np.floor(share * _RESOLUTION).astype(np.int64)
-    volume = int(np.ceil(share.sum() * (1 - 2 * _SLACK)))
-    return max(pack_bound(parts[parts > 0], _RESOLUTION), volume)
+    rest = taken[~single]
+    bounds = [pack_bound(rest[:, d], cap) for d, cap in enumerate(caps.tolist())]
+    return int(single.sum()) + max(bounds, default=0)
 
 
 def row_bound(most: NDArray[np.integer]) -> int:
@@ -259,7 +191,6 @@ def row_bound(most: NDArray[np.integer]) -> int:
 _FEW = 5  # items per rank up to which counting packs of the bound's size can raise the bound
 _HALVINGS = 14
 _PRICES = 12
-_ENTRIES = 1 << 22  # of an array of steps x prices x items
 _LEVELS, _ROUNDS = 32, 4
 
 
@@ -279,28 +210,25 @@ def makespans(costs: FloatArray, ranks: int) -> FloatArray:
     count = costs.shape[1]
     if count == 0 or ranks == 1:
         return np.asarray(costs.sum(axis=1), np.float64)
-    if not _descends(costs):
-        costs = -np.sort(-costs, axis=1)
-    total = _zero_first(np.cumsum(costs, axis=1))
+    costs = -np.sort(-costs, axis=1)
+    total = _totals(costs)
     shared = np.arange((count - 1) // ranks + 1)
     crowd = total[:, ranks * shared + 1] - total[:, ranks * shared - shared]
     bound: FloatArray = np.maximum(total[:, -1] / ranks, crowd.max(axis=1))
-    if not ranks < count <= _FEW * ranks:
-        return bound
-
-    def too_low(load: FloatArray) -> BoolArray:
-        capacity = np.maximum(load, np.finfo(np.float64).tiny)[:, None]
-        return np.asarray(packs_of_first(costs, capacity)[:, -1] > ranks)
-
-    # Bisect for the greatest load at which the items need more packs than there are ranks.
-    low, high = bound, 1.5 * bound
-    if not too_low(low * (1 + 1e-6)).any():
-        return bound
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        above = too_low(middle)
-        low, high = np.where(above, middle, low), np.where(above, high, middle)
-    return low
+    # Where items are few, bisect for the greatest load at which they need more packs than there are
+    # ranks, unless a load just above the bound is enough in each of these steps.
+    filled = np.count_nonzero(costs, axis=1)
+    few = (ranks < filled) & (filled <= _FEW * ranks)
+    costs, low, high = costs[few, : _FEW * ranks], bound[few], 1.5 * bound[few]
+    for halving in range(_HALVINGS + 1 if few.any() else 0):
+        middle = (low + high) / 2 if halving else low * (1 + 1e-6)
+        above = packs_of_first(costs, middle[:, None])[:, -1] > ranks
+        if halving:
+            low, high = np.where(above, middle, low), np.where(above, high, middle)
+        elif not above.any():
+            break
+    bound[few] = low
+    return bound
 
 
 def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
@@ -313,16 +241,12 @@ def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
 
 
 def lock_steps(
-    sizes: IntArray,
-    costs: FloatArray,
-    capacity: int,
-    ranks: int,
-    packs: IntArray | None = None,
+    sizes: IntArray, costs: FloatArray, capacity: int, ranks: int, packs: IntArray | None = None
 ) -> FloatArray:
     """A lower bound on the sum over waves of the most expensive pack, for each row of items.
 
     Missing items have size and cost 0. An item over the capacity is alone in its pack. The number
-    of waves is free. `packs` is `packs_of_first` of these items if costs descend.
+    of waves is free. `packs` is `packs_of_first` of the sizes up to the capacity, if it is known.
 
     Proof. Let P[1] >= P[2] >= ... be the costs of the packs. The first (j - 1) * ranks + 1 of them
     lie in at least j waves, so the j-th slowest wave takes at least G[j] = P[(j - 1) * ranks + 1],
@@ -358,107 +282,49 @@ def lock_steps(
     total = costs.sum(axis=1)
     if ranks == 1 or not total.any():
         return np.asarray(total / ranks, np.float64)
-    size = np.minimum(sizes, capacity).astype(np.float64)
-    if not _descends(costs):
-        packs = None
-        order = np.argsort(-costs, axis=1, kind="stable")
-        size, costs = (np.take_along_axis(part, order, axis=1) for part in (size, costs))
-    if packs is None:
-        packs = packs_of_first(size, np.full((len(size), 1), float(capacity)))
-    level = np.repeat(_wave_starts(packs, costs, ranks), ranks, axis=1)
-    waiting = _waiting(size, costs, float(capacity), level)
-    return np.asarray((total + waiting) / ranks, np.float64)
-
-
-def lock_step_bound(
-    sizes: NDArray[np.integer], costs: NDArray[np.floating], capacity: int, ranks: int
-) -> float:
-    """`lock_steps` of one step.
-
-    >>> lock_step_bound(np.array([10, 1, 1, 1]), np.array([100.0, 1, 1, 1]), 10, 2)
-    100.0
-    """
-    row = np.asarray(sizes, np.int64)[None, :], np.asarray(costs, np.float64)[None, :]
-    return float(lock_steps(*row, capacity, ranks)[0])
-
-
-def _wave_starts(packs: IntArray, costs: FloatArray, ranks: int) -> FloatArray:
-    """L of each wave; 0 where a step has no further wave.
-
-    packs [[1, 2, 3]] of costs [[9, 8, 7]] on 2 ranks -> [[9, 7]]
-    """
-    first = np.arange(1.0, int(packs.max()) + 1, ranks)  # the first pack of each wave
+    size, by_cost = _by(costs, np.minimum(sizes, capacity), costs)
+    if packs is None or by_cost is not costs:
+        packs, costs = packs_of_first(size, capacity), by_cost
+    # L of each wave, 0 where a step has no further wave.
+    # packs [[1, 2, 3]] of costs [[9, 8, 7]] on 2 ranks: waves start with packs 1 and 3 -> [[9, 7]]
+    first = np.arange(1.0, int(packs.max()) + 1, ranks)
     at = _rank_among(packs.astype(np.float64), np.broadcast_to(first, (len(packs), len(first))))
-    last = packs.shape[1] - 1
-    return np.where(at > last, 0.0, np.take_along_axis(costs, np.minimum(at, last), axis=1))
+    level = np.take_along_axis(np.column_stack((costs, np.zeros(len(costs)))), at, axis=1)
+    waiting = _waiting(
+        size.astype(np.float64), costs, float(capacity), np.repeat(level, ranks, axis=1)
+    )
+    return np.asarray((total + waiting) / ranks, np.float64)
 
 
 def _waiting(size: FloatArray, costs: FloatArray, capacity: float, level: FloatArray) -> FloatArray:
     """What ranks wait at least, summed over ranks. `level[:, k]` is L of the wave of pack k."""
+    size, costs = _by(size, size, costs)
     small = 2 * size <= capacity
     rate = np.divide(costs, size, out=np.zeros_like(costs), where=small & (size > 0))  # per slot
-    prices, paid = _prices(size, costs, rate, small)
+    # Prices to try: 0, and the cost per slot of a few small items, more of the densest than of
+    # others; and what all small items pay at each of them.
+    rates, paying, slots = _by(rate, rate, np.where(small, costs, 0.0), size)
+    places = np.unique(np.geomspace(1, size.shape[1], _PRICES).astype(np.int64)) - 1
+    prices, paying = rates[:, places], _totals(paying)
+    paid = paying[:, places + 1] - prices * _totals(slots)[:, places + 1]
+    prices = np.column_stack((np.zeros(len(prices)), prices))
+    paid = np.column_stack((paying[:, -1], paid))
+    # d of what fits beside each item. Large items come first, one pack each, and small ones reach
+    # the further the larger they are, so items after all packs are left out.
     packs = level.shape[1]
-    # Where sizes descend, large items come first, one pack each, and items after all packs reach no
-    # further than these.
-    items = slice(packs + 1 if _descends(size) else None)
-    fits = np.where(small[:, items], size[:, items], capacity - size[:, items])
-    densest = _densest(size, rate, fits)
-    room = np.where(small[:, items], capacity, fits)
-    fixed = np.where(small[:, items], 0.0, costs[:, items])
-    best = np.zeros(len(size))
-    together = max(1, _ENTRIES // max(room.size, 1))  # prices at a time
-    for at in range(0, prices.shape[1], together):
-        now = slice(at, at + together)
-        # Steps x prices x items: the reach of each item, then U, its greatest from there on.
-        reach = np.minimum(prices[:, now, None], densest[:, None])
-        reach *= room[:, None]
-        reach += fixed[:, None]
-        reach = np.maximum.accumulate(reach[:, :, ::-1], axis=2)[:, :, ::-1][:, :, :packs]
-        short = np.maximum(level[:, None, : reach.shape[2]] - reach, 0).sum(axis=2)
-        short += level[:, None, reach.shape[2] :].sum(axis=2)  # packs without an item of their own
-        np.maximum(best, (short - paid[:, now]).max(axis=1), out=best)
-    return best
-
-
-def _densest(size: FloatArray, rate: FloatArray, fits: FloatArray) -> FloatArray:
-    """The greatest cost per slot of the small items whose size is at most `fits`."""
-    if _descends(size):
-        size, rate = size[:, ::-1], rate[:, ::-1]
-    else:
-        order = np.argsort(size, axis=1)
-        size, rate = (np.take_along_axis(part, order, axis=1) for part in (size, rate))
-    table = np.maximum.accumulate(rate, axis=1)
-    at = _rank_among(size, fits + 0.5) - 1  # sizes are integers
-    return np.where(at < 0, 0.0, np.take_along_axis(table, np.maximum(at, 0), axis=1))
-
-
-def _prices(
-    size: FloatArray, costs: FloatArray, rate: FloatArray, small: BoolArray
-) -> tuple[FloatArray, FloatArray]:
-    """(prices per slot to try, what all small items pay at each of them).
-
-    The prices are 0 and the costs per slot of a few small items, more of the densest than of
-    others.
-    """
-    key = np.where(small, rate, np.inf)  # large items come first, then the densest
-    if not _descends(key):
-        order = np.argsort(-key, axis=1)
-        key, size, costs = (np.take_along_axis(part, order, axis=1) for part in (key, size, costs))
-    last = size.shape[1] - 1
-    large = (~small).sum(axis=1, keepdims=True)
-    steps = np.unique(np.geomspace(1, last + 1, _PRICES).astype(np.int64)) - 1
-    at = np.minimum(large + steps, last)
-    price = np.take_along_axis(key, at, axis=1)
-    price[np.isinf(price)] = 0.0  # no item is small
-    price = np.column_stack((np.zeros(len(price)), price))
-    at = np.column_stack((np.full(len(at), last), at))
-    total = _zero_first(np.cumsum(costs, axis=1)), _zero_first(np.cumsum(size, axis=1))
-    cost, slots = (
-        np.take_along_axis(part, at + 1, axis=1) - np.take_along_axis(part, large, axis=1)
-        for part in total
-    )
-    return price, np.where(large > last, 0.0, cost - price * slots)
+    small, costs = small[:, : packs + 1], costs[:, : packs + 1]
+    fits = np.where(small, size[:, : packs + 1], capacity - size[:, : packs + 1])
+    up_to = np.zeros((rate.shape[0], rate.shape[1] + 1))
+    up_to[:, :-1] = np.maximum.accumulate(rate[:, ::-1], axis=1)[:, ::-1]
+    beside = np.take_along_axis(up_to, _rank_among(-size, -fits - 0.5), axis=1)  # whole sizes
+    # Steps x prices x items: the reach of each item, then U, its greatest from there on.
+    reach = np.minimum(prices[:, :, None], beside[:, None])
+    reach *= np.where(small, capacity, fits)[:, None]
+    reach += np.where(small, 0.0, costs)[:, None]
+    reach = np.maximum.accumulate(reach[:, :, ::-1], axis=2)[:, :, ::-1][:, :, :packs]
+    short = np.maximum(level[:, None, : reach.shape[2]] - reach, 0).sum(axis=2)
+    short += level[:, None, reach.shape[2] :].sum(axis=2)  # packs without an item of their own
+    return np.asarray(np.maximum((short - paid).max(axis=1), 0.0), np.float64)
 
 
 def cut_times(
@@ -546,11 +412,11 @@ def _one_wave(costs: FloatArray, fits: IntArray, ranks: int) -> FloatArray:
     return np.asarray(low, np.float64)
 
 
-def _zero_first(rows: FloatArray) -> FloatArray:
-    """The rows with a 0 before the first entry."""
-    longer = np.zeros((rows.shape[0], rows.shape[1] + 1))
-    longer[:, 1:] = rows
-    return longer
+def _totals(rows: NDArray[np.generic]) -> FloatArray:
+    """The sum of the first i entries of each row: [[3, 1, 2]] -> [[0, 3, 4, 6]]."""
+    totals = np.zeros((rows.shape[0], rows.shape[1] + 1))
+    np.cumsum(rows, axis=1, out=totals[:, 1:])
+    return totals
 
 
 def _rank_among(ordered: FloatArray, values: FloatArray) -> IntArray:
@@ -565,9 +431,12 @@ def _rank_among(ordered: FloatArray, values: FloatArray) -> IntArray:
     return np.array(ranks, np.int64).reshape(values.shape)
 
 
-def _descends(rows: FloatArray) -> bool:
-    """Whether every row descends."""
-    return bool((rows[:, 1:] <= rows[:, :-1]).all())
+def _by(key: NDArray[Any], *parts: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """The parts in the order in which each row of `key` descends; themselves if it does."""
+    if (key[:, 1:] <= key[:, :-1]).all():
+        return parts
+    order = np.argsort(-key, axis=1, kind="stable")
+    return tuple(np.take_along_axis(part, order, axis=1) for part in parts)
 
 
 # One step ----------------------------------------------------------------------------------------
@@ -592,17 +461,17 @@ class Floor(NamedTuple):
 class StepFloor:
     """The units of steps, and the least time of any plan of them.
 
-    size      the aligned slots of each unit: a segment, or a group that shares a micro-batch
+    size      the slots of each unit: a segment or a group, aligned; a padded row, at its width
     count     its segments
     attended  its cost that does not depend on padding: pairs and segments
     work      what it costs without padding
     second    its second work, or None
 
-    All are steps x units; missing units have size 0 and cost nothing. `aligned` are the aligned
-    lengths of one step's segments, or steps x segments, each row descending. For one step,
-    `unit_of` is the unit of each segment, by default a unit each, and `second` the second work of
-    each unit in the unit of the cost. Rows of a padded layout are segments, also where groups share
-    a micro-batch.
+    All are steps x units, the largest units first; missing units have size 0 and cost nothing.
+    `aligned` are the aligned lengths of segments. `unit_of` is the unit of each, by default a unit
+    each; `starts` is where each step starts and the last ends, by default one step. `second` is the
+    second work of each unit, in the unit of the cost. Rows of a padded layout are segments, also
+    where groups share a micro-batch.
 
     >>> from evenstep import Packed, Recipe, Topology
     >>> recipe = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
@@ -616,24 +485,43 @@ class StepFloor:
         aligned: IntArray,
         unit_of: IntArray | None = None,
         second: FloatArray | None = None,
+        starts: IntArray | None = None,
     ) -> None:
-        self.recipe, self.second = recipe, None if second is None else second[None]
-        alone = unit_of is not None and int(unit_of.max(initial=-1)) + 1 == len(unit_of)
-        if alone or recipe.layout.segments_per_row is not None:
-            unit_of = None  # each segment is a unit
-        if unit_of is None and second is None:
-            # Largest first, as bounds would otherwise sort them one by one.
-            self.size = aligned if aligned.ndim == 2 else -np.sort(-aligned)[None]
-            self.count = (self.size > 0).astype(np.int64)
-            self.attended = self._attended(self.size) * self.count
-        else:
-            unit_of = np.arange(len(aligned)) if unit_of is None else unit_of
-            units = int(unit_of.max(initial=-1)) + 1
-            self.size = sum_by(unit_of, aligned, units).astype(np.int64)[None]
-            self.count = np.bincount(unit_of, minlength=units)[None]
-            self.attended = sum_by(unit_of, self._attended(aligned), units)[None]
-        self.work = recipe.cost.per_token * self.size + self.attended
-        self._packs: dict[int, IntArray] = {}
+        self.recipe, layout, cost = recipe, recipe.layout, recipe.cost
+        if unit_of is None or layout.segments_per_row is not None:
+            unit_of = np.arange(len(aligned))  # each segment is a unit
+        # The units in rows, one for each step, from the largest down.
+        units = int(unit_of.max(initial=-1)) + 1
+        size = sum_by(unit_of, aligned, units).astype(np.int64)
+        starts = np.array([0, len(aligned)]) if starts is None else starts
+        step = np.zeros(units, np.int64)
+        step[unit_of] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        in_step = np.bincount(step, minlength=len(starts) - 1)
+        by_step = np.argsort(step, kind="stable")
+        present = np.arange(in_step.max(initial=0)) < in_step[:, None]
+        length = aligned.astype(np.float64)  # a square may not fit 64 bits
+        attended = cost.per_pair * length * length + cost.per_segment
+        columns = [size, np.bincount(unit_of, minlength=units), sum_by(unit_of, attended, units)]
+        rows: list[NDArray[Any]] = []
+        for column in columns if second is None else [*columns, second]:
+            rows.append(np.zeros(present.shape, column.dtype))
+            rows[-1][present] = column[by_step]
+        rows = list(_by(rows[0], *rows))
+        self.size, self.count, self.attended = rows[:3]
+        self.second = None if second is None else rows[3]
+        self.work = cost.per_token * self.size + self.attended
+        if isinstance(layout, Padded):
+            self.size = layout.step_widths(recipe, self.size) * self.count
+            self.work = np.where(self.count > 0, cost.of_lengths(self.size), 0.0)
+        unit, budget = recipe.width_unit, layout.budget
+        self.slots = None if budget is None else budget // unit * unit  # of a micro-batch
+        self.packs: IntArray | None = None  # that hold the first units
+        if self.slots is not None:
+            self.packs = packs_of_first(np.minimum(self.size, self.slots), self.slots)
+        # What does not depend on the number of micro-batches.
+        self.mean = self.work.sum(axis=1) / recipe.topology.dp
+        self.share = makespans(self.work, recipe.topology.dp)
+        self.waves = self._in_waves(self.work)
 
     def time(self, per_rank: int = 1) -> float:
         """The least time of one step if each rank runs at least `per_rank` micro-batches."""
@@ -641,7 +529,10 @@ class StepFloor:
 
     def times(self, per_rank: IntArray) -> tuple[FloatArray, list[str]]:
         """(the least time of each step, what binds); each rank runs at least `per_rank`."""
-        by_name = self.recipe.layout.least_times(self, per_rank)
+        calls = per_rank * self.recipe.cost.per_micro_batch
+        padded = isinstance(self.recipe.layout, Padded)
+        by_name = self._padded_times(per_rank) if padded else self._packed_times(per_rank)
+        by_name = {"mean": self.mean + calls, "share": self.share + calls, **by_name}
         names, bounds = list(by_name), np.stack(list(by_name.values()))
         time = bounds.max(axis=0)
         binds = [names[at] for at in (bounds >= time * _EQUAL).argmax(axis=0).tolist()]
@@ -652,37 +543,11 @@ class StepFloor:
         binds = ["second" if above else name for above, name in zip(more, binds, strict=True)]
         return time + self.second_time, binds
 
-    def packs_of_first(self, capacity: int) -> IntArray:
-        """`packs_of_first` of these units; a larger one fills a pack."""
-        if capacity not in self._packs:
-            size = np.minimum(self.size, capacity).astype(np.float64)
-            self._packs[capacity] = packs_of_first(size, np.full((len(size), 1), float(capacity)))
-        return self._packs[capacity]
-
-    # Times that do not depend on the number of micro-batches, measured once.
-
-    @cached_property
-    def share(self) -> FloatArray:
-        """The least time of the work where ranks wait once per step."""
-        return makespans(self.work, self.recipe.topology.dp)
-
-    @cached_property
-    def waves(self) -> FloatArray:
-        """The least time of the work where ranks wait in every wave; 0 where they do not."""
-        return self._in_waves(self.work)
-
     @cached_property
     def attention(self) -> FloatArray:
         """The least time of what does not depend on padding."""
         least = makespans(self.attended, self.recipe.topology.dp)
         return np.maximum(least, self._in_waves(self.attended))
-
-    @cached_property
-    def widest(self) -> FloatArray:
-        """The least sum over waves of the slots of the widest micro-batch."""
-        size = self.size.astype(np.float64)
-        least = makespans(size, self.recipe.topology.dp)
-        return np.maximum(least, self._in_waves(size, always=True))
 
     @cached_property
     def second_time(self) -> FloatArray:
@@ -692,139 +557,109 @@ class StepFloor:
         return np.maximum(least, self._in_waves(self.second))
 
     def _in_waves(self, work: FloatArray, *, always: bool = False) -> FloatArray:
-        """`lock_steps` of this work, by each limit of a micro-batch that adds up over its units.
+        """The least time of this work where ranks wait in every wave; 0 where they do not.
 
-        A micro-batch of several rows counts as one pack of all their slots.
+        `lock_steps` by each limit of a micro-batch that adds up over its units. A micro-batch of
+        several packed rows counts as one pack of all their slots. A padded one is no wider than its
+        rows need, so these fit into a pack of all its slots, and it costs at least what they cost.
         """
         least = np.zeros(len(work))
         if self.recipe.sync_every != "micro_batch" and not always:
             return least
-        layout, ranks = self.recipe.layout, self.recipe.topology.dp
-        capacity = layout.capacity(self.recipe)
-        if capacity is not None:
-            capacity *= layout.packs_per_micro_batch
-            packs = self.packs_of_first(capacity)
-            least = lock_steps(self.size, work, capacity, ranks, packs)
-        if layout.samples is not None:
-            by_count = lock_steps(self.count, work, layout.samples, ranks)
-            least = np.maximum(least, by_count)
+        ranks, samples = self.recipe.topology.dp, self.recipe.layout.samples
+        if self.slots is not None:
+            least = lock_steps(self.size, work, self.slots, ranks, self.packs)
+        if samples is not None:
+            least = np.maximum(least, lock_steps(self.count, work, samples, ranks))
         return least
 
-    def _attended(self, aligned: IntArray) -> FloatArray:
-        length = aligned.astype(np.float64)  # a square may not fit 64 bits
-        return self.recipe.cost.per_pair * length * length + self.recipe.cost.per_segment
+    def _packed_times(self, per_rank: IntArray) -> dict[str, FloatArray]:
+        """The bounds on packed steps that depend on the number of micro-batches, by name."""
+        recipe, layout, cost, size = self.recipe, self.recipe.layout, self.recipe.cost, self.size
+        unit, ranks, fixed = recipe.width_unit, recipe.topology.dp, layout.pad_to is not None
+        one_width = recipe.topology.equal_widths and not fixed
+        calls = per_rank * cost.per_micro_batch
+        # The least slots of a micro-batch: those of an empty one, or of the step's one shape.
+        least = np.full(len(size), layout.least_slots if fixed else unit)
+        if one_width:
+            least = layout.widths(size.max(axis=1, initial=0), unit)
+        empty = cost.per_token * least
+        # The fewest slots of all micro-batches: units that are over-long, alone, and the others.
+        alone = layout.widths(size, unit)
+        long = np.zeros(size.shape, bool) if recipe.capacity is None else size > recipe.capacity
+        tokens = rounded_up(np.where(long, 0, size).sum(axis=1), unit)
+        spare = np.maximum(0, ranks * per_rank - (size > 0).sum(axis=1))  # these are empty
+        shared = np.maximum(tokens + spare * least, (ranks * per_rank - long.sum(axis=1)) * least)
+        slots = np.where(long, alone, 0).sum(axis=1) + shared
+        if fixed:
+            slots = ranks * per_rank * least
+        shape = (cost.per_token * slots + self.attended.sum(axis=1)) / ranks
+        if fixed:
+            shape = np.maximum(shape, per_rank * empty + self.attention)
+        # One unit in a micro-batch by itself; the other micro-batches of its rank are empty.
+        widths = np.maximum(alone, least[:, None])
+        costs = np.where(size > 0, cost.per_token * widths + self.attended, empty[:, None])
+        sample = costs.max(axis=1, initial=0) + (per_rank - 1) * empty
+        times = {"shape": shape + calls, "sample": sample + calls, "waves": self.waves + calls}
+        if one_width:
+            times["widths"] = self._one_width(per_rank) + self.attention
+        if recipe.equal_tokens:
+            slots_of_waves = np.maximum(
+                makespans(size * 1.0, ranks), self._in_waves(size * 1.0, always=True)
+            )
+            times["widths"] = cost.per_token * slots_of_waves + self.attention + calls
+        return times
 
+    def _one_width(self, per_rank: IntArray) -> FloatArray:
+        """What the slots and the number of micro-batches cost where all have one width.
 
-def packed_times(layout: Packed, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
-    """The bounds on the time of packed steps, by name. Each rank runs at least `per_rank`."""
-    recipe, cost, ranks = units.recipe, units.recipe.cost, units.recipe.topology.dp
-    calls = per_rank * cost.per_micro_batch
-    least = _least_slots(layout, units)
-    empty = cost.per_token * least
-    widths = np.maximum(layout.widths(units.size, recipe.width_unit), least[:, None])
-    alone = np.where(units.size > 0, cost.per_token * widths + units.attended, empty[:, None])
-    slots = _fewest_slots(layout, units, per_rank, least)
-    times = {
-        "mean": units.work.sum(axis=1) / ranks,
-        "share": units.share,
-        "shape": (cost.per_token * slots + units.attended.sum(axis=1)) / ranks,
-        "sample": alone.max(axis=1, initial=0) + (per_rank - 1) * empty,
-        "waves": units.waves,
-    }
-    if layout.pad_to is not None:
-        times["shape"] = np.maximum(times["shape"], per_rank * empty + units.attention)
-    times = {name: time + calls for name, time in times.items()}
-    if layout.pad_to is None and recipe.topology.equal_widths:
-        times["widths"] = _one_width(layout, units, per_rank) + units.attention
-    if recipe.equal_tokens:
-        times["widths"] = cost.per_token * units.widest + units.attention + calls
-    return times
+        For k micro-batches per rank, the width is at least the largest unit, the mean of all
+        k * ranks micro-batches, and what units use that must share one. The least over k is taken.
+        """
+        recipe, cost = self.recipe, self.recipe.cost
+        ranks, unit, multiple = recipe.topology.dp, recipe.width_unit, recipe.topology.multiple
+        times = np.zeros(len(per_rank))
+        for step, (size, fewest) in enumerate(zip(self.size, per_rank.tolist(), strict=True)):
+            total = int(size.sum())
+            largest = recipe.layout.widths(int(size.max(initial=0)), unit)
+            # From `last` on, the width is that of the largest unit, and more cost more.
+            last = max(fewest, rounded_up(divided_up(total, ranks * largest), multiple))
+            counts = np.arange(fewest, last + 1, multiple)
+            widths = np.maximum(largest, rounded_up(-(-total // (counts * ranks)), unit))
+            if len(counts) <= _WIDTHS:
+                row = size.astype(np.float64)[None]
+                used = [int(np.ceil(makespans(row, int(k) * ranks)[0] - 1e-6)) for k in counts]
+                widths = np.maximum(widths, rounded_up(np.array(used), unit))
+            times[step] = (counts * (cost.per_token * widths + cost.per_micro_batch)).min()
+        return times
 
+    def _padded_times(self, per_rank: IntArray) -> dict[str, FloatArray]:
+        """The bounds on padded steps that depend on the number of micro-batches, by name.
 
-def _least_slots(layout: Packed, units: StepFloor) -> IntArray:
-    """The least slots of a micro-batch: those of an empty one, or of the step's one shape."""
-    recipe, steps = units.recipe, len(units.size)
-    if layout.pad_to is not None:
-        return np.full(steps, layout.least_slots)
-    if not recipe.topology.equal_widths:
-        return np.full(steps, recipe.width_unit)
-    largest = np.asarray(units.size.max(axis=1, initial=0), np.int64)
-    return np.asarray(layout.widths(largest, recipe.width_unit), np.int64)
-
-
-def _fewest_slots(
-    layout: Packed, units: StepFloor, per_rank: IntArray, least: IntArray
-) -> IntArray:
-    """The fewest slots of at least `per_rank` micro-batches per rank that hold these units."""
-    recipe, size = units.recipe, units.size
-    micro_batches = recipe.topology.dp * per_rank
-    if layout.pad_to is not None:
-        return micro_batches * least
-    unit, capacity = recipe.width_unit, layout.capacity(recipe)
-    long = np.zeros(size.shape, bool) if capacity is None else size > capacity
-    alone = np.where(long, layout.widths(size, unit), 0).sum(axis=1)
-    tokens = rounded_up(np.where(long, 0, size).sum(axis=1), unit)
-    spare = np.maximum(0, micro_batches - (size > 0).sum(axis=1))  # these are empty
-    shared = np.maximum(tokens + spare * least, (micro_batches - long.sum(axis=1)) * least)
-    return np.asarray(alone + shared, np.int64)
-
-
-def _one_width(layout: Packed, units: StepFloor, per_rank: IntArray) -> FloatArray:
-    """What the slots and the number of micro-batches cost where all have one width.
-
-    For k micro-batches per rank, the width is at least the largest unit, the mean of all
-    k * ranks micro-batches, and what units use that must share one. The least over k is taken.
-    """
-    recipe, cost = units.recipe, units.recipe.cost
-    ranks, unit, multiple = recipe.topology.dp, recipe.width_unit, recipe.topology.multiple
-    times = np.zeros(len(per_rank))
-    for step, (size, fewest) in enumerate(zip(units.size, per_rank.tolist(), strict=True)):
-        total, largest = int(size.sum()), layout.widths(int(size.max(initial=0)), unit)
-        # From `last` on, the width is that of the largest unit, and more cost more.
-        last = max(fewest, rounded_up(divided_up(total, ranks * largest), multiple))
-        counts = np.arange(fewest, last + 1, multiple)
-        widths = np.maximum(largest, rounded_up(-(-total // (counts * ranks)), unit))
-        if len(counts) <= _WIDTHS:
-            row = size.astype(np.float64)[None]
-            used = [int(np.ceil(makespans(row, int(k) * ranks)[0] - 1e-6)) for k in counts]
-            widths = np.maximum(widths, rounded_up(np.array(used), unit))
-        times[step] = (counts * (cost.per_token * widths + cost.per_micro_batch)).min()
-    return times
-
-
-def padded_times(layout: Padded, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
-    """The bounds on the time of padded steps, by name. Each rank runs at least `per_rank`.
-
-    Each segment is a row at its own width or wider, and every micro-batch has a row. A micro-batch
-    is no wider than its rows need, so its rows fit into a pack of `max_tokens` slots, and it costs
-    at least what they cost: `lock_steps` bounds padded rows too.
-    """
-    recipe, cost, ranks = units.recipe, units.recipe.cost, units.recipe.topology.dp
-    one_width = recipe.topology.equal_widths
-    widths = layout.step_widths(recipe, units.size)
-    rows = np.where(units.size > 0, cost.of_lengths(widths), 0.0)
-    least = np.full(len(per_rank), layout.pad_to or recipe.width_unit)
-    if one_width:
-        least = np.maximum(least, widths.max(axis=1, initial=0))
-    empty = cost.of_lengths(least)
-    fixed = layout.row_counts(0)  # rows of every micro-batch
-    filled = units.count.sum(axis=1)
-    count = np.maximum(filled, ranks * per_rank * fixed)
-    if one_width:
-        count = rounded_up(count, ranks)  # all ranks run equally many rows
-    largest = np.where(filled > 0, rows.max(axis=1, initial=0), empty)
-    calls = per_rank * cost.per_micro_batch
-    times = {
-        "mean": rows.sum(axis=1) / ranks + calls,
-        "share": makespans(rows, ranks) + calls,
-        "shape": (rows.sum(axis=1) + (count - filled) * empty) / ranks + calls,
-        "sample": largest + (per_rank * fixed - 1) * empty + calls,
-    }
-    if recipe.sync_every == "micro_batch":
-        limits = ((widths * units.count, layout.max_tokens), (units.count, layout.samples))
-        bounds = [lock_steps(size, rows, most, ranks) for size, most in limits if most is not None]
-        times["waves"] = np.max(bounds, axis=0) + calls
-    if cost.per_micro_batch > 0 and layout.pad_to is None and not one_width:
-        fits, multiple = layout.rows_that_fit(recipe, widths), recipe.topology.multiple
-        times["cuts"] = cut_times(rows, fits, ranks, cost.per_micro_batch, per_rank, multiple)
-    return times
+        Each segment is a row at its own width or wider, and every micro-batch has a row.
+        """
+        recipe, layout, cost = self.recipe, self.recipe.layout, self.recipe.cost
+        assert isinstance(layout, Padded)
+        ranks, one_width = recipe.topology.dp, recipe.topology.equal_widths
+        calls = per_rank * cost.per_micro_batch
+        least = np.full(len(per_rank), layout.pad_to or recipe.width_unit)
+        if one_width:
+            least = np.maximum(least, self.size.max(axis=1, initial=0))
+        empty = cost.of_lengths(least)
+        fixed = layout.row_counts(0)  # rows of every micro-batch
+        filled = self.count.sum(axis=1)
+        count = np.maximum(filled, ranks * per_rank * fixed)
+        if one_width:
+            count = rounded_up(count, ranks)  # all ranks run equally many rows
+        largest = np.where(filled > 0, self.work.max(axis=1, initial=0), empty)
+        times = {
+            "shape": self.mean + (count - filled) * empty / ranks + calls,
+            "sample": largest + (per_rank * fixed - 1) * empty + calls,
+            "waves": self.waves + calls,
+        }
+        if cost.per_micro_batch > 0 and layout.pad_to is None and not one_width:
+            widths = np.where(self.size > 0, self.size, recipe.width_unit)
+            fits, price = layout.rows_that_fit(recipe, widths), cost.per_micro_batch
+            multiple = recipe.topology.multiple
+            times["cuts"] = cut_times(self.work, fits, ranks, price, per_rank, multiple)
+        return times

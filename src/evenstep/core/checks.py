@@ -6,8 +6,8 @@ Each check returns a list of faults as sentences; an empty list means that the g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,121 +23,7 @@ if TYPE_CHECKING:
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 _SHOWN = 3  # violations shown per check
-_SHOWN_WAVES = 5
 _COUNTABLE = 2.0**62  # slots of a plan whose sums fit 64 bits
-
-
-def assigned_steps(plan: Plan) -> IntArray:
-    """The step of each sample by order alone; a group counts where its first member is."""
-    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
-    expected = np.full(len(plan.lengths), -1, np.int64)
-    expected[kept] = 0
-    limit = asked.samples or asked.tokens
-    if limit is None or len(kept) == 0:
-        return expected
-    # What each unit adds to a step: samples or tokens.
-    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
-    owner = _owners(plan, kept)
-    loads = sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64)
-    total = offsets_of(loads)
-    starts = [0]  # of each step; a step takes units while their sum is within the limit
-    while True:
-        end = int(np.searchsorted(total, total[starts[-1]] + limit, "right")) - 1
-        end = max(end, starts[-1] + 1)
-        if end >= len(loads):
-            break
-        starts.append(end)
-    expected[kept] = np.searchsorted(starts, owner, "right") - 1
-    return expected
-
-
-def out_of_order(plan: Plan) -> IntArray:
-    """Samples in an earlier step than a sample before them.
-
-    A group counts where its first member is: steps [0, 1, 0] of samples in groups [7, 8, 7] are in
-    order, because both members of group 7 come first.
-    """
-    kept = np.flatnonzero(plan.step_of >= 0)
-    by = np.argsort(_owners(plan, kept), kind="stable")
-    step = plan.step_of[kept][by]
-    behind = kept[by][1:][step[1:] < step[:-1]]
-    return np.concatenate((behind, np.flatnonzero(plan.step_of < -1)))
-
-
-def out_of_turn(plan: Plan) -> IntArray:
-    """Micro-batches with a sample that comes before those of the micro-batch that ran before.
-
-    Micro-batches run wave by wave and, in a wave, rank by rank.
-    """
-    # The turn of each sample: its number, or that of its group.
-    kept = np.flatnonzero(plan.step_of >= 0)
-    turn = np.full(len(plan.lengths), -1, np.int64)
-    turn[kept] = np.arange(len(kept))
-    if plan.recipe.groups == "micro_batch":
-        turn[kept] = _owners(plan, kept)
-    key = turn[plan.segments.sample]
-    filled = np.flatnonzero(np.diff(plan.segment_offsets))
-    if len(filled) == 0:
-        return filled
-    cell = plan.cell_of_micro_batch[filled]
-    step, rank = cell // plan.num_ranks, cell % plan.num_ranks
-    # In the order in which they run: by step, by wave, by rank.
-    order = np.lexsort((rank, filled - plan.cell_offsets[cell], step))
-    starts = plan.segment_offsets[filled]
-    first, last = np.minimum.reduceat(key, starts)[order], np.maximum.reduceat(key, starts)[order]
-    late = (first[1:] < last[:-1]) & (step[order][1:] == step[order][:-1])
-    return np.asarray(filled[order][1:][late], np.int64)
-
-
-def _owners(plan: Plan, samples: IntArray) -> IntArray:
-    """The unit of each sample, by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
-    if plan.groups is None:
-        return np.arange(len(samples))
-    return by_first_appearance(plan.groups[samples])[0]
-
-
-def tokens_equal(plan: Plan) -> list[str]:
-    """With `equal_tokens`, all micro-batches of a wave have equally many slots."""
-    if not plan.recipe.equal_tokens:
-        return []
-    wrong = []
-    for step, slots in _by_wave(plan, plan.slots):
-        uneven = np.flatnonzero(slots.min(axis=0) != slots.max(axis=0))
-        wrong += [f"wave {w} of step {step} has {slots[:, w].tolist()} slots" for w in uneven]
-    return wrong[:_SHOWN_WAVES]
-
-
-def kinds_together(plan: Plan) -> list[str]:
-    """With `second_work.same_waves`, every rank of a wave has a sample with that work, or none."""
-    second = plan.recipe.second_work
-    if second is None or not second.same_waves:
-        return []
-    if second.column not in plan.columns:
-        return [f"column {second.column} is the second work but is not in the plan"]
-    column = plan.columns[second.column][plan.segments.sample]
-    samples = plan.sum_by_micro_batch((column > 0).astype(np.int64))
-    wrong = []
-    for step, counts in _by_wave(plan, samples):
-        having = (counts > 0).sum(axis=0)
-        mixed = np.flatnonzero((having > 0) & (having < plan.num_ranks))
-        wrong += [
-            f"wave {w} of step {step} has {second.column} on {having[w]} of {plan.num_ranks} ranks"
-            for w in mixed
-        ]
-    return wrong[:_SHOWN_WAVES]
-
-
-def _by_wave(plan: Plan, values: IntArray) -> list[tuple[int, IntArray]]:
-    """Values of micro-batches -> (step, array of ranks and waves) of each step.
-
-    A step whose ranks run different numbers of micro-batches has no waves: see `counts_agree`.
-    """
-    counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
-    starts = plan.cell_offsets[:: plan.num_ranks].tolist()
-    return [
-        (step, values[starts[step] : starts[step + 1]].reshape(plan.num_ranks, -1))
-        for step in np.flatnonzero((counts == counts[:, :1]).all(axis=1)).tolist()
-    ]
 
 
 def offsets_nest(plan: Plan) -> list[str]:
@@ -150,19 +36,14 @@ def offsets_nest(plan: Plan) -> list[str]:
     )
     # Each level divides the entries of the level below it.
     for name, offsets, end in levels:
-        if (
-            len(offsets) < 1
-            or offsets[0] != 0
-            or offsets[-1] != end
-            or (offsets[1:] < offsets[:-1]).any()
-        ):
+        ends = len(offsets) and (offsets[0], offsets[-1]) == (0, end)
+        if not ends or (offsets[1:] < offsets[:-1]).any():
             wrong.append(f"{name} does not ascend from 0 to {end}")
-    if len(plan.widths) != len(plan.micro_offsets) - 1:
-        wrong.append(f"{len(plan.widths)} widths for {len(plan.micro_offsets) - 1} micro-batches")
-    if (len(plan.cell_offsets) - 1) % plan.num_ranks:
-        wrong.append(
-            f"{len(plan.cell_offsets) - 1} cells do not divide into {plan.num_ranks} ranks"
-        )
+    cells, micro_batches = len(plan.cell_offsets) - 1, len(plan.micro_offsets) - 1
+    if len(plan.widths) != micro_batches:
+        wrong.append(f"{len(plan.widths)} widths for {micro_batches} micro-batches")
+    if cells % plan.num_ranks:
+        wrong.append(f"{cells} cells do not divide into {plan.num_ranks} ranks")
     if (np.diff(plan.micro_offsets) < 1).any() or (plan.widths < 1).any():
         wrong.append("a micro-batch has no row or no width")
     # Columns of samples, and the samples of segments.
@@ -184,14 +65,10 @@ def numbers_in_range(plan: Plan) -> list[str]:
     """Lengths, columns and slots are in a range that can be added up."""
     # 4 rows of 2**62 slots would overflow to 0, and a column of -150 would raise its limit.
     wrong = []
-    for name, column, least in (
-        ("length", plan.lengths, 1),
-        *((name, column, 0) for name, column in plan.columns.items()),
-    ):
-        wrong += [
-            f"sample {s} has {name} {column[s]}, not between {least} and {MOST}"
-            for s in _first((column < least) | (column > MOST))
-        ]
+    columns = [("length", plan.lengths, 1), *((name, c, 0) for name, c in plan.columns.items())]
+    for name, column, least in columns:
+        sentence = f"sample {{}} has {name} {{}}, not between {least} and {MOST}"
+        wrong += _faults((column < least) | (column > MOST), sentence, column)
     slots = plan.rows.astype(np.float64) * plan.widths
     if slots.sum() >= _COUNTABLE:
         widest = int(slots.argmax())
@@ -217,16 +94,12 @@ def segments_once(plan: Plan) -> list[str]:
     num_segments = np.bincount(sample, minlength=len(plan.lengths))
     kept = plan.step_of >= 0
     wrong = _named(sample[(start != expected) | (length < 1)], "repeats or skips tokens")
-    wrong += _named(np.flatnonzero(~kept & (num_segments > 0)), "was dropped but runs")
-    wrong += _named(np.flatnonzero(kept & (num_segments == 0)), "never runs")
+    wrong += _named(~kept & (num_segments > 0), "was dropped but runs")
+    wrong += _named(kept & (num_segments == 0), "never runs")
     if recipe.overflow == "truncate":
-        wrong += _named(np.flatnonzero(ends > plan.lengths), "runs past its end")
-    else:
-        whole = np.where(kept, plan.lengths, 0)
-        wrong += _named(
-            np.flatnonzero((ends != whole) & (num_segments > 0)), "does not run to its end"
-        )
-    return wrong
+        return wrong + _named(ends > plan.lengths, "runs past its end")
+    whole = np.where(kept, plan.lengths, 0)
+    return wrong + _named((ends != whole) & (num_segments > 0), "does not run to its end")
 
 
 def overflow_as_asked(plan: Plan) -> list[str]:
@@ -247,14 +120,12 @@ def overflow_as_asked(plan: Plan) -> list[str]:
     }
     wrong = []
     for policy, (happened, fault) in faults.items():
-        if recipe.overflow != policy:
-            wrong += _named(
-                np.flatnonzero(happened), f"{fault}, but overflow is {recipe.overflow!r}"
-            )
+        if recipe.overflow == policy:
+            wrong += _named(happened & ~over, f"{fault}, but it fits")
         else:
-            wrong += _named(np.flatnonzero(happened & ~over), f"{fault}, but it fits")
+            wrong += _named(happened, f"{fault}, but overflow is {recipe.overflow!r}")
     if recipe.overflow == "truncate":
-        wrong += _named(np.flatnonzero(over & (kept != limit)), "was not truncated to what fits")
+        wrong += _named(over & (kept != limit), "was not truncated to what fits")
     if recipe.overflow != "alone":
         wrong += _named(sample[beyond], "is longer than any micro-batch can hold")
     return wrong
@@ -262,25 +133,24 @@ def overflow_as_asked(plan: Plan) -> list[str]:
 
 def slots_within_budget(plan: Plan) -> list[str]:
     """No micro-batch has more slots than the budget, except an over-long sample alone."""
-    budget = plan.recipe.layout.budget
-    if budget is None:  # a micro-batch is no wider than its step needs
-        most = _needed_by_step(plan)
-        return [
-            f"micro-batch {m} is {plan.widths[m]} wide, but its step needs {most[m]}"
-            for m in _first(plan.widths > most)
-        ]
-    over = plan.slots > budget
-    if plan.recipe.overflow == "alone":
-        over &= ~_runs_alone(plan)
-    return [f"micro-batch {m} has {plan.slots[m]} slots, more than {budget}" for m in _first(over)]
-
-
-def _needed_by_step(plan: Plan) -> IntArray:
-    """For each micro-batch, the width that the fullest row of its step needs."""
-    step = plan.cell_of_micro_batch // plan.num_ranks
-    most = np.zeros(plan.num_steps, np.int64)
-    np.maximum.at(most, np.repeat(step, plan.rows), _used_by_row(plan))
-    return plan.recipe.layout.widths(most, plan.recipe.width_unit)[step]
+    recipe, layout = plan.recipe, plan.recipe.layout
+    if layout.budget is None:
+        # A micro-batch is no wider than the fullest row of its step needs.
+        step = plan.cell_of_micro_batch // plan.num_ranks
+        most = np.zeros(plan.num_steps, np.int64)
+        np.maximum.at(most, np.repeat(step, plan.rows), _used_by_row(plan))
+        most = layout.widths(most, recipe.width_unit)[step]
+        sentence = "micro-batch {} is {} wide, but its step needs {}"
+        return _faults(plan.widths > most, sentence, plan.widths, most)
+    over = plan.slots > layout.budget
+    if recipe.overflow == "alone" and recipe.longest_segment is not None and len(plan.segments):
+        # One over-long segment, in a row just as wide as it needs. An empty micro-batch has the
+        # length of another, which does not matter.
+        offsets = plan.segment_offsets
+        length = plan.segments.length[np.minimum(offsets[:-1], len(plan.segments) - 1)]
+        alone = (np.diff(offsets) == 1) & (length > recipe.longest_segment) & (plan.rows == 1)
+        over &= ~(alone & (plan.widths == layout.widths(length, recipe.width_unit)))
+    return _faults(over, f"micro-batch {{}} has {{}} slots, more than {layout.budget}", plan.slots)
 
 
 def _used_by_row(plan: Plan) -> IntArray:
@@ -288,36 +158,21 @@ def _used_by_row(plan: Plan) -> IntArray:
     return np.diff(offsets_of(plan.aligned_lengths)[plan.row_offsets])
 
 
-def _runs_alone(plan: Plan) -> BoolArray:
-    """Which micro-batches hold one over-long segment and are just as wide as it needs."""
-    limit, offsets = plan.recipe.longest_segment, plan.segment_offsets
-    if limit is None or len(plan.segments) == 0:
-        return np.zeros(plan.num_micro_batches, bool)
-    # The first segment of each micro-batch; any for an empty one, which is not alone.
-    length = plan.segments.length[np.minimum(offsets[:-1], len(plan.segments) - 1)]
-    needed = plan.recipe.layout.widths(length, plan.recipe.width_unit)
-    alone = (np.diff(offsets) == 1) & (length > limit) & (plan.rows == 1)
-    return np.asarray(alone & (plan.widths == needed), np.bool_)
-
-
 def rows_hold_segments(plan: Plan) -> list[str]:
     """Each row is wide enough for its aligned segments."""
     used = _used_by_row(plan)
     width = np.repeat(plan.widths, plan.rows)
-    return [f"row {r} needs {used[r]} slots but has {width[r]}" for r in _first(used > width)]
+    return _faults(used > width, "row {} needs {} slots but has {}", used, width)
 
 
 def widths_aligned(plan: Plan) -> list[str]:
     """Widths are multiples of the rounding and the alignment, and equal `pad_to` if given."""
-    fixed, unit = plan.recipe.layout.pad_to, plan.recipe.width_unit
-    wrong = [
-        f"micro-batch {m} is {plan.widths[m]} wide, not a multiple of {unit}"
-        for m in _first(plan.widths % unit != 0)
-    ]
-    if fixed is not None:
-        off = _first(plan.widths != fixed)
-        wrong += [f"micro-batch {m} is {plan.widths[m]} wide, not {fixed}" for m in off]
-    return wrong
+    fixed, unit, widths = plan.recipe.layout.pad_to, plan.recipe.width_unit, plan.widths
+    sentence = f"micro-batch {{}} is {{}} wide, not a multiple of {unit}"
+    wrong = _faults(widths % unit != 0, sentence, widths)
+    if fixed is None:
+        return wrong
+    return wrong + _faults(widths != fixed, f"micro-batch {{}} is {{}} wide, not {fixed}", widths)
 
 
 def rows_fit_layout(plan: Plan) -> list[str]:
@@ -326,21 +181,15 @@ def rows_fit_layout(plan: Plan) -> list[str]:
     wrong = []
     if layout.segments_per_row is not None:
         crowded = np.diff(plan.row_offsets) > layout.segments_per_row
-        wrong += [
-            f"row {r} of a padded micro-batch holds more than one segment" for r in _first(crowded)
-        ]
+        wrong += _faults(crowded, "row {} of a padded micro-batch holds more than one segment")
     segments = np.diff(plan.segment_offsets)
     wanted = layout.row_counts(segments)
     if not layout.static and plan.recipe.topology.equal_widths:
         wanted = np.maximum(wanted, rows)  # other micro-batches of the step may need more
-    wrong += [
-        f"micro-batch {m} has {rows[m]} rows, not {wanted[m]}" for m in _first(rows != wanted)
-    ]
+    wrong += _faults(rows != wanted, "micro-batch {} has {} rows, not {}", rows, wanted)
     if layout.samples is not None:
-        wrong += [
-            f"micro-batch {m} holds {segments[m]} samples, more than {layout.samples}"
-            for m in _first(segments > layout.samples)
-        ]
+        sentence = f"micro-batch {{}} holds {{}} samples, more than {layout.samples}"
+        wrong += _faults(segments > layout.samples, sentence, segments)
     return wrong
 
 
@@ -348,41 +197,72 @@ def counts_agree(plan: Plan) -> list[str]:
     """All ranks of a step run equally many micro-batches, a multiple of the pipeline's."""
     multiple = plan.recipe.topology.multiple
     counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
-    wrong = [
-        f"ranks of step {s} run {sorted(set(counts[s].tolist()))} micro-batches"
-        for s in _first((counts != counts[:, :1]).any(axis=1))
-    ]
-    return wrong + [
-        f"step {s} runs {counts[s, 0]} micro-batches per rank, not a multiple of {multiple}"
-        for s in _first((counts[:, 0] % multiple != 0) | (counts[:, 0] == 0))
+    distinct = [sorted(set(ranks)) for ranks in counts.tolist()]
+    uneven = (counts != counts[:, :1]).any(axis=1)
+    off = (counts[:, 0] % multiple != 0) | (counts[:, 0] == 0)
+    sentence = f"step {{}} runs {{}} micro-batches per rank, not a multiple of {multiple}"
+    return [
+        *_faults(uneven, "ranks of step {} run {} micro-batches", distinct),
+        *_faults(off, sentence, counts[:, 0]),
     ]
 
 
 def samples_stay_in_step(plan: Plan) -> list[str]:
     """Each sample runs in its assigned step. Steps have the size asked for; none is empty."""
     cell = plan.cell_of_micro_batch[plan.micro_batch_of_segment]
-    sample = plan.segments.sample
-    wrong = _named(
-        sample[cell // plan.num_ranks != plan.step_of[sample]],
-        "does not run in its step",
-    )
-    here = plan.step_of[(plan.step_of >= 0) & (plan.step_of < plan.num_steps)]
+    sample, step_of = plan.segments.sample, plan.step_of
+    elsewhere = cell // plan.num_ranks != step_of[sample]
+    wrong = _named(sample[elsewhere], "does not run in its step")
+    here = step_of[(step_of >= 0) & (step_of < plan.num_steps)]
     empty = np.bincount(here, minlength=plan.num_steps) == 0
-    wrong += [f"step {s} runs no sample" for s in _first(empty)]
+    wrong += _faults(empty, "step {} runs no sample")
     asked = plan.recipe.steps.micro_batches
     if asked is None:
-        return wrong + _named(
-            np.flatnonzero(plan.step_of != assigned_steps(plan)), "is in a wrong step"
-        )
-    # All steps but the last have exactly as many micro-batches as asked, and samples are in order.
-    # Whether a step could take more samples is not checked: that depends on the packer.
-    wrong += _named(out_of_order(plan), "is in a wrong step")
+        return wrong + _named(step_of != _assigned_steps(plan), "is in a wrong step")
+    # All steps but the last have exactly as many micro-batches as asked, and samples are in order:
+    # none is in an earlier step than one before it. A group counts where its first member is, so
+    # steps [0, 1, 0] of samples in groups [7, 8, 7] are in order. Whether a step could take more
+    # samples is not checked: that depends on the packer.
+    kept = np.flatnonzero(step_of >= 0)
+    kept = kept[np.argsort(_owners(plan, kept), kind="stable")]
+    behind = kept[1:][step_of[kept][1:] < step_of[kept][:-1]]
+    wrong += _named(np.append(behind, np.flatnonzero(step_of < -1)), "is in a wrong step")
     count = np.diff(plan.cell_offsets)[:: plan.num_ranks]
     off = count != asked
     off[-1:] = count[-1:] > asked
-    return wrong + [
-        f"step {s} has {count[s]} micro-batches per rank, not {asked}" for s in _first(off)
-    ]
+    sentence = f"step {{}} has {{}} micro-batches per rank, not {asked}"
+    return wrong + _faults(off, sentence, count)
+
+
+def _assigned_steps(plan: Plan) -> IntArray:
+    """The step of each sample by order alone; a group counts where its first member is."""
+    asked, kept = plan.recipe.steps, np.flatnonzero(plan.step_of >= 0)
+    expected = np.full(len(plan.lengths), -1, np.int64)
+    expected[kept] = 0
+    limit = asked.samples or asked.tokens
+    if limit is None or len(kept) == 0:
+        return expected
+    # What each unit adds to a step: samples or tokens.
+    weight = np.ones(len(kept), np.int64) if asked.samples else plan.lengths[kept]
+    owner = _owners(plan, kept)
+    loads = sum_by(owner, weight, int(owner.max()) + 1).astype(np.int64)
+    total = offsets_of(loads)
+    starts = [0]  # of each step; a step takes units while their sum is within the limit
+    while True:
+        end = int(np.searchsorted(total, total[starts[-1]] + limit, "right")) - 1
+        end = max(end, starts[-1] + 1)
+        if end >= len(loads):
+            break
+        starts.append(end)
+    expected[kept] = np.searchsorted(starts, owner, "right") - 1
+    return expected
+
+
+def _owners(plan: Plan, samples: IntArray) -> IntArray:
+    """The unit of each sample, by first appearance: groups [7, 8, 7] -> [0, 1, 0]."""
+    if plan.groups is None:
+        return np.arange(len(samples))
+    return by_first_appearance(plan.groups[samples])[0]
 
 
 def groups_together(plan: Plan) -> list[str]:
@@ -406,14 +286,12 @@ def shapes_equal(plan: Plan) -> list[str]:
     """All micro-batches of a step have one shape if the pipeline needs it."""
     if not plan.recipe.topology.equal_widths:
         return []
+    starts, shapes = plan.cell_offsets[:: plan.num_ranks], np.stack((plan.rows, plan.widths), 1)
     wrong = []
-    starts = plan.cell_offsets[:: plan.num_ranks]
-    rows = plan.rows
     for step in range(plan.num_steps):
-        micro = slice(int(starts[step]), int(starts[step + 1]))
-        shapes = set(zip(rows[micro].tolist(), plan.widths[micro].tolist(), strict=True))
-        if len(shapes) > 1:
-            wrong.append(f"step {step} has the shapes {sorted(shapes)[:_SHOWN]}")
+        here = np.unique(shapes[starts[step] : starts[step + 1]], axis=0)
+        if len(here) > 1:
+            wrong.append(f"step {step} has the shapes {list(map(tuple, here[:_SHOWN].tolist()))}")
     return wrong[:_SHOWN]
 
 
@@ -438,9 +316,7 @@ def limits_hold(plan: Plan) -> list[str]:
         measured.append((name, np.where(alone, 0, plan.sum_by_micro_batch(column)), limit))
     for name, value, most in measured:
         over = (value > most) & (count > 0)
-        wrong += [
-            f"micro-batch {m} holds {value[m]} {name}, more than {most}" for m in _first(over)
-        ]
+        wrong += _faults(over, f"micro-batch {{}} holds {{}} {name}, more than {most}", value)
     return wrong
 
 
@@ -452,15 +328,70 @@ def sizes_equal(plan: Plan) -> list[str]:
     count = np.bincount(cell, minlength=plan.num_steps * plan.num_ranks)
     count = count.reshape(plan.num_steps, plan.num_ranks)
     uneven = count.max(axis=1) - count.min(axis=1) > 1
-    return [f"ranks of step {s} hold {count[s].tolist()} segments" for s in _first(uneven)]
+    return _faults(uneven, "ranks of step {} hold {} segments", count.tolist())
+
+
+def tokens_equal(plan: Plan) -> list[str]:
+    """With `equal_tokens`, all micro-batches of a wave have equally many slots."""
+    wrong = []
+    for step, slots in _by_wave(plan, plan.slots) if plan.recipe.equal_tokens else ():
+        sentence = f"wave {{}} of step {step} has {{}} slots"
+        wrong += _faults(slots.min(axis=0) != slots.max(axis=0), sentence, slots.T.tolist())
+    return wrong[:_SHOWN]
+
+
+def kinds_together(plan: Plan) -> list[str]:
+    """With `second_work.same_waves`, every rank of a wave has a sample with that work, or none."""
+    second = plan.recipe.second_work
+    if second is None or not second.same_waves:
+        return []
+    if second.column not in plan.columns:
+        return [f"column {second.column} is the second work but is not in the plan"]
+    column = plan.columns[second.column][plan.segments.sample]
+    wrong = []
+    for step, counts in _by_wave(plan, plan.sum_by_micro_batch((column > 0).astype(np.int64))):
+        having = (counts > 0).sum(axis=0)
+        mixed = (having > 0) & (having < plan.num_ranks)
+        sentence = f"wave {{}} of step {step} has {second.column} on {{}} of {plan.num_ranks} ranks"
+        wrong += _faults(mixed, sentence, having)
+    return wrong[:_SHOWN]
+
+
+def _by_wave(plan: Plan, values: IntArray) -> list[tuple[int, IntArray]]:
+    """Values of micro-batches -> (step, array of ranks and waves) of each step.
+
+    A step whose ranks run different numbers of micro-batches has no waves: see `counts_agree`.
+    """
+    counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
+    starts = plan.cell_offsets[:: plan.num_ranks].tolist()
+    return [
+        (step, values[starts[step] : starts[step + 1]].reshape(plan.num_ranks, -1))
+        for step in np.flatnonzero((counts == counts[:, :1]).all(axis=1)).tolist()
+    ]
 
 
 def order_kept(plan: Plan) -> list[str]:
-    """With `balance="none"`, micro-batches take the samples in order, and ranks take turns."""
-    if plan.recipe.balance != "none":
+    """With `balance="none"`, micro-batches take the samples in order, and ranks take turns.
+
+    Micro-batches run wave by wave and, in a wave, rank by rank.
+    """
+    filled = np.flatnonzero(np.diff(plan.segment_offsets))
+    if plan.recipe.balance != "none" or len(filled) == 0:
         return []
-    late = out_of_turn(plan)[:_SHOWN].tolist()
-    return [f"micro-batch {m} runs after later samples" for m in late]
+    # The turn of each sample: its number, or that of its group.
+    kept = np.flatnonzero(plan.step_of >= 0)
+    turn = np.full(len(plan.lengths), -1, np.int64)
+    together = plan.recipe.groups == "micro_batch"
+    turn[kept] = _owners(plan, kept) if together else np.arange(len(kept))
+    key = turn[plan.segments.sample]
+    cell = plan.cell_of_micro_batch[filled]
+    step, rank = cell // plan.num_ranks, cell % plan.num_ranks
+    # In the order in which they run: by step, by wave, by rank.
+    order = np.lexsort((rank, filled - plan.cell_offsets[cell], step))
+    starts = plan.segment_offsets[filled]
+    first, last = np.minimum.reduceat(key, starts)[order], np.maximum.reduceat(key, starts)[order]
+    late = (first[1:] < last[:-1]) & (step[order][1:] == step[order][:-1])
+    return [f"micro-batch {m} runs after later samples" for m in filled[order][1:][late][:_SHOWN]]
 
 
 CHECKS: dict[str, Callable[[Plan], list[str]]] = {
@@ -515,11 +446,22 @@ def assert_valid(plan: Plan) -> None:
         raise PlanError(f"the plan is invalid: {'; '.join(faults)}. Make the plan again.")
 
 
-def _first(mask: BoolArray) -> list[int]:
-    return [int(index) for index in np.flatnonzero(mask)[:_SHOWN]]
+def _faults(wrong: BoolArray, sentence: str, *columns: Sequence[Any] | NDArray[Any]) -> list[str]:
+    """The sentence of the first entries that are wrong, with their number and their columns.
+
+    wrong [False, True], "row {} needs {}", [3, 5] -> ["row 1 needs 5"]
+    """
+    faults = []
+    for at in np.flatnonzero(wrong)[:_SHOWN].tolist():
+        fault = sentence
+        for value in (at, *(column[at] for column in columns)):
+            fault = fault.replace("{}", str(value), 1)  # names of columns may have other braces
+        faults.append(fault)
+    return faults
 
 
-def _named(samples: IntArray, fault: str) -> list[str]:
-    samples = np.unique(samples)
-    more = f" (and {len(samples) - _SHOWN} more)" if len(samples) > _SHOWN else ""
-    return [f"sample {s} {fault}{more}" for s in samples[:_SHOWN]]
+def _named(samples: IntArray | BoolArray, fault: str) -> list[str]:
+    """The fault of the first samples: their numbers, or which of all samples they are."""
+    numbers = np.flatnonzero(samples) if samples.dtype == np.bool_ else np.unique(samples)
+    more = f" (and {len(numbers) - _SHOWN} more)" if len(numbers) > _SHOWN else ""
+    return [f"sample {number} {fault}{more}" for number in numbers[:_SHOWN]]

@@ -10,8 +10,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.model_config import PRESETS, read_model_config
-from evenstep.core.models import text_work, vision_work
+from evenstep.core.models import PRESETS, read_model_config, text_work, vision_work
 from evenstep.core.ragged import FloatArray
 from evenstep.core.text import (
     MOST,
@@ -274,11 +273,9 @@ class Gpu:
         return gpu
 
 
-def _gpu(
-    name: str, tflops: float, mebibytes: int, bandwidth: float, link: float, network: float
-) -> Gpu:
-    """Bandwidth in TB/s, links in GB/s; the memory as the driver reports it."""
-    return Gpu(
+# TFLOPs per second, MiB of memory as the driver reports it, its TB/s, GB/s of links and network.
+GPUS: dict[str, Gpu] = {
+    name: Gpu(
         name=name,
         flops=tflops * 1e12,
         memory=mebibytes * 2**20,
@@ -286,16 +283,12 @@ def _gpu(
         link=link * 1e9,
         network=network * 1e9,
     )
-
-
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("b200", 2250, 183_359, 8.0, 900, 50),
-        _gpu("h200", 989, 143_771, 4.8, 450, 50),
-        _gpu("h100", 989, 81_559, 3.35, 450, 50),
-        _gpu("a100", 312, 81_920, 2.04, 300, 25),
-        _gpu("l40s", 362, 46_068, 0.864, 32, 12.5),
-        _gpu("a10g", 70, 23_028, 0.6, 32, 12.5),
+    for name, tflops, mebibytes, bandwidth, link, network in (
+        ("b200", 2250, 183_359, 8.0, 900, 50),
+        ("h200", 989, 143_771, 4.8, 450, 50),
+        ("h100", 989, 81_559, 3.35, 450, 50),
+        ("a100", 312, 81_920, 2.04, 300, 25),
+        ("l40s", 362, 46_068, 0.864, 32, 12.5),
+        ("a10g", 70, 23_028, 0.6, 32, 12.5),
     )
 }

@@ -11,22 +11,20 @@ the two it is, except the one place in planning that chooses between sorted cuts
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import packed_times, padded_times, row_bound
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
     Ragged,
     Whole,
-    divided_up,
     offsets_of,
     rounded_up,
     sum_by,
@@ -35,7 +33,6 @@ from evenstep.core.text import MOST, one_of, whole_field
 from evenstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evenstep.core.bounds import StepFloor
     from evenstep.core.cost import Cost
     from evenstep.core.recipe import Recipe
 
@@ -54,8 +51,8 @@ Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
 """(lengths, capacity, seed) -> the items of each bin. Pure."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaseLayout(ABC):
+@dataclass(frozen=True, kw_only=True)  # without slots, to keep what is computed once
+class BaseLayout:
     """Base of the layouts: the bounds of a micro-batch. All given bounds hold.
 
     max_tokens  the most slots: rows times width, after rounding and alignment
@@ -72,6 +69,9 @@ class BaseLayout(ABC):
     samples: int | None = None
     round_to: int = 1
     pad_to: int | None = None
+
+    segments_per_row: ClassVar[int | None]
+    """The most segments in a row; None if unbounded."""
 
     def check_bounds(self, kind: str) -> None:
         """Raise if a bound is not an integer or bounds contradict each other."""
@@ -95,24 +95,39 @@ class BaseLayout(ABC):
         """Plain data for JSON."""
         return asdict(self)
 
-    @property
-    @abstractmethod
-    def static(self) -> bool:
-        """Whether every micro-batch has one shape."""
+    # Shapes: rows, widths and slots of a micro-batch.
 
-    @property
-    @abstractmethod
-    def least_slots(self) -> int:
-        """The slots of an empty micro-batch if the layout fixes them; else those of one slot."""
+    @cached_property
+    def _fixed_rows(self) -> int | None:
+        """The rows of every micro-batch, empty ones too; None if they depend on its segments."""
+        return None if self.pad_to is None else self.samples
 
-    @property
-    @abstractmethod
+    @cached_property
     def packs_per_micro_batch(self) -> int:
         """How many separately filled packs form a micro-batch and share its limits."""
+        return 1
 
-    @abstractmethod
-    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
-        """What each segment counts against `limits.cost`."""
+    @cached_property
+    def static(self) -> bool:
+        """Whether every micro-batch has one shape."""
+        return self.pad_to is not None and self._fixed_rows is not None
+
+    @cached_property
+    def least_slots(self) -> int:
+        """The slots of an empty micro-batch if the layout fixes them; else those of one slot."""
+        return (self._fixed_rows or 1) * (self.pad_to or 1)
+
+    @cached_property
+    def budget(self) -> int | None:
+        """The most slots of a micro-batch, given or implied; None if unbounded."""
+        return self.least_slots if self.static else self.max_tokens
+
+    def row_counts(self, segments: Whole) -> Whole:
+        """The rows of micro-batches that hold this many segments: at least one."""
+        if self._fixed_rows is not None:
+            return segments * 0 + self._fixed_rows
+        empty: Whole = segments == 0
+        return segments + empty
 
     def widths(self, used: Whole, unit: int) -> Whole:
         """The widths of micro-batches whose fullest row uses `used` slots.
@@ -124,32 +139,32 @@ class BaseLayout(ABC):
         return rounded_up(used + (used == 0), unit)
 
     def capacity(self, recipe: Recipe) -> int | None:
-        """The slots of one row; None if unbounded.
-
-        max_tokens 100 with widths in multiples of 16 gives 96.
-        """
-        most = self.max_tokens if self.pad_to is None else self.pad_to
-        return None if most is None else most // recipe.width_unit * recipe.width_unit
+        """The slots of one row of the recipe; None if unbounded."""
+        return recipe.capacity
 
     def longest_segment(self, recipe: Recipe) -> int | None:
-        """The longest segment that a micro-batch can hold; None if unbounded.
+        """The longest segment that a micro-batch of the recipe can hold; None if unbounded."""
+        return recipe.longest_segment
 
-        max_tokens 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
+    # Costs and limits.
+
+    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+        """What each segment counts against `limits.cost`: packed segments at their aligned
+        lengths, padded rows at their own width."""
+        if self.segments_per_row is not None:
+            aligned = self.widths(aligned, recipe.width_unit)
+        return recipe.cost.of_lengths(aligned)
+
+    def limited_costs(
+        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+    ) -> FloatArray:
+        """What micro-batches count against `limits.cost`: packed segments without the padding of
+        the row, padded rows that hold a segment.
+
+        `owner` is the micro-batch of each segment, `aligned` its aligned length.
         """
-        unit, capacity = recipe.topology.alignment, self.capacity(recipe)
-        if recipe.limits.cost is None:
-            return None if capacity is None else capacity // unit * unit
-        most = (MOST if capacity is None else capacity) // unit
-        share = self.cost_share(recipe)
-        # Cost grows with length: bisect for the longest segment within the limit.
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if float(self.segment_costs(recipe, np.array([middle * unit]))[0]) <= share:
-                low = middle
-            else:
-                high = middle - 1
-        return None if capacity is None and low == most else low * unit
+        lengths = aligned if self.segments_per_row is None else widths[owner]
+        return sum_by(owner, cost.of_lengths(lengths), len(rows)) + cost.per_micro_batch
 
     def moving_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
         """The work of each segment that goes with it to its micro-batch.
@@ -176,6 +191,8 @@ class BaseLayout(ABC):
             shares["cost"] = self.cost_share(recipe)
         for name, most in recipe.limits.columns.items():
             shares[f"columns.{name}"] = most // packs
+        if self.segments_per_row is None and recipe.capacity is not None:
+            shares["slots"] = recipe.capacity  # aligned slots add up in packed rows alone
         return shares
 
     def taken(
@@ -213,6 +230,10 @@ class Padded(BaseLayout):
     kind: Literal["padded"] = "padded"
     cut: Cut | None = None
 
+    segments_per_row: ClassVar[int | None] = 1
+    packer: ClassVar[None] = None
+    """None: sorted rows are cut, not packed."""
+
     def __post_init__(self) -> None:
         one_of("layout.kind", self.kind, Literal["padded"])
         self.check_bounds("padded")
@@ -242,51 +263,9 @@ class Padded(BaseLayout):
                 f"balance={recipe.balance!r} has no effect. Leave one of them out."
             )
 
-    @property
-    def packer(self) -> None:
-        """None: sorted rows are cut, not packed."""
-        return None
-
     def padded(self) -> Padded:
         """Itself."""
         return self
-
-    # Shapes: rows, widths and slots of a micro-batch.
-
-    @property
-    def static(self) -> bool:
-        """Whether every micro-batch has one shape."""
-        return self.samples is not None and self.pad_to is not None
-
-    @property
-    def least_slots(self) -> int:
-        """The slots of an empty micro-batch: all rows if static, else one row."""
-        rows = self.samples if self.static and self.samples is not None else 1
-        return rows * (self.pad_to or 1)
-
-    @property
-    def budget(self) -> int | None:
-        """The most slots of a micro-batch, given or implied; None if unbounded."""
-        if self.samples is None or self.pad_to is None:
-            return self.max_tokens
-        return self.samples * self.pad_to
-
-    @property
-    def packs_per_micro_batch(self) -> int:
-        """One: all rows are chosen together."""
-        return 1
-
-    @property
-    def segments_per_row(self) -> int:
-        """The most segments in a row: one."""
-        return 1
-
-    def row_counts(self, segments: Whole) -> Whole:
-        """The rows of micro-batches that hold this many segments: one each, but at least one."""
-        if self.static and self.samples is not None:
-            return segments * 0 + self.samples
-        empty: Whole = segments == 0
-        return segments + empty
 
     def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
         """The entries of each pack -> the entries of each row: one each."""
@@ -310,10 +289,6 @@ class Padded(BaseLayout):
 
     # Costs: rows are computed at their full width, empty ones too.
 
-    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
-        """What each segment counts against `limits.cost`: a row at its own width."""
-        return recipe.cost.of_lengths(self.widths(aligned, recipe.width_unit))
-
     def micro_batch_costs(
         self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
     ) -> FloatArray:
@@ -322,13 +297,6 @@ class Padded(BaseLayout):
         `owner` is the micro-batch of each segment, `aligned` its aligned length.
         """
         return rows * cost.of_lengths(widths) + cost.per_micro_batch
-
-    def limited_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
-    ) -> FloatArray:
-        """What micro-batches count against `limits.cost`: the rows that hold a segment."""
-        filled = np.bincount(owner, minlength=len(rows))
-        return self.micro_batch_costs(cost, filled, widths, owner, aligned)
 
     # Limits of a pack. Slots do not add up over rows of different lengths.
 
@@ -365,17 +333,6 @@ class Padded(BaseLayout):
         """(the most slots of a micro-batch, the multiple that a pool rounds widths to)."""
         return self.budget, self.pad_to or recipe.width_unit
 
-    # Bounds, see `core.bounds`.
-
-    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """By the rows that fit, and by `bins`, the packs that everything that adds up needs."""
-        widths = self.step_widths(recipe, aligned)
-        return max(row_bound(self.rows_that_fit(recipe, widths)), bins)
-
-    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
-        """Lower bounds on the time of each step, by name."""
-        return padded_times(self, units, per_rank)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packed(BaseLayout):
@@ -402,6 +359,8 @@ class Packed(BaseLayout):
     kind: Literal["packed"] = "packed"
     rows: int = 1
     packer: str | Packer | None = None
+
+    segments_per_row: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         one_of("layout.kind", self.kind, Literal["packed"])
@@ -466,36 +425,15 @@ class Packed(BaseLayout):
             return Padded(max_tokens=self.budget, round_to=self.round_to, pad_to=self.pad_to)
         return Padded(max_tokens=self.budget, samples=self.samples, round_to=self.round_to)
 
-    # Shapes: a fixed number of rows, one pack each.
+    @cached_property
+    def _fixed_rows(self) -> int:
+        """The same number for all micro-batches."""
+        return self.rows
 
-    @property
-    def static(self) -> bool:
-        """Whether every micro-batch has one shape."""
-        return self.pad_to is not None
-
-    @property
-    def least_slots(self) -> int:
-        """The slots of every micro-batch if static, else 1."""
-        return self.rows * (self.pad_to or 1)
-
-    @property
-    def budget(self) -> int | None:
-        """The most slots of a micro-batch, given or implied; None if unbounded."""
-        return self.max_tokens if self.pad_to is None else self.rows * self.pad_to
-
-    @property
+    @cached_property
     def packs_per_micro_batch(self) -> int:
         """Each row is a pack."""
         return self.rows
-
-    @property
-    def segments_per_row(self) -> None:
-        """Unbounded."""
-        return None
-
-    def row_counts(self, segments: Whole) -> Whole:
-        """The rows of micro-batches that hold this many segments: the same for all."""
-        return segments * 0 + self.rows
 
     def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
         """The entries of each pack -> the entries of each row: each pack is a row."""
@@ -506,10 +444,6 @@ class Packed(BaseLayout):
         return key
 
     # Costs: segments attend within themselves; everything else costs every slot.
-
-    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
-        """What each segment counts against `limits.cost`: its aligned length."""
-        return recipe.cost.of_lengths(aligned)
 
     def micro_batch_costs(
         self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
@@ -528,27 +462,16 @@ class Packed(BaseLayout):
             + cost.per_micro_batch
         )
 
-    def limited_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
-    ) -> FloatArray:
-        """What micro-batches count against `limits.cost`: segments, without padding of the row."""
-        return sum_by(owner, cost.of_lengths(aligned), len(rows)) + cost.per_micro_batch
-
     # Limits of a row. Aligned slots add up.
-
-    def shares(self, recipe: Recipe) -> dict[str, float]:
-        """What one row may hold, slots included."""
-        shares, capacity = BaseLayout.shares(self, recipe), self.capacity(recipe)
-        return shares if capacity is None else {**shares, "slots": capacity}
 
     def measured(self, recipe: Recipe) -> frozenset[str]:
         """The share that planning uses as the size of a pack: slots if bounded, else samples."""
-        return frozenset({"samples" if self.capacity(recipe) is None else "slots"})
+        return frozenset({"samples" if recipe.capacity is None else "slots"})
 
     def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
         """(the slots of a row; its share of the samples, for each unit)."""
         most = MOST if self.samples is None else self.samples // self.rows
-        return self.capacity(recipe), np.full(len(widest), most)
+        return recipe.capacity, np.full(len(widest), most)
 
     @property
     def pool_strategies(self) -> tuple[str, ...]:
@@ -557,17 +480,7 @@ class Packed(BaseLayout):
 
     def room(self, recipe: Recipe) -> tuple[int | None, int]:
         """(the slots of a row; 1, because aligned sizes add up without rounding)."""
-        return self.capacity(recipe), 1
-
-    # Bounds, see `core.bounds`.
-
-    def fewest_micro_batches(self, recipe: Recipe, aligned: IntArray, bins: int) -> int:
-        """By `bins`, the packs that everything that adds up needs: each holds `rows` packs."""
-        return divided_up(bins, self.rows)
-
-    def least_times(self, units: StepFloor, per_rank: IntArray) -> dict[str, FloatArray]:
-        """Lower bounds on the time of each step, by name."""
-        return packed_times(self, units, per_rank)
+        return recipe.capacity, 1
 
 
 Layout: TypeAlias = Padded | Packed

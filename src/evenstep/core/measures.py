@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.bounds import Floor, StepFloor, bins_bound, pack_bounds
+from evenstep.core.bounds import Floor, StepFloor, bins_bound, pack_bounds, row_bound
+from evenstep.core.layout import Padded
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
     divided_up,
     offsets_of,
-    ranges_of,
     rounded_up,
     sum_by,
 )
+from evenstep.core.text import MOST
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
     from evenstep.core.recipe import SecondWork, SyncEvery
 
 
-BoolArray: TypeAlias = NDArray[np.bool_]
 Value: TypeAlias = Any  # a number, a bool or a string
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -205,49 +205,29 @@ class Floors:
         self.caps = np.array([shares[name] for name in self.limits], np.float64)
         self.taken = [taken[name] for name in self.limits]
 
-    @property
-    def over(self) -> BoolArray:
-        """Which segments exceed the budget or a limit by themselves, so that they run alone."""
-        over = np.zeros(len(self.aligned), np.bool_)
-        for column, cap in zip(self.taken, self.caps, strict=True):
-            over |= column > cap
-        if self.recipe.capacity is not None:
-            over |= self.aligned > self.recipe.capacity
-        return over
-
     def of_step(self, step: int) -> Floor:
         """The floor of one step."""
         return self._between(step, step + 1)[0]
 
     def of_steps(self, progress: Progress | None = None) -> list[Floor]:
         """The floors of all steps. `progress(done, total)` is called now and then."""
-        sizes, floors = np.diff(self.starts).tolist(), list[Floor]()
-        while len(floors) < self.steps:
-            first = len(floors)
-            last, longest = first + 1, sizes[first]
-            while self._in_rows and last < self.steps:
-                longest = max(longest, sizes[last])
-                if (last + 1 - first) * longest > _TOGETHER:
-                    break
-                last += 1
-            floors += self._between(first, last)
+        longest = int(np.diff(self.starts).max(initial=1))
+        together, floors = max(1, _TOGETHER // max(longest, 1)), list[Floor]()
+        for first in range(0, self.steps, together):
+            floors += self._between(first, min(first + together, self.steps))
             if progress is not None:
                 progress(len(floors), self.steps)
         return floors
 
-    @property
-    def _in_rows(self) -> bool:
-        """Whether steps are measured together, as rows of one array: units are segments, and the
-        only limit of packed rows is on slots."""
-        rows = self.limits == ["slots"] or self.recipe.layout.segments_per_row is not None
-        return rows and self.groups is None and self.second is None
-
     def _between(self, first: int, last: int) -> list[Floor]:
-        """The floors of the steps from `first` up to `last`; of one step unless `_in_rows`."""
+        """The floors of the steps from `first` up to `last`."""
+        recipe, starts = self.recipe, self.starts[first : last + 1]
+        segments = slice(int(starts[0]), int(starts[-1]))
+        unit_of = self._unit_of(segments)
+        second = None if self.second is None else sum_by(unit_of, self.second[segments], 0)
+        units = StepFloor(recipe, self.aligned[segments], unit_of, second, starts - starts[0])
         # The fewest packs give the fewest micro-batches per rank, and these the least time.
-        recipe = self.recipe
-        units = self._units(first, last)
-        packs = self._packs(first, last, units)
+        packs = self._packs(units, starts.tolist())
         ranks, multiple = recipe.topology.dp, recipe.topology.multiple
         per_rank = rounded_up(np.maximum(1, divided_up(packs, ranks)), multiple)
         if recipe.steps.micro_batches is not None:
@@ -258,47 +238,29 @@ class Floors:
         columns = packs.tolist(), per_rank.tolist(), time.tolist(), binds
         return [Floor(*values) for values in zip(*columns, strict=True)]
 
-    def _units(self, first: int, last: int) -> StepFloor:
-        starts = self.starts[first : last + 1]
-        aligned, counts = self.aligned[starts[0] : starts[-1]], np.diff(starts)
-        if not self._in_rows:
-            segments = slice(int(starts[0]), int(starts[-1]))
-            second = None if self.second is None else self._by_unit(self.second, segments)
-            return StepFloor(self.recipe, aligned, self._unit_of(segments), second)
-        # Steps x aligned lengths, descending; missing ones are 0.
-        rows = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
-        rows[np.arange(rows.shape[1]) < counts[:, None]] = aligned
-        return StepFloor(self.recipe, -np.sort(-rows, axis=1))
-
-    def _packs(self, first: int, last: int, units: StepFloor) -> IntArray:
-        """A lower bound on the micro-batches of each step that are not empty."""
-        recipe, layout = self.recipe, self.recipe.layout
-        if self._in_rows and layout.segments_per_row is None:
-            capacity = int(self.caps[0])
-            rows = pack_bounds(units.size, capacity, units.packs_of_first(capacity))
-            return divided_up(rows, layout.packs_per_micro_batch)
-        packs = np.zeros(last - first, np.int64)
-        for step in range(first, last):
-            segments = slice(int(self.starts[step]), int(self.starts[step + 1]))
-            columns = [self._by_unit(column, segments) for column in self.taken]
-            taken = np.column_stack(columns or [np.zeros((segments.stop - segments.start, 0))])
-            bins = bins_bound(taken, self.caps)
-            aligned = self.aligned[segments]
-            packs[step - first] = layout.fewest_micro_batches(recipe, aligned, bins)
-        return packs
-
-    def _unit_of(self, segments: slice) -> IntArray | None:
-        """The unit of each segment; None if each is one."""
+    def _unit_of(self, segments: slice) -> IntArray:
+        """The unit of each segment: itself, or its group."""
         if self.groups is None:
-            return None
+            return np.arange(segments.stop - segments.start)
         return np.unique(self.groups[segments], return_inverse=True)[1]
 
-    def _by_unit(self, column: NDArray[Any], segments: slice) -> NDArray[Any]:
-        """A column of segments -> a column of these segments' units."""
-        unit_of = self._unit_of(segments)
-        if unit_of is None:
-            return column[segments]
-        return sum_by(unit_of, column[segments], int(unit_of.max(initial=-1)) + 1)
+    def _packs(self, units: StepFloor, starts: list[int]) -> IntArray:
+        """A lower bound on the micro-batches of each step that are not empty."""
+        recipe, layout = self.recipe, self.recipe.layout
+        rows = layout.packs_per_micro_batch
+        if self.limits == ["slots"]:
+            packs = units.packs if rows == 1 else None
+            return divided_up(pack_bounds(units.size, int(self.caps[0]), packs), rows)
+        packs = np.zeros(len(starts) - 1, np.int64)
+        for step, segments in enumerate(map(slice, starts, starts[1:])):
+            unit_of = self._unit_of(segments)
+            columns = [sum_by(unit_of, column[segments], 0) for column in self.taken]
+            taken = np.column_stack(columns or [np.zeros((len(unit_of), 0))])
+            packs[step] = divided_up(bins_bound(taken, self.caps), rows)
+            if isinstance(layout, Padded):
+                widths = layout.step_widths(recipe, self.aligned[segments])
+                packs[step] = max(packs[step], row_bound(layout.rows_that_fit(recipe, widths)))
+        return packs
 
 
 class StepTable:
@@ -318,51 +280,52 @@ class StepTable:
     """
 
     def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
+        recipe, steps, ranks = plan.recipe, plan.num_steps, plan.num_ranks
         self.plan, self.floors = plan, Floors(plan)
-        self.tokens, self.slots = plan.tokens, plan.slots
-        self._micro = plan.cell_offsets[:: plan.num_ranks]
-        self._segments = self.floors.starts
-        counts = np.diff(plan.cell_offsets).reshape(plan.num_steps, plan.num_ranks)
-        self.per_rank: IntArray = counts[:, 0] if plan.num_steps else counts.sum(axis=1)
-        self._measure_time()
-        self._measure_segments()
-        floors = self.floors.of_steps(progress)
-        self.floor_packs = np.array([floor.packs for floor in floors], np.int64)
-        self.floor_per_rank = np.array([floor.per_rank for floor in floors], np.int64)
-        self.floor_time = np.array([floor.time for floor in floors], np.float64)
-        self.floor_binds = [floor.binds for floor in floors]
-
-    def _measure_time(self) -> None:
-        plan, steps = self.plan, self.plan.num_steps
+        floors, starts = self.floors, self.floors.starts
+        self._micro, self._segments = plan.cell_offsets[::ranks], starts
+        counts = np.diff(plan.cell_offsets).reshape(steps, ranks)
+        self.per_rank: IntArray = counts[:, 0] if steps else counts.sum(axis=1)
+        # Sums over micro-batches.
         step = np.repeat(np.arange(steps), np.diff(self._micro))
+        works = works_of(plan)
+        self.tokens, self.slots = plan.tokens, plan.slots
+        self.tokens_of_step = sum_by(step, self.tokens, steps).astype(np.int64)
         self.tokens_by_rank = slowest_of_steps(plan, self.tokens, "step")
         self.tokens_by_wave = slowest_of_steps(plan, self.tokens, "micro_batch")
-        self.tokens_of_step = sum_by(step, self.tokens, steps).astype(np.int64)
-        self.rank_sum, self.lock_step = step_times(plan, "step"), step_times(plan, "micro_batch")
-        self.time = self.rank_sum if plan.recipe.sync_every == "step" else self.lock_step
-        self.ideal = step_means(plan)
-        self.mean_cost = sum_by(step, plan.costs, steps) / plan.num_ranks
+        by_rank = [slowest_of_steps(plan, work, "step") for work in works]
+        by_wave = [slowest_of_steps(plan, work, "micro_batch") for work in works]
+        self.rank_sum: FloatArray = np.sum(by_rank, axis=0)
+        self.lock_step: FloatArray = np.sum(by_wave, axis=0)
+        self.time = self.rank_sum if recipe.sync_every == "step" else self.lock_step
+        self.ideal = sum_by(step, np.sum(works, axis=0), steps) / ranks
+        self.mean_cost = sum_by(step, works[0], steps) / ranks
         self.real = np.bincount(step[self.tokens > 0], minlength=steps)
-
-    def _measure_segments(self) -> None:
-        plan, floors, starts = self.plan, self.floors, self._segments
-        recipe, sample, samples = plan.recipe, plan.segments.sample, len(plan.lengths)
+        # Sums over segments.
+        step = np.repeat(np.arange(steps), np.diff(starts))
+        sample, samples = plan.segments.sample, len(plan.lengths)
         self.kept = sum_by(sample, plan.segments.length, samples).astype(np.int64)
         self.num_segments = np.bincount(sample, minlength=samples)
         in_micro_batch = np.diff(plan.segment_offsets)
-        self.alone = floors.over & (np.repeat(in_micro_batch, in_micro_batch) == 1)
+        # Segments that exceed the budget or a limit by themselves run alone.
+        over = floors.aligned > (MOST if recipe.capacity is None else recipe.capacity)
+        for column, cap in zip(floors.taken, floors.caps, strict=True):
+            over |= column > cap
+        self.alone = over & (np.repeat(in_micro_batch, in_micro_batch) == 1)
         self.batched_slots = _batched_slots(plan, starts)
-        self.filled = np.ones(plan.num_steps, np.int64)
+        self.filled = np.ones(steps, np.int64)
         if recipe.layout.budget is not None:
             slots = np.diff(offsets_of(floors.aligned)[starts])
-            full = divided_up(divided_up(slots, recipe.layout.budget), plan.num_ranks)
+            full = divided_up(divided_up(slots, recipe.layout.budget), ranks)
             self.filled = np.maximum(1, full)
         costs = floors.costs if floors.second is None else floors.costs + floors.second
-        step = np.repeat(np.arange(plan.num_steps), np.diff(starts))
-        self.unpadded = sum_by(step, costs, plan.num_steps) / plan.num_ranks
+        self.unpadded = sum_by(step, costs, steps) / ranks
         self.unpadded += recipe.cost.per_micro_batch * self.filled
-        self.most_expensive = np.zeros(plan.num_steps)
+        self.most_expensive = np.zeros(steps)
         np.maximum.at(self.most_expensive, step, floors.costs)
+        columns = list(zip(*floors.of_steps(progress), strict=True)) or [()] * 4
+        self.floor_packs, self.floor_per_rank = (np.array(each, np.int64) for each in columns[:2])
+        self.floor_time, self.floor_binds = np.array(columns[2], np.float64), columns[3]
 
     def micro_batches_of(self, steps: slice) -> slice:
         """The micro-batches of these steps."""
@@ -384,19 +347,16 @@ def _batched_slots(plan: Plan, starts: IntArray) -> IntArray:
 
     starts [0, 3]: one step; its lengths [5, 2, 4] in batches of 2 -> 2 · 5 + 1 · 4 slots
     """
-    segments, counts = plan.segments, np.diff(starts)
-    step = np.repeat(np.arange(len(counts)), counts)
+    segments, steps = plan.segments, len(starts) - 1
+    step = np.repeat(np.arange(steps), np.diff(starts))
     order = np.lexsort((segments.start, segments.sample, step))
-    batches = divided_up(counts, _BATCH)  # of each step
-    first = ranges_of(np.zeros_like(batches), batches)
-    first = np.repeat(starts[:-1], batches) + _BATCH * first  # the first segment of each batch
+    first = np.flatnonzero((np.arange(len(order)) - starts[step]) % _BATCH == 0)  # of each batch
     if not len(first):
-        return np.zeros(len(counts), np.int64)
+        return np.zeros(steps, np.int64)
     longest = np.maximum.reduceat(segments.length[order], first)
     rows = np.diff(first, append=len(order))
     slots = rows * rounded_up(longest, plan.recipe.width_unit)
-    step_of_batch = np.repeat(np.arange(len(counts)), batches)
-    return sum_by(step_of_batch, slots, len(counts)).astype(np.int64)
+    return sum_by(step[first], slots, steps).astype(np.int64)
 
 
 def of_plan(
@@ -428,16 +388,16 @@ def of_steps(plan: Plan, progress: Progress | None = None) -> list[dict[str, Val
 
 
 def _measure(table: StepTable, steps: slice, width: int | None) -> dict[str, Value]:
-    plan, recipe = table.plan, table.plan.recipe
+    recipe, ranks = table.plan.recipe, table.plan.num_ranks
     micro, picked = table.micro_batches_of(steps), table.segments_of(steps)
     samples = table.samples_of(steps)
+    missing = table.plan.lengths[samples] - table.kept[samples]
     tokens = int(table.tokens[micro].sum())
     slots = int(table.slots[micro].sum())
     before = len(samples) * width if width else int(table.batched_slots[steps].sum())
     count, real = micro.stop - micro.start, int(table.real[steps].sum())
     ideal = float(table.ideal[steps].sum())
     time, floor = table.time[steps], table.floor_time[steps]
-    total, least = float(time.sum()), float(floor.sum())
     return {
         "num_samples": len(samples),
         "num_segments": picked.stop - picked.start,
@@ -451,19 +411,24 @@ def _measure(table: StepTable, steps: slice, width: int | None) -> dict[str, Val
         "removed_padding": before - slots,
         "removed_padding_ratio": _ratio(before - slots, before),
         **_bins(table, micro, steps),
-        "imbalance_tokens_step": _over(table.tokens_by_rank[steps], tokens, plan),
-        "imbalance_tokens_micro_batch": _over(table.tokens_by_wave[steps], tokens, plan),
-        "imbalance_cost_step": _or_one(float(table.rank_sum[steps].sum()), ideal),
-        "imbalance_cost_micro_batch": _or_one(float(table.lock_step[steps].sum()), ideal),
+        "imbalance_tokens_step": _ratio(ranks * table.tokens_by_rank[steps].sum(), tokens, 1.0),
+        "imbalance_tokens_micro_batch": _ratio(
+            ranks * table.tokens_by_wave[steps].sum(), tokens, 1.0
+        ),
+        "imbalance_cost_step": _ratio(table.rank_sum[steps].sum(), ideal, 1.0),
+        "imbalance_cost_micro_batch": _ratio(table.lock_step[steps].sum(), ideal, 1.0),
         "num_packs": real,
         "num_packs_bound": int(table.floor_packs[steps].sum()),
         "packs_optimal": bool((table.per_rank[steps] == table.floor_per_rank[steps]).all()),
         "balance": recipe.balance,
         "sync_every": recipe.sync_every,
-        "time_over_floor": _or_one(total, least),
+        "time_over_floor": _ratio(time.sum(), floor.sum(), 1.0),
         "balance_optimal": bool((time <= floor * (1 + 1e-9)).all()),
         "bottleneck": bottleneck(table, steps),
-        **_overflow(table, samples, picked),
+        "num_truncated": int((missing > 0).sum()),
+        "tokens_truncated": int(missing.sum()),
+        "num_split": int((table.num_segments[samples] > 1).sum()),
+        "num_alone": int(table.alone[picked].sum()),
     }
 
 
@@ -479,31 +444,12 @@ def _bins(table: StepTable, micro: slice, steps: slice) -> dict[str, Value]:
         "bin_utilization": float(use.mean()),
         "waste_ratio": float(1 - use.mean()),
         "bin_balance": 1 - spread / float(use.mean()),
-        "packing_efficiency": _ratio(least, len(tokens)) if len(tokens) else 1.0,
+        "packing_efficiency": _ratio(least, len(tokens), 1.0),
     }
 
 
-def _overflow(table: StepTable, samples: IntArray, segments: slice) -> dict[str, Value]:
-    """How many samples exceeded the budget or a limit by themselves, by how they were handled."""
-    missing = table.plan.lengths[samples] - table.kept[samples]
-    return {
-        "num_truncated": int((missing > 0).sum()),
-        "tokens_truncated": int(missing.sum()),
-        "num_split": int((table.num_segments[samples] > 1).sum()),
-        "num_alone": int(table.alone[segments].sum()),
-    }
-
-
-def _over(largest: FloatArray, total: int, plan: Plan) -> float:
-    return float(largest.sum()) * plan.num_ranks / total if total else 1.0
-
-
-def _or_one(part: float, whole: float) -> float:
-    return part / whole if whole else 1.0
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: float, whole: float, empty: float = 0.0) -> float:
+    return float(part / whole) if whole else empty
 
 
 _MUCH = 1.01  # times the ideal from which a cause is named
@@ -516,35 +462,36 @@ def bottleneck(table: StepTable, steps: slice) -> str:
     The ideal is the work without padding divided by the ranks, with as few micro-batches as the
     tokens fill. A sequence that costs more than the mean load of a rank is named first.
     """
-    if table.plan.num_ranks > 1:
-        named = _expensive_sample(table, steps)
-        if named:
-            return named
-    # Then what no plan of the worst step could avoid, and last what this plan did not.
+    # The mean of one rank is its load, which no sample exceeds.
+    costs, mean = table.most_expensive[steps], table.mean_cost[steps]
+    ratio = np.divide(costs, mean, out=np.zeros(len(mean)), where=mean > 0)
+    if table.plan.num_ranks > 1 and (ratio > _MUCH).any():
+        first = int((ratio > _MUCH).argmax())
+        return (
+            f"{_most_expensive(table, steps.start + first)} costs {ratio[first]:.2f} times the "
+            f"mean load of a rank, so ranks cannot be even. Use context parallelism, split the "
+            f"sample, {_MORE_SAMPLES}."
+        )
+    # Then what no plan of the worst step could avoid.
     ideal = table.unpadded[steps]
     over = np.divide(table.floor_time[steps], ideal, out=np.ones(len(ideal)), where=ideal > 0)
     worst = int(over.argmax()) if len(over) else 0
     if len(over) and over[worst] > _MUCH:
         cause = _of_floor(table, steps.start + worst)
         return f"{cause} No plan of this step takes less than {over[worst]:.2f} times the ideal."
-    if table.time[steps].sum() > _MUCH * ideal.sum():
-        return _of_plan(table, steps)
-    return ""
-
-
-def _expensive_sample(table: StepTable, steps: slice) -> str:
-    """A sample that costs more than the mean load of a rank, and what would help; else empty."""
-    costs, ideal = table.most_expensive[steps], table.mean_cost[steps]
-    ratio = np.divide(costs, ideal, out=np.zeros(len(ideal)), where=ideal > 0)
-    if not (ratio > _MUCH).any():
+    if table.time[steps].sum() <= _MUCH * ideal.sum():
         return ""
-    first = int((ratio > _MUCH).argmax())
-    segments = table.segments_of(slice(steps.start + first, steps.start + first + 1))
-    at = segments.start + int(table.floors.costs[segments].argmax())
-    return (
-        f"{_sample(table.plan, at)} costs {ratio[first]:.2f} times the mean load of a rank, so "
-        f"ranks cannot be even. Use context parallelism, split the sample, {_MORE_SAMPLES}."
-    )
+    # Last, the choice behind a plan that takes longer than its floor.
+    recipe, micro = table.plan.recipe, table.micro_batches_of(steps)
+    slots, tokens = int(table.slots[micro].sum()), int(table.tokens[micro].sum())
+    if recipe.layout.segments_per_row is not None and slots > _MUCH * tokens:
+        return (
+            f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
+            f"different lengths share a micro-batch. Use a packed layout."
+        )
+    if recipe.balance != "refined":
+        return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
+    return ""
 
 
 def _of_floor(table: StepTable, step: int) -> str:
@@ -557,11 +504,11 @@ def _of_floor(table: StepTable, step: int) -> str:
     beyond = float(table.floor_time[step] - table.unpadded[step])
     if 2 * extra * recipe.cost.per_micro_batch >= beyond or binds == "mean":
         return _of_count(table, step, segments)
-    at = segments.start + int(table.floors.costs[segments].argmax())
+    longest = _most_expensive(table, step)
     if binds == "waves":
         return (
             f"Long sequences cannot share a micro-batch, so all ranks wait for them in their wave "
-            f"(the longest: {_sample(plan, at)}). Raise {_budget(plan)}, use context parallelism, "
+            f"(the longest: {longest}). Raise {_budget(plan)}, use context parallelism, "
             f"{_MORE_SAMPLES}."
         )
     if binds == "cuts":
@@ -569,8 +516,7 @@ def _of_floor(table: StepTable, step: int) -> str:
             f"Rows of different lengths share a padded micro-batch, because each further one costs "
             f"{recipe.cost.per_micro_batch:g}. Use a packed layout, {_MORE_SAMPLES}."
         )
-    if binds == "second":
-        assert recipe.second_work is not None
+    if binds == "second" and recipe.second_work is not None:
         return (
             f"The work in {recipe.second_work.column} cannot be even between ranks: few samples "
             f"have most of it. Take more samples per step (fewer updates)."
@@ -583,7 +529,7 @@ def _of_floor(table: StepTable, step: int) -> str:
     if binds == "widths" and recipe.topology.equal_widths and extra <= 0:
         return (
             f"This pipeline needs one width for all micro-batches of a step (the longest: "
-            f"{_sample(plan, at)}). Set topology.variable_seq_lengths, {_MORE_SAMPLES}."
+            f"{longest}). Set topology.variable_seq_lengths, {_MORE_SAMPLES}."
         )
     if binds == "widths" and recipe.equal_tokens:
         return (
@@ -593,7 +539,7 @@ def _of_floor(table: StepTable, step: int) -> str:
         return _of_count(table, step, segments)
     return (
         f"{segments.stop - segments.start} sequences on {plan.num_ranks} ranks cannot be even (the "
-        f"most expensive: {_sample(plan, at)}). Take more samples per step (fewer updates)."
+        f"most expensive: {longest}). Take more samples per step (fewer updates)."
     )
 
 
@@ -625,23 +571,11 @@ def _of_count(table: StepTable, step: int, segments: slice) -> str:
     return f"{owner}.{name} needs {forced}. Raise it, or leave it out."
 
 
-def _of_plan(table: StepTable, steps: slice) -> str:
-    """The choice behind a plan that takes longer than its floor."""
-    recipe = table.plan.recipe
-    micro = table.micro_batches_of(steps)
-    slots, tokens = int(table.slots[micro].sum()), int(table.tokens[micro].sum())
-    if recipe.layout.segments_per_row is not None and slots > _MUCH * tokens:
-        return (
-            f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
-            f"different lengths share a micro-batch. Use a packed layout."
-        )
-    if recipe.balance != "refined":
-        return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
-    return ""
-
-
-def _sample(plan: Plan, segment: int) -> str:
-    sample, length = plan.segments.sample[segment], plan.segments.length[segment]
+def _most_expensive(table: StepTable, step: int) -> str:
+    """The most expensive sample of a step."""
+    segments = table.segments_of(slice(step, step + 1))
+    at = segments.start + int(table.floors.costs[segments].argmax())
+    sample, length = table.plan.segments.sample[at], table.plan.segments.length[at]
     return f"sample {int(sample)} with {int(length)} tokens"
 
 

@@ -1,50 +1,301 @@
-"""The FLOPs and bytes of models, from their configurations."""
+"""Models: their configurations, and the FLOPs and bytes that follow from them."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from evenstep.core.model_config import ModelConfig
 from evenstep.core.ragged import divided_up, rounded_up
-from evenstep.core.text import short_repr, whole_number
-from evenstep.errors import ConfigError
+from evenstep.core.text import MOST, short_repr, shorten, truth_value, whole_number
+from evenstep.errors import ConfigError, FileError
 
-# Work ---------------------------------------------------------------------------------------------
+# Configurations: a path, a mapping, an object, or a well-known name ------------------------------
+
+_SECTIONS = {"text": ("text_config", "llm_config", "language_config"), "vision": ("vision_config",)}
+_MOST_LAYERS = 100_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Plain fields and the place they come from, which messages name.
+
+    A field that is absent or null counts as missing.
+
+    >>> config = ModelConfig({"model_type": "gpt2", "n_embd": 768}, "config.json")
+    >>> config.whole("hidden_size", "n_embd")
+    768
+    >>> config.whole("vocab_size")
+    Traceback (most recent call last):
+    evenstep.errors.ConfigError: config.json has no vocab_size. Add it, or pass the loaded ...
+    """
+
+    fields: Mapping[str, Any]
+    where: str
+
+    @property
+    def model_type(self) -> str:
+        """The name of the architecture, such as "llama"."""
+        return str(self._given("model_type")[1])
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these fields is given."""
+        return any(self.fields.get(name) is not None for name in names)
+
+    def _given(self, *names: str) -> tuple[str, Any]:
+        """(where the first of these fields is that is given, its value)."""
+        for name in names:
+            if self.fields.get(name) is not None:
+                return f"{name} in {self.where}", self.fields[name]
+        raise ConfigError(
+            f"{self.where} has no {names[0]}. Add it, or pass the loaded configuration object, "
+            f"which has all defaults."
+        )
+
+    def whole(
+        self, *names: str, default: int | None = None, least: int = 1, most: int = MOST
+    ) -> int:
+        """The first of these fields that is given, as an integer; else `default`."""
+        if default is not None and not self.has(*names):
+            return default
+        return whole_number(*self._given(*names), least=least, most=most)
+
+    def truth(self, name: str, default: bool) -> bool:
+        """A field that is true or false; `default` if it is missing."""
+        return truth_value(*self._given(name)) if self.has(name) else default
+
+    def entries(self, *names: str, count: int | None = None) -> list[Any]:
+        """The first of these fields that is given, as a list; empty if none is given.
+
+        With a `count`, it must have that many entries, one for each layer.
+        """
+        if not self.has(*names):
+            return []
+        path, value = self._given(*names)
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{path} must be a list, got {short_repr(value)}.")
+        if count is not None and len(value) != count:
+            raise ConfigError(
+                f"{path} has {len(value)} entries, but there are {count} layers. Correct one of "
+                f"them."
+            )
+        return list(value)
+
+    def section(self, part: str) -> ModelConfig:
+        """The configuration of the language model ("text") or of the vision tower ("vision").
+
+        A nested configuration without a model type has that of the whole.
+        """
+        whole = self._nested("thinker_config") if self.has("thinker_config") else self
+        name = next((name for name in _SECTIONS[part] if whole.has(name)), None)
+        if name is None:
+            if part == "vision" and not whole.has("patch_size"):
+                raise ConfigError(f"{self.where} has no vision_config. Use part='text'.")
+            return whole
+        inner = whole._nested(name)
+        fields = {"model_type": whole.fields.get("model_type"), **inner.fields}
+        # A saved file leaves out what equals the default of a nested configuration's class.
+        defaults = DEFAULTS.get(str(fields["model_type"]), {})
+        return ModelConfig({**defaults, **fields}, inner.where)
+
+    def _nested(self, name: str) -> ModelConfig:
+        return ModelConfig(_mapping(self.fields[name], f"{name} in {self.where}"), self.where)
+
+
+def read_model_config(config: object) -> ModelConfig:
+    """The fields of a `config.json`, of the folder that holds it, of a mapping or of an object.
+
+    >>> read_model_config({"model_type": "llama"}).model_type
+    'llama'
+    """
+    if not isinstance(config, str | os.PathLike):
+        return ModelConfig(_mapping(config, "the configuration"), "the configuration")
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be read ({error.strerror or error}). Give the path of a model's "
+            f"config.json or of its folder."
+        ) from None
+    except (ValueError, RecursionError):
+        raise FileError(f"{path} is not JSON. Give the path of a model's config.json.") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds {short_repr(data)}, expected the fields of a model.")
+    return ModelConfig(data, str(path))
+
+
+def _mapping(config: object, where: str) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, type):
+        if callable(getattr(config, "to_dict", None)):
+            return _mapping(config.to_dict(), where)  # type: ignore[attr-defined]
+        if is_dataclass(config):
+            return {field.name: getattr(config, field.name) for field in fields(config)}
+        if hasattr(config, "__dict__"):
+            return vars(config)
+    raise ConfigError(
+        f"{where} must be a path, a mapping or a configuration object, got {short_repr(config)}."
+    )
+
+
+def _table(text: str, **kinds: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fields by name: the first line names the columns, and a point means that a field is missing.
+
+    A row ends with the names of what it adds: those of `kinds`.
+
+    >>> _table("name hidden_size head_dim\\nsmall 8 . tied", tied={"tie_word_embeddings": True})
+    {'small': {'hidden_size': 8, 'tie_word_embeddings': True}}
+    """
+    head, *rows = (line.split() for line in text.strip().splitlines())
+    table = {}
+    for name, *cells in rows:
+        fields = zip(head[1:], cells, strict=False)
+        table[name] = {key: int(cell) for key, cell in fields if cell != "."}
+        for kind in cells[len(head) - 1 :]:
+            table[name] |= kinds[kind]
+    return table
+
+
+# The defaults of the classes of transformers that are nested in other configurations.
+DEFAULTS: dict[str, dict[str, Any]] = _table(
+    """
+    name        hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
+    llama               4096            11008                32                  32      32000
+    mistral             4096            14336                32                  32      32000 long
+    gemma               3072            24576                28                  16     256000 g1
+    gemma2              2304             9216                26                   8     256000 g2
+    gemma3_text         2304             9216                26                   8     262208 g2
+    clip_vision_model    768             3072                12                  12          . p32
+    siglip_vision_model  768             3072                12                  12          . p16
+    pixtral             1024             4096                24                  16          . p16
+    """,
+    long={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    g1={"num_key_value_heads": 16, "head_dim": 256},
+    g2={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    p16={"patch_size": 16},
+    p32={"patch_size": 32},
+)
+
+# Shapes of well-known models by name, in the fields of their configurations.
+PRESETS: dict[str, dict[str, Any]] = _table(
+    """
+    name            hidden_size num_hidden_layers num_attention_heads intermediate_size \
+                    num_key_value_heads head_dim vocab_size
+    llama-3.2-1b    2048 16  32  8192  8   . 128256 llama tied
+    llama-3.2-3b    3072 28  24  8192  8   . 128256 llama tied
+    llama-3-8b      4096 32  32 14336  8   . 128256 llama
+    llama-3-70b     8192 80  64 28672  8   . 128256 llama
+    qwen2.5-1.5b    1536 28  12  8960  2   . 151936 qwen2 tied
+    qwen2.5-7b      3584 28  28 18944  4   . 152064 qwen2
+    qwen2.5-32b     5120 64  40 27648  8   . 152064 qwen2
+    qwen2.5-72b     8192 80  64 29568  8   . 152064 qwen2
+    qwen3-0.6b      1024 28  16  3072  8 128 151936 qwen3 tied
+    qwen3-4b        2560 36  32  9728  8 128 151936 qwen3 tied
+    qwen3-8b        4096 36  32 12288  8 128 151936 qwen3
+    qwen3-32b       5120 64  64 25600  8 128 151936 qwen3
+    qwen3-30b-a3b   2048 48  32  6144  4 128 151936 qwen3_moe w768
+    qwen3-235b-a22b 4096 94  64 12288  4 128 151936 qwen3_moe w1536
+    gemma-3-4b      2560 34   8 10240  4 256 262208 gemma3
+    gemma-3-27b     5376 62  32 21504 16 128 262208 gemma3
+    gpt-oss-20b     2880 24  64  2880  8  64 201088 gpt_oss e32
+    gpt-oss-120b    2880 36  64  2880  8  64 201088 gpt_oss e128
+    mixtral-8x7b    4096 32  32 14336  8   .  32000 mixtral
+    deepseek-v3     7168 61 128 18432  .   . 129280 deepseek_v3
+    """,
+    llama={"model_type": "llama"},
+    qwen2={"model_type": "qwen2", "use_sliding_window": False},
+    qwen3={"model_type": "qwen3", "use_sliding_window": False},
+    qwen3_moe={
+        "model_type": "qwen3_moe",
+        "use_sliding_window": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    gemma3={
+        "model_type": "gemma3_text",
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
+    },
+    gpt_oss={"model_type": "gpt_oss", "sliding_window": 128, "num_experts_per_tok": 4},
+    mixtral={"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    deepseek_v3={
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+    },
+    tied={"tie_word_embeddings": True},
+    w768={"moe_intermediate_size": 768},
+    w1536={"moe_intermediate_size": 1536},
+    e32={"num_local_experts": 32},
+    e128={"num_local_experts": 128},
+)
+
+
+def named_config(model: str) -> ModelConfig:
+    """The language model's configuration: a known name, a `config.json` or its folder.
+
+    >>> named_config("llama-3-8b").whole("hidden_size")
+    4096
+    """
+    path = path_of_model(model, "--model")
+    if path is None:
+        return ModelConfig(PRESETS[model], model)
+    return read_model_config(path).section("text")
+
+
+def path_of_model(model: str, key: str) -> Path | None:
+    """The path of a model's configuration; None for a known name. `key` is the user's word for it.
+
+    >>> path_of_model("llama-3-8b", "--model") is None
+    True
+    """
+    if model in PRESETS:
+        return None
+    path = Path(model)
+    try:
+        exists = bool(model) and path.exists()
+    except (OSError, ValueError):  # too long, or with a zero byte
+        exists = False
+    if not exists:
+        parent = str(path.parent)
+        place = "the working directory" if parent == "." else shorten(parent, 300)
+        raise ConfigError(
+            f"{key} {short_repr(path.name)} is not a known name, and {place} has no such file. "
+            f"Give the path of a config.json or of its folder, or one of: {', '.join(PRESETS)}."
+        )
+    return path
+
+
+# The decoders whose layers are known, by their `model_type` ---------------------------------------
+
+
+class Work(NamedTuple):
     """Multiply-adds of one forward pass.
 
     weights   per token, in matrices: the number of weights that a token passes through
     pairs     per squared length, where tokens attend to all others or to all before them
     nearby    per token, where they attend within a window, or update a state
-
-    >>> Work(weights=3) + Work(weights=4, pairs=1)
-    Work(weights=7, pairs=1, nearby=0)
     """
 
     weights: float = 0
     pairs: float = 0
     nearby: float = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            weights=self.weights + other.weights,
-            pairs=self.pairs + other.pairs,
-            nearby=self.nearby + other.nearby,
-        )
-
-
-# The decoders whose layers are known, by their `model_type` ---------------------------------------
-
-Attention: TypeAlias = Literal["grouped", "latent"]
-Groups: TypeAlias = Literal["given", "optional", "none"]
-Windows: TypeAlias = Literal["none", "all", "upper"]
-Experts: TypeAlias = Literal["none", "every", "after_dense", "stepped", "periodic", "interval"]
-Mixer: TypeAlias = Literal["none", "delta", "mamba", "mamba2", "short_conv"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,25 +306,66 @@ class Kind:
     attention   grouped heads, or latent: low-rank queries, keys and values
     query_gate  the query projection also gives a gate of the attention's output
     own_dim     the field `head_dim` must be there; otherwise it may be hidden / heads
-    groups      the field `num_key_value_heads` must be there, may be there, or has no effect
+    groups      the field `num_key_value_heads` must be there (given), may be there (optional), or
+                has no effect (none)
     windows     where layers slide if no layer types are given: in all layers, or from
-                `max_window_layers` on
+                `max_window_layers` on (upper)
     period      if above 0: every `period`-th layer attends to all tokens, the others slide
-    experts     which layers have experts
-    mixer       what layers without attention do
+    experts     which layers have experts: see `sparse_layers`
+    mixer       what layers without attention do: see `_MIXERS`
     bare        layers are mixers alone, without feed-forward matrices
     """
 
     gated: bool = True
-    attention: Attention = "grouped"
+    attention: Literal["grouped", "latent"] = "grouped"
     query_gate: bool = False
     own_dim: bool = False
-    groups: Groups = "given"
-    windows: Windows = "none"
+    groups: Literal["given", "optional", "none"] = "given"
+    windows: Literal["none", "all", "upper"] = "none"
     period: int = 0
-    experts: Experts = "none"
-    mixer: Mixer = "none"
+    experts: str = "none"
+    mixer: str = "none"
     bare: bool = False
+
+
+_DELTA = Kind(mixer="delta", query_gate=True, own_dim=True)
+_LATENT = Kind(experts="after_dense", attention="latent")
+_FAMILIES: list[tuple[str, Kind]] = [
+    ("olmo olmo2 granite stablelm cohere hunyuan_v1_dense smollm3", Kind()),
+    ("llama", Kind(groups="optional")),
+    ("gemma glm glm4 seed_oss helium ernie4_5 qwen3_vl_text", Kind(own_dim=True)),
+    ("mistral ministral ministral3 phi3", Kind(windows="all")),
+    ("qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text", Kind(windows="upper")),
+    ("qwen2_5_omni_text", Kind(windows="upper")),
+    ("qwen3", Kind(windows="upper", own_dim=True)),
+    ("gemma2", Kind(period=2, own_dim=True)),
+    ("gemma3_text", Kind(period=6, own_dim=True)),
+    ("cohere2 olmo3 exaone4", Kind(period=4)),
+    ("phi apertus arcee nemotron", Kind(gated=False)),
+    ("starcoder2", Kind(gated=False, windows="all")),
+    ("gpt2 gpt_neox gptj", Kind(gated=False, groups="none")),
+    ("mixtral phimoe", Kind(windows="all", experts="every")),
+    ("olmoe flex_olmo granitemoe granitemoeshared", Kind(experts="every")),
+    ("minimax_m2", Kind(experts="every", own_dim=True)),
+    ("gpt_oss", Kind(experts="every", own_dim=True, period=2)),
+    ("qwen2_moe", Kind(experts="stepped", windows="upper")),
+    ("qwen3_moe qwen3_omni_moe_text", Kind(experts="stepped", windows="all")),
+    ("qwen3_vl_moe_text", Kind(experts="stepped", own_dim=True)),
+    ("glm4_moe", Kind(experts="after_dense")),
+    ("dots1", Kind(experts="after_dense", windows="upper")),
+    ("deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite", _LATENT),
+    ("ernie4_5_moe", Kind(experts="interval")),
+    ("qwen3_next", replace(_DELTA, experts="stepped")),
+    ("qwen3_5_moe_text", replace(_DELTA, experts="every")),
+    ("qwen3_5_text", _DELTA),
+    ("jamba", Kind(experts="periodic", mixer="mamba")),
+    ("bamba", Kind(mixer="mamba2")),
+    ("granitemoehybrid", Kind(experts="every", mixer="mamba2")),
+    ("lfm2", Kind(mixer="short_conv")),
+    ("mamba falcon_mamba", Kind(mixer="mamba", bare=True)),
+    ("mamba2", Kind(mixer="mamba2", bare=True)),
+]
+KINDS: dict[str, Kind] = {name: kind for names, kind in _FAMILIES for name in names.split()}
 
 
 def kind_of(model_type: str) -> Kind:
@@ -92,57 +384,10 @@ def kind_of(model_type: str) -> Kind:
     return KINDS[model_type]
 
 
-def _kinds(kind: Kind, names: str) -> dict[str, Kind]:
-    return dict.fromkeys(names.split(), kind)
-
-
-_DELTA = Kind(mixer="delta", query_gate=True, own_dim=True)
-
-KINDS: dict[str, Kind] = {
-    **_kinds(Kind(), "olmo olmo2 granite stablelm cohere hunyuan_v1_dense smollm3"),
-    **_kinds(Kind(groups="optional"), "llama"),
-    **_kinds(Kind(own_dim=True), "gemma glm glm4 seed_oss helium ernie4_5"),
-    **_kinds(Kind(windows="all"), "mistral ministral ministral3 phi3"),
-    **_kinds(Kind(windows="upper"), "qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text"),
-    **_kinds(Kind(windows="upper"), "qwen2_5_omni_text"),
-    **_kinds(Kind(windows="upper", own_dim=True), "qwen3"),
-    **_kinds(Kind(own_dim=True), "qwen3_vl_text"),
-    **_kinds(Kind(period=2, own_dim=True), "gemma2"),
-    **_kinds(Kind(period=6, own_dim=True), "gemma3_text"),
-    **_kinds(Kind(period=4), "cohere2 olmo3 exaone4"),
-    **_kinds(Kind(gated=False), "phi apertus arcee nemotron"),
-    **_kinds(Kind(gated=False, windows="all"), "starcoder2"),
-    **_kinds(Kind(gated=False, groups="none"), "gpt2 gpt_neox gptj"),
-    **_kinds(Kind(windows="all", experts="every"), "mixtral phimoe"),
-    **_kinds(Kind(experts="every"), "olmoe flex_olmo granitemoe granitemoeshared"),
-    **_kinds(Kind(experts="every", own_dim=True), "minimax_m2"),
-    **_kinds(Kind(experts="every", own_dim=True, period=2), "gpt_oss"),
-    **_kinds(Kind(experts="stepped", windows="upper"), "qwen2_moe"),
-    **_kinds(Kind(experts="stepped", windows="all"), "qwen3_moe qwen3_omni_moe_text"),
-    **_kinds(Kind(experts="stepped", own_dim=True), "qwen3_vl_moe_text"),
-    **_kinds(Kind(experts="after_dense"), "glm4_moe"),
-    **_kinds(Kind(experts="after_dense", windows="upper"), "dots1"),
-    **_kinds(Kind(experts="after_dense", attention="latent"), "deepseek_v2 deepseek_v3 kimi_k2"),
-    **_kinds(Kind(experts="after_dense", attention="latent"), "glm4_moe_lite"),
-    **_kinds(Kind(experts="interval"), "ernie4_5_moe"),
-    "qwen3_next": replace(_DELTA, experts="stepped"),
-    "qwen3_5_moe_text": replace(_DELTA, experts="every"),
-    "qwen3_5_text": _DELTA,
-    **_kinds(Kind(experts="periodic", mixer="mamba"), "jamba"),
-    **_kinds(Kind(mixer="mamba2"), "bamba"),
-    **_kinds(Kind(experts="every", mixer="mamba2"), "granitemoehybrid"),
-    **_kinds(Kind(mixer="short_conv"), "lfm2"),
-    **_kinds(Kind(mixer="mamba", bare=True), "mamba falcon_mamba"),
-    **_kinds(Kind(mixer="mamba2", bare=True), "mamba2"),
-}
-
-
 # The order of a decoder's layers ------------------------------------------------------------------
 
 Mixing: TypeAlias = Literal["full", "window", "mixer"]
-
-_LONGEST = "max_position_embeddings"
-_MIXING: dict[str, Mixing] = {
+_MIXING: dict[Any, Mixing] = {
     "full_attention": "full",
     "attention": "full",
     "sliding_attention": "window",
@@ -155,7 +400,6 @@ _MIXING: dict[str, Mixing] = {
 def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
     """How each layer mixes tokens.
 
-    >>> from evenstep.core.models import kind_of
     >>> config = ModelConfig({"sliding_window": 512}, "config.json")
     >>> mixing_of(config, kind_of("gemma2"), 3)
     ['window', 'full', 'window']
@@ -163,58 +407,38 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
     if kind.bare:
         return ["mixer"] * layers
     if config.has("layer_types", "layers_block_type"):
-        return _named(config, kind, layers)
+        names = config.entries("layer_types", "layers_block_type", count=layers)
+        for name in names:
+            known = isinstance(name, str) and name in _MIXING
+            if not known or (_MIXING[name] == "mixer" and kind.mixer == "none"):
+                raise ConfigError(
+                    f"layer_types in {config.where} has {short_repr(name)}, which is not known in "
+                    f"{config.model_type}. Give the shape to Cost.of_model, or measured times to "
+                    f"Cost.fit."
+                )
+        return [_MIXING[name] for name in names]
+    # Without layer types: the layers of a hybrid that attend, or those that slide.
+    chosen: set[Any] = set()
     if kind.mixer != "none":
-        attends = _attending(config, layers)
-        return ["full" if layer in attends else "mixer" for layer in range(layers)]
-    slides = _sliding(config, kind, layers)
-    return ["window" if layer in slides else "full" for layer in range(layers)]
-
-
-def _named(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
-    names = _per_layer(config, layers, "layer_types", "layers_block_type")
-    for name in names:
-        known = isinstance(name, str) and name in _MIXING
-        if not known or (_MIXING[name] == "mixer" and kind.mixer == "none"):
-            raise ConfigError(
-                f"layer_types in {config.where} has {short_repr(name)}, which is not known in "
-                f"{config.model_type}. Give the shape to Cost.of_model, or measured times to "
-                f"Cost.fit."
-            )
-    return [_MIXING[name] for name in names]
-
-
-def _per_layer(config: ModelConfig, layers: int, *names: str) -> list[Any]:
-    entries = config.entries(*names)
-    if len(entries) != layers:
-        raise ConfigError(
-            f"{names[0]} in {config.where} has {len(entries)} entries, but there are {layers} "
-            f"layers. Correct one of them."
-        )
-    return entries
-
-
-def _attending(config: ModelConfig, layers: int) -> set[Any]:
-    """The layers with attention in a hybrid model."""
-    if config.has("attn_layer_indices", "full_attn_idxs"):
-        return set(config.entries("attn_layer_indices", "full_attn_idxs"))
-    if config.has("attn_layer_period"):
-        offset = config.whole("attn_layer_offset", least=0)
-        return set(range(offset, layers, config.whole("attn_layer_period")))
-    every = config.whole("full_attention_interval")
-    return set(range(every - 1, layers, every))
-
-
-def _sliding(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
-    """The layers that slide if no layer types are given; with a period of 4, three of four do."""
+        if config.has("attn_layer_indices", "full_attn_idxs"):
+            chosen = set(config.entries("attn_layer_indices", "full_attn_idxs"))
+        elif config.has("attn_layer_period"):
+            offset = config.whole("attn_layer_offset", least=0)
+            chosen = set(range(offset, layers, config.whole("attn_layer_period")))
+        else:
+            every = config.whole("full_attention_interval")
+            chosen = set(range(every - 1, layers, every))
+        return ["full" if layer in chosen else "mixer" for layer in range(layers)]
     if window_of(config) == 0:
-        return set()
-    if kind.period:
+        return ["full"] * layers
+    if kind.period:  # with a period of 4, three of four layers slide
         period = config.whole("sliding_window_pattern", default=kind.period)
-        return {layer for layer in range(layers) if (layer + 1) % period}
-    if kind.windows == "upper":
-        return set(range(config.whole("max_window_layers", least=0), layers))
-    return set(range(layers)) if kind.windows == "all" else set()
+        chosen = {layer for layer in range(layers) if (layer + 1) % period}
+    elif kind.windows == "upper":
+        chosen = set(range(config.whole("max_window_layers", least=0), layers))
+    elif kind.windows == "all":
+        chosen = set(range(layers))
+    return ["window" if layer in chosen else "full" for layer in range(layers)]
 
 
 def window_of(config: ModelConfig) -> int:
@@ -222,26 +446,31 @@ def window_of(config: ModelConfig) -> int:
     if not config.truth("use_sliding_window", True):
         return 0
     window = config.whole("sliding_window", default=0, least=0)
-    return 0 if config.has(_LONGEST) and window >= config.whole(_LONGEST) else window
+    longest = config.whole("max_position_embeddings", default=MOST)
+    return 0 if window >= longest else window
 
 
 def sparse_layers(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
     """The layers with experts.
 
-    >>> from evenstep.core.models import kind_of
     >>> config = ModelConfig({"first_k_dense_replace": 1}, "config.json")
     >>> sparse_layers(config, kind_of("deepseek_v3"), 3)
     {1, 2}
     """
     every = range(layers)
     if config.has("mlp_layer_types"):
-        named = _per_layer(config, layers, "mlp_layer_types")
-        return {layer for layer in every if named[layer] == "sparse"}
+        types = config.entries("mlp_layer_types", count=layers)
+        return {layer for layer in every if types[layer] == "sparse"}
     match kind.experts:
         case "every":
             return set(every)
-        case "after_dense":
-            return _after_dense(config, layers)
+        case "after_dense":  # from the first ones on; a list has 0 for a dense layer
+            if isinstance(config.fields.get("moe_layer_freq"), list):
+                sparse = config.entries("moe_layer_freq", count=layers)
+                return {layer for layer in every if sparse[layer]}
+            step = config.whole("moe_layer_freq", default=1)
+            first = config.whole("first_k_dense_replace", least=0)
+            return {layer for layer in every[first:] if layer % step == 0}
         case "stepped":
             step = config.whole("decoder_sparse_step", default=1)
             return set(every[step - 1 :: step]) - set(config.entries("mlp_only_layers"))
@@ -258,19 +487,6 @@ def sparse_layers(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
             return set()
 
 
-def _after_dense(config: ModelConfig, layers: int) -> set[int]:
-    """The layers from `first_k_dense_replace` on; of these every `moe_layer_freq`-th.
-
-    The frequency may also be a list with 0 for a dense layer.
-    """
-    if isinstance(config.fields.get("moe_layer_freq"), list):
-        named = _per_layer(config, layers, "moe_layer_freq")
-        return {layer for layer in range(layers) if named[layer]}
-    step = config.whole("moe_layer_freq", default=1)
-    first = config.whole("first_k_dense_replace", least=0)
-    return {layer for layer in range(first, layers) if layer % step == 0}
-
-
 # The work of a decoder ----------------------------------------------------------------------------
 
 
@@ -282,20 +498,21 @@ def text_work(config: ModelConfig) -> Work:
     >>> text_work(ModelConfig({"model_type": "llama", **shape, **heads}, "a dict"))
     Work(weights=656, pairs=8.0, nearby=0)
     """
-    kind = kind_of(config.model_type)
-    layers = config.layers("num_hidden_layers", "n_layer")
-    mixing = mixing_of(config, kind, layers)
-    sparse = sparse_layers(config, kind, layers)
-    total = Work(weights=hidden_size(config) * config.whole("vocab_size"))
+    kind, layers = kind_of(config.model_type), _layers(config)
+    mixing, sparse = mixing_of(config, kind, layers), sparse_layers(config, kind, layers)
+    works = [Work(weights=_hidden(config) * config.whole("vocab_size"))]
     for layer in range(layers):
-        total += _mix(config, kind, mixing[layer])
+        works.append(_mix(config, kind, mixing[layer]))
         if not kind.bare:
-            weights = _experts(config) if layer in sparse else _dense(config, kind)
-            total += Work(weights=weights)
-    return total
+            works.append(Work(weights=_feed_forward(config, kind, layer in sparse)[0]))
+    return Work(*map(sum, zip(*works, strict=True)))
 
 
-def hidden_size(config: ModelConfig) -> int:
+def _layers(config: ModelConfig) -> int:
+    return config.whole("num_hidden_layers", "n_layer", most=_MOST_LAYERS)
+
+
+def _hidden(config: ModelConfig) -> int:
     """The numbers of a token between layers."""
     return config.whole("hidden_size", "n_embd")
 
@@ -318,7 +535,7 @@ def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
         key = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
         return heads * key, heads * key
     derived = "head_dim" in config.fields or not kind.own_dim
-    dim = config.whole("head_dim", default=hidden_size(config) // heads if derived else None)
+    dim = config.whole("head_dim", default=_hidden(config) // heads if derived else None)
     if dim == 0:
         raise ConfigError(f"{config.where} has more heads than hidden_size. Set head_dim.")
     groups = heads
@@ -330,7 +547,7 @@ def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
 
 def _attention(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     """The weights of attention and the multiply-adds of one pair: its score and its value."""
-    hidden, (queries, keys) = hidden_size(config), _widths(config, kind)
+    hidden, (queries, keys) = _hidden(config), _widths(config, kind)
     if kind.attention == "grouped":
         return hidden * ((3 if kind.query_gate else 2) * queries + 2 * keys), 2 * queries
     # Latent (DeepSeek): low-rank queries, and keys and values from one vector of `rank` numbers.
@@ -344,14 +561,36 @@ def _attention(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     return to_queries + to_keys + heads * value * hidden, queries + heads * value
 
 
-def _dense(config: ModelConfig, kind: Kind) -> int:
-    return (3 if kind.gated else 2) * hidden_size(config) * feed_forward_width(config, kind)
+def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, int, int, int]:
+    """(weights that a token passes through, its width, experts that it visits, unused weights).
+
+    The width is that of all experts that a token visits, and of the shared ones.
+    """
+    hidden = _hidden(config)
+    if not sparse:
+        width = _dense_width(config, kind)
+        return (3 if kind.gated else 2) * hidden * width, width, 0, 0
+    shared = config.whole(
+        "shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0
+    )
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts, chosen, width = config.whole(*names, least=0), 0, 0
+    if experts:
+        chosen = config.whole("num_experts_per_tok", "moe_k")
+        width = config.whole("moe_intermediate_size", "intermediate_size")
+        shared += width * config.whole(
+            "n_shared_experts", "moe_num_shared_experts", default=0, least=0
+        )
+    router = experts + (1 if config.has("shared_expert_intermediate_size") else 0)
+    visited = hidden * router + 3 * hidden * (chosen * width + shared)
+    unused = 3 * hidden * width * (experts - chosen)
+    return visited, chosen * width + shared, chosen, unused
 
 
-def feed_forward_width(config: ModelConfig, kind: Kind) -> int:
+def _dense_width(config: ModelConfig, kind: Kind) -> int:
     """The width of the feed-forward layer; LFM2 gives one that is still to be adjusted."""
     if not kind.gated and "n_inner" in config.fields:  # null: four times the width
-        return config.whole("n_inner", default=4 * hidden_size(config))
+        return config.whole("n_inner", default=4 * _hidden(config))
     if config.model_type != "lfm2":
         return config.whole("intermediate_size")
     width = config.whole("intermediate_size", "block_ff_dim")
@@ -361,34 +600,12 @@ def feed_forward_width(config: ModelConfig, kind: Kind) -> int:
     return rounded_up(width, config.whole("block_multiple_of"))
 
 
-def _experts(config: ModelConfig) -> int:
-    """The weights that one token passes through: the router, its experts, the shared ones."""
-    hidden = hidden_size(config)
-    experts, chosen, width, shared = expert_widths(config)
-    gate = hidden if config.has("shared_expert_intermediate_size") else 0
-    return hidden * experts + 3 * hidden * (chosen * width + shared) + gate
-
-
-def expert_widths(config: ModelConfig) -> tuple[int, int, int, int]:
-    """(experts, how many a token visits, the width of one, the width of the shared ones)."""
-    shared = config.whole(
-        "shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0
-    )
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    experts = config.whole(*names, least=0)
-    if experts == 0:
-        return 0, 0, 0, shared
-    width = config.whole("moe_intermediate_size", "intermediate_size")
-    shared += width * config.whole("n_shared_experts", "moe_num_shared_experts", default=0, least=0)
-    return experts, config.whole("num_experts_per_tok", "moe_k"), width, shared
-
-
 # A state is updated and read once per token: two multiply-adds for each of its numbers.
 
 
 def _delta(config: ModelConfig) -> Work:
     """Gated delta rule (Qwen3-Next)."""
-    hidden, heads = hidden_size(config), config.whole("linear_num_value_heads")
+    hidden, heads = _hidden(config), config.whole("linear_num_value_heads")
     key, value = config.whole("linear_key_head_dim"), config.whole("linear_value_head_dim")
     keys, values = config.whole("linear_num_key_heads") * key, heads * value
     convolution = (2 * keys + values) * config.whole("linear_conv_kernel_dim")
@@ -397,7 +614,7 @@ def _delta(config: ModelConfig) -> Work:
 
 
 def _mamba(config: ModelConfig) -> Work:
-    hidden, bare = hidden_size(config), "state_size" in config.fields
+    hidden, bare = _hidden(config), "state_size" in config.fields
     inner = hidden * config.whole("mamba_expand", "expand")
     if bare:
         inner = config.whole("intermediate_size", default=inner)
@@ -411,7 +628,7 @@ def _mamba(config: ModelConfig) -> Work:
 
 
 def _mamba2(config: ModelConfig) -> Work:
-    hidden = hidden_size(config)
+    hidden = _hidden(config)
     inner = hidden * config.whole("mamba_expand", "expand")
     state = config.whole("mamba_d_state", "state_size")
     groups = config.whole("mamba_n_groups", "n_groups") * state
@@ -423,7 +640,7 @@ def _mamba2(config: ModelConfig) -> Work:
 
 def _short_conv(config: ModelConfig) -> Work:
     """Three projections, a short convolution and one more projection (LFM2)."""
-    hidden = hidden_size(config)
+    hidden = _hidden(config)
     return Work(weights=4 * hidden * hidden + hidden * config.whole("conv_L_cache"))
 
 
@@ -432,31 +649,18 @@ _MIXERS = {"delta": _delta, "mamba": _mamba, "mamba2": _mamba2, "short_conv": _s
 
 # The work of a vision tower, per patch ------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Tower:
-    """gated: three feed-forward matrices; merges: patches are merged before they leave."""
-
-    gated: bool = False
-    merges: bool = False
-
-
-def _towers(tower: _Tower, names: str) -> dict[str, _Tower]:
-    return dict.fromkeys(names.split(), tower)
-
-
-TOWERS: dict[str, _Tower] = {
-    **_towers(_Tower(), "clip_vision_model siglip_vision_model idefics3_vision smolvlm_vision"),
-    **_towers(_Tower(), "idefics3 smolvlm internvl_vision"),
-    **_towers(_Tower(gated=True), "pixtral"),
-    **_towers(_Tower(merges=True), "qwen2_vl qwen2_vl_vision qwen3_vl qwen3_vl_vision"),
-    **_towers(
-        _Tower(merges=True), "qwen3_vl_moe qwen3_vl_moe_vision qwen3_omni_moe_vision_encoder"
-    ),
-    **_towers(_Tower(merges=True), "qwen3_5 qwen3_5_vision qwen3_5_moe qwen3_5_moe_vision"),
-    **_towers(_Tower(merges=True, gated=True), "qwen2_5_vl qwen2_5_vl_vision"),
-    **_towers(_Tower(merges=True, gated=True), "qwen2_5_omni_vision_encoder"),
-}
+# By model type: three feed-forward matrices (gated) or two, and whether patches are merged before
+# they leave the tower.
+_TOWERS = [
+    ("clip_vision_model siglip_vision_model idefics3_vision smolvlm_vision", "plain"),
+    ("idefics3 smolvlm internvl_vision", "plain"),
+    ("pixtral", "gated"),
+    ("qwen2_vl qwen2_vl_vision qwen3_vl qwen3_vl_vision", "merges"),
+    ("qwen3_vl_moe qwen3_vl_moe_vision qwen3_omni_moe_vision_encoder", "merges"),
+    ("qwen3_5 qwen3_5_vision qwen3_5_moe qwen3_5_moe_vision", "merges"),
+    ("qwen2_5_vl qwen2_5_vl_vision qwen2_5_omni_vision_encoder", "gated merges"),
+]
+TOWERS = {name: traits.split() for names, traits in _TOWERS for name in names.split()}
 
 
 def vision_work(config: ModelConfig) -> Work:
@@ -477,44 +681,31 @@ def vision_work(config: ModelConfig) -> Work:
             f"its shape to Cost.of_model with causal=False."
         )
     tower = TOWERS[config.model_type]
-    layers = config.layers("num_hidden_layers", "depth")
+    layers = config.whole("num_hidden_layers", "depth", most=_MOST_LAYERS)
     hidden = config.whole("embed_dim", "hidden_size")
-    if config.has("intermediate_size"):
-        width = config.whole("intermediate_size")
-    else:
-        width = hidden * config.whole("mlp_ratio")
+    width = config.whole("intermediate_size", default=0) or hidden * config.whole("mlp_ratio")
     config.whole("num_attention_heads", "num_heads")
-    matrices = 4 * hidden * hidden + (3 if tower.gated else 2) * hidden * width
-    embedding = hidden * config.whole("num_channels", "in_channels", "in_chans", default=3)
-    embedding *= _area(config) * config.whole("temporal_patch_size", default=1)
-    weights = embedding + layers * matrices + (_mergers(config, hidden) if tower.merges else 0)
+    matrices = 4 * hidden * hidden + (3 if "gated" in tower else 2) * hidden * width
+    # The pixels of a patch; its size may be given as height and width.
+    sides = config.fields.get("patch_size")
+    sides = sides if isinstance(sides, list | tuple) else [config.whole("patch_size")]
+    sides = [whole_number(f"patch_size in {config.where}", side) for side in sides]
+    values = sides[0] * sides[-1] * config.whole("temporal_patch_size", default=1)
+    values *= config.whole("num_channels", "in_channels", "in_chans", default=3)
+    weights: float = hidden * values + layers * matrices
+    if "merges" in tower:
+        # Two matrices over 2 x 2 patches, as work per patch; deep features have mergers too.
+        patches = config.whole("spatial_merge_size") ** 2
+        name = "hidden_size" if config.has("embed_dim") else "out_hidden_size"
+        wide, mergers = hidden * patches, 1 + len(config.entries("deepstack_visual_indexes"))
+        weights += mergers * (wide * wide + wide * config.whole(name)) / patches
     # Layers that attend within windows of patches cost the same for every patch.
     everywhere, within = layers, 0
     if config.has("window_size"):
         everywhere = len(config.entries("fullatt_block_indexes"))
         within = (config.whole("window_size") // config.whole("patch_size")) ** 2
     pair = 2 * hidden
-    return Work(
-        weights=weights, pairs=everywhere * pair, nearby=(layers - everywhere) * pair * within
-    )
-
-
-def _area(config: ModelConfig) -> int:
-    """The pixels of a patch; its size may be given as height and width."""
-    size = config.fields.get("patch_size")
-    if isinstance(size, list | tuple):
-        sides = [whole_number(f"patch_size in {config.where}", side) for side in size]
-        return sides[0] * sides[-1]
-    return config.whole("patch_size") ** 2
-
-
-def _mergers(config: ModelConfig, hidden: int) -> float:
-    """Two matrices over 2 × 2 patches, as work per patch; deep features have mergers too."""
-    patches = config.whole("spatial_merge_size") ** 2
-    name = "hidden_size" if config.has("embed_dim") else "out_hidden_size"
-    wide, out = hidden * patches, config.whole(name)
-    mergers = 1 + len(config.entries("deepstack_visual_indexes"))
-    return mergers * (wide * wide + wide * out) / patches
+    return Work(weights, everywhere * pair, (layers - everywhere) * pair * within)
 
 
 # Weights and bytes -----------------------------------------------------------------------------
@@ -563,13 +754,12 @@ class ModelSize:
     def of(cls, config: ModelConfig) -> ModelSize:
         """The sizes of a configuration. Raises for layers whose memory is not known.
 
-        >>> from evenstep.core.model_config import named_config
         >>> size = ModelSize.of(named_config("llama-3.2-1b"))
         >>> round(size.parameters / 1e9, 2), round(size.kept / 1e6, 2)
         (1.24, 1.74)
         """
         kind = kind_of(config.model_type)
-        layers, hidden = config.layers("num_hidden_layers", "n_layer"), hidden_size(config)
+        layers, hidden = _layers(config), _hidden(config)
         if "mixer" in mixing_of(config, kind, layers):
             raise ConfigError(
                 f"the memory of {config.model_type} layers without attention is not known. Use a "
@@ -583,7 +773,7 @@ class ModelSize:
         # Add up the layers: weights that no token passes through, bytes kept and bytes moved.
         unused, kept, moved = 0.0, 0.0, 0.0
         for layer in range(layers):
-            width, copies, rest = _feed_forward(config, kind, layer in sparse)
+            _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
             normed = queries + keys if config.model_type in _NORMED else 0
             share = 1.0 if kind.gated else 0.5
             kept += 16 * hidden + 4 * (queries + keys) + 6 * normed + 8 * share * width
@@ -603,12 +793,3 @@ class ModelSize:
             moved=moved,
             work=work,
         )
-
-
-def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, int, int]:
-    """(width that a token passes through, experts that it visits, weights that it does not)."""
-    if not sparse:
-        return feed_forward_width(config, kind), 0, 0
-    experts, chosen, width, shared = expert_widths(config)
-    rest = 3 * hidden_size(config) * width * (experts - chosen)
-    return chosen * width + shared, chosen, rest

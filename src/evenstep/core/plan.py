@@ -156,17 +156,10 @@ class MicroBatch:
 
     def without(self, samples: Sequence[int]) -> MicroBatch:
         """The same rows and width without these samples; their slots become padding."""
-        # Which segments stay, and how many of them come before each: where rows start then.
+        # How many of the segments that stay come before each: where rows start then.
         keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
         kept_before = np.concatenate(([0], np.cumsum(keep)))
-        return replace(
-            self,
-            segments=self.segments.take(np.flatnonzero(keep)),
-            row_offsets=kept_before[self.row_offsets],
-            sample_lengths=self.sample_lengths[keep],
-            truncated_to=self.sample_ends[keep],
-            groups=None if self.groups is None else self.groups[keep],
-        )
+        return self._take(np.flatnonzero(keep), kept_before[self.row_offsets], self.width)
 
     def renumbered(self, numbers: IntArray) -> MicroBatch:
         """The same with sample i numbered `numbers[i]`, for example with its id in a source."""
@@ -208,15 +201,17 @@ class MicroBatch:
     def _of(self, chosen: IntArray) -> MicroBatch:
         """The segments at `chosen`, in the same kind of rows."""
         count = len(chosen)
-        width, offsets = self.width, np.arange(count + 1)
-        if not self._padded or count == 0:
-            slots = int(rounded_up(self.segments.length[chosen], self.alignment).sum())
-            unit = math.lcm(self.width_unit, self.alignment)
-            width, offsets = max(rounded_up(slots, unit), unit), np.array([0, count])
+        if self._padded and count:
+            return self._take(chosen, np.arange(count + 1), self.width)
+        slots = int(rounded_up(self.segments.length[chosen], self.alignment).sum())
+        unit = math.lcm(self.width_unit, self.alignment)
+        return self._take(chosen, np.array([0, count]), max(rounded_up(slots, unit), unit))
+
+    def _take(self, chosen: IntArray, row_offsets: IntArray, width: int) -> MicroBatch:
         return replace(
             self,
             segments=self.segments.take(chosen),
-            row_offsets=offsets,
+            row_offsets=row_offsets,
             width=width,
             sample_lengths=self.sample_lengths[chosen],
             truncated_to=self.sample_ends[chosen],
@@ -305,33 +300,30 @@ class Plan:
 
         `plan[step]` is the list of these for all ranks. `plan[-1]` is the last step.
         """
-        if isinstance(at, tuple) and len(at) != 2:
-            raise IndexError(f"expected plan[step] or plan[step, rank], got {len(at)} indices")
-        if not isinstance(at, tuple):
-            step = self._step(at)
-            return [self._cell(step, rank) for rank in range(self.num_ranks)]
-        step, rank = self._step(at[0]), operator.index(at[1])
-        if not 0 <= rank < self.num_ranks:
+        indices = at if isinstance(at, tuple) else (at,)
+        if len(indices) > 2:
+            raise IndexError(f"expected plan[step] or plan[step, rank], got {len(indices)} indices")
+        step, *rest = (operator.index(index) for index in indices)
+        if not -self.num_steps <= step < self.num_steps:
             raise IndexError(
-                f"rank {rank} is out of range: the plan has ranks 0 to {self.num_ranks - 1}"
+                f"step {step} is out of range: the plan has {counted(self.num_steps, 'step')}"
             )
-        return self._cell(step, rank)
+        first = step % self.num_steps * self.num_ranks
+        if not rest:
+            return [self._cell(first + rank) for rank in range(self.num_ranks)]
+        if not 0 <= rest[0] < self.num_ranks:
+            raise IndexError(
+                f"rank {rest[0]} is out of range: the plan has ranks 0 to {self.num_ranks - 1}"
+            )
+        return self._cell(first + rest[0])
 
     def __iter__(self) -> Iterator[list[list[MicroBatch]]]:
         """The steps, each as `plan[step]`."""
         return (self[step] for step in range(self.num_steps))
 
-    def _step(self, index: SupportsIndex) -> int:
-        step = operator.index(index)
-        if not -self.num_steps <= step < self.num_steps:
-            raise IndexError(
-                f"step {step} is out of range: the plan has {counted(self.num_steps, 'step')}"
-            )
-        return step % self.num_steps
-
-    def _cell(self, step: int, rank: int) -> list[MicroBatch]:
-        at = step * self.num_ranks + rank
-        return [self._micro(m) for m in range(self.cell_offsets[at], self.cell_offsets[at + 1])]
+    def _cell(self, cell: int) -> list[MicroBatch]:
+        start, end = self.cell_offsets[cell : cell + 2]
+        return [self._micro(micro) for micro in range(start, end)]
 
     def _micro(self, micro: int) -> MicroBatch:
         rows = self.row_offsets[self.micro_offsets[micro] : self.micro_offsets[micro + 1] + 1]
@@ -385,12 +377,9 @@ class Plan:
 
         See `micro_batch_costs` of the layouts.
         """
-        return self.recipe.layout.micro_batch_costs(
-            self.recipe.cost,
-            self.rows,
-            self.widths,
-            self.micro_batch_of_segment,
-            self.aligned_lengths,
+        recipe, owner = self.recipe, self.micro_batch_of_segment
+        return recipe.layout.micro_batch_costs(
+            recipe.cost, self.rows, self.widths, owner, self.aligned_lengths
         )
 
     @property
@@ -400,9 +389,7 @@ class Plan:
 
     def sum_by_micro_batch(self, per_segment: IntArray) -> IntArray:
         """Sum a per-segment column over each micro-batch; an empty one gives 0."""
-        total = np.zeros(len(per_segment) + 1, np.int64)
-        np.cumsum(per_segment, out=total[1:])
-        return np.diff(total[self.segment_offsets])
+        return np.diff(offsets_of(per_segment)[self.segment_offsets])
 
     @property
     def cell_of_micro_batch(self) -> IntArray:
@@ -459,8 +446,27 @@ class Plan:
     # Measures, identity, files -----------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """Sizes, fill and imbalance in one line."""
-        return _summary(self)
+        """Sizes, fill and imbalance in one line; only sizes if the offsets do not nest.
+
+        Floors are left out, because they take time to compute.
+        """
+        sizes = [  # these never fail, even of a damaged plan
+            counted(max(self.num_steps, 0), "step"),
+            counted(self.num_ranks, "rank"),
+            counted(len(self.lengths), "sample"),
+            counted(self.num_micro_batches, "micro-batch"),
+        ]
+        if attempt(lambda: "broken" if offsets_nest(self) else "whole") != "whole":
+            return line("Plan", [*sizes, "offsets do not nest"])
+
+        def imbalance() -> str:
+            ideal = float(step_means(self).sum())
+            return f"imbalance {step_times(self).sum() / ideal:.3f}" if ideal > 0 else ""
+
+        def filled() -> str:
+            return fill(self.tokens.sum(), (self.rows * self.widths.astype(np.float64)).sum())
+
+        return line("Plan", [*sizes, attempt(filled), attempt(imbalance)])
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same recipe and the same arrays."""
@@ -469,26 +475,15 @@ class Plan:
         if self is other:
             return True
         mine, others = self._arrays(), other._arrays()
-        return (
-            {name: len(array) for name, array in mine.items()}
-            == {name: len(array) for name, array in others.items()}
-            and self.recipe == other.recipe
-            and all(np.array_equal(mine[name], others[name]) for name in mine)
-        )
+        if self.recipe != other.recipe or mine.keys() != others.keys():
+            return False
+        return all(np.array_equal(mine[name], others[name]) for name in mine)
 
     def __hash__(self) -> int:
         """A cheap hash of the recipe, the sizes and the first segments."""
-        segments = self.segments.take(slice(_HASHED))
-        return hash(
-            (
-                self.recipe,
-                len(self.lengths),
-                len(self.segments),
-                self.widths[:_HASHED].tobytes(),
-                segments.sample.tobytes(),
-                segments.length.tobytes(),
-            )
-        )
+        sizes = len(self.lengths), len(self.segments)
+        columns = self.widths, self.segments.sample, self.segments.length
+        return hash((self.recipe, sizes, *(column[:_HASHED].tobytes() for column in columns)))
 
     def stats(
         self, width: int | None = None, *, progress: measures.Progress | None = None
@@ -511,12 +506,12 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, atomically."""
-        plan_file.write(path, self._encode())
+        plan_file.replace_file(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan. Raises `FileError` if the file is damaged, truncated or not a plan."""
-        return cls._read(plan_file.read(path), path)
+        return cls.from_bytes(plan_file.read(path), path)
 
     def to_bytes(self) -> bytes:
         """The bytes of the file that `save` writes."""
@@ -525,12 +520,9 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes, name: str | os.PathLike[str] = "the plan") -> Plan:
         """Read a plan from the bytes of its file; `name` is what an error calls it."""
-        return cls._read(plan_file.unpack(data, name), name)
-
-    @classmethod
-    def _read(cls, payload: bytes, name: str | os.PathLike[str]) -> Plan:
+        recipe, arrays = plan_file.unpack(data, name)
         try:
-            return cls._decode(payload)
+            return cls._of_arrays(Recipe.from_dict(recipe), arrays)
         except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
             raise FileError(
                 f"{os.fspath(name)} holds a plan that this version cannot read ({error}). Make the "
@@ -556,11 +548,6 @@ class Plan:
         return plan_file.encode(self.recipe.to_dict(), self._arrays())
 
     @classmethod
-    def _decode(cls, payload: bytes) -> Plan:
-        recipe, arrays = plan_file.decode(payload)
-        return cls._of_arrays(Recipe.from_dict(recipe), arrays)
-
-    @classmethod
     def _of_bytes(cls, recipe: Recipe, data: dict[str, bytes]) -> Plan:
         arrays = {name: np.frombuffer(array, np.int64) for name, array in data.items()}
         return cls._of_arrays(recipe, arrays)
@@ -575,33 +562,6 @@ class Plan:
         }
         segments = Segments(arrays.pop("sample"), arrays.pop("start"), arrays.pop("length"))
         return cls(recipe=recipe, segments=segments, columns=columns, **arrays)
-
-
-def _summary(plan: Plan) -> str:
-    """Sizes, fill and imbalance; only sizes if the offsets of the plan do not nest.
-
-    Floors are left out, because they take time to compute.
-    """
-    # Sizes never fail, even of a damaged plan.
-    sizes = [
-        counted(max(plan.num_steps, 0), "step"),
-        counted(plan.num_ranks, "rank"),
-        counted(len(plan.lengths), "sample"),
-        counted(plan.num_micro_batches, "micro-batch"),
-    ]
-    if attempt(lambda: "broken" if offsets_nest(plan) else "whole") != "whole":
-        return line("Plan", [*sizes, "offsets do not nest"])
-    parts = (
-        lambda: fill(plan.tokens.sum(), (plan.rows * plan.widths.astype(np.float64)).sum()),
-        lambda: _imbalance(plan),
-    )
-    return line("Plan", [*sizes, *map(attempt, parts)])
-
-
-def _imbalance(plan: Plan) -> str:
-    """The modelled time divided by the ideal, for the recipe's `sync_every`."""
-    ideal = float(step_means(plan).sum())
-    return f"imbalance {step_times(plan).sum() / ideal:.3f}" if ideal > 0 else ""
 
 
 def samples_by_step(plan: Plan) -> Ragged:
@@ -701,34 +661,21 @@ def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
             f"the ids of the {len(ids)} samples are not 0 to {len(ids) - 1}, each once. Join all "
             f"steps of one epoch."
         )
-    # Columns of samples are put in the order of their ids, and steps are counted on.
-    position = np.argsort(ids)
-    before = np.cumsum([0, *(plan.num_steps for plan in plans)])
-    named = zip(plans, before, strict=False)
-    step_of = [np.where(plan.step_of < 0, -1, plan.step_of + first) for plan, first in named]
-    groups = [plan.groups for plan in plans if plan.groups is not None]
-    pairs = list(zip(plans, sample_ids, strict=True))
-    return Plan(
-        recipe=plans[0].recipe,
-        lengths=np.concatenate([plan.lengths for plan in plans])[position],
-        step_of=np.concatenate(step_of)[position],
-        segments=Segments(
-            np.concatenate([names[plan.segments.sample] for plan, names in pairs]),
-            np.concatenate([plan.segments.start for plan in plans]),
-            np.concatenate([plan.segments.length for plan in plans]),
-        ),
-        row_offsets=_joined([plan.row_offsets for plan in plans]),
-        micro_offsets=_joined([plan.micro_offsets for plan in plans]),
-        cell_offsets=_joined([plan.cell_offsets for plan in plans]),
-        widths=np.concatenate([plan.widths for plan in plans]),
-        groups=np.concatenate(groups)[position] if groups else None,
-        columns={
-            name: np.concatenate([plan.columns[name] for plan in plans])[position]
-            for name in plans[0].columns
-        },
-    )
-
-
-def _joined(offsets: Sequence[IntArray]) -> IntArray:
-    """Offsets joined end to end: [0, 2, 3] and [0, 4] -> [0, 2, 3, 7]."""
-    return offsets_of(np.concatenate([np.diff(each) for each in offsets]))
+    # Steps are counted on, samples have their ids, and offsets are joined as differences:
+    # [0, 2, 3] and [0, 4] -> [2, 1, 4] -> [0, 2, 3, 7]
+    parts, before = [], 0
+    for plan, names in zip(plans, sample_ids, strict=True):
+        arrays = plan._arrays()
+        arrays["sample"] = names[plan.segments.sample]
+        arrays["step_of"] = np.where(plan.step_of < 0, -1, plan.step_of + before)
+        parts.append(arrays | {name: np.diff(arrays[name]) for name in _OFFSETS})
+        before += plan.num_steps
+    joined = {name: np.concatenate([arrays[name] for arrays in parts]) for name in parts[0]}
+    joined |= {name: offsets_of(joined[name]) for name in _OFFSETS}
+    joined.pop("sample_ids", None)
+    # Columns of samples are put in the order of the ids.
+    by_id = np.argsort(ids)
+    for name in joined:
+        if name in ("lengths", "step_of", "groups") or name.startswith("column:"):
+            joined[name] = joined[name][by_id]
+    return Plan._of_arrays(plans[0].recipe, joined)

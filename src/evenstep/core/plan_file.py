@@ -40,29 +40,14 @@ def encode(header: Mapping[str, Any], arrays: Mapping[str, IntArray]) -> bytes:
     return len(text).to_bytes(8, "little") + text + body
 
 
-def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, IntArray]]:
-    """The inverse of `encode`."""
-    size = int.from_bytes(payload[:8], "little")
-    header, counts = _parse(payload[8 : 8 + size])
-    arrays: dict[str, IntArray] = {}
-    # Arrays follow in the order of their names, 8 bytes for each entry.
-    at = 8 + size
-    if at + 8 * sum(counts.values()) != len(payload):
-        raise ValueError(f"its {len(payload)} bytes do not match its header")
-    for name in sorted(counts):
-        arrays[name] = np.frombuffer(payload, "<i8", counts[name], at).astype(np.int64)
-        at += 8 * counts[name]
-    return header, arrays
-
-
 def pack(payload: bytes) -> bytes:
-    """The bytes of a file that holds `payload`."""
+    """The bytes of a file that holds what `encode` gave."""
     body = zlib.compress(payload, _LEVEL)
     return MAGIC + hashlib.sha256(body).digest() + body
 
 
-def unpack(data: bytes, name: PathLike) -> bytes:
-    """The payload of a file's bytes, after a check of the digest; `name` is for errors."""
+def unpack(data: bytes, name: PathLike) -> tuple[dict[str, Any], dict[str, IntArray]]:
+    """Header and arrays of a file's bytes, after a check of the digest; `name` is for errors."""
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data[: len(MAGIC)]):
             raise FileError(f"{name} is truncated. Save the plan again.")
@@ -82,25 +67,56 @@ def unpack(data: bytes, name: PathLike) -> bytes:
             f"{name} is damaged or truncated (its digest does not match). Save the plan again."
         )
     try:
-        return _expand(body)
+        return _decode(body)
     except (zlib.error, KeyError, TypeError, ValueError, RecursionError) as error:
         raise FileError(f"{name} holds no valid plan ({error}). Save the plan again.") from None
 
 
-def write(path: PathLike, payload: bytes) -> None:
-    """Write the file atomically."""
-    replace_file(path, pack(payload))
+def _decode(body: bytes) -> tuple[dict[str, Any], dict[str, IntArray]]:
+    """The inverse of `encode`, from compressed bytes; expanded no further than declared."""
+    # The first 8 bytes say how long the header is, and the header how much follows it.
+    size = int.from_bytes(_expand(body, 8), "little")
+    if size > _MOST_HEADER:
+        raise ValueError(f"a header of {size} bytes")
+    at = 8 + size
+    data = json.loads(_expand(body, at)[8:], parse_int=_integer)
+    counts = data["arrays"]
+    for name, count in counts.items() if isinstance(counts, dict) else [("arrays", counts)]:
+        if type(count) is not int or not 0 <= count < 2**60:
+            raise ValueError(f"{name} cannot have {str(count)[:40]} entries")
+    end = at + 8 * sum(counts.values())
+    if end - at > max(_LARGE, _MOST_RATIO * len(body)):
+        raise ValueError(f"{len(body)} bytes would expand to {end - at}")
+    payload = _expand(body, end + 1)
+    if len(payload) != end:
+        which = "longer" if len(payload) > end else "shorter"
+        raise ValueError(f"it is {which} than its header declares")
+    arrays: dict[str, IntArray] = {}
+    for name in sorted(counts):  # arrays follow in the order of their names
+        arrays[name] = np.frombuffer(payload, "<i8", counts[name], at).astype(np.int64)
+        at += 8 * counts[name]
+    return data["header"], arrays
+
+
+def _expand(body: bytes, most: int) -> bytes:
+    """The first decompressed bytes, at most `most`."""
+    return zlib.decompressobj().decompress(body, most)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20:  # nothing in a plan has more than 64 bits
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def read(path: PathLike) -> bytes:
-    """The payload of a file, after its digest was checked."""
+    """The bytes of a file."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise FileError(
             f"{path} cannot be read ({error.strerror or error}). Check the path."
         ) from None
-    return unpack(data, path)
 
 
 def replace_file(path: PathLike, data: bytes) -> None:
@@ -150,60 +166,3 @@ def _target(path: Path) -> Path:
     if os.path.lexists(target) and not target.is_file():
         raise FileError(f"{path} cannot be written: it is not a regular file. Choose another path.")
     return target
-
-
-def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, int]]:
-    """The header, and how many entries each array has."""
-    data = json.loads(text, parse_int=_integer)
-    counts = data["arrays"]
-    for name, count in counts.items() if isinstance(counts, dict) else [("arrays", counts)]:
-        if type(count) is not int or not 0 <= count < 2**60:
-            raise ValueError(f"{name} cannot have {str(count)[:40]} entries")
-    return data["header"], counts
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > 20:  # nothing in a plan has more than 64 bits
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
-def _expand(body: bytes) -> bytes:
-    """The payload, expanded no further than its header declares."""
-    stream = _Stream(body)
-    start = stream.take(8)
-    size = int.from_bytes(start, "little")
-    if size > _MOST_HEADER:
-        raise ValueError(f"a header of {size} bytes")
-    # The header is small; it says how much follows.
-    text = stream.take(size)
-    _, counts = _parse(text)
-    rest = 8 * sum(counts.values())
-    if rest > max(_LARGE, _MOST_RATIO * len(body)):
-        raise ValueError(f"{len(body)} bytes would expand to {rest}")
-    arrays = stream.take(rest)
-    if stream.take(1):
-        raise ValueError("it is longer than its header declares")
-    return b"".join((start, text, arrays))
-
-
-class _Stream:
-    """Reads a given number of decompressed bytes from compressed data."""
-
-    def __init__(self, body: bytes) -> None:
-        self._left = body
-        self._zlib = zlib.decompressobj()
-
-    def take(self, count: int) -> bytes:
-        """The next `count` bytes; fewer at the end of the stream."""
-        parts: list[bytes] = []
-        while count > 0 and not self._zlib.eof:
-            part = self._zlib.decompress(self._left, count)
-            # No output and no input used: the compressed data ends before it should.
-            stuck = not part and len(self._left) == len(self._zlib.unconsumed_tail)
-            self._left = self._zlib.unconsumed_tail
-            if stuck:
-                raise ValueError("its compressed bytes end early")
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)

@@ -120,9 +120,7 @@ class Ragged:
 
     def sums(self, column: NDArray[np.integer]) -> IntArray:
         """Per row, the sum of `column[value]`."""
-        total = np.zeros(len(self.values) + 1, np.int64)
-        np.cumsum(column[self.values], out=total[1:])
-        return np.diff(total[self.offsets])
+        return np.diff(offsets_of(column[self.values])[self.offsets])
 
     def tolist(self) -> list[list[int]]:
         """The rows as lists."""

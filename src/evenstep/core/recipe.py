@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,7 +15,9 @@ from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, BaseLayout, Layout
 from evenstep.core.ragged import FloatArray, IntArray, rounded_up
 from evenstep.core.text import (
+    MOST,
     MOST_RANKS,
+    Derived,
     constructor,
     one_of,
     real_field,
@@ -32,7 +35,7 @@ _FP8: dict[Fp8Recipe, int] = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
+class Topology(Derived):
     """The sizes of the data-, context-, tensor- and pipeline-parallel groups.
 
     dp   data-parallel ranks
@@ -73,7 +76,7 @@ class Topology:
                 f"Set pp above 1 or vpp to 1."
             )
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         """The multiple that each segment's slots are rounded up to.
 
@@ -98,12 +101,12 @@ class Topology:
         chunks = 2 * self.cp if self.cp > 1 else 1
         return _FP8[recipe] * chunks * (self.tp if self.sequence_parallel else 1)
 
-    @property
+    @cached_property
     def multiple(self) -> int:
         """The divisor of the number of micro-batches per rank (interleaved stages)."""
         return self.pp if self.vpp > 1 else 1
 
-    @property
+    @cached_property
     def equal_widths(self) -> bool:
         """Whether all micro-batches of a step have one shape (fixed pipeline buffers)."""
         return self.pp > 1 and not self.variable_seq_lengths
@@ -169,11 +172,7 @@ class World:
 
     def __post_init__(self) -> None:
         whole_field(self, "world.size", most=MOST_RANKS)
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(
-                f"world.rank must be in [0, {self.size}) for {self.size} ranks, got {self.rank}."
-            )
-        whole_field(self, "world.rank", least=0, most=MOST_RANKS)
+        whole_field(self, "world.rank", least=0, most=self.size - 1)
 
     @classmethod
     def detect(
@@ -325,7 +324,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class Recipe(Derived):
     """All settings of a plan. The same recipe and lengths give the same plan on every rank.
 
     balance      how work is divided between ranks; `none` keeps the step's order: each micro-batch
@@ -381,12 +380,13 @@ class Recipe:
             raise ConfigError(f"min_saving must be in [0, 1), got {self.min_saving:g}.")
         object.__setattr__(self, "seed", seed_number(self.seed))
         # Every part is valid by itself; what follows is how they go together.
-        self._check_widths()
-        self._check_limits()
+        self._check_sizes()
+        self.layout.check_options(self)
         self._check_options()
 
-    def _check_widths(self) -> None:
-        layout, unit = self.layout, self.width_unit
+    def _check_sizes(self) -> None:
+        """Raise if widths, limits or counts contradict each other."""
+        layout, unit, limits = self.layout, self.width_unit, self.limits
         if layout.pad_to is not None and layout.pad_to % unit:
             raise ConfigError(
                 f"layout.pad_to must be a multiple of {unit} (rounding and alignment), got "
@@ -397,146 +397,149 @@ class Recipe:
                 f"layout.max_tokens is {layout.max_tokens}, but widths are multiples of {unit} "
                 f"(rounding and alignment). Raise layout.max_tokens to {unit} or more."
             )
-        if self.overflow == "alone" and layout.pad_to is not None:
-            raise ConfigError(
-                f"overflow='alone' needs rows of any width, but layout.pad_to={layout.pad_to} "
-                f"fixes it. Use 'split', 'truncate', 'drop' or 'error'."
-            )
-        if self.overflow == "alone" and self.topology.equal_widths:
-            raise ConfigError(
-                "overflow='alone' needs rows of any width, but this pipeline needs equal widths. "
-                "Use another overflow, or set topology.variable_seq_lengths."
-            )
-
-    def _check_limits(self) -> None:
         # Rows share a limit evenly, so each needs at least 1 of it.
-        shared = self.layout.packs_per_micro_batch
-        for name, most in self.limits.columns.items():
+        shared = layout.packs_per_micro_batch
+        for name, most in limits.columns.items():
             if most < shared:
                 raise ConfigError(
                     f"limits.columns.{name} must be at least layout.rows, {shared}, got {most}."
                 )
-        if self.limits.cost is not None and self.limits.cost <= self.cost.per_micro_batch:
+        if limits.cost is not None and limits.cost <= self.cost.per_micro_batch:
             raise ConfigError(
-                f"limits.cost is {self.limits.cost:g}, but an empty micro-batch costs "
+                f"limits.cost is {limits.cost:g}, but an empty micro-batch costs "
                 f"{self.cost.per_micro_batch:g}. Raise limits.cost."
             )
-
-    def _check_options(self) -> None:
-        self.layout.check_options(self)
-        options = [*self.layout.options, *(["equal_sizes"] if self.equal_sizes else [])]
-        options += [
-            name for name in ("second_work", "min_saving") if getattr(self, name) is not None
-        ]
-        if self.balance == "none" and options:
-            raise ConfigError(
-                f"balance='none' keeps the order of the samples, so {options[0]} has no effect. "
-                f"Leave one of them out."
-            )
-        if self.seed and not _uses_seed(self.layout.packer):
-            raise ConfigError(
-                f"seed={self.seed} has no effect on this plan: only the packer first_fit_shuffle "
-                f"and packers of your own use it. Leave it out; the order of samples has the seed "
-                f"of the stream."
-            )
-        self._check_waves()
         asked, multiple = self.steps.micro_batches, self.topology.multiple
         if asked is not None and asked % multiple:
             raise ConfigError(
                 f"steps.micro_batches must be a multiple of {multiple} for this pipeline, got "
                 f"{asked}. Use {rounded_up(asked, multiple)}."
             )
+        wide = "this pipeline needs equal widths" if self.topology.equal_widths else None
+        if layout.pad_to is not None:
+            wide = f"layout.pad_to={layout.pad_to} fixes it"
+        if self.overflow == "alone" and (wide is not None or self.equal_tokens):
+            raise ConfigError(
+                f"overflow='alone' needs rows of any width, but "
+                f"{wide or 'equal_tokens would widen the whole wave'}. Use another overflow."
+            )
 
-    def _check_waves(self) -> None:
-        """Raise if an option cannot be combined with the layout, the balance or another option."""
-        only_packed = {"equal_tokens": self.equal_tokens, "second_work": self.second_work}
-        for name, value in only_packed.items():
-            if value and self.layout.segments_per_row is not None:
+    def _check_options(self) -> None:
+        """Raise if an option has no effect, or cannot be combined with another."""
+        layout, second = self.layout, self.second_work
+        options = [*layout.options, *(["equal_sizes"] if self.equal_sizes else [])]
+        refined = [n for n in ("second_work", "min_saving") if getattr(self, n) is not None]
+        if self.balance == "none" and options + refined:
+            raise ConfigError(
+                f"balance='none' keeps the order of the samples, so {(options + refined)[0]} has "
+                f"no effect. Leave one of them out."
+            )
+        if self.balance != "refined" and refined:
+            raise ConfigError(
+                f"{refined[0]} needs balance='refined', got {self.balance!r}. Leave one of them "
+                f"out."
+            )
+        if self.seed and not _uses_seed(layout.packer):
+            raise ConfigError(
+                f"seed={self.seed} has no effect on this plan: only the packer first_fit_shuffle "
+                f"and packers of your own use it. Leave it out; the order of samples has the seed "
+                f"of the stream."
+            )
+        for name in ("equal_tokens", "second_work"):
+            if getattr(self, name) and layout.segments_per_row is not None:
                 raise ConfigError(f"{name} needs a packed layout. Use Packed, or leave it out.")
-        if self.equal_tokens and (self.layout.pad_to is not None or self.topology.equal_widths):
+        if self.equal_tokens and (layout.pad_to is not None or self.topology.equal_widths):
             raise ConfigError(
                 "equal_tokens has no effect, because all micro-batches have one width. Leave it "
                 "out, or remove layout.pad_to, or set topology.variable_seq_lengths."
             )
-        if self.equal_tokens and self.overflow == "alone":
+        if second is not None and options:
             raise ConfigError(
-                "overflow='alone' would widen the whole wave beyond the budget with equal_tokens. "
-                "Use another overflow."
+                f"second_work and {options[0]} cannot be combined. Leave one of them out."
             )
-        for name in ("second_work", "min_saving"):
-            if getattr(self, name) is not None and self.balance != "refined":
-                raise ConfigError(
-                    f"{name} needs balance='refined', got {self.balance!r}. Leave one of them out."
-                )
-        together = self.second_work is not None and self.second_work.same_waves
-        if together and self.steps.micro_batches is not None:
+        if second is not None and second.same_waves and self.steps.micro_batches is not None:
             raise ConfigError(
                 "second_work.same_waves and steps.micro_batches cannot be combined. Count steps in "
                 "samples or tokens."
-            )
-        if self.second_work is not None and (self.layout.packer or self.equal_sizes):
-            option = "layout.packer" if self.layout.packer else "equal_sizes"
-            raise ConfigError(
-                f"second_work and {option} cannot be combined. Leave one of them out."
             )
 
     def __repr__(self) -> str:
         """The constructor call, with the fields that differ from their defaults."""
         return constructor(self)
 
-    @property
+    @cached_property
     def columns(self) -> tuple[str, ...]:
         """The per-sample columns that the recipe needs, by name."""
         second = [] if self.second_work is None else [self.second_work.column]
         return tuple(dict.fromkeys([*self.limits.columns, *second]))
 
-    @property
+    @cached_property
     def saving(self) -> float:
         """`min_saving`, or its default."""
         if self.min_saving is not None:
             return self.min_saving
         return 0.01 if self.cost.per_micro_batch == 0 else 0.0
 
-    @property
+    @cached_property
     def width_unit(self) -> int:
         """Widths are multiples of this: the layout's rounding and the topology's alignment."""
         return math.lcm(self.layout.round_to, self.topology.alignment)
 
-    @property
+    @cached_property
     def capacity(self) -> int | None:
-        """The slots of one row; None if unbounded."""
-        return self.layout.capacity(self)
+        """The slots of one row; None if unbounded.
 
-    @property
+        max_tokens 100 with widths in multiples of 16 gives 96.
+        """
+        most = self.layout.max_tokens if self.layout.pad_to is None else self.layout.pad_to
+        return None if most is None else most // self.width_unit * self.width_unit
+
+    @cached_property
     def longest_segment(self) -> int | None:
-        """The longest segment that a micro-batch can hold; None if unbounded."""
-        return self.layout.longest_segment(self)
+        """The longest segment that a micro-batch can hold; None if unbounded.
+
+        max_tokens 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
+        """
+        unit, capacity = self.topology.alignment, self.capacity
+        if self.limits.cost is None:
+            return None if capacity is None else capacity // unit * unit
+        most = (MOST if capacity is None else capacity) // unit
+        share = self.layout.cost_share(self)
+        # Cost grows with length: bisect for the longest segment within the limit.
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if float(self.layout.segment_costs(self, np.array([middle * unit]))[0]) <= share:
+                low = middle
+            else:
+                high = middle - 1
+        return None if capacity is None and low == most else low * unit
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `Recipe.from_dict` reads it back."""
-        second = None if self.second_work is None else asdict(self.second_work)
-        return {
-            **{name: asdict(getattr(self, name)) for name in _PARTS},
-            "second_work": second,
-            **{name: getattr(self, name) for name in _WORDS},
-            "layout": self.layout.to_dict(),
-        }
+        words = asdict(self)
+        parts = {name: words.pop(name) for name in (*_PARTS, "second_work")}
+        # The layout comes last, as in files of earlier versions.
+        del words["layout"]
+        return {**parts, **words, "layout": self.layout.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote."""
-        # Files of earlier versions may lack newer fields, which then have their defaults.
-        kind, second = data["layout"]["kind"], data.get("second_work")
-        data = _without_idle(data)
+        # Files of earlier versions may lack newer fields, which then have their defaults, and hold
+        # settings without effect, which are left out.
+        data = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+        topology, second = dict(data["topology"]), data.get("second_work")
+        for name, axis in (("sequence_parallel", "tp"), ("variable_seq_lengths", "pp")):
+            topology[name] = topology[name] and topology[axis] > 1
+        data |= {name: part(**data[name]) for name, part in _PARTS.items() if name != "topology"}
+        data |= {"layout": LAYOUTS[data["layout"]["kind"]](**data["layout"])}
+        if not _uses_seed(data["layout"].packer):
+            data["seed"] = 0
         if second is not None:
             cost = None if second["cost"] is None else Cost(**second["cost"])
-            second = SecondWork(**{**second, "cost": cost})
-        return cls(
-            layout=LAYOUTS[kind](**data["layout"]),
-            second_work=second,
-            **{name: part(**data[name]) for name, part in _PARTS.items()},
-            **{name: data[name] for name in _WORDS if name in data},
-        )
+            data["second_work"] = SecondWork(**{**second, "cost": cost})
+        return cls(**{**data, "topology": Topology(**topology)})
 
 
 def check_recipe(recipe: object) -> None:
@@ -553,14 +556,6 @@ def _uses_seed(packer: object) -> bool:
     return function or packer == "first_fit_shuffle"
 
 
-def _without_idle(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Data without settings that have no effect, which files of earlier versions may hold."""
-    topology, packer = dict(data["topology"]), data["layout"].get("packer")
-    topology["sequence_parallel"] = topology["sequence_parallel"] and topology["tp"] > 1
-    topology["variable_seq_lengths"] = topology["variable_seq_lengths"] and topology["pp"] > 1
-    return {**data, "topology": topology, "seed": data["seed"] if _uses_seed(packer) else 0}
-
-
 _CHOICES: dict[str, Any] = {
     "balance": Balance,
     "sync_every": SyncEvery,
@@ -568,13 +563,3 @@ _CHOICES: dict[str, Any] = {
     "overflow": Overflow,
 }
 _PARTS: dict[str, Any] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
-_WORDS = (
-    "balance",
-    "sync_every",
-    "groups",
-    "equal_sizes",
-    "equal_tokens",
-    "min_saving",
-    "overflow",
-    "seed",
-)

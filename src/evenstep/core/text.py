@@ -57,6 +57,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+class Derived:
+    """Base of frozen dataclasses with slots that keep what `cached_property` computes.
+
+    Fields alone are compared and pickled.
+    """
+
+    __slots__ = ("__dict__",)
+
+
 MOST = 2**40  # above any budget; sums still fit 64 bits
 MOST_RANKS = 2**20
 _SEEDS = 2**63  # numpy and torch accept smaller seeds
@@ -194,15 +203,14 @@ def constructor(value: object) -> str:
     'Topology(dp=8)'
     """
     if is_dataclass(value) and not isinstance(value, type):
-        pairs = [(f, getattr(value, f.name)) for f in fields(value) if f.init]
-        parts = [f"{f.name}={constructor(part)}" for f, part in pairs if part != _default(f)]
+        parts = []
+        for each in fields(value):
+            part, make = getattr(value, each.name), each.default_factory
+            if each.init and part != (each.default if make is MISSING else make()):
+                parts.append(f"{each.name}={constructor(part)}")
         return line(type(value).__name__, parts)
     if isinstance(value, Mapping):
         return repr(dict(value))
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
     return repr(value)
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -17,8 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evenstep.core.cost import Cost, Gpu
-from evenstep.core.model_config import named_config
-from evenstep.core.models import ModelSize
+from evenstep.core.models import ModelSize, named_config
 from evenstep.core.recipe import Topology
 from evenstep.report.simulation.cluster import Cluster
 
@@ -38,7 +37,7 @@ def cluster_of(
 ) -> Cluster:
     """A cluster of these GPUs that trains a model.
 
-    >>> from evenstep.core.model_config import named_config
+    >>> from evenstep.core.models import named_config
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
     >>> cluster = cluster_of(size, Gpu.named("h200"), Topology())
     >>> round(16384 * cluster.cost.per_token, 2)  # seconds, without attention

@@ -67,7 +67,7 @@ def memory_of(
 ) -> Memory:
     """The memory of a model with at most `slots` in one of `micro_batches` per rank and step.
 
-    >>> from evenstep.core.model_config import named_config
+    >>> from evenstep.core.models import named_config
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
     >>> round(memory_of(size, Topology(), slots=16384, micro_batches=2).peak / 1e9)
     78
