@@ -12,7 +12,7 @@ from evenstep.core.ragged import IntArray, Ragged, sum_by
 from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.core.text import MOST
 from evenstep.errors import PlanError
-from evenstep.planning.balance.partition import partition
+from evenstep.planning.partition import partition
 from evenstep.planning.filled import filled_packs
 from evenstep.planning.packers import pack
 from evenstep.planning.planner import plan_step

@@ -21,7 +21,7 @@ from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import InputError
 from evenstep.planning.filled import filled_packs
-from evenstep.planning.overflow import segments_of
+from evenstep.planning.units import segments_of
 from evenstep.planning.packers import pack
 from evenstep.planning.planner import plan_step, step_size
 

@@ -1,31 +1,99 @@
-"""Units: what the planner moves as a whole, a segment or the segments of a group."""
+"""Units: what the planner moves as a whole, and the problem that the units of one step pose.
+
+samples -> segments   divided, truncated or dropped where they are too long
+segments -> Units     a segment each, or the segments of a group
+Problem               the units of one step, what a pack of them holds, and what a step of them costs
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from evenstep.core.bounds import StepFloor
+from evenstep.core.measures import time_of_works
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
     Segments,
     by_first_appearance,
+    divided_up,
     rounded_up,
     sum_by,
 )
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Overflow, Recipe
+from evenstep.errors import PlanError
+from evenstep.planning.exchange import Shape
+
+
+def refused(lengths: IntArray, limit: int | None, overflow: Overflow) -> IntArray:
+    """The samples longer than `limit`, if `overflow` does not say how to handle them."""
+    if limit is None or overflow == "alone" or (overflow != "error" and limit > 0):
+        return np.empty(0, np.int64)
+    return np.flatnonzero(lengths > limit)
+
+
+def refusal(name: object, length: int, recipe: Recipe, more: int = 0) -> str:
+    """The error message for a sample that is too long, and `more` others."""
+    limit, by_cost = recipe.longest_segment, recipe.limits.cost is not None
+    wider = recipe.layout.pad_to is None and not recipe.topology.equal_widths
+    ways = [*(["split", "truncate", "drop"] if limit else []), *(["alone"] if wider else [])]
+    remedy = f", or set overflow to {' or '.join(ways)}" if ways else ""
+    others = f" ({more} more samples are too long)" if more else ""
+    bound = "max_tokens" if recipe.layout.pad_to is None else "pad_to"
+    bounds = [
+        *([f"layout.{bound}"] if recipe.capacity else []),
+        *(["limits.cost"] if by_cost else []),
+    ]
+    return (
+        f"sample {name} has {length} tokens but a micro-batch holds "
+        f"{limit}{' within limits.cost' if by_cost else ''}{others}. Raise "
+        f"{' or '.join(bounds)}{remedy}."
+    )
+
+
+def segments_of(
+    lengths: IntArray, limit: int | None, overflow: Overflow
+) -> tuple[Segments, IntArray]:
+    """(segments in sample order, the samples that are dropped). `refused` must be empty.
+
+    Splitting gives segments of the longest length that fits, the last one shorter.
+
+    >>> segments, _ = segments_of(np.array([20, 3]), 8, "split")
+    >>> segments.start.tolist(), segments.length.tolist()
+    ([0, 8, 16, 0], [8, 8, 4, 3])
+    """
+    everything, none = np.arange(len(lengths)), np.empty(0, np.int64)
+    over = none if limit is None else np.flatnonzero(lengths > limit)
+    if len(over) == 0 or overflow == "alone":
+        return Segments(everything, np.zeros_like(lengths), lengths), none
+    assert limit, "samples that fit nowhere are refused"
+    if overflow == "drop":
+        kept = np.delete(everything, over)
+        return Segments(kept, np.zeros_like(kept), lengths[kept]), over
+    if overflow == "truncate":
+        return Segments(everything, np.zeros_like(lengths), np.minimum(lengths, limit)), none
+    count = divided_up(lengths, limit)
+    sample = np.repeat(everything, count)
+    first = np.repeat(np.cumsum(count) - count, count)
+    start = (np.arange(len(sample)) - first) * limit
+    return Segments(sample, start, np.minimum(limit, lengths[sample] - start)), none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
     """Columns with one entry per unit, numbered by first appearance.
 
-    `of_segment` is the unit of each segment. `size` is the slots of a unit in a packed row, `cost`
-    the work that moves with it, `second` its second work, `count` its segments, `widest` its
-    longest aligned segment, and `extra[:, d]` what it takes of the d-th further limit, `caps[d]`,
-    which is called `limits[d]`.
+    of_segment  the unit of each segment
+    size        what a unit takes of a pack: slots of a packed row, or rows
+    cost        the work that moves with it; where rows are cut, the price of one of its rows
+    second      its second work
+    count       its segments
+    widest      its longest aligned segment
+    extra       `extra[:, d]` is what it takes of the d-th further limit, `caps[d]`, which is called
+                `limits[d]`
     """
 
     of_segment: IntArray
@@ -64,23 +132,13 @@ class Units:
             index, owner = segments, np.arange(len(segments))
         else:
             index, owner = np.unique(self.of_segment[segments], return_inverse=True)
-        found = self.take(index)
-        object.__setattr__(found, "of_segment", owner)
-        return found
+        return replace(self.take(index), of_segment=owner)
 
-    def by_count(self) -> Units:
-        """The same units with sizes in segments."""
-        return Units(
-            self.of_segment,
-            self.count,
-            self.cost,
-            self.second,
-            self.count,
-            self.widest,
-            self.extra,
-            self.caps,
-            self.limits,
-        )
+    def reordered(self, order: IntArray) -> Units:
+        """The same units in another order."""
+        number = np.empty(len(order), np.int64)
+        number[order] = np.arange(len(order))
+        return replace(self.take(order), of_segment=number[self.of_segment])
 
 
 def units_of(
@@ -122,3 +180,160 @@ def units_of(
     costs, works = sum_by(unit, cost, count), sum_by(unit, second, count)
     held = np.bincount(unit, minlength=count)
     return Units(unit, size, costs, works, held, widest, total, caps, limits)
+
+
+def check_units(
+    units: Units, recipe: Recipe, segments: Segments, groups: IntArray | None, names: IntArray
+) -> None:
+    """Raise if a unit exceeds a limit by itself.
+
+    With overflow = "alone" a single sample may; a group of several never may.
+    """
+    several = units.count > 1
+    capacity, most = recipe.layout.pack_bounds(recipe, units.widest)
+    large = several & (units.count > most)
+    if capacity is not None:
+        large |= several & (units.size > capacity)
+    if large.any():
+        raise _refused_group(int(np.argmax(large)), units, segments, groups, names, "the layout")
+    for d, cap in enumerate(units.caps):
+        owner = "layout" if units.limits[d] == "samples" else "limits"
+        name = f"{owner}.{units.limits[d]}"
+        beyond = units.extra[:, d] > cap * (1 + 1e-12)
+        if (beyond & several).any():
+            at = int(np.argmax(beyond & several))
+            raise _refused_group(at, units, segments, groups, names, name)
+        if beyond.any() and recipe.overflow != "alone":
+            at = int(np.argmax(beyond))
+            sample = segments.sample[np.flatnonzero(units.of_segment == at)[0]]
+            wider = recipe.layout.pad_to is None and not recipe.topology.equal_widths
+            alone = ", or set overflow='alone'" if wider else ""
+            holder = "a micro-batch" if recipe.layout.packs_per_micro_batch == 1 else "a row"
+            raise PlanError(
+                f"sample {names[sample]} takes {units.extra[at, d]:g} of {name}, more than the "
+                f"{cap:g} that {holder} holds. Raise {name} or remove the sample{alone}."
+            )
+
+
+def _refused_group(
+    at: int,
+    units: Units,
+    segments: Segments,
+    groups: IntArray | None,
+    names: IntArray,
+    limit: str,
+) -> PlanError:
+    members = segments.sample[units.of_segment == at]
+    name = groups[members[0]] if groups is not None else "?"
+    first = ", ".join(map(str, names[members[:4]])) + (", ..." if len(members) > 4 else "")
+    remedy = "the layout's bounds" if limit == "the layout" else limit
+    return PlanError(
+        f"group {name} has {units.count[at]} segments and {units.size[at]} slots, more than "
+        f"{limit} allows in one micro-batch (samples {first}). Raise {remedy}, or set "
+        f"groups='step'."
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """The units of one step, and the packs that they go to.
+
+    A wave has `rows` packs on each of `ranks` ranks. An *address* numbers the packs of a step:
+    `(wave * ranks + rank) * rows + row`. A pack with unit u as its widest holds `most[u]` of the
+    units' sizes; where rows are not `cut`, every entry is `capacity`. `aligned` are the aligned
+    lengths of the segments.
+    """
+
+    recipe: Recipe
+    units: Units
+    aligned: IntArray
+    capacity: int
+    most: IntArray
+    cut: bool = False
+    _floors: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """The data-parallel ranks."""
+        return self.recipe.topology.dp
+
+    @property
+    def rows(self) -> int:
+        """The packs of a micro-batch."""
+        return self.recipe.layout.packs_per_micro_batch
+
+    @property
+    def per_wave(self) -> int:
+        """The packs of a wave."""
+        return self.ranks * self.rows
+
+    def by_rank(self, waves: int) -> bool:
+        """Whether only the ranks' sums count. A step of one wave is the same problem."""
+        return self.recipe.sync_every == "step" or waves == 1
+
+    @property
+    def kinds_matter(self) -> bool:
+        """Whether units with second work have waves of their own."""
+        second = self.recipe.second_work
+        return second is not None and second.same_waves and bool((self.units.second > 0).any())
+
+    @property
+    def empty(self) -> float:
+        """What an empty row costs."""
+        least = np.array([self.recipe.layout.widths(0, self.recipe.width_unit)])
+        return float(self.recipe.cost.of_lengths(least)[0])
+
+    def shape(self, waves: int, address: IntArray) -> Shape:
+        """The packs for `exchange`; second work stays in the waves that have it at `address`."""
+        special = -1
+        if self.kinds_matter:
+            special = int(address[self.units.second > 0].max(initial=-1)) // self.per_wave + 1
+        recipe, empty = self.recipe, self.empty if self.cut else 0.0
+        by_rank, equal = self.by_rank(waves), recipe.equal_sizes
+        return Shape(self.ranks, self.rows, waves, by_rank, equal, special, self.cut, empty)
+
+    def time(self, address: IntArray, waves: int) -> float:
+        """The modelled time of the step with its units at these addresses."""
+        return self.time_of(self.works(address, waves))
+
+    def time_of(self, works: list[FloatArray]) -> float:
+        """The modelled time of these works, each waves x ranks."""
+        return time_of_works([work.T for work in works], self.recipe.sync_every)
+
+    def works(self, address: IntArray, waves: int) -> list[FloatArray]:
+        """The works of the micro-batches at these addresses, each waves x ranks."""
+        recipe, layout, micros = self.recipe, self.recipe.layout, waves * self.ranks
+        pack = address[self.units.of_segment]
+        micro = pack // self.rows
+        if layout.segments_per_row is None:
+            used = sum_by(pack, self.aligned, micros * self.rows).astype(np.int64)
+            used = used.reshape(micros, self.rows).max(axis=1)
+        else:
+            used = np.zeros(micros, np.int64)
+            np.maximum.at(used, micro, self.aligned)
+        widths = layout.widths(used, recipe.width_unit).reshape(waves, self.ranks)
+        rows = layout.row_counts(np.bincount(micro, minlength=micros))
+        if recipe.topology.equal_widths:
+            widths, rows = np.full_like(widths, widths.max()), np.full_like(rows, rows.max())
+        elif recipe.equal_tokens:
+            widths = np.broadcast_to(widths.max(axis=1, keepdims=True), widths.shape)
+        cost = layout.micro_batch_costs(recipe.cost, rows, widths.ravel(), micro, self.aligned)
+        works = [cost]
+        if recipe.second_work is not None:
+            works.append(sum_by(address // self.rows, self.units.second, micros))
+        return [work.reshape(waves, self.ranks) for work in works]
+
+    def moving_time(self, address: IntArray, waves: int) -> float:
+        """The part of the time that depends on the addresses, as `exchange` counts it."""
+        loads = [sum_by(address // self.rows, self.units.cost, waves * self.ranks)]
+        if self.recipe.second_work is not None:
+            loads.append(sum_by(address // self.rows, self.units.second, waves * self.ranks))
+        return self.time_of([load.reshape(waves, self.ranks) for load in loads])
+
+    def floor(self, waves: int) -> float:
+        """A lower bound on the time of a step with this many waves or more."""
+        if waves not in self._floors:
+            second = None if self.recipe.second_work is None else self.units.second
+            step = StepFloor(self.recipe, self.aligned, self.units.of_segment, second)
+            self._floors[waves] = step.time(waves)
+        return self._floors[waves]

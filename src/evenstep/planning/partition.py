@@ -1,0 +1,583 @@
+"""Divide items of known cost between parts (ranks) such that the heaviest part is light.
+
+stride          sorted, then dealt round-robin, as in NeMo-RL and ROLL
+lpt             heaviest first, each to the lightest part
+karmarkar_karp  largest differencing: combine the two least even partial partitions
+refined         lpt, then swaps that lower the heaviest part (the default)
+
+`deal_packs` deals the packs of a step to ranks and waves by one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from evenstep.core.ragged import FloatArray, IntArray
+from evenstep.core.text import MOST_RANKS, truth_value, whole_number
+from evenstep.errors import ConfigError, InputError
+from evenstep.planning.kernels import kernel, rise, sink
+
+Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
+
+_CLOSE = 1e-4  # a heaviest part this close to its bound is accepted
+_SHAKEN = 4096  # items up to which random swaps are tried
+_SHAKES = 10_000  # effort for random swaps: some tenths of a millisecond
+_PARTNERS = 16  # light parts tried for one swap before all others
+_LOOKS = 64  # partners tried per part, on average
+_PAIRS_UP_TO = 32  # items a part may have for two-against-two swaps
+_LOWER = 1 - 1e-12  # what counts as lower
+_RANDOM, _PRIME = 48271, 2**31 - 1  # a multiplicative generator
+_SWAPS = 200  # of packs between ranks, in one step
+
+
+def partition(
+    costs: ArrayLike, parts: int, algorithm: str = "refined", *, equal_sizes: bool = False
+) -> IntArray:
+    """The part of each item. With `equal_sizes`, parts differ by one item at most.
+
+    >>> partition([5, 4, 3, 3, 3], 2).tolist()
+    [0, 0, 1, 1, 1]
+    """
+    if algorithm not in DEALS:
+        raise ConfigError(f"unknown balance {algorithm!r}; expected one of: {', '.join(DEALS)}.")
+    parts = whole_number("parts", parts, most=MOST_RANKS)
+    equal_sizes = truth_value("equal_sizes", equal_sizes)
+    try:
+        items = np.ascontiguousarray(costs, np.float64)
+    except (TypeError, ValueError):
+        items = np.full(1, np.nan)  # refused below
+    if items.ndim != 1 or not np.isfinite(items).all() or (items < 0).any():
+        raise InputError("costs must be a flat sequence of finite numbers of 0 or more.")
+    if len(items) == 0:
+        return np.empty(0, np.int64)
+    order = np.argsort(items if algorithm == "stride" else -items, kind="stable")
+    part_of = np.empty(len(items), np.int64)
+    part_of[order] = DEALS[algorithm](items[order], parts, equal_sizes)
+    return part_of
+
+
+# Each deal gets costs heaviest first (stride: lightest first) and gives the part of each.
+
+
+def stride(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
+    """Round-robin: item i goes to part i mod parts.
+
+    >>> partition([7, 6, 8, 5, 1, 3, 8, 6], 2, "stride").tolist()
+    [1, 1, 0, 0, 0, 1, 1, 0]
+    """
+    return np.arange(len(costs)) % parts
+
+
+def lpt(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
+    """Each to the lightest part that may take another item.
+
+    >>> partition([5, 4, 3, 3, 3], 2, "lpt").tolist()
+    [0, 1, 1, 0, 1]
+    """
+    n = len(costs)
+    room = np.full(parts, n)
+    if equal_sizes:  # 5 items on 3 parts: 2, 2, 1
+        room = ((n + np.arange(parts)[::-1]) // parts)[: min(parts, n)]
+    return lpt_kernel(costs, room)
+
+
+def karmarkar_karp(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
+    """Largest differencing: partial partitions are combined, heaviest part with lightest.
+
+    >>> partition([8, 7, 6, 5, 4], 2, "karmarkar_karp").tolist()
+    [1, 0, 1, 0, 0]
+    """
+    if not equal_sizes:
+        return differencing_kernel(costs, parts, 1)
+    padded = np.concatenate((costs, np.zeros(-len(costs) % parts)))
+    return differencing_kernel(padded, parts, parts)[: len(costs)]
+
+
+def refined(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
+    """LPT, then swaps that lower the heaviest part; never worse than LPT.
+
+    Without equal sizes, items may also move: two items of no cost in each part stand for free
+    places.
+
+    >>> partition([5, 4, 3, 3, 3], 2).tolist()
+    [0, 0, 1, 1, 1]
+    """
+    n, free = len(costs), np.arange(0 if equal_sizes else parts)
+    part_of = lpt(costs, parts, equal_sizes)
+    target = heaviest_bound(costs, parts, equal_sizes) * (1 + _CLOSE)
+    if np.bincount(part_of, costs, parts).max() <= target:
+        return part_of
+    items = np.concatenate((costs, np.zeros(2 * len(free))))
+    placed = np.concatenate((part_of, free, free))
+    return swap_kernel(items, placed, parts, target, _SHAKES if n <= _SHAKEN else 0)[:n]
+
+
+DEALS: dict[str, Deal] = {deal.__name__: deal for deal in (refined, lpt, karmarkar_karp, stride)}
+
+
+@kernel
+def lpt_kernel(costs: FloatArray, room: IntArray) -> IntArray:
+    """The part of each item; part p takes at most `room[p]` items."""
+    parts = room.shape[0]
+    part_of = np.empty(costs.shape[0], np.int64)
+    load = np.zeros(parts)
+    left = room.copy()
+    heap = np.arange(parts)  # lightest part at the root; ties by number
+    alive = parts
+    for i in range(costs.shape[0]):
+        part = heap[0]
+        part_of[i] = part
+        load[part] += costs[i]
+        left[part] -= 1
+        if left[part] == 0:
+            alive -= 1
+            heap[0] = heap[alive]
+        sink(heap, alive, load, 0, True)
+    return part_of
+
+
+@kernel
+def differencing_kernel(costs: FloatArray, parts: int, layer: int) -> IntArray:
+    """The part of each item. Each initial partition deals `layer` items, one to a part.
+
+    Costs are heaviest first. With layer = 1 parts may hold any number of items; with layer = parts
+    they hold equally many. A partition has a load per part, heaviest first, and a linked list of
+    items per part. Combining two of them adds the heaviest part of one to the lightest of the
+    other.
+    """
+    n = costs.shape[0]
+    deals = n // layer
+    load = np.zeros((deals, parts))
+    head = np.full((deals, parts), -1, np.int64)
+    tail = np.full((deals, parts), -1, np.int64)
+    following = np.full(n, -1, np.int64)
+    evenness = np.empty(deals)  # the lightest part minus the heaviest; lower is less even
+    for d in range(deals):
+        for part in range(layer):
+            item = d * layer + part
+            load[d, part] = costs[item]
+            head[d, part] = item
+            tail[d, part] = item
+        evenness[d] = load[d, parts - 1] - load[d, 0]
+    heap = np.arange(deals)  # the least even partition at the root
+    alive = deals
+    for node in range(alive // 2 - 1, -1, -1):
+        sink(heap, alive, evenness, node, False)
+    while alive > 1:
+        a = heap[0]
+        alive -= 1
+        heap[0] = heap[alive]
+        sink(heap, alive, evenness, 0, False)
+        b = heap[0]
+        for part in range(parts):
+            other = parts - 1 - part
+            load[a, part] += load[b, other]
+            if head[b, other] >= 0:
+                if head[a, part] < 0:
+                    head[a, part] = head[b, other]
+                else:
+                    following[tail[a, part]] = head[b, other]
+                tail[a, part] = tail[b, other]
+        ranking = np.argsort(-load[a], kind="mergesort")
+        load[b] = load[a][ranking]
+        head[b] = head[a][ranking]
+        tail[b] = tail[a][ranking]
+        evenness[b] = load[b, parts - 1] - load[b, 0]
+        sink(heap, alive, evenness, 0, False)
+    part_of = np.empty(n, np.int64)
+    for part in range(parts):
+        item = head[heap[0], part]
+        while item >= 0:
+            part_of[item] = part
+            item = following[item]
+    return part_of
+
+
+@kernel
+def heaviest_bound(costs: FloatArray, parts: int, equal_sizes: bool) -> float:
+    """A lower bound on the heaviest part, for costs heaviest first.
+
+    The mean; and of the parts * j + 1 heaviest items, j + 1 share a part. With equal sizes, the
+    heaviest item shares its part with as many items as all parts have, at least the lightest.
+    Sums of integers are integers.
+    """
+    n = costs.shape[0]
+    total = np.zeros(n + 1)
+    whole = True
+    for i in range(n):
+        total[i + 1] = total[i] + costs[i]
+        whole = whole and costs[i] == np.floor(costs[i])
+    bound = total[n] / parts
+    for shared in range((n - 1) // parts + 1):
+        last = parts * shared
+        bound = max(bound, total[last + 1] - total[last - shared])
+    if equal_sizes and n >= parts:
+        bound = max(bound, costs[0] + total[n] - total[n - n // parts + 1])
+    bound *= 1 - 1e-12  # rounding errors of the sums
+    return float(np.ceil(bound)) if whole else float(bound)
+
+
+class Parts(NamedTuple):
+    """Items divided between parts. Items i with `start[p] <= i < start[p + 1]` are those of part p.
+
+    `member[i]` is the number of such an item and `held[i]` its cost, heaviest first in each part.
+    `load` is the cost of each part. `lightest` and `heaviest` are heaps of the parts, with the
+    lightest and the heaviest part at the root; `in_lightest` and `in_heaviest` are the places of
+    each part in them.
+    """
+
+    start: IntArray
+    member: IntArray
+    held: FloatArray
+    load: FloatArray
+    lightest: IntArray
+    in_lightest: IntArray
+    heaviest: IntArray
+    in_heaviest: IntArray
+
+
+@kernel
+def gather_parts(costs: FloatArray, part_of: IntArray, count: int) -> Parts:
+    """The parts of items with these costs, heaviest first."""
+    n = costs.shape[0]
+    start = np.zeros(count + 1, np.int64)
+    for i in range(n):
+        start[part_of[i] + 1] += 1
+    start = np.cumsum(start)
+    cursor = start.copy()
+    member = np.empty(n, np.int64)
+    held = np.empty(n)
+    load = np.zeros(count)
+    for i in range(n):
+        at = cursor[part_of[i]]
+        member[at], held[at] = i, costs[i]
+        cursor[part_of[i]] += 1
+        load[part_of[i]] += costs[i]
+    lightest = np.argsort(load, kind="mergesort")
+    heaviest = lightest[::-1].copy()
+    in_lightest, in_heaviest = np.empty(count, np.int64), np.empty(count, np.int64)
+    for k in range(count):
+        in_lightest[lightest[k]] = k
+        in_heaviest[heaviest[k]] = k
+    return Parts(start, member, held, load, lightest, in_lightest, heaviest, in_heaviest)
+
+
+@kernel
+def settle(heap: IntArray, where: IntArray, load: FloatArray, sign: float, part: int) -> None:
+    """Restore a heap after the load of `part` changed. The least `sign * load` is at the root."""
+    node, count = where[part], heap.shape[0]
+    key = sign * load[part]
+    while node > 0 and key < sign * load[heap[(node - 1) // 2]]:
+        above = (node - 1) // 2
+        heap[node] = heap[above]
+        where[heap[node]] = node
+        node = above
+    while True:
+        child = 2 * node + 1
+        if child + 1 < count and sign * load[heap[child + 1]] < sign * load[heap[child]]:
+            child += 1
+        if child >= count or sign * load[heap[child]] >= key:
+            break
+        heap[node] = heap[child]
+        where[heap[node]] = node
+        node = child
+    heap[node] = part
+    where[part] = node
+
+
+@kernel
+def sort_row(row: IntArray, held: FloatArray) -> None:
+    """Sort the items of a part, heaviest first. Nearly all are in order already."""
+    for first in range(1, row.shape[0]):
+        item, cost, at = row[first], held[first], first
+        while at > 0 and held[at - 1] < cost:
+            row[at], held[at] = row[at - 1], held[at - 1]
+            at -= 1
+        row[at], held[at] = item, cost
+
+
+@kernel
+def exchange_items(parts: Parts, one: int, other: int, at: IntArray, to: IntArray) -> None:
+    """Swap the items at the places `at` of part `one` with those at the places `to` of `other`."""
+    for k in range(at.shape[0]):
+        i, j = at[k], to[k]
+        difference = parts.held[i] - parts.held[j]
+        parts.load[one] -= difference
+        parts.load[other] += difference
+        parts.member[i], parts.member[j] = parts.member[j], parts.member[i]
+        parts.held[i], parts.held[j] = parts.held[j], parts.held[i]
+    for part in (one, other):
+        first, last = parts.start[part], parts.start[part + 1]
+        sort_row(parts.member[first:last], parts.held[first:last])
+        settle(parts.lightest, parts.in_lightest, parts.load, 1.0, part)
+        settle(parts.heaviest, parts.in_heaviest, parts.load, -1.0, part)
+
+
+@kernel
+def best_swap(heavy: FloatArray, light: FloatArray, gap: float) -> tuple[float, int, int]:
+    """The swap that best halves `gap`: (distance from half, index in heavy, index in light).
+
+    Both are costs, heaviest first, so two pointers find the best pair.
+    """
+    best, at, to = gap / 2, -1, -1
+    j = 0
+    for i in range(heavy.shape[0]):
+        # The ideal partner is lighter than item i by half the gap.
+        wanted = heavy[i] - gap / 2
+        while j < light.shape[0] and light[j] > wanted:
+            j += 1
+        for k in (j - 1, j):
+            if 0 <= k < light.shape[0]:
+                off = abs(heavy[i] - light[k] - gap / 2)
+                if off < best:
+                    best, at, to = off, i, k
+    return best, at, to
+
+
+@kernel
+def pair_sums(held: FloatArray) -> tuple[FloatArray, IntArray]:
+    """(the cost of every pair of items of a part, heaviest first, and its name i * n + j)."""
+    n = held.shape[0]
+    sums = np.empty(n * (n - 1) // 2)
+    names = np.empty(sums.shape[0], np.int64)
+    k = 0
+    for i in range(n):
+        for j in range(i + 1, n):
+            sums[k] = held[i] + held[j]
+            names[k] = i * n + j
+            k += 1
+    order = np.argsort(-sums, kind="mergesort")
+    return sums[order], names[order]
+
+
+@kernel
+def find_swap(parts: Parts, heavy: int, others: IntArray) -> tuple[int, int, int, int]:
+    """The swap of two items that lowers part `heavy` most: (other part or -1, place of its own
+    item, place of the other's, parts looked at).
+
+    After some of `others`, the best swap so far is taken.
+    """
+    start, held, load = parts.start, parts.held, parts.load
+    mine = held[start[heavy] : start[heavy + 1]]
+    best, other, at, to, looked = load[heavy] * _LOWER, -1, -1, -1, 0
+    for k in range(others.shape[0]):
+        if k >= _PARTNERS and other >= 0:
+            break
+        light = others[k]
+        mean = (load[heavy] + load[light]) / 2
+        if light == heavy or mean >= best:  # at best, both parts reach their mean
+            continue
+        looked += 1
+        theirs = held[start[light] : start[light + 1]]
+        off, i, j = best_swap(mine, theirs, load[heavy] - load[light])
+        if i >= 0 and mean + off < best:
+            best, other, at, to = mean + off, light, start[heavy] + i, start[light] + j
+    return other, at, to, looked
+
+
+@kernel
+def find_double_swap(
+    parts: Parts, heavy: int, others: IntArray, looks: int
+) -> tuple[int, IntArray, IntArray, int]:
+    """A swap of two items for two that lowers part `heavy`: (other part or -1, places of its own
+    items, places of the other's, effort).
+
+    After an effort of about `looks` the search ends.
+    """
+    start, held, load = parts.start, parts.held, parts.load
+    mine = held[start[heavy] : start[heavy + 1]]
+    n, effort = mine.shape[0], 0
+    none = np.empty(0, np.int64)
+    if n > _PAIRS_UP_TO:
+        return -1, none, none, 0
+    sums, names = pair_sums(mine)
+    for light in others:
+        theirs = held[start[light] : start[light + 1]]
+        m, gap = theirs.shape[0], load[heavy] - load[light]
+        if light == heavy or gap <= 0 or m > _PAIRS_UP_TO:
+            continue
+        effort += 1 + m * m // 16
+        other_sums, other_names = pair_sums(theirs)
+        off, i, j = best_swap(sums, other_sums, gap)
+        if i >= 0 and load[light] + gap / 2 + off < load[heavy] * _LOWER:
+            at = start[heavy] + np.array([names[i] // n, names[i] % n])
+            to = start[light] + np.array([other_names[j] // m, other_names[j] % m])
+            return light, at, to, effort
+        if effort >= looks:
+            break
+    return -1, none, none, effort
+
+
+@kernel
+def find_any_swap(
+    parts: Parts, heavy: int, others: IntArray, looks: int
+) -> tuple[int, IntArray, IntArray, int]:
+    """A swap of one item for one, or else of two for two, as `find_double_swap` returns it."""
+    other, i, j, looked = find_swap(parts, heavy, others)
+    if other >= 0:
+        return other, np.array([i]), np.array([j]), looked + 1
+    other, at, to, effort = find_double_swap(parts, heavy, others, looks)
+    return other, at, to, looked + effort + 1
+
+
+@kernel
+def random_swap(parts: Parts, heavy: int, state: int) -> tuple[int, int, int]:
+    """Swap two items of parts other than `heavy`, if both parts stay lighter than it.
+
+    (one part, the other, next state); the parts are -1 if no items were swapped.
+    """
+    start, held, load = parts.start, parts.held, parts.load
+    state = state * _RANDOM % _PRIME
+    one = state % load.shape[0]
+    state = state * _RANDOM % _PRIME
+    other = state % load.shape[0]
+    if heavy in (one, other) or one == other:
+        return -1, -1, state
+    mine, theirs = start[one + 1] - start[one], start[other + 1] - start[other]
+    if mine == 0 or theirs == 0:
+        return -1, -1, state
+    state = state * _RANDOM % _PRIME
+    i = start[one] + state % mine
+    state = state * _RANDOM % _PRIME
+    j = start[other] + state % theirs
+    difference, most = held[i] - held[j], load[heavy] * _LOWER
+    if difference == 0 or load[one] - difference >= most or load[other] + difference >= most:
+        return -1, -1, state
+    exchange_items(parts, one, other, np.array([i]), np.array([j]))
+    return one, other, state
+
+
+@kernel
+def swap_kernel(
+    costs: FloatArray, part_of: IntArray, count: int, target: float, shakes: int
+) -> IntArray:
+    """The part of each item after swaps, until the heaviest of `count` parts is at most `target`.
+
+    Costs are heaviest first. Parts keep their number of items. Where no swap lowers the heaviest
+    part, random swaps between other parts are tried; `shakes` is the effort for them.
+    """
+    parts = gather_parts(costs, part_of, count)
+    looks, state = _LOOKS * (count + _LOOKS), 1
+    while looks > 0 and parts.load[parts.heaviest[0]] > target:
+        heavy, other, stage = parts.heaviest[0], -1, 0
+        while other < 0:
+            others = parts.lightest[:_PARTNERS] if stage == 0 else parts.lightest
+            if stage >= 2:
+                if shakes <= 0:
+                    break
+                shakes -= 1
+                a, b, state = random_swap(parts, heavy, state)
+                if a < 0:
+                    continue
+                others = np.array([a, b])
+            other, at, to, effort = find_any_swap(parts, heavy, others, looks)
+            if stage < 2:
+                looks -= effort
+            else:
+                shakes -= effort
+            stage += 1
+        if other < 0:
+            break
+        exchange_items(parts, heavy, other, at, to)
+    found = np.empty(costs.shape[0], np.int64)
+    for part in range(count):
+        for i in range(parts.start[part], parts.start[part + 1]):
+            found[parts.member[i]] = part
+    return found
+
+
+def deal_waves(costs: FloatArray) -> IntArray:
+    """costs[w, i] of pack i in wave w -> the rank of each, such that the ranks' sums are even."""
+    return deal_kernel(costs, np.argsort(-costs, axis=1, kind="stable"))
+
+
+@kernel
+def deal_kernel(costs: FloatArray, heaviest: IntArray) -> IntArray:
+    """`deal_waves`; `heaviest[w]` are the packs of wave w, heaviest first.
+
+    In each wave the heaviest pack goes to the rank with the least load so far. Then packs of one
+    wave are swapped between the heaviest rank and another while that lowers the heaviest.
+    """
+    waves, ranks = costs.shape
+    pack = np.empty((waves, ranks), np.int64)  # the pack that each rank runs in each wave
+    load = np.zeros(ranks)
+    lightest = np.empty(ranks, np.int64)  # a heap of the ranks, the least load first
+    for w in range(waves):
+        for r in range(ranks):
+            lightest[r] = r
+            rise(lightest, r + 1, load, True)
+        for i in range(ranks):
+            left = ranks - 1 - i
+            r = lightest[0]
+            lightest[0] = lightest[left]
+            sink(lightest, left, load, 0, True)
+            pack[w, r] = heaviest[w, i]
+            load[r] += costs[w, heaviest[w, i]]
+    for _ in range(_SWAPS):
+        heavy = np.argmax(load)
+        best, best_w, best_r = load[heavy] * (1 - 1e-9), -1, -1
+        for r in range(ranks):
+            if (load[heavy] + load[r]) / 2 >= best:
+                continue
+            for w in range(waves):
+                gain = costs[w, pack[w, heavy]] - costs[w, pack[w, r]]
+                reached = max(load[heavy] - gain, load[r] + gain)
+                if reached < best:
+                    best, best_w, best_r = reached, w, r
+        if best_w < 0:
+            break
+        gain = costs[best_w, pack[best_w, heavy]] - costs[best_w, pack[best_w, best_r]]
+        load[heavy] -= gain
+        load[best_r] += gain
+        kept = pack[best_w, heavy]
+        pack[best_w, heavy] = pack[best_w, best_r]
+        pack[best_w, best_r] = kept
+    rank = np.empty((waves, ranks), np.int64)
+    for w in range(waves):
+        for r in range(ranks):
+            rank[w, pack[w, r]] = r
+    return rank
+
+
+def deal_packs(costs: FloatArray, ranks: int, balance: str, sync_every: str) -> IntArray:
+    """The address `wave * ranks + rank` of each pack; every rank runs equally many.
+
+    Where ranks synchronise at every micro-batch, packs of similar cost share a wave. Where they
+    synchronise once per step, only the ranks' sums count. Every rank runs its packs heaviest first.
+
+    >>> deal_packs(np.array([9.0, 5, 8, 4]), 2, "refined", "micro_batch").tolist()
+    [0, 3, 1, 2]
+    """
+    waves = len(costs) // ranks
+    address = np.empty(len(costs), np.int64)
+    heaviest = np.argsort(-costs, kind="stable")
+    if balance == "refined" and sync_every == "micro_batch":
+        rank = deal_waves(costs[heaviest].reshape(waves, ranks))
+        address[heaviest] = (np.arange(waves)[:, None] * ranks + rank).ravel()
+        return address
+    part = partition(costs, ranks, balance, equal_sizes=True)
+    by_rank = heaviest[np.argsort(part[heaviest], kind="stable")].reshape(ranks, waves)
+    address[by_rank] = np.arange(waves)[None, :] * ranks + np.arange(ranks)[:, None]
+    return address
+
+
+def deal_rows(costs: FloatArray, waves: int, ranks: int, rows: int) -> IntArray:
+    """The new address of each pack, such that the sums over each rank's rows are even.
+
+    `costs` are by address, `ranks * rows` of each wave. Packs stay in their wave.
+    """
+    by_wave = costs.reshape(waves, ranks * rows)
+    moved = np.empty((waves, ranks * rows), np.int64)
+    total = np.empty((waves, ranks))
+    for wave in range(waves):
+        part = partition(by_wave[wave], ranks, equal_sizes=True)
+        by_part = np.argsort(part, kind="stable").reshape(ranks, rows)
+        moved[wave, by_part.ravel()] = np.arange(ranks * rows)
+        total[wave] = by_wave[wave][by_part].sum(axis=1)
+    rank = deal_waves(total)
+    pack = np.take_along_axis(rank, moved // rows, axis=1) * rows + moved % rows
+    return (np.arange(waves)[:, None] * ranks * rows + pack).ravel()
