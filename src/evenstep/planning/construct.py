@@ -21,6 +21,7 @@ from evenstep.core.layout import Packer
 from evenstep.core.measures import slowest
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up, rounded_up, sum_by
 from evenstep.errors import PlanError
+from evenstep.planning.exchange import Shape, exchange
 from evenstep.planning.kernels import kernel, nearest_free, rise, sink
 from evenstep.planning.packers import divide_bins, pack
 from evenstep.planning.partition import deal_packs, deal_rows, partition
@@ -32,6 +33,7 @@ BEST_FIT = "best_fit_decreasing"
 _GOOD = 1.003  # waves this even need no further attempt
 _SCANNED = 128  # packs of a rank up to which all are scanned for each unit
 _LOOK = 256  # units or packs tried in a row that a further limit rejects
+_NARROWER = 5_000  # exchanges that are tried to lower the widest pack
 _CLOSE = 1e-3  # a heaviest pack this close to its wave's mean is accepted
 _ROUNDS = 100  # exchanges per wave
 _SEEN = 64  # units of a pack that are considered for an exchange
@@ -533,7 +535,6 @@ def narrow(problem: Problem, waves: int, *, wider: float) -> IntArray:
     """
     units, packs = problem.units, waves * problem.per_wave
     pack_of = partition(units.size, packs)
-    bins = Ragged.group(pack_of, packs)
     if len(units.caps):
         held = np.zeros((packs, len(units.caps)))
         np.add.at(held, pack_of, units.extra)
@@ -541,13 +542,38 @@ def narrow(problem: Problem, waves: int, *, wider: float) -> IntArray:
             spread = spread_units(units, problem.capacity, packs)
             if spread is None:
                 return NONE
-            bins = spread
+            pack_of[spread.values] = spread.owner
+            pack_of = _narrower(problem, pack_of, packs)
+    bins = Ragged.group(pack_of, packs)
     widest = int(bins.sums(units.size).max())
     if widest > problem.capacity:
         return NONE
     if wider == 1.0:
         return of_bins(problem, bins, waves)
     return waves_first(at_width(problem, int(widest * wider)), waves)
+
+
+def _narrower(problem: Problem, pack_of: IntArray, packs: int) -> IntArray:
+    """The packs after exchanges that lower the widest one."""
+    units, sizes = problem.units, problem.units.size.astype(np.float64)
+    shape = Shape(packs, 1, 1, True, False, -1, False, 0.0)
+    pack_of, _ = exchange(
+        units.size,
+        sizes,
+        np.zeros(len(units)),
+        units.count,
+        units.extra,
+        problem.most,
+        units.caps,
+        shape,
+        pack_of,
+        _NARROWER,
+        6,
+        0.02,
+        sizes.sum() / packs,
+        0,
+    )
+    return pack_of
 
 
 def at_width(problem: Problem, size: int) -> Problem:

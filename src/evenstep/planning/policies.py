@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from evenstep.planning.construct import (
     BEST_FIT,
     NONE,
     fill_bins,
+    filled,
     narrow,
     of_bins,
     pack_ranks,
@@ -111,40 +113,36 @@ def spread_out(problem: Problem, waves: int) -> IntArray:
     return NONE if bins is None else of_bins(problem, bins, waves)
 
 
-def equal_ranks(problem: Problem, waves: int) -> IntArray:
-    """Equally many segments on each rank, packed inside each rank; empty if a rank does not fit.
+def equal_fit(problem: Problem, waves: int) -> IntArray:
+    """Equally many segments on each rank, packed inside each rank by best fit."""
+    rank_of = deal_equal(problem.units, problem.ranks, problem.recipe.balance)
+    return pack_ranks(problem, rank_of, waves, strict=True)
 
-    Ranks are even by their slots where all micro-batches have one shape, else by their work. The
-    deal by "lpt" is tried too: steps of micro-batches are sized with it.
+
+def equal_ranks(problem: Problem, waves: int, *, by_size: bool = False) -> IntArray:
+    """Equally many segments on each rank, packed rank by rank; empty if a rank does not fit.
+
+    Ranks are even by their work, or by their slots. The deal by "lpt" is tried too: steps of
+    micro-batches are sized with it.
     """
-    recipe, units = problem.recipe, problem.units
-    shaped = recipe.topology.equal_widths or recipe.layout.static
-    by_size = replace(units, cost=units.size.astype(np.float64))
-    for evened in [by_size, units] if shaped else [units]:
-        for balance in dict.fromkeys((recipe.balance, "lpt")):
-            rank_of = deal_equal(evened, problem.ranks, balance)
-            if recipe.topology.equal_widths or recipe.layout.packer is not None:
-                address = _rank_by_rank(problem, rank_of, waves)
-            else:
-                address = pack_ranks(problem, rank_of, waves, strict=True)
-            if len(address) == len(units):
-                return address
-    return NONE
-
-
-def _rank_by_rank(problem: Problem, rank_of: IntArray, waves: int) -> IntArray:
-    """The addresses when a packer, or the narrowest packs, form the packs of each rank."""
     units, ranks, rows = problem.units, problem.ranks, problem.rows
     recipe = replace(problem.recipe, topology=replace(problem.recipe.topology, dp=1))
-    address = np.empty(len(units), np.int64)
-    for rank in range(ranks):
-        members = np.flatnonzero(rank_of == rank)
-        part = replace(problem, units=units.take(members), recipe=recipe)
-        packed = narrow(part, waves, wider=1.0) if recipe.layout.packer is None else bins_dealt(part, waves)
-        if len(packed) < len(members):
-            return NONE
-        address[members] = (packed // rows * ranks + rank) * rows + packed % rows
-    return address
+    form = filled if recipe.balance == "refined" else bins_dealt
+    form = partial(narrow, wider=1.0) if recipe.topology.equal_widths else form
+    form = form if recipe.layout.packer is None else bins_dealt
+    evened = replace(units, cost=units.size.astype(np.float64)) if by_size else units
+    for balance in dict.fromkeys((recipe.balance, "lpt")):
+        rank_of = deal_equal(evened, ranks, balance)
+        address = np.full(len(units), -1, np.int64)
+        for rank in range(ranks):
+            members = np.flatnonzero(rank_of == rank)
+            packed = form(replace(problem, units=units.take(members), recipe=recipe), waves)
+            if len(packed) < len(members):
+                break
+            address[members] = (packed // rows * ranks + rank) * rows + packed % rows
+        if address.min(initial=0) >= 0:
+            return address
+    return NONE
 
 
 def deal_equal(units: Units, ranks: int, balance: str = "lpt") -> IntArray:

@@ -28,7 +28,7 @@ from evenstep.planning.construct import (
     waves_first,
 )
 from evenstep.planning.exchange import exchange, search_all
-from evenstep.planning.policies import bins_dealt, equal_ranks, spread_out
+from evenstep.planning.policies import bins_dealt, equal_fit, equal_ranks, spread_out
 from evenstep.planning.units import Problem
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
@@ -55,6 +55,7 @@ ROOMY = 1.03  # packs over their volume, from which on these are not counted: 0.
 LOOK = 4  # counts from the lower bound on, before bins are counted
 ALL = 100_000  # assignments of a unit: up to 10 ms
 MORE_TRIES = 3
+STARTS = 3  # of random numbers for exchanges of SMALL steps
 WIDER = (1.0, 1.02, 1.05)  # widths where all micro-batches share one, over the least
 QUICK: Phases = ((5, 0.0, 2_000),)
 THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
@@ -169,11 +170,15 @@ def constructions(problem: Problem, waves: int) -> list[Construction]:
     if problem.kinds_matter:
         return [kinds_apart]
     if recipe.equal_sizes:
-        return [equal_ranks]
+        shaped = recipe.topology.equal_widths or recipe.layout.static
+        ways: list[Construction] = []
+        if shaped or recipe.layout.packer is not None:
+            ways = [*([partial(equal_ranks, by_size=True)] if shaped else []), equal_ranks]
+        return [*ways, *([equal_fit] if recipe.layout.packer is None else [])]
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return [bins_dealt, spread_out] if len(problem.units.caps) else [bins_dealt]
     if recipe.topology.equal_widths:
-        return [partial(narrow, wider=wider) for wider in WIDER]
+        return [*(partial(narrow, wider=wider) for wider in WIDER), waves_first, ranks_first]
     if recipe.second_work is not None:
         return [kinds_apart, waves_first, ranks_first, filled]
     return [ranks_first, waves_first] if problem.by_rank(waves) else [waves_first]
@@ -187,7 +192,8 @@ class _Search:
         layout = recipe.layout
         self.many = len(units) > SEARCHED
         # Packs are formed to be even: not a packer's bins or those of another balance.
-        self.exchanged = recipe.balance == "refined" and layout.packer is None and not self.many
+        self.joint = recipe.balance == "refined" and layout.packer is None
+        self.exchanged = self.joint and not self.many
         shaped = layout.static or recipe.topology.equal_widths or recipe.equal_tokens
         several = problem.rows > 1 or recipe.second_work is not None
         # A micro-batch costs what its units cost, and nothing for its width.
@@ -216,7 +222,7 @@ class _Search:
         than the distance from it.
         """
         problem, recipe = self.problem, self.problem.recipe
-        if self.grouped or not self.additive or recipe.equal_sizes:
+        if self.grouped or not (self.additive and self.joint) or recipe.equal_sizes:
             return False
         by_rank = problem.by_rank(packing.waves)
         mean = float(problem.units.cost.sum()) / problem.ranks
@@ -229,7 +235,7 @@ class _Search:
     def quick(self, waves: int) -> Packing | None:
         """The fastest packs of the constructions; None if none fits."""
         problem, recipe = self.problem, self.problem.recipe
-        by_rank = problem.by_rank(waves)
+        by_rank = problem.by_rank(waves if self.joint else 2)
         best: Packing | None = None
         for at, construct in enumerate(constructions(problem, waves)):
             if at == 1 and best is not None:
@@ -238,8 +244,11 @@ class _Search:
             if best is not None and best.time <= problem.floor(waves) * (NEARLY if by_rank else NEAR):
                 break
             best = self.faster(best, construct, waves)
-        if best is None and recipe.balance == "refined" and recipe.layout.packer is None:
-            best = None if recipe.equal_sizes else self.faster(None, filled, waves)
+        if best is None and recipe.layout.packer is None:
+            if recipe.equal_sizes:
+                best = self.faster(None, equal_ranks, waves)
+            elif self.joint:
+                best = self.faster(None, filled, waves)
         if best is None or not self.exchanged or self.even_at_once(best):
             return best
         return best if best.time <= self.near(FAIR, waves) else self.improved(best, QUICK)
@@ -254,15 +263,18 @@ class _Search:
             best, proved = self.best_of_all(best)
             if proved:
                 return best
-        phases = (*THOROUGH, *(ANYWHERE if units <= SMALL else ()))
-        if best.time > self.near(NEARLY if by_rank else FAR, waves):
-            best = self.improved(best, phases)
-        special = problem.kinds_matter or problem.recipe.equal_sizes
-        if not special and best.time > self.near(NEARLY if by_rank else FAR, waves):
-            other = self.faster(None, filled, waves)
-            if other is not None:
-                other = self.improved(other, phases)
-                best = other if other.time < best.time else best
+        enough = self.near(NEARLY if by_rank else FAR, waves)
+        for seed in range(STARTS if units <= SMALL else 1):
+            if best.time > enough:
+                best = self.improved(best, THOROUGH, seed)
+            if best.time > enough and units <= SMALL:
+                best = self.improved(best, ANYWHERE, seed)
+        if problem.kinds_matter or problem.recipe.equal_sizes or best.time <= enough:
+            return best
+        other = self.faster(None, filled, waves)
+        if other is not None:
+            other = self.improved(other, THOROUGH)
+            best = other if other.time < best.time else best
         return best
 
     def best_of_all(self, best: Packing) -> tuple[Packing, bool]:
@@ -283,7 +295,7 @@ class _Search:
         )
         return (self.timed(best, address, best.waves) or best), proved
 
-    def improved(self, best: Packing, phases: Phases) -> Packing:
+    def improved(self, best: Packing, phases: Phases, seed: int = 0) -> Packing:
         """The packs after exchanges, if these make them faster."""
         problem, units, waves, address = self.problem, self.problem.units, best.waves, best.address
         if problem.recipe.topology.equal_widths:
@@ -311,7 +323,7 @@ class _Search:
                 squarings,
                 loose,
                 goal,
-                0,
+                seed,
             )
         return self.timed(best, address, waves) or best
 
