@@ -611,7 +611,9 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
             pack_of[special] = _micro_batch_first(problem, members, spread, count)
             for fill in (_fill_waves, _fill_lightest):
                 address = fill(problem, waves, count, special, pack_of)
-                time = problem.moving_time(address, waves) if len(address) else np.inf
+                if not len(address):
+                    continue
+                time = problem.moving_time(address, waves, units.cost, units.second)
                 if time < least:
                     best, least = address, time
     return best

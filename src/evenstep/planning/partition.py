@@ -24,6 +24,7 @@ from evenstep.planning.kernels import kernel, rise, sink
 Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 
 _CLOSE = 1e-4  # a heaviest part this close to its bound is accepted
+_TABLE = 2**17  # items x parts up to which largest differencing is tried: some milliseconds
 _SHAKEN = 4096  # items up to which random swaps are tried
 _SHAKES = 10_000  # effort for random swaps: some tenths of a millisecond
 _PARTNERS = 16  # light parts tried for one swap before all others
@@ -100,6 +101,7 @@ def karmarkar_karp(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray
 def refined(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
     """LPT, then swaps that lower the heaviest part; never worse than LPT.
 
+    Where that stays uneven, swaps start from largest differencing too, and then from random swaps.
     Without equal sizes, items may also move: two items of no cost in each part stand for free
     places.
 
@@ -107,13 +109,24 @@ def refined(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
     [0, 0, 1, 1, 1]
     """
     n, free = len(costs), np.arange(0 if equal_sizes else parts)
-    part_of = lpt(costs, parts, equal_sizes)
     target = heaviest_bound(costs, parts, equal_sizes) * (1 + _CLOSE)
-    if np.bincount(part_of, costs, parts).max() <= target:
-        return part_of
     items = np.concatenate((costs, np.zeros(2 * len(free))))
-    placed = np.concatenate((part_of, free, free))
-    return swap_kernel(items, placed, parts, target, _SHAKES if n <= _SHAKEN else 0)[:n]
+
+    def swapped(part_of: IntArray, shakes: int) -> IntArray:
+        placed = np.concatenate((part_of, free, free))
+        return swap_kernel(items, placed, parts, target, shakes)[:n]
+
+    def heaviest(part_of: IntArray) -> float:
+        return float(np.bincount(part_of, costs, parts).max())
+
+    best = lpt(costs, parts, equal_sizes)
+    best = best if heaviest(best) <= target else swapped(best, 0)
+    if heaviest(best) > target and n * parts <= _TABLE:
+        other = swapped(karmarkar_karp(costs, parts, equal_sizes), 0)
+        best = min(best, other, key=heaviest)
+    if heaviest(best) > target and n <= _SHAKEN:
+        best = swapped(best, _SHAKES)
+    return best
 
 
 DEALS: dict[str, Deal] = {deal.__name__: deal for deal in (refined, lpt, karmarkar_karp, stride)}

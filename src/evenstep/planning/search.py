@@ -269,9 +269,9 @@ class _Search:
                 best = self.improved(best, THOROUGH, seed)
             if best.time > enough and units <= SMALL:
                 best = self.improved(best, ANYWHERE, seed)
-        if problem.kinds_matter or problem.recipe.equal_sizes or best.time <= enough:
+        if problem.kinds_matter or best.time <= enough:
             return best
-        other = self.faster(None, filled, waves)
+        other = self.faster(None, equal_ranks if problem.recipe.equal_sizes else filled, waves)
         if other is not None:
             other = self.improved(other, THOROUGH)
             best = other if other.time < best.time else best
@@ -280,7 +280,7 @@ class _Search:
     def best_of_all(self, best: Packing) -> tuple[Packing, bool]:
         """(the fastest packs, whether that is proved) by a search of all, for a while."""
         problem, units = self.problem, self.problem.units
-        moving = problem.moving_time(best.address, best.waves)
+        moving = problem.moving_time(best.address, best.waves, units.cost)
         address, proved = search_all(
             units.size,
             units.cost,
@@ -301,8 +301,13 @@ class _Search:
         if problem.recipe.topology.equal_widths:
             used = np.bincount(address, units.size, waves * problem.per_wave).max()
             problem = at_width(problem, int(used))
+        first, second = units.cost, units.second
+        if problem.recipe.equal_tokens and not second.any():
+            # A wave takes as long as its widest micro-batch, and then its most pairs.
+            first = problem.recipe.cost.per_token * units.size.astype(np.float64)
+            second = np.maximum(units.cost - first, 0.0)
         # What does not depend on the exchanges is the same in the time and in its floor.
-        moving = problem.moving_time(address, waves)
+        moving = problem.moving_time(address, waves, first, second)
         goal = moving - (best.time - problem.floor(waves) * EVEN)
         times = MORE_TRIES if self.eager else 1
         if problem.recipe.second_work is not None:  # exchanges even out what packs do not see
@@ -311,8 +316,8 @@ class _Search:
         for squarings, loose, tries in phases:
             address, _ = exchange(
                 units.size,
-                units.cost,
-                units.second,
+                first,
+                second,
                 units.count,
                 units.extra,
                 most,

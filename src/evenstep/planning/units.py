@@ -323,11 +323,9 @@ class Problem:
             works.append(sum_by(address // self.rows, self.units.second, micros))
         return [work.reshape(waves, self.ranks) for work in works]
 
-    def moving_time(self, address: IntArray, waves: int) -> float:
-        """The part of the time that depends on the addresses, as `exchange` counts it."""
-        loads = [sum_by(address // self.rows, self.units.cost, waves * self.ranks)]
-        if self.recipe.second_work is not None:
-            loads.append(sum_by(address // self.rows, self.units.second, waves * self.ranks))
+    def moving_time(self, address: IntArray, waves: int, *works: FloatArray) -> float:
+        """The part of the time that depends on the addresses: these works of the units."""
+        loads = [sum_by(address // self.rows, work, waves * self.ranks) for work in works]
         return self.time_of([load.reshape(waves, self.ranks) for load in loads])
 
     def floor(self, waves: int) -> float:
