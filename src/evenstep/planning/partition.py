@@ -11,7 +11,7 @@ refined         lpt, then swaps that lower the heaviest part (the default)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,10 +26,10 @@ Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 _CLOSE = 1e-4  # a heaviest part this close to its bound is accepted
 _TABLE = 2**17  # items x parts up to which largest differencing is tried: some milliseconds
 _SHAKEN = 4096  # items up to which random swaps are tried
-_SHAKES = 10_000  # effort for random swaps: some tenths of a millisecond
+_SHAKES = 30_000  # effort for random swaps: up to a millisecond
 _PARTNERS = 16  # light parts tried for one swap before all others
 _LOOKS = 64  # partners tried per part, on average
-_PAIRS_UP_TO = 32  # items a part may have for two-against-two swaps
+_FRESH = 32  # swaps after which parts are sorted by load again
 _LOWER = 1 - 1e-12  # what counts as lower
 _RANDOM, _PRIME = 48271, 2**31 - 1  # a multiplicative generator
 _SWAPS = 200  # of packs between ranks, in one step
@@ -234,273 +234,122 @@ def heaviest_bound(costs: FloatArray, parts: int, equal_sizes: bool) -> float:
     return float(np.ceil(bound)) if whole else float(bound)
 
 
-class Parts(NamedTuple):
-    """Items divided between parts. Items i with `start[p] <= i < start[p + 1]` are those of part p.
-
-    `member[i]` is the number of such an item and `held[i]` its cost, heaviest first in each part.
-    `load` is the cost of each part. `lightest` and `heaviest` are heaps of the parts, with the
-    lightest and the heaviest part at the root; `in_lightest` and `in_heaviest` are the places of
-    each part in them.
-    """
-
-    start: IntArray
-    member: IntArray
-    held: FloatArray
-    load: FloatArray
-    lightest: IntArray
-    in_lightest: IntArray
-    heaviest: IntArray
-    in_heaviest: IntArray
-
-
-@kernel
-def gather_parts(costs: FloatArray, part_of: IntArray, count: int) -> Parts:
-    """The parts of items with these costs, heaviest first."""
-    n = costs.shape[0]
-    start = np.zeros(count + 1, np.int64)
-    for i in range(n):
-        start[part_of[i] + 1] += 1
-    start = np.cumsum(start)
-    cursor = start.copy()
-    member = np.empty(n, np.int64)
-    held = np.empty(n)
-    load = np.zeros(count)
-    for i in range(n):
-        at = cursor[part_of[i]]
-        member[at], held[at] = i, costs[i]
-        cursor[part_of[i]] += 1
-        load[part_of[i]] += costs[i]
-    lightest = np.argsort(load, kind="mergesort")
-    heaviest = lightest[::-1].copy()
-    in_lightest, in_heaviest = np.empty(count, np.int64), np.empty(count, np.int64)
-    for k in range(count):
-        in_lightest[lightest[k]] = k
-        in_heaviest[heaviest[k]] = k
-    return Parts(start, member, held, load, lightest, in_lightest, heaviest, in_heaviest)
-
-
-@kernel
-def settle(heap: IntArray, where: IntArray, load: FloatArray, sign: float, part: int) -> None:
-    """Restore a heap after the load of `part` changed. The least `sign * load` is at the root."""
-    node, count = where[part], heap.shape[0]
-    key = sign * load[part]
-    while node > 0 and key < sign * load[heap[(node - 1) // 2]]:
-        above = (node - 1) // 2
-        heap[node] = heap[above]
-        where[heap[node]] = node
-        node = above
-    while True:
-        child = 2 * node + 1
-        if child + 1 < count and sign * load[heap[child + 1]] < sign * load[heap[child]]:
-            child += 1
-        if child >= count or sign * load[heap[child]] >= key:
-            break
-        heap[node] = heap[child]
-        where[heap[node]] = node
-        node = child
-    heap[node] = part
-    where[part] = node
-
-
-@kernel
-def sort_row(row: IntArray, held: FloatArray) -> None:
-    """Sort the items of a part, heaviest first. Nearly all are in order already."""
-    for first in range(1, row.shape[0]):
-        item, cost, at = row[first], held[first], first
-        while at > 0 and held[at - 1] < cost:
-            row[at], held[at] = row[at - 1], held[at - 1]
-            at -= 1
-        row[at], held[at] = item, cost
-
-
-@kernel
-def exchange_items(parts: Parts, one: int, other: int, at: IntArray, to: IntArray) -> None:
-    """Swap the items at the places `at` of part `one` with those at the places `to` of `other`."""
-    for k in range(at.shape[0]):
-        i, j = at[k], to[k]
-        difference = parts.held[i] - parts.held[j]
-        parts.load[one] -= difference
-        parts.load[other] += difference
-        parts.member[i], parts.member[j] = parts.member[j], parts.member[i]
-        parts.held[i], parts.held[j] = parts.held[j], parts.held[i]
-    for part in (one, other):
-        first, last = parts.start[part], parts.start[part + 1]
-        sort_row(parts.member[first:last], parts.held[first:last])
-        settle(parts.lightest, parts.in_lightest, parts.load, 1.0, part)
-        settle(parts.heaviest, parts.in_heaviest, parts.load, -1.0, part)
-
-
-@kernel
-def best_swap(heavy: FloatArray, light: FloatArray, gap: float) -> tuple[float, int, int]:
-    """The swap that best halves `gap`: (distance from half, index in heavy, index in light).
-
-    Both are costs, heaviest first, so two pointers find the best pair.
-    """
-    best, at, to = gap / 2, -1, -1
-    j = 0
-    for i in range(heavy.shape[0]):
-        # The ideal partner is lighter than item i by half the gap.
-        wanted = heavy[i] - gap / 2
-        while j < light.shape[0] and light[j] > wanted:
-            j += 1
-        for k in (j - 1, j):
-            if 0 <= k < light.shape[0]:
-                off = abs(heavy[i] - light[k] - gap / 2)
-                if off < best:
-                    best, at, to = off, i, k
-    return best, at, to
-
-
-@kernel
-def pair_sums(held: FloatArray) -> tuple[FloatArray, IntArray]:
-    """(the cost of every pair of items of a part, heaviest first, and its name i * n + j)."""
-    n = held.shape[0]
-    sums = np.empty(n * (n - 1) // 2)
-    names = np.empty(sums.shape[0], np.int64)
-    k = 0
-    for i in range(n):
-        for j in range(i + 1, n):
-            sums[k] = held[i] + held[j]
-            names[k] = i * n + j
-            k += 1
-    order = np.argsort(-sums, kind="mergesort")
-    return sums[order], names[order]
-
-
-@kernel
-def find_swap(parts: Parts, heavy: int, others: IntArray) -> tuple[int, int, int, int]:
-    """The swap of two items that lowers part `heavy` most: (other part or -1, place of its own
-    item, place of the other's, parts looked at).
-
-    After some of `others`, the best swap so far is taken.
-    """
-    start, held, load = parts.start, parts.held, parts.load
-    mine = held[start[heavy] : start[heavy + 1]]
-    best, other, at, to, looked = load[heavy] * _LOWER, -1, -1, -1, 0
-    for k in range(others.shape[0]):
-        if k >= _PARTNERS and other >= 0:
-            break
-        light = others[k]
-        mean = (load[heavy] + load[light]) / 2
-        if light == heavy or mean >= best:  # at best, both parts reach their mean
-            continue
-        looked += 1
-        theirs = held[start[light] : start[light + 1]]
-        off, i, j = best_swap(mine, theirs, load[heavy] - load[light])
-        if i >= 0 and mean + off < best:
-            best, other, at, to = mean + off, light, start[heavy] + i, start[light] + j
-    return other, at, to, looked
-
-
-@kernel
-def find_double_swap(
-    parts: Parts, heavy: int, others: IntArray, looks: int
-) -> tuple[int, IntArray, IntArray, int]:
-    """A swap of two items for two that lowers part `heavy`: (other part or -1, places of its own
-    items, places of the other's, effort).
-
-    After an effort of about `looks` the search ends.
-    """
-    start, held, load = parts.start, parts.held, parts.load
-    mine = held[start[heavy] : start[heavy + 1]]
-    n, effort = mine.shape[0], 0
-    none = np.empty(0, np.int64)
-    if n > _PAIRS_UP_TO:
-        return -1, none, none, 0
-    sums, names = pair_sums(mine)
-    for light in others:
-        theirs = held[start[light] : start[light + 1]]
-        m, gap = theirs.shape[0], load[heavy] - load[light]
-        if light == heavy or gap <= 0 or m > _PAIRS_UP_TO:
-            continue
-        effort += 1 + m * m // 16
-        other_sums, other_names = pair_sums(theirs)
-        off, i, j = best_swap(sums, other_sums, gap)
-        if i >= 0 and load[light] + gap / 2 + off < load[heavy] * _LOWER:
-            at = start[heavy] + np.array([names[i] // n, names[i] % n])
-            to = start[light] + np.array([other_names[j] // m, other_names[j] % m])
-            return light, at, to, effort
-        if effort >= looks:
-            break
-    return -1, none, none, effort
-
-
-@kernel
-def find_any_swap(
-    parts: Parts, heavy: int, others: IntArray, looks: int
-) -> tuple[int, IntArray, IntArray, int]:
-    """A swap of one item for one, or else of two for two, as `find_double_swap` returns it."""
-    other, i, j, looked = find_swap(parts, heavy, others)
-    if other >= 0:
-        return other, np.array([i]), np.array([j]), looked + 1
-    other, at, to, effort = find_double_swap(parts, heavy, others, looks)
-    return other, at, to, looked + effort + 1
-
-
-@kernel
-def random_swap(parts: Parts, heavy: int, state: int) -> tuple[int, int, int]:
-    """Swap two items of parts other than `heavy`, if both parts stay lighter than it.
-
-    (one part, the other, next state); the parts are -1 if no items were swapped.
-    """
-    start, held, load = parts.start, parts.held, parts.load
-    state = state * _RANDOM % _PRIME
-    one = state % load.shape[0]
-    state = state * _RANDOM % _PRIME
-    other = state % load.shape[0]
-    if heavy in (one, other) or one == other:
-        return -1, -1, state
-    mine, theirs = start[one + 1] - start[one], start[other + 1] - start[other]
-    if mine == 0 or theirs == 0:
-        return -1, -1, state
-    state = state * _RANDOM % _PRIME
-    i = start[one] + state % mine
-    state = state * _RANDOM % _PRIME
-    j = start[other] + state % theirs
-    difference, most = held[i] - held[j], load[heavy] * _LOWER
-    if difference == 0 or load[one] - difference >= most or load[other] + difference >= most:
-        return -1, -1, state
-    exchange_items(parts, one, other, np.array([i]), np.array([j]))
-    return one, other, state
-
-
 @kernel
 def swap_kernel(
     costs: FloatArray, part_of: IntArray, count: int, target: float, shakes: int
 ) -> IntArray:
     """The part of each item after swaps, until the heaviest of `count` parts is at most `target`.
 
-    Costs are heaviest first. Parts keep their number of items. Where no swap lowers the heaviest
-    part, random swaps between other parts are tried; `shakes` is the effort for them.
+    Costs are heaviest first. Parts keep their number of items. The heaviest part swaps an item with
+    a lighter part, such that the two come close to their mean. Where no swap lowers it, random
+    swaps between other parts, which keep them lighter, may make one possible; `shakes` is the
+    effort for them.
     """
-    parts = gather_parts(costs, part_of, count)
-    looks, state = _LOOKS * (count + _LOOKS), 1
-    while looks > 0 and parts.load[parts.heaviest[0]] > target:
-        heavy, other, stage = parts.heaviest[0], -1, 0
-        while other < 0:
-            others = parts.lightest[:_PARTNERS] if stage == 0 else parts.lightest
-            if stage >= 2:
-                if shakes <= 0:
-                    break
-                shakes -= 1
-                a, b, state = random_swap(parts, heavy, state)
-                if a < 0:
-                    continue
-                others = np.array([a, b])
-            other, at, to, effort = find_any_swap(parts, heavy, others, looks)
-            if stage < 2:
-                looks -= effort
-            else:
-                shakes -= effort
-            stage += 1
-        if other < 0:
+    n = costs.shape[0]
+    number = np.zeros(count + 1, np.int64)
+    for i in range(n):
+        number[part_of[i] + 1] += 1
+    # The items of part p stand at start[p] up to start[p + 1], heaviest first.
+    start = np.cumsum(number)
+    member, held, load = np.empty(n, np.int64), np.empty(n), np.zeros(count)
+    cursor = start.copy()
+    for i in range(n):
+        at = cursor[part_of[i]]
+        member[at], held[at] = i, costs[i]
+        cursor[part_of[i]] += 1
+        load[part_of[i]] += costs[i]
+
+    def settle(part: int, at: int) -> None:
+        """Move the entry at `at` to its place in its part."""
+        item, cost = member[at], held[at]
+        while at > start[part] and held[at - 1] < cost:
+            member[at], held[at] = member[at - 1], held[at - 1]
+            at -= 1
+        while at + 1 < start[part + 1] and held[at + 1] > cost:
+            member[at], held[at] = member[at + 1], held[at + 1]
+            at += 1
+        member[at], held[at] = item, cost
+
+    def swap(one: int, other: int, i: int, j: int) -> None:
+        """Swap the entry i of one part with the entry j of another."""
+        given = held[i] - held[j]
+        load[one] -= given
+        load[other] += given
+        member[i], member[j] = member[j], member[i]
+        held[i], held[j] = held[j], held[i]
+        settle(one, i)
+        settle(other, j)
+
+    def best_swap(heavy: int, light: int, most: float) -> tuple[float, int, int]:
+        """(what the heavier of both reaches, the two entries) of the best swap below `most`.
+
+        Both parts are sorted, so two pointers find the entries that differ by half the gap.
+        """
+        half = (load[heavy] - load[light]) / 2
+        mean = load[light] + half
+        best, x, y = most, -1, -1
+        j = start[light]
+        for i in range(start[heavy], start[heavy + 1]):
+            while j < start[light + 1] and held[j] > held[i] - half:
+                j += 1
+            for k in (j - 1, j):
+                if start[light] <= k < start[light + 1]:
+                    reached = mean + abs(held[i] - held[k] - half)
+                    if reached < best:
+                        best, x, y = reached, i, k
+        return best, x, y
+
+    looks, state, age = _LOOKS * (count + _LOOKS), 1, 0
+    lightest = np.argsort(load)
+    while looks > 0:
+        heavy = np.argmax(load)
+        most = load[heavy] * _LOWER
+        if load[heavy] <= target:
             break
-        exchange_items(parts, heavy, other, at, to)
-    found = np.empty(costs.shape[0], np.int64)
+        age += 1
+        if age > _FRESH:
+            lightest, age = np.argsort(load), 0
+        # The best swap with some of the lightest parts, or else with any other.
+        best, light, x, y = most, -1, -1, -1
+        for k in range(count):
+            if k >= _PARTNERS and light >= 0:
+                break
+            other = lightest[k]
+            if other == heavy or (load[heavy] + load[other]) / 2 >= best:
+                continue
+            looks -= 1
+            reached, i, j = best_swap(heavy, other, best)
+            if i >= 0:
+                best, light, x, y = reached, other, i, j
+        while light < 0 and shakes > 0:
+            shakes -= 1
+            state = state * _RANDOM % _PRIME
+            one = state % count
+            state = state * _RANDOM % _PRIME
+            other = state % count
+            if one in (other, heavy) or other == heavy or number[one + 1] * number[other + 1] == 0:
+                continue
+            state = state * _RANDOM % _PRIME
+            i = start[one] + state % number[one + 1]
+            state = state * _RANDOM % _PRIME
+            j = start[other] + state % number[other + 1]
+            given = held[i] - held[j]
+            if given == 0 or load[one] - given >= most or load[other] + given >= most:
+                continue
+            swap(one, other, i, j)
+            for part in (one, other):
+                reached, i, j = best_swap(heavy, part, best)
+                shakes -= 1
+                if i >= 0:
+                    best, light, x, y = reached, part, i, j
+        if light < 0:
+            break
+        swap(heavy, light, x, y)
+    parts = np.empty(n, np.int64)
     for part in range(count):
-        for i in range(parts.start[part], parts.start[part + 1]):
-            found[parts.member[i]] = part
-    return found
+        for at in range(start[part], start[part + 1]):
+            parts[member[at]] = part
+    return parts
 
 
 def deal_waves(costs: FloatArray) -> IntArray:
