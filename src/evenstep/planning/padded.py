@@ -41,7 +41,9 @@ _REFINED = 2**14  # blocks that are dealt by the refined balance
 _WORK = 200_000  # blocks tried while levels or the slowest rank are lowered
 _FARTHEST = 64  # blocks between the two that exchange a unit
 _NARROWER, _WIDER, _SWAP, _MOVE, _MERGE, _SPLIT = -1, 1, 0, 2, 3, 4
-_PHASES = ((4, 0.3, 4_000), (5, 0.02, 4_000), (7, 0.005, 4_000), (9, 0.001, 3_000))
+_SHIFTED = 1024  # units up to which even waves are tried
+_WORTH = 1.02  # times over the least that exchanges may still make the least
+_PHASES = ((4, 0.3, 3_000), (5, 0.02, 3_000), (7, 0.005, 3_000), (9, 0.001, 2_000))
 
 
 class Rows(NamedTuple):
@@ -104,12 +106,15 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     if recipe.balance != "refined":
         return divider.by_balance(count), count
     if wanted is not None:
-        return divider.at(count).address, count
-    counts = [divider.fewest, *([] if layout.static else more_counts(divider.fewest, recipe))]
+        return divider.exchanged(divider.at(count)).address, count
+    more = 0 if layout.static else 4 if len(problem.units) <= FEW else 2
+    counts = [divider.fewest, *more_counts(divider.fewest, recipe, more)]
     tried = [divider.at(counts[0])]
     for count in counts[1:]:
         if divider.floor(count) < min(each.time for each in tried) * (1 - recipe.saving):
             tried.append(divider.at(count))
+    least = min(each.time for each in tried)
+    tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
     best = tried[first_worth([each.time for each in tried], recipe.saving)]
     best = divider.no_slower_than_greedy(best, recipe.steps.micro_batches)
     return best.address, best.waves
@@ -171,7 +176,7 @@ class _Divider:
             if time < least[0] * (1 - 1e-12) or (time <= least[0] and total < least[1]):
                 best, least = Packing(address, count, time), (time, total)
         assert best is not None
-        return self.exchanged(best) if len(problem.units) <= FEW and self.ranks > 1 else best
+        return best
 
     def no_slower_than_greedy(self, best: Packing, most: int | None) -> Packing:
         """`best`, or the best division with the waves of the greedy cut if that is faster.
@@ -185,7 +190,7 @@ class _Divider:
         time = self.problem.time(address, waves)
         if time >= best.time:
             return best
-        return self.at(waves) if waves >= self.fewest else Packing(address, waves, time)
+        return self.exchanged(self.at(waves) if waves >= self.fewest else Packing(address, waves, time))
 
     def _addresses(self, count: int) -> Iterator[IntArray]:
         """The addresses to compare."""
@@ -199,10 +204,12 @@ class _Divider:
                 yield self._by_rank(ends, rank_of)
         else:
             rows, ranks = self.rows, self.ranks
+            if len(rows.price) <= _SHIFTED:
+                cuts.append(even_waves(rows, cheapest, ranks, count))
             ends = min(cuts, key=lambda cut: float(levels_of(rows, cut, ranks, count).sum()))
             yield self.dealt(ends, count, "refined", "micro_batch")
             for relative in (True, False):
-                ends = lower_levels(rows, ends, ranks, count, relative, _WORK)
+                ends = lower_levels(rows, ends, ranks, count, relative, _WORK // 2)
             yield self.dealt(ends, count, "refined", "micro_batch")
         if count >= self.fewest_shared:
             yield self.shared.address(count)
@@ -218,7 +225,9 @@ class _Divider:
 
     def exchanged(self, best: Packing) -> Packing:
         """The packs after a search of all, if few, and after exchanges."""
-        problem, units, shape = self.problem, self.problem.units, None
+        problem, units = self.problem, self.problem.units
+        if len(units) > FEW or self.ranks == 1:
+            return best
         columns = units.size, units.cost
         further = units.extra, problem.most, units.caps
         shape = problem.shape(best.waves, best.address)
@@ -462,10 +471,10 @@ def blocks_at(units: Rows, start: int, end: int, level: float, most: int) -> Int
 
 
 @kernel
-def even_blocks(units: Rows, start: int, end: int, most: int) -> IntArray:
+def even_blocks(units: Rows, start: int, end: int, most: int, near: float = 1e-9) -> IntArray:
     """The ends of at most `most` blocks whose most_expensive costs least; empty if they cannot fit.
 
-    Exact where every unit is one row and there are no further limits.
+    Exact up to a share `near` where every unit is one row and there are no further limits.
     """
     best = blocks_at(units, start, end, np.inf, most)
     if best.shape[0] == 0:
@@ -474,7 +483,7 @@ def even_blocks(units: Rows, start: int, end: int, most: int) -> IntArray:
     for j in range(start, end):
         total += (units.below[j + 1] - units.below[j]) * units.price[j]
     low, high = total / most, most_expensive(units, start, best)
-    while high - low > 1e-9 * high:
+    while high - low > near * high:
         middle = (low + high) / 2
         found = blocks_at(units, start, end, middle, most)
         if found.shape[0]:
@@ -517,6 +526,54 @@ def capped_starts(units: Rows, level: float) -> IntArray:
     for j in range(1, n + 1):
         starts[j] = min(block_start(units, j, level), j - 1)
     return starts
+
+
+@kernel
+def even_waves(units: Rows, ends: IntArray, ranks: int, waves: int) -> IntArray:
+    """The ends of blocks where each wave is contiguous and cut as evenly as its ranks allow.
+
+    Waves begin as groups of the given blocks. Where one ends and the next begins shifts, by ever
+    smaller steps, while that lowers the sum of their most expensive blocks.
+    """
+    n = units.price.shape[0]
+    bounds = np.zeros(waves + 1, np.int64)
+    for wave in range(waves):
+        last = ends.shape[0] - 1 - (waves - 1 - wave) * ranks
+        bounds[wave + 1] = ends[last] if last >= 0 else 0
+    level = np.zeros(waves)
+    for wave in range(waves):
+        level[wave] = even_level(units, bounds[wave], bounds[wave + 1], ranks)
+    step = max(n // (2 * waves), 1)
+    while step > 0:
+        lowered = False
+        for at in range(1, waves):
+            for shift in (-step, step):
+                middle = bounds[at] + shift
+                if not bounds[at - 1] <= middle <= bounds[at + 1]:
+                    continue
+                below = even_level(units, bounds[at - 1], middle, ranks)
+                above = even_level(units, middle, bounds[at + 1], ranks)
+                if below + above < (level[at - 1] + level[at]) * _LESS:
+                    bounds[at], level[at - 1], level[at] = middle, below, above
+                    lowered = True
+        step = step if lowered else step // 2
+    found = np.empty(waves * ranks, np.int64)
+    count = 0
+    for wave in range(waves):
+        if bounds[wave + 1] > bounds[wave]:
+            for cut in even_blocks(units, bounds[wave], bounds[wave + 1], ranks):
+                found[count] = cut
+                count += 1
+    return found[:count]
+
+
+@kernel
+def even_level(units: Rows, start: int, end: int, most: int) -> float:
+    """The cost of the most expensive of `most` even blocks; infinite if units do not fit."""
+    if start == end:
+        return units.empty
+    ends = even_blocks(units, start, end, most, 1e-3)
+    return most_expensive(units, start, ends) if ends.shape[0] else np.inf
 
 
 @kernel

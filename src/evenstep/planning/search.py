@@ -62,10 +62,10 @@ THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
 ANYWHERE: Phases = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000))
 
 
-def more_counts(fewest: int, recipe: Recipe) -> list[int]:
+def more_counts(fewest: int, recipe: Recipe, number: int = MORE) -> list[int]:
     """The numbers of waves above the fewest that are tried; at most `steps.micro_batches`."""
     multiple, most = recipe.topology.multiple, recipe.steps.micro_batches
-    counts = [fewest + more * multiple for more in range(1, MORE + 1)]
+    counts = [fewest + more * multiple for more in range(1, number + 1)]
     return [count for count in counts if most is None or count <= most]
 
 
