@@ -143,6 +143,7 @@ if TYPE_CHECKING:
         cut_rows,
         deal_blocks,
         even_blocks,
+        even_waves,
         feasible_starts,
         fewest_cuts,
         levels_of,
@@ -152,14 +153,7 @@ if TYPE_CHECKING:
         slowest_lowered,
         whole_prices,
     )
-    from evenstep.planning.partition import (
-        DEALS,
-        deal_packs,
-        exchange_items,
-        gather_parts,
-        heaviest_bound,
-        swap_kernel,
-    )
+    from evenstep.planning.partition import DEALS, deal_packs, heaviest_bound, swap_kernel
     from evenstep.planning.planner import plan_step, step_size
     from evenstep.planning.policies import divide_cuts
     from evenstep.planning.pool import (
@@ -173,7 +167,7 @@ if TYPE_CHECKING:
         select,
     )
     from evenstep.planning.pool import Room as PoolRoom
-    from evenstep.planning.units import Units, segments_of, units_of
+    from evenstep.planning.units import Problem, Units, segments_of, units_of
     from evenstep.planning.vector_packing import LimitedPacker, spread_over, spread_units
     from evenstep.planning.vector_packing import vector_pack as pack_vectors
     from evenstep.report.bars import bars_of
