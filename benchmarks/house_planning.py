@@ -145,6 +145,8 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
         "6 to 22, padded": plain("padded", "micro_batch", 6, 23),
         "6 to 22, padded, once per step": plain("padded", "step", 6, 23),
         "one wave": one_wave,
+        "4,097 to 30,000 samples": plain("packed", "micro_batch", 4097, 30_000),
+        "4,097 to 30,000, once per step": plain("packed", "step", 4097, 30_000),
         "cost per micro-batch": priced("packed"),
         "cost per micro-batch, padded": priced("padded"),
         "equal tokens": plain("packed", "micro_batch", 24, 2048, equal_tokens=True),

@@ -34,10 +34,6 @@ _GOOD = 1.003  # waves this even need no further attempt
 _SCANNED = 128  # packs of a rank up to which all are scanned for each unit
 _LOOK = 256  # units or packs tried in a row that a further limit rejects
 _NARROWER = 5_000  # exchanges that are tried to lower the widest pack
-_CLOSE = 1e-3  # a heaviest pack this close to its wave's mean is accepted
-_ROUNDS = 100  # exchanges per wave
-_SEEN = 64  # units of a pack that are considered for an exchange
-_PARTNERS = 256  # packs of a wave that are considered, from the heaviest pack's number on
 
 
 def waves_first(problem: Problem, waves: int) -> IntArray:
@@ -67,7 +63,6 @@ def waves_first(problem: Problem, waves: int) -> IntArray:
         )
         if len(pack_of) < len(size):
             continue
-        refine_waves(size, cost, extra, capacity, units.caps, packs, waves, pack_of)
         loads = sum_by(pack_of, cost, packs * waves).reshape(waves, packs)
         time = float(slowest(loads.T, "micro_batch"))
         if time < best:
@@ -262,100 +257,6 @@ def fill_waves(
     return chosen_pack if nearest_free(after, 0) == n else np.empty(0, np.int64)
 
 
-@kernel
-def refine_waves(
-    size: IntArray,
-    cost: FloatArray,
-    extra: FloatArray,
-    capacity: int,
-    caps: FloatArray,
-    ranks: int,
-    waves: int,
-    pack_of: IntArray,
-) -> None:
-    """Move or swap units between the heaviest pack of each wave and the others, in place."""
-    n, count = size.shape[0], ranks * waves
-    used, load = np.zeros(count, np.int64), np.zeros(count)
-    held, number = np.zeros((count, caps.shape[0])), np.zeros(count + 1, np.int64)
-    for u in range(n):
-        used[pack_of[u]] += size[u]
-        load[pack_of[u]] += cost[u]
-        number[pack_of[u] + 1] += 1
-        for d in range(caps.shape[0]):
-            held[pack_of[u], d] += extra[u, d]
-    start = np.cumsum(number)
-    by_pack = np.argsort(pack_of, kind="mergesort")
-
-    def fits(i: int, j: int, p: int, q: int) -> bool:
-        """Whether both packs keep their limits if unit i moves from p to q and j, unless -1, back."""
-        larger = size[i] - (size[j] if j >= 0 else 0)
-        if used[q] + larger > capacity or used[p] - larger > capacity:
-            return False
-        for d in range(caps.shape[0]):
-            more = extra[i, d] - (extra[j, d] if j >= 0 else 0.0)
-            if held[q, d] + more > caps[d] or held[p, d] - more > caps[d]:
-                return False
-        return True
-
-    def move(unit: int, p: int, q: int) -> None:
-        """Move a unit from pack p to q."""
-        pack_of[unit] = q
-        used[p] -= size[unit]
-        used[q] += size[unit]
-        load[p] -= cost[unit]
-        load[q] += cost[unit]
-        for d in range(caps.shape[0]):
-            held[p, d] -= extra[unit, d]
-            held[q, d] += extra[unit, d]
-
-    for wave in range(waves):
-        first = wave * ranks
-        mean, most = 0.0, 0
-        for p in range(first, first + ranks):
-            mean += load[p] / ranks
-            most = max(most, start[p + 1] - start[p])
-        member = np.empty((ranks, most + _ROUNDS), np.int64)  # units of each pack of the wave
-        filled = np.zeros(ranks, np.int64)
-        for k in range(ranks):
-            for at in range(start[first + k], start[first + k + 1]):
-                member[k, filled[k]] = by_pack[at]
-                filled[k] += 1
-        for _ in range(_ROUNDS):
-            a = int(np.argmax(load[first : first + ranks]))
-            peak = load[first + a]
-            if peak <= mean * (1 + _CLOSE):
-                break
-            # The exchange that lowers the heaviest pack most. At most `_SEEN` units of a pack are
-            # considered; at best, an exchange makes both packs cost their mean.
-            best, b, x, y = peak * (1 - 1e-7), -1, -1, -1
-            step = (filled[a] + _SEEN - 1) // _SEEN
-            for other in range(1, min(ranks, _PARTNERS + 1)):
-                k = (a + other) % ranks
-                gap = peak - load[first + k]
-                if peak - gap / 2 >= best:
-                    continue
-                for mine in range(0, filled[a], step):
-                    i = member[a, mine]
-                    for theirs in range(-1, filled[k], max((filled[k] + _SEEN - 1) // _SEEN, 1)):
-                        j = member[k, theirs] if theirs >= 0 else -1
-                        given = cost[i] - (cost[j] if j >= 0 else 0.0)
-                        reached = max(peak - given, peak - gap + given)
-                        if reached < best and fits(i, j, first + a, first + k):
-                            best, b, x, y = reached, k, mine, theirs
-            if b < 0:
-                break
-            unit = member[a, x]
-            move(unit, first + a, first + b)
-            if y >= 0:
-                move(member[b, y], first + b, first + a)
-                member[a, x], member[b, y] = member[b, y], unit
-            else:
-                filled[a] -= 1
-                member[a, x] = member[a, filled[a]]
-                member[b, filled[b]] = unit
-                filled[b] += 1
-
-
 def ranks_first(problem: Problem, waves: int) -> IntArray:
     """Units divided between ranks, then packed inside each rank by best fit."""
     units = problem.units
@@ -475,7 +376,7 @@ def filled(problem: Problem, waves: int) -> IntArray:
     if len(bins) > packs and not len(units.caps):
         fewer = fill_bins(units, problem.capacity, "optimal", recipe.seed)
         bins = fewer if len(fewer) < len(bins) else bins
-    return of_bins(problem, bins, waves, refine=True)
+    return of_bins(problem, bins, waves)
 
 
 def fill_bins(
@@ -495,11 +396,8 @@ def fill_bins(
     return Ragged(values, np.concatenate((packed.offsets, ends)))
 
 
-def of_bins(problem: Problem, bins: Ragged, waves: int, *, refine: bool = False) -> IntArray:
-    """Bins dealt to the ranks; where there are fewer than packs, the largest are divided.
-
-    With `refine`, units are exchanged within each wave of bins of similar cost.
-    """
+def of_bins(problem: Problem, bins: Ragged, waves: int) -> IntArray:
+    """Bins dealt to the ranks; where there are fewer than packs, the largest are divided."""
     units, packs = problem.units, problem.per_wave * waves
     if len(bins) > packs:
         return NONE
@@ -509,10 +407,6 @@ def of_bins(problem: Problem, bins: Ragged, waves: int, *, refine: bool = False)
     pack_of_bin = np.empty(packs, np.int64)
     pack_of_bin[np.argsort(-sum_by(bin_of, units.cost, packs), kind="stable")] = np.arange(packs)
     pack_of = pack_of_bin[bin_of]
-    if refine:
-        size, cost, extra = units.size, units.cost, units.extra
-        per_wave = problem.per_wave
-        refine_waves(size, cost, extra, problem.capacity, units.caps, per_wave, waves, pack_of)
     return dealt(problem, pack_of, waves)
 
 

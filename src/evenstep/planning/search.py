@@ -239,8 +239,10 @@ class _Search:
         best: Packing | None = None
         for at, construct in enumerate(constructions(problem, waves)):
             if at == 1 and best is not None:
-                if self.even_at_once(best) or (self.many and not by_rank):
+                if self.even_at_once(best):
                     return best
+                if self.many and not by_rank:
+                    break
             if best is not None and best.time <= problem.floor(waves) * (NEARLY if by_rank else NEAR):
                 break
             best = self.faster(best, construct, waves)
@@ -249,9 +251,10 @@ class _Search:
                 best = self.faster(None, equal_ranks, waves)
             elif self.joint:
                 best = self.faster(None, filled, waves)
-        if best is None or not self.exchanged or self.even_at_once(best):
+        if best is None or not self.joint or best.time <= problem.floor(waves) * NEAR:
             return best
-        return best if best.time <= self.near(FAIR, waves) else self.improved(best, QUICK)
+        tries = max(2_000, 6 * waves * problem.per_wave)
+        return self.improved(best, ((5, 0.0, tries),))
 
     def thorough(self, best: Packing) -> Packing:
         """The fastest packs after many exchanges, from several starts."""
