@@ -109,7 +109,11 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
         lengths, _, budget, rng = draw(seed, folder, 256, 8192)
         ranks = int(np.ceil(lengths.sum() / budget * rng.uniform(1.05, 1.5)))
         topology = Topology(dp=max(ranks, 2))
-        return lengths, Recipe(layout=Packed(max_tokens=budget), topology=topology, cost=cost(rng)), {}
+        return (
+            lengths,
+            Recipe(layout=Packed(max_tokens=budget), topology=topology, cost=cost(rng)),
+            {},
+        )
 
     def priced(layout: str) -> Callable[[int, Path], Case]:
         def case(seed: int, folder: Path) -> Case:
@@ -213,7 +217,12 @@ def compare(base: Checkout, now: Checkout, options: argparse.Namespace) -> list[
     for kind in kinds():
         if options.only and not any(part in kind for part in options.only.split(";")):
             continue
-        changes, before, after, seeds = [], [], [], range(options.first, options.first + options.steps)
+        changes, before, after, seeds = (
+            [],
+            [],
+            [],
+            range(options.first, options.first + options.steps),
+        )
         for seed in seeds:
             old, new = (each.plan(kind, seed, options.lengths) for each in (base, now))
             changes.append((new[1] / old[1] - 1) * 100)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenstep.cli.run_folder import read_run
     from evenstep.cli.samples import Samples
     from evenstep.cli.whole_report import of_run
+    from evenstep.compat.filled import filled_packs
     from evenstep.compat.rank_packs import WORK
     from evenstep.compat.roll import sequence_packing
     from evenstep.compat.veomni import collator, loader
@@ -127,11 +128,10 @@ if TYPE_CHECKING:
     from evenstep.integrations.sampler import PartDataset, StepSampler
     from evenstep.integrations.trainer import RouterLoss
     from evenstep.planning import best_fit as best_fit_module
-    from evenstep.planning import construct, decide_step, vector_packing
+    from evenstep.planning import construct, vector_packing
     from evenstep.planning import kernels as kernel
     from evenstep.planning.best_fit import best_fit, best_fit_few, check_items
     from evenstep.planning.exchange import Shape, exchange, search_all
-    from evenstep.planning.filled import filled_packs
     from evenstep.planning.kernels import kernel as kernel_decorator
     from evenstep.planning.optimal import at_most, by_length, take
     from evenstep.planning.packers import divide_bins, even_bins

@@ -13,7 +13,6 @@ kinds_apart   units with second work spread first, then the others around them
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -146,7 +145,7 @@ def fill_waves(
         return low
 
     def fill_level(pack: int, target: int, level: float, rate: float) -> None:
-        """Fill the pack to `target` slots with units that bring its cost above `rate` to `level`."""
+        """Fill the pack to `target` slots such that its cost above `rate` comes to `level`."""
         while True:
             room = target - used[pack]
             start = nearest_free(after, first_fitting(room))
@@ -444,7 +443,7 @@ def narrow(problem: Problem, waves: int, *, wider: float) -> IntArray:
         return NONE
     if wider == 1.0:
         return of_bins(problem, bins, waves)
-    return waves_first(at_width(problem, int(widest * wider)), waves)
+    return waves_first(problem.holding(width_for(problem, int(widest * wider))), waves)
 
 
 def _narrower(problem: Problem, pack_of: IntArray, packs: int) -> IntArray:
@@ -470,10 +469,10 @@ def _narrower(problem: Problem, pack_of: IntArray, packs: int) -> IntArray:
     return pack_of
 
 
-def at_width(problem: Problem, size: int) -> Problem:
-    """The same problem with packs that hold no more than the width that `size` needs."""
+def width_for(problem: Problem, size: int) -> int:
+    """What packs hold that are as wide as `size` needs, at most the capacity."""
     unit = 1 if problem.recipe.layout.segments_per_row else problem.recipe.width_unit
-    return replace(problem, capacity=min(problem.capacity, rounded_up(size, unit)))
+    return min(problem.capacity, rounded_up(size, unit))
 
 
 def kinds_apart(problem: Problem, waves: int) -> IntArray:
@@ -507,7 +506,7 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
                 address = fill(problem, waves, count, special, pack_of)
                 if not len(address):
                     continue
-                time = problem.moving_time(address, waves, units.cost, units.second)
+                time = problem.time(problem.loads(address, waves, units.cost, units.second))
                 if time < least:
                     best, least = address, time
     return best

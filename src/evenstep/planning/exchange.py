@@ -403,7 +403,7 @@ def search_all(
                     own += load[pack]
                 time = max(time, own)
                 total += own
-            return max(time, total / ranks)
+            return float(max(time, total / ranks))
         for wave in range(waves):
             peak = 0.0
             for pack in range(wave * ranks, (wave + 1) * ranks):
@@ -413,7 +413,7 @@ def search_all(
             for pack in range(wave * ranks, (wave + 1) * ranks):
                 if number[pack] > 0 and used[pack] + smallest[place] > most[first[pack]]:
                     lost += peak - load[pack]
-        return max(time, (total + lost) / ranks)
+        return float(max(time, (total + lost) / ranks))
 
     found = np.empty(0, np.int64)
     place = 0

@@ -1,7 +1,7 @@
 """Padded rows: sorted from narrow to wide, cut into micro-batches and dealt to ranks.
 
-A *block* is a contiguous micro-batch of sorted units: it ends at j, its widest unit is j - 1, and it
-starts where a level (the most it may cost) or a limit is reached. Narrower units never need more
+A *block* is a contiguous micro-batch of sorted units: it ends at j, its widest unit is j - 1, and
+it starts where a level (the most it may cost) or a limit is reached. Narrower units never need more
 than wider ones, so the earliest start is best for the blocks that follow.
 
 cuts    the fewest slots, or the least cost in total, for an exact number of blocks
@@ -20,12 +20,18 @@ import numpy as np
 from evenstep.core.layout import Padded
 from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up
 from evenstep.core.recipe import Recipe
-from evenstep.planning.exchange import exchange, search_all
 from evenstep.planning.kernels import kernel
 from evenstep.planning.partition import DEALS, deal_packs, partition
 from evenstep.planning.policies import shared_cuts
-from evenstep.planning.search import ALL, EVEN, FEW, TINY, Packing, first_worth, more_counts
-from evenstep.planning.units import Problem, Units
+from evenstep.planning.units import (
+    Packing,
+    Problem,
+    Units,
+    empty_cost,
+    faster,
+    first_worth,
+    more_counts,
+)
 
 _EXACT = 2**24
 _ROUNDING = 1 + 1e-12  # 3 rows of cost 0.1 fit a level of 0.3
@@ -41,6 +47,9 @@ _REFINED = 2**14  # blocks that are dealt by the refined balance
 _WORK = 200_000  # blocks tried while levels or the slowest rank are lowered
 _FARTHEST = 64  # blocks between the two that exchange a unit
 _NARROWER, _WIDER, _SWAP, _MOVE, _MERGE, _SPLIT = -1, 1, 0, 2, 3, 4
+TINY = 24  # units up to which all assignments are tried
+FEW = 256  # units that are exchanged
+EVEN = 1 + 1e-9  # a time this close to its floor is final
 _SHIFTED = 1024  # units up to which even waves are tried
 _WORTH = 1.02  # times over the least that exchanges may still make the least
 _PHASES = ((4, 0.3, 3_000), (5, 0.02, 3_000), (7, 0.005, 3_000), (9, 0.001, 2_000))
@@ -71,7 +80,7 @@ def problem_of(units: Units, recipe: Recipe, layout: Padded, aligned: IntArray) 
     order = np.lexsort((units.count, width))
     units, width = units.reordered(order), width[order]
     units = replace(units, size=units.count, cost=recipe.cost.of_lengths(width))
-    return Problem(recipe, units, aligned, 0, layout.rows_that_fit(recipe, width), cut=True)
+    return Problem(recipe, units, aligned, layout.rows_that_fit(recipe, width), cut=True)
 
 
 def rows_of(problem: Problem) -> Rows:
@@ -79,7 +88,9 @@ def rows_of(problem: Problem) -> Rows:
     units = problem.units
     starts = feasible_starts(units.size, problem.most, units.extra, units.caps)
     scaled = whole_prices(units.cost)
-    return Rows(units.size, offsets_of(units.size), units.cost, scaled, starts, problem.empty)
+    return Rows(
+        units.size, offsets_of(units.size), units.cost, scaled, starts, empty_cost(problem.recipe)
+    )
 
 
 def count_cuts(units: Units, layout: Padded, recipe: Recipe) -> int:
@@ -140,7 +151,7 @@ class _Divider:
         return self._cheapest[count]
 
     def fewest_slots(self, count: int) -> IntArray:
-        """The ends of the blocks with the fewest slots, which are the cheapest if cost is linear."""
+        """The ends of the blocks with the fewest slots: the cheapest if cost is linear."""
         rows, cheapest = self.rows, self.cheapest(count)
         if np.array_equal(rows.scaled, self.width):
             return cheapest
@@ -172,7 +183,7 @@ class _Divider:
         problem, best, least = self.problem, None, (np.inf, np.inf)
         for address in self._addresses(count):
             works = problem.works(address, count)
-            time, total = problem.time_of(works), float(works[0].sum())
+            time, total = problem.time(works), float(works[0].sum())
             if time < least[0] * (1 - 1e-12) or (time <= least[0] and total < least[1]):
                 best, least = Packing(address, count, time), (time, total)
         assert best is not None
@@ -186,11 +197,10 @@ class _Divider:
         waves = self.fewest_shared
         if most is not None and waves > most:
             return best
-        address = self.shared.address(waves)
-        time = self.problem.time(address, waves)
-        if time >= best.time:
+        greedy = faster(self.problem, best, self.shared.address(waves), waves)
+        if greedy is None or greedy is best:
             return best
-        return self.exchanged(self.at(waves) if waves >= self.fewest else Packing(address, waves, time))
+        return self.exchanged(self.at(waves) if waves >= self.fewest else greedy)
 
     def _addresses(self, count: int) -> Iterator[IntArray]:
         """The addresses to compare."""
@@ -225,33 +235,20 @@ class _Divider:
 
     def exchanged(self, best: Packing) -> Packing:
         """The packs after a search of all, if few, and after exchanges."""
-        problem, units = self.problem, self.problem.units
-        if len(units) > FEW or self.ranks == 1:
+        problem, n, waves = self.problem, len(self.problem.units), best.waves
+        if n > FEW or self.ranks == 1:
             return best
-        columns = units.size, units.cost
-        further = units.extra, problem.most, units.caps
-        shape = problem.shape(best.waves, best.address)
-        fixed = best.waves * problem.recipe.cost.per_micro_batch
-        goal = (problem.floor(best.waves) - fixed) * EVEN
+        fixed = waves * problem.recipe.cost.per_micro_batch
+        goal = (problem.floor(waves) - fixed) * EVEN
         proved = best.time - fixed <= goal
-        if len(units) <= TINY and not proved:
-            order = np.arange(len(units))[::-1].copy()
-            address, proved = search_all(*columns, *further, shape, order, best.time - fixed, goal, ALL)
-            if len(address):
-                best = self._faster(best, address)
+        if n <= TINY and not proved:
+            widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed
+            address, proved = problem.search_all(widest_first, best.address, waves, least, goal)
+            best = faster(problem, best, address, waves) or best
         if proved:
             return best
-        address = best.address
-        for squarings, loose, tries in _PHASES:
-            address, _ = exchange(
-                *columns, units.second, units.count, *further, shape, address, tries, squarings,
-                loose, goal, 0
-            )
-        return self._faster(best, address)
-
-    def _faster(self, best: Packing, address: IntArray) -> Packing:
-        time = self.problem.time(address, best.waves)
-        return Packing(address, best.waves, time) if time < best.time else best
+        address = problem.exchange(best.address, waves, _PHASES, goal)
+        return faster(problem, best, address, waves) or best
 
 
 @kernel
@@ -472,7 +469,7 @@ def blocks_at(units: Rows, start: int, end: int, level: float, most: int) -> Int
 
 @kernel
 def even_blocks(units: Rows, start: int, end: int, most: int, near: float = 1e-9) -> IntArray:
-    """The ends of at most `most` blocks whose most_expensive costs least; empty if they cannot fit.
+    """The ends of at most `most` blocks whose most expensive costs least; empty if they cannot fit.
 
     Exact up to a share `near` where every unit is one row and there are no further limits.
     """
@@ -496,7 +493,7 @@ def even_blocks(units: Rows, start: int, end: int, most: int, near: float = 1e-9
 
 @kernel
 def most_expensive(units: Rows, start: int, ends: IntArray) -> float:
-    """The cost of the most_expensive block."""
+    """The cost of the most expensive block."""
     most = 0.0
     for end in ends:
         most = max(most, block_cost(units, start, end))
@@ -619,7 +616,7 @@ def blocks_in_waves(
 
 @kernel
 def levels_of(units: Rows, ends: IntArray, ranks: int, waves: int) -> FloatArray:
-    """The most_expensive block of each wave where blocks of similar cost share a wave, most_expensive first."""
+    """The cost of each wave where blocks of similar cost share one, most expensive first."""
     costs = np.full(waves * ranks, units.empty)
     for block, cost in enumerate(block_costs(units, ends)):
         costs[block] = cost
@@ -692,11 +689,13 @@ def rank_sum_cuts(
 
 
 def _capped(units: Rows, even: IntArray, cheapest: IntArray) -> list[IntArray]:
-    """The ends of the cheapest cuts whose most_expensive block is capped, at several caps."""
+    """The ends of the cheapest cuts whose most expensive block is capped, at several caps."""
     low, high = most_expensive(units, 0, even), most_expensive(units, 0, cheapest)
     caps = np.geomspace(low, high, _CAPS + 1)[:-1] if high > low else np.array([low])
     count = len(cheapest)
-    return [optimal_cuts(units.scaled, units.rows, capped_starts(units, cap), count) for cap in caps]
+    return [
+        optimal_cuts(units.scaled, units.rows, capped_starts(units, cap), count) for cap in caps
+    ]
 
 
 def deal_blocks(
@@ -708,9 +707,7 @@ def deal_blocks(
     return partition(costs, ranks, balance, equal_sizes=True)[: len(ends)]
 
 
-def lower_slowest(
-    units: Rows, ends: IntArray, ranks: int, waves: int
-) -> tuple[IntArray, IntArray]:
+def lower_slowest(units: Rows, ends: IntArray, ranks: int, waves: int) -> tuple[IntArray, IntArray]:
     """(ends, rank of each block) after shifts and swaps, dealt again while that helps."""
     rank_of, time = ends, np.inf
     balance = "refined" if len(ends) <= _REFINED else "lpt"

@@ -302,7 +302,7 @@ def swap_kernel(
     looks, state, age = _LOOKS * (count + _LOOKS), 1, 0
     lightest = np.argsort(load)
     while looks > 0:
-        heavy = np.argmax(load)
+        heavy = int(np.argmax(load))
         most = load[heavy] * _LOWER
         if load[heavy] <= target:
             break
@@ -352,17 +352,13 @@ def swap_kernel(
     return parts
 
 
-def deal_waves(costs: FloatArray) -> IntArray:
-    """costs[w, i] of pack i in wave w -> the rank of each, such that the ranks' sums are even."""
-    return deal_kernel(costs, np.argsort(-costs, axis=1, kind="stable"))
-
-
 @kernel
-def deal_kernel(costs: FloatArray, heaviest: IntArray) -> IntArray:
-    """`deal_waves`; `heaviest[w]` are the packs of wave w, heaviest first.
+def deal_waves(costs: FloatArray, heaviest: IntArray) -> IntArray:
+    """costs[w, i] of pack i in wave w -> the rank of each, such that the ranks' sums are even.
 
-    In each wave the heaviest pack goes to the rank with the least load so far. Then packs of one
-    wave are swapped between the heaviest rank and another while that lowers the heaviest.
+    `heaviest[w]` are the packs of wave w, heaviest first. In each wave, the heaviest pack goes to
+    the rank with the least load so far. Then packs of one wave are swapped between the heaviest
+    rank and another while that lowers the heaviest.
     """
     waves, ranks = costs.shape
     pack = np.empty((waves, ranks), np.int64)  # the pack that each rank runs in each wave
@@ -418,7 +414,8 @@ def deal_packs(costs: FloatArray, ranks: int, balance: str, sync_every: str) -> 
     address = np.empty(len(costs), np.int64)
     heaviest = np.argsort(-costs, kind="stable")
     if balance == "refined" and sync_every == "micro_batch":
-        rank = deal_waves(costs[heaviest].reshape(waves, ranks))
+        by_wave = np.tile(np.arange(ranks), (waves, 1))  # sorted already
+        rank = deal_waves(costs[heaviest].reshape(waves, ranks), by_wave)
         address[heaviest] = (np.arange(waves)[:, None] * ranks + rank).ravel()
         return address
     part = partition(costs, ranks, balance, equal_sizes=True)
@@ -440,6 +437,6 @@ def deal_rows(costs: FloatArray, waves: int, ranks: int, rows: int) -> IntArray:
         by_part = np.argsort(part, kind="stable").reshape(ranks, rows)
         moved[wave, by_part.ravel()] = np.arange(ranks * rows)
         total[wave] = by_wave[wave][by_part].sum(axis=1)
-    rank = deal_waves(total)
+    rank = deal_waves(total, np.argsort(-total, axis=1, kind="stable"))
     pack = np.take_along_axis(rank, moved // rows, axis=1) * rows + moved % rows
     return (np.arange(waves)[:, None] * ranks * rows + pack).ravel()

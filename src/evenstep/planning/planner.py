@@ -3,7 +3,7 @@
 inputs        check lengths, groups and columns
 units         samples -> segments -> units: what moves as a whole
 steps         assign samples to optimizer steps, in order
-decide_step   per step: units -> packs or cuts -> waves and ranks
+step          per step: units -> packs or cuts -> waves and ranks
 assemble      the arrays of a Plan
 """
 
@@ -17,19 +17,19 @@ from numpy.typing import ArrayLike
 
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import IntArray, Segments, offsets_of, rounded_up, sum_by
-from evenstep.core.recipe import Recipe, check_recipe
+from evenstep.core.recipe import Recipe, Steps, check_recipe
 from evenstep.errors import PlanError
-from evenstep.planning.decide_step import (
-    DecidedStep,
-    count_needed,
-    decide_step,
-    packs_are_counted,
-)
 from evenstep.planning.inputs import (
     check_names,
     checked_column,
     checked_groups,
     checked_lengths,
+)
+from evenstep.planning.step import (
+    DecidedStep,
+    count_needed,
+    decide_step,
+    packs_are_counted,
 )
 from evenstep.planning.steps import (
     assign_steps,
@@ -226,7 +226,9 @@ class _Work:
             return self.leading(kept[samples], offsets, complete=complete)
 
         step_of = np.full(len(self.lengths), -1, np.int64)
-        step_of[kept] = assign_steps(recipe.steps, tokens[kept], groups, leading)
+        step_of[kept] = 0
+        if recipe.steps != Steps():
+            step_of[kept] = assign_steps(recipe.steps, tokens[kept], groups, leading)
         return step_of
 
     def decide(
@@ -247,8 +249,10 @@ class _Work:
         for step in range(total):
             chosen = order[bounds[step] : bounds[step + 1]]
             wanted = recipe.steps.micro_batches if step < total - 1 else last
-            units = self.units.of_segments(chosen)
-            decided.append(decide_step(segments.take(chosen), units, recipe, wanted))
+            units = self.units
+            if total > 1:
+                segments, units = self.segments.take(chosen), units.of_segments(chosen)
+            decided.append(decide_step(segments, units, recipe, wanted))
             if progress is not None:
                 progress(step + 1, total)
         return assemble(recipe, self.lengths, step_of, decided, self.groups, self.columns)

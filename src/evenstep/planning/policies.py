@@ -136,7 +136,7 @@ def equal_ranks(problem: Problem, waves: int, *, by_size: bool = False) -> IntAr
         address = np.full(len(units), -1, np.int64)
         for rank in range(ranks):
             members = np.flatnonzero(rank_of == rank)
-            packed = form(replace(problem, units=units.take(members), recipe=recipe), waves)
+            packed = form(Problem(recipe, units.take(members), NONE, problem.capacity), waves)
             if len(packed) < len(members):
                 break
             address[members] = (packed // rows * ranks + rank) * rows + packed % rows

@@ -2,13 +2,14 @@
 
 samples -> segments   divided, truncated or dropped where they are too long
 segments -> Units     a segment each, or the segments of a group
-Problem               the units of one step, what a pack of them holds, and what a step of them costs
+Problem               the units of one step, what a pack of them holds, and what a step costs
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,7 +26,12 @@ from evenstep.core.ragged import (
 )
 from evenstep.core.recipe import Overflow, Recipe
 from evenstep.errors import PlanError
-from evenstep.planning.exchange import Shape
+from evenstep.planning.exchange import Shape, exchange, search_all
+
+Phases: TypeAlias = tuple[tuple[int, float, int], ...]
+"""Of each phase of exchanges: the norm as a power of two, looseness, tries."""
+
+_ALL = 100_000  # assignments of a unit that are searched: up to 10 ms
 
 
 def refused(lengths: IntArray, limit: int | None, overflow: Overflow) -> IntArray:
@@ -234,74 +240,100 @@ def _refused_group(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Problem:
     """The units of one step, and the packs that they go to.
 
     A wave has `rows` packs on each of `ranks` ranks. An *address* numbers the packs of a step:
     `(wave * ranks + rank) * rows + row`. A pack with unit u as its widest holds `most[u]` of the
     units' sizes; where rows are not `cut`, every entry is `capacity`. `aligned` are the aligned
-    lengths of the segments.
+    lengths of the segments. `kinds_matter` if units with second work have waves of their own.
     """
 
-    recipe: Recipe
-    units: Units
-    aligned: IntArray
-    capacity: int
-    most: IntArray
-    cut: bool = False
-    _floors: dict[int, float] = field(default_factory=dict)
+    def __init__(
+        self,
+        recipe: Recipe,
+        units: Units,
+        aligned: IntArray,
+        most: int | IntArray,
+        *,
+        cut: bool = False,
+    ) -> None:
+        self.recipe, self.units, self.aligned, self.cut = recipe, units, aligned, cut
+        self.capacity = most if isinstance(most, int) else 0
+        self.most = np.full(len(units), most) if isinstance(most, int) else most
+        self.ranks, self.rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
+        self.per_wave = self.ranks * self.rows
+        second = recipe.second_work
+        apart = second is not None and second.same_waves
+        self.kinds_matter = apart and bool((units.second > 0).any())
+        self._floor: StepFloor | None = None
 
-    @property
-    def ranks(self) -> int:
-        """The data-parallel ranks."""
-        return self.recipe.topology.dp
-
-    @property
-    def rows(self) -> int:
-        """The packs of a micro-batch."""
-        return self.recipe.layout.packs_per_micro_batch
-
-    @property
-    def per_wave(self) -> int:
-        """The packs of a wave."""
-        return self.ranks * self.rows
+    def holding(self, capacity: int) -> Problem:
+        """The same problem with packs that hold `capacity`."""
+        return Problem(self.recipe, self.units, self.aligned, capacity)
 
     def by_rank(self, waves: int) -> bool:
         """Whether only the ranks' sums count. A step of one wave is the same problem."""
         return self.recipe.sync_every == "step" or waves == 1
-
-    @property
-    def kinds_matter(self) -> bool:
-        """Whether units with second work have waves of their own."""
-        second = self.recipe.second_work
-        return second is not None and second.same_waves and bool((self.units.second > 0).any())
-
-    @property
-    def empty(self) -> float:
-        """What an empty row costs."""
-        least = np.array([self.recipe.layout.widths(0, self.recipe.width_unit)])
-        return float(self.recipe.cost.of_lengths(least)[0])
 
     def shape(self, waves: int, address: IntArray) -> Shape:
         """The packs for `exchange`; second work stays in the waves that have it at `address`."""
         special = -1
         if self.kinds_matter:
             special = int(address[self.units.second > 0].max(initial=-1)) // self.per_wave + 1
-        recipe, empty = self.recipe, self.empty if self.cut else 0.0
-        by_rank, equal = self.by_rank(waves), recipe.equal_sizes
+        empty = empty_cost(self.recipe) if self.cut else 0.0
+        by_rank, equal = self.by_rank(waves), self.recipe.equal_sizes
         return Shape(self.ranks, self.rows, waves, by_rank, equal, special, self.cut, empty)
 
-    def time(self, address: IntArray, waves: int) -> float:
-        """The modelled time of the step with its units at these addresses."""
-        return self.time_of(self.works(address, waves))
+    def exchange(
+        self,
+        address: IntArray,
+        waves: int,
+        phases: Phases,
+        goal: float,
+        works: tuple[FloatArray, FloatArray] | None = None,
+        times: int = 1,
+        seed: int = 0,
+    ) -> IntArray:
+        """The addresses after phases of exchanges, with `times` as many tries; never slower.
 
-    def time_of(self, works: list[FloatArray]) -> float:
-        """The modelled time of these works, each waves x ranks."""
+        `works` are what exchanges even out, by default the units' cost and second work.
+        """
+        units, shape = self.units, self.shape(waves, address)
+        cost, second = works or (units.cost, units.second)
+        for squarings, loose, tries in phases:
+            address, _ = exchange(
+                units.size,
+                cost,
+                second,
+                units.count,
+                units.extra,
+                self.most,
+                units.caps,
+                shape,
+                address,
+                times * tries,
+                squarings,
+                loose,
+                goal,
+                seed,
+            )
+        return address
+
+    def search_all(
+        self, order: IntArray, address: IntArray, waves: int, least: float, goal: float
+    ) -> tuple[IntArray, bool]:
+        """(addresses with a time below `least`, or none; whether that is proved)."""
+        units, shape = self.units, self.shape(waves, address)
+        columns = units.size, units.cost, units.extra, self.most
+        return search_all(*columns, units.caps, shape, order, least, goal, _ALL)
+
+    def time(self, works: list[FloatArray]) -> float:
+        """The modelled time of a step with these works, each waves x ranks."""
         return time_of_works([work.T for work in works], self.recipe.sync_every)
 
     def works(self, address: IntArray, waves: int) -> list[FloatArray]:
-        """The works of the micro-batches at these addresses, each waves x ranks."""
+        """The works of the micro-batches with units at these addresses, each waves x ranks."""
         recipe, layout, micros = self.recipe, self.recipe.layout, waves * self.ranks
         pack = address[self.units.of_segment]
         micro = pack // self.rows
@@ -318,20 +350,58 @@ class Problem:
         elif recipe.equal_tokens:
             widths = np.broadcast_to(widths.max(axis=1, keepdims=True), widths.shape)
         cost = layout.micro_batch_costs(recipe.cost, rows, widths.ravel(), micro, self.aligned)
-        works = [cost]
-        if recipe.second_work is not None:
-            works.append(sum_by(address // self.rows, self.units.second, micros))
-        return [work.reshape(waves, self.ranks) for work in works]
+        if recipe.second_work is None:
+            return [cost.reshape(waves, self.ranks)]
+        return [cost.reshape(waves, self.ranks), *self.loads(address, waves, self.units.second)]
 
-    def moving_time(self, address: IntArray, waves: int, *works: FloatArray) -> float:
-        """The part of the time that depends on the addresses: these works of the units."""
-        loads = [sum_by(address // self.rows, work, waves * self.ranks) for work in works]
-        return self.time_of([load.reshape(waves, self.ranks) for load in loads])
+    def loads(self, address: IntArray, waves: int, *works: FloatArray) -> list[FloatArray]:
+        """These works of the units at their addresses, each waves x ranks."""
+        sums = [sum_by(address // self.rows, work, waves * self.ranks) for work in works]
+        return [load.reshape(waves, self.ranks) for load in sums]
 
     def floor(self, waves: int) -> float:
         """A lower bound on the time of a step with this many waves or more."""
-        if waves not in self._floors:
+        if self._floor is None:
             second = None if self.recipe.second_work is None else self.units.second
-            step = StepFloor(self.recipe, self.aligned, self.units.of_segment, second)
-            self._floors[waves] = step.time(waves)
-        return self._floors[waves]
+            self._floor = StepFloor(self.recipe, self.aligned, self.units.of_segment, second)
+        return self._floor.time(waves)
+
+
+def empty_cost(recipe: Recipe) -> float:
+    """What an empty row costs."""
+    width = recipe.layout.widths(np.zeros(1, np.int64), recipe.width_unit)
+    return float(recipe.cost.of_lengths(width)[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """The address of each unit, and the modelled time."""
+
+    address: IntArray
+    waves: int
+    time: float
+
+
+def faster(problem: Problem, best: Packing | None, address: IntArray, waves: int) -> Packing | None:
+    """The faster of `best` and the units at these addresses, unless those are none."""
+    if len(address) < len(problem.units):
+        return best
+    time = problem.time(problem.works(address, waves))
+    return Packing(address, waves, time) if best is None or time < best.time else best
+
+
+def more_counts(fewest: int, recipe: Recipe, number: int = 2) -> list[int]:
+    """The numbers of waves above the fewest that are tried; at most `steps.micro_batches`."""
+    multiple, most = recipe.topology.multiple, recipe.steps.micro_batches
+    counts = [fewest + more * multiple for more in range(1, number + 1)]
+    return [count for count in counts if most is None or count <= most]
+
+
+def first_worth(times: list[float], saving: float) -> int:
+    """The first whose time no other undercuts by more than the share `saving`.
+
+    >>> first_worth([100, 99.5, 90], 0.01), first_worth([100, 99.5], 0.01)
+    (2, 0)
+    """
+    least = min(times)
+    return next(at for at, time in enumerate(times) if time * (1 - saving) <= least)
