@@ -130,6 +130,7 @@ if TYPE_CHECKING:
     from evenstep.planning import best_fit as best_fit_module
     from evenstep.planning import construct, vector_packing
     from evenstep.planning import kernels as kernel
+    from evenstep.planning import step as step_module
     from evenstep.planning.best_fit import best_fit, best_fit_few, check_items
     from evenstep.planning.exchange import Shape, exchange, search_all
     from evenstep.planning.kernels import kernel as kernel_decorator

@@ -31,7 +31,7 @@ from evenstep.errors import ConfigError, EvenstepError
 from evenstep.report import Entry, advice
 from evenstep.testing import Case, cases
 from tests.examples import examples
-from tests.internals import IntArray, Problem, Units, decide_step, step_times, timelines
+from tests.internals import IntArray, Problem, Units, step_module, step_times, timelines
 
 
 @st.composite
@@ -104,13 +104,13 @@ def planned(case: Case) -> tuple[Plan, list[float] | None]:
             address, waves = decide(*given)
             problem = problem_of(*given)
             if problem is not None:
-                times.append(problem.time(address, waves))
+                times.append(problem.time(problem.works(address, waves)))
             return address, waves
 
         return decided
 
     def of_ranks(units: Units, recipe: Recipe, layout: Any, aligned: IntArray, _: Any) -> Problem:
-        return Problem(recipe, units, aligned, 0, units.count)
+        return Problem(recipe, units, aligned, units.count)
 
     def of_step(problem: Problem, *_: Any) -> Problem | None:
         one_rank = problem.cut and problem.recipe.equal_sizes  # `of_ranks` has the whole step
@@ -119,7 +119,7 @@ def planned(case: Case) -> tuple[Plan, list[float] | None]:
     ways = {"search_packs": of_step, "cut_rows": of_step, "_cut_by_rank": of_ranks}
     with pytest.MonkeyPatch.context() as patch:
         for name, problem_of in ways.items():
-            patch.setattr(decide_step, name, recorded(getattr(decide_step, name), problem_of))
+            patch.setattr(step_module, name, recorded(getattr(step_module, name), problem_of))
         plan = case.plan()
     return plan, times if len(times) == plan.num_steps else None
 
