@@ -225,7 +225,7 @@ class _Divider:
             yield self.shared.address(count)
 
     def _by_rank(self, ends: IntArray, rank_of: IntArray) -> IntArray:
-        """The address of each unit where every rank runs its blocks most_expensive first."""
+        """The address of each unit where every rank runs its blocks most expensive first."""
         order = np.lexsort((-block_costs(self.rows, ends), rank_of))
         held = np.bincount(rank_of, minlength=self.ranks)
         turn = np.arange(len(ends)) - np.repeat(np.cumsum(held) - held, held)
