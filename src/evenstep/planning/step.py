@@ -276,7 +276,8 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
             f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
             f"steps.micro_batches or layout.max_tokens."
         )
-    likely = [0, int(np.argmin([each.time for each in tried]))]
+    fastest = int(np.argmin([each.time for each in tried]))
+    likely = [0, fastest, *range(1, fastest)]
     likely += range(len(tried)) if search.patient else []
     for at in dict.fromkeys(likely):
         least = min((each.time for each in tried[:at]), default=np.inf) * (1 - saving)
