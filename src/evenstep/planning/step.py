@@ -445,7 +445,11 @@ class _Search:
         goal = moving - (best.time - problem.floor(waves) * EVEN)
         order = np.lexsort((-units.size, -units.cost))
         address, proved = problem.search_all(order, best.address, waves, moving, goal)
-        return (faster(problem, best, address, waves) or best), proved
+        for each in (best.address, address):
+            if len(each) and problem.by_rank(waves):
+                each = without_empty(each, problem.ranks, waves)
+            best = faster(problem, best, each, waves) or best
+        return best, proved
 
     def improved(self, best: Packing, phases: Phases, seed: int = 0) -> Packing:
         """The packs after exchanges, if these make them faster."""
@@ -466,3 +470,17 @@ class _Search:
             times = max(times, len(units) // 128)
         address = problem.exchange(address, waves, phases, goal, works, times, seed)
         return faster(self.problem, best, address, waves) or best
+
+
+def without_empty(address: IntArray, ranks: int, waves: int) -> IntArray:
+    """The addresses with units moved to empty packs of their rank, which would cost a slot."""
+    address = address.copy()
+    number = np.bincount(address, minlength=ranks * waves)
+    for empty in np.flatnonzero(number == 0):
+        packs = np.arange(empty % ranks, ranks * waves, ranks)
+        fullest = packs[number[packs].argmax()]
+        if number[fullest] > 1:
+            address[np.flatnonzero(address == fullest)[-1]] = empty
+            number[fullest] -= 1
+            number[empty] = 1
+    return address
