@@ -31,6 +31,7 @@ from evenstep.planning.units import (
     faster,
     first_worth,
     more_counts,
+    without_empty,
 )
 
 _EXACT = 2**24
@@ -103,8 +104,8 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     """(address of each unit, waves): the cuts with the least modelled time.
 
     Without `wanted`, the number of waves is searched among the fewest and two more multiples of
-    the pipeline's, which must save `recipe.saving` of the time with the fewest. More waves are
-    taken if the greedy cut needs them and is faster.
+    the pipeline's (four for few units), which must save `recipe.saving` of the time with the
+    fewest. More waves are taken if the greedy cut needs them and is faster.
 
     With another balance than "refined", the cuts have the fewest slots, and that balance deals
     them to ranks.
@@ -117,7 +118,7 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     if recipe.balance != "refined":
         return divider.by_balance(count), count
     if wanted is not None:
-        return divider.exchanged(divider.at(count)).address, count
+        return without_empty(problem, divider.exchanged(divider.at(count))).address, count
     more = 0 if layout.static else 4 if len(problem.units) <= FEW else 2
     counts = [divider.fewest, *more_counts(divider.fewest, recipe, more)]
     tried = [divider.at(counts[0])]
@@ -128,6 +129,7 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
     best = tried[first_worth([each.time for each in tried], recipe.saving)]
     best = divider.no_slower_than_greedy(best, recipe.steps.micro_batches)
+    best = without_empty(problem, best)
     return best.address, best.waves
 
 

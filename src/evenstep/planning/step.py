@@ -54,6 +54,7 @@ from evenstep.planning.units import (
     faster,
     first_worth,
     more_counts,
+    without_empty,
 )
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
@@ -284,6 +285,7 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         if problem.floor(tried[at].waves) < least:
             tried[at] = search.thorough(tried[at])
     best = tried[first_worth([each.time for each in tried], saving)]
+    best = without_empty(problem, best) if search.joint else best
     return best.address, best.waves
 
 
@@ -417,13 +419,13 @@ class _Search:
         """The fastest packs after many exchanges, from several starts."""
         problem, waves = self.problem, best.waves
         by_rank, units = problem.by_rank(waves), len(problem.units)
-        if not self.exchanged or best.time <= self.near(EVEN if by_rank else FAR, waves):
+        enough = self.near(NEARLY if by_rank or self.eager else FAR, waves)
+        if not self.exchanged or best.time <= (self.near(EVEN, waves) if by_rank else enough):
             return best
         if units <= TINY and self.additive and not self.grouped and not problem.recipe.equal_sizes:
             best, proved = self.best_of_all(best)
             if proved:
                 return best
-        enough = self.near(NEARLY if by_rank else FAR, waves)
         for seed in range(STARTS if units <= SMALL else 1):
             if best.time > enough:
                 best = self.improved(best, THOROUGH, seed)
@@ -445,11 +447,10 @@ class _Search:
         goal = moving - (best.time - problem.floor(waves) * EVEN)
         order = np.lexsort((-units.size, -units.cost))
         address, proved = problem.search_all(order, best.address, waves, moving, goal)
-        for each in (best.address, address):
-            if len(each) and problem.by_rank(waves):
-                each = without_empty(each, problem.ranks, waves)
-            best = faster(problem, best, each, waves) or best
-        return best, proved
+        best = without_empty(problem, best)
+        other = faster(problem, None, address, waves)
+        other = best if other is None else without_empty(problem, other)
+        return other if other.time < best.time else best, proved
 
     def improved(self, best: Packing, phases: Phases, seed: int = 0) -> Packing:
         """The packs after exchanges, if these make them faster."""
@@ -470,17 +471,3 @@ class _Search:
             times = max(times, len(units) // 128)
         address = problem.exchange(address, waves, phases, goal, works, times, seed)
         return faster(self.problem, best, address, waves) or best
-
-
-def without_empty(address: IntArray, ranks: int, waves: int) -> IntArray:
-    """The addresses with units moved to empty packs of their rank, which would cost a slot."""
-    address = address.copy()
-    number = np.bincount(address, minlength=ranks * waves)
-    for empty in np.flatnonzero(number == 0):
-        packs = np.arange(empty % ranks, ranks * waves, ranks)
-        fullest = packs[number[packs].argmax()]
-        if number[fullest] > 1:
-            address[np.flatnonzero(address == fullest)[-1]] = empty
-            number[fullest] -= 1
-            number[empty] = 1
-    return address

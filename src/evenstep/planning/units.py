@@ -390,6 +390,23 @@ def faster(problem: Problem, best: Packing | None, address: IntArray, waves: int
     return Packing(address, waves, time) if best is None or time < best.time else best
 
 
+def without_empty(problem: Problem, best: Packing) -> Packing:
+    """The packs with a unit in every empty one that its rank can fill, if that is as fast."""
+    ranks, waves, address = problem.ranks, best.waves, best.address.copy()
+    number = np.bincount(address, minlength=waves * problem.per_wave)
+    if number.min() > 0 or problem.rows > 1 or problem.kinds_matter:
+        return best
+    for empty in np.flatnonzero(number == 0):
+        packs = np.arange(empty % ranks, ranks * waves, ranks)
+        fullest = packs[number[packs].argmax()]
+        if number[fullest] > 1:
+            members = np.flatnonzero(address == fullest)
+            address[members[problem.units.cost[members].argmin()]] = empty
+            number[fullest], number[empty] = number[fullest] - 1, 1
+    time = problem.time(problem.works(address, waves))
+    return Packing(address, waves, time) if time <= best.time else best
+
+
 def more_counts(fewest: int, recipe: Recipe, number: int = 2) -> list[int]:
     """The numbers of waves above the fewest that are tried; at most `steps.micro_batches`."""
     multiple, most = recipe.topology.multiple, recipe.steps.micro_batches
