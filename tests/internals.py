@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenstep.cli.run_folder import read_run
     from evenstep.cli.samples import Samples
     from evenstep.cli.whole_report import of_run
+    from evenstep.compat.filled import filled_packs
     from evenstep.compat.rank_packs import WORK
     from evenstep.compat.roll import sequence_packing
     from evenstep.compat.veomni import collator, loader
@@ -122,47 +123,35 @@ if TYPE_CHECKING:
     from evenstep.integrations.sampler import PartDataset
     from evenstep.integrations.trainer import RouterLoss
     from evenstep.planning import best_fit as best_fit_module
-    from evenstep.planning import decide_step, simpler, vector_packing
+    from evenstep.planning import construct, vector_packing
     from evenstep.planning import kernels as kernel
-    from evenstep.planning.balance import construct
-    from evenstep.planning.balance.deal import deal_packs
-    from evenstep.planning.balance.descending import by_digits_kernel, heaviest_first
-    from evenstep.planning.balance.exact import search_all
-    from evenstep.planning.balance.exact_ranks import search_ranks, without_empty
-    from evenstep.planning.balance.improve import improve
-    from evenstep.planning.balance.lowering import heaviest_bound
-    from evenstep.planning.balance.multifit import best_fit_parts, multifit_kernel
-    from evenstep.planning.balance.packs import Movable, Room, Shape
-    from evenstep.planning.balance.partition import DEALS
-    from evenstep.planning.balance.parts import exchange_items, gather_parts
-    from evenstep.planning.balance.swapping import swap_kernel
-    from evenstep.planning.batching.blocks import (
-        SortedUnits,
+    from evenstep.planning import step as step_module
+    from evenstep.planning.best_fit import best_fit, best_fit_few, check_items
+    from evenstep.planning.exchange import Shape, exchange, search_all
+    from evenstep.planning.kernels import kernel as kernel_decorator
+    from evenstep.planning.optimal import at_most, by_length, take
+    from evenstep.planning.packers import divide_bins, even_bins
+    from evenstep.planning.padded import (
+        Rows,
         block_cost,
         block_costs,
         block_start,
+        cut_rows,
+        deal_blocks,
         even_blocks,
-        step_time,
-        whole_prices,
-    )
-    from evenstep.planning.batching.cuts import (
-        divide_cuts,
+        even_waves,
         feasible_starts,
         fewest_cuts,
+        levels_of,
+        lower_levels,
         optimal_cuts,
+        problem_of,
+        slowest_lowered,
+        whole_prices,
     )
-    from evenstep.planning.batching.dynamic import cut_optimal
-    from evenstep.planning.batching.levels import levels_of, lower_levels
-    from evenstep.planning.batching.lock_step import levels_to_try, wave_cuts, wave_table
-    from evenstep.planning.batching.rank_sums import deal_blocks
-    from evenstep.planning.batching.shifts import slowest_lowered
-    from evenstep.planning.best_fit import best_fit, best_fit_few, check_items
-    from evenstep.planning.filled import filled_packs
-    from evenstep.planning.kernels import kernel as kernel_decorator
-    from evenstep.planning.optimal import at_most, by_length, take
-    from evenstep.planning.overflow import segments_of
-    from evenstep.planning.packers import divide_bins, even_bins
+    from evenstep.planning.partition import DEALS, deal_packs, heaviest_bound, swap_kernel
     from evenstep.planning.planner import plan_step, step_size
+    from evenstep.planning.policies import divide_cuts
     from evenstep.planning.pool import (
         PADDED,
         STRATEGIES,
@@ -174,7 +163,7 @@ if TYPE_CHECKING:
         select,
     )
     from evenstep.planning.pool import Room as PoolRoom
-    from evenstep.planning.units import Units, units_of
+    from evenstep.planning.units import Problem, Units, segments_of, units_of
     from evenstep.planning.vector_packing import LimitedPacker, spread_over, spread_units
     from evenstep.planning.vector_packing import vector_pack as pack_vectors
     from evenstep.report.bars import bars_of

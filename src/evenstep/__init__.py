@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from evenstep.data.planned import PlannedStream
     from evenstep.data.pooled import PooledStream
     from evenstep.errors import EvenstepError
-    from evenstep.planning.balance.partition import partition
     from evenstep.planning.packers import pack
+    from evenstep.planning.partition import partition
     from evenstep.planning.planner import make_plan
 
 __version__ = "0.1.0"
@@ -71,7 +71,7 @@ if not TYPE_CHECKING:
             "data.planned": ["PlannedStream"],
             "data.pooled": ["PooledStream"],
             "errors": ["EvenstepError"],
-            "planning.balance.partition": ["partition"],
+            "planning.partition": ["partition"],
             "planning.packers": ["pack"],
             "planning.planner": ["make_plan"],
         },

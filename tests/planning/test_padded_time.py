@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evenstep import Cost, Limits, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.testing import assert_valid_plan
 from tests.examples import examples
-from tests.internals import Segments, SyncEvery, Units, cut_optimal, units_of
+from tests.internals import Segments, SyncEvery, cut_rows, problem_of, units_of
 
 COSTS = [
     Cost(),
@@ -59,10 +59,15 @@ def others(recipe: Recipe) -> list[Recipe]:
     ]
 
 
-def units_in(lengths: np.ndarray, recipe: Recipe) -> Units:
+def cut_into(lengths: np.ndarray, recipe: Recipe, wanted: int | None) -> tuple[np.ndarray, int]:
+    """(address of each row, waves)."""
+    assert isinstance(recipe.layout, Padded)
     count = len(lengths)
     segments = Segments(np.arange(count), np.zeros(count, np.int64), lengths)
-    return units_of(segments, recipe, {}, None)
+    units = units_of(segments, recipe, {}, None)
+    problem = problem_of(units, recipe, recipe.layout, lengths)
+    address, waves = cut_rows(problem, recipe.layout, wanted)
+    return address[problem.units.of_segment], waves
 
 
 @pytest.mark.parametrize("sync_every", SYNC)
@@ -200,10 +205,10 @@ def test_small_plans_are_close_to_the_best_of_all_cuts(sync_every: SyncEvery) ->
         recipe = Recipe(
             layout=layout, topology=topology, cost=COSTS[seed % 3], sync_every=sync_every
         )
-        units, widths = units_in(lengths, recipe), np.sort(lengths)
-        _, fewest = cut_optimal(units, layout, recipe, ranks, 1)
+        widths = np.sort(lengths)
+        _, fewest = cut_into(lengths, recipe, 1)
         for waves in (fewest, fewest + 1):
-            address, found = cut_optimal(units, layout, recipe, ranks, waves)
+            address, found = cut_into(lengths, recipe, waves)
             assert found == waves
             rows = np.bincount(address, minlength=ranks * waves)
             widest = np.ones(ranks * waves, np.int64)
@@ -233,10 +238,9 @@ def test_further_micro_batches_save_the_asked_share(
     recipe = Recipe(
         layout=layout, topology=Topology(dp=ranks), sync_every=sync_every, min_saving=share
     )
-    units = units_in(np.array(lengths), recipe)
 
     def time(wanted: int | None) -> tuple[float, int]:
-        address, waves = cut_optimal(units, layout, recipe, ranks, wanted)
+        address, waves = cut_into(np.array(lengths), recipe, wanted)
         rows, widest = np.bincount(address, minlength=ranks * waves), np.ones(ranks * waves)
         np.maximum.at(widest, address, lengths)
         costs = (np.maximum(rows, 1) * widest).reshape(waves, ranks)
@@ -248,7 +252,7 @@ def test_further_micro_batches_save_the_asked_share(
     greedy = make_plan(lengths, replace(recipe, layout=Padded(max_tokens=128, cut="greedy")))
     assert found_time <= time_of(greedy)
     if found != len(greedy.costs) // ranks:
-        assert fewest <= found <= fewest + 2
+        assert fewest <= found <= fewest + 4
         if found > fewest:
             assert found_time <= fewest_time * (1 - share) * (1 + 1e-9)
 

@@ -31,7 +31,7 @@ from evenstep.errors import ConfigError, EvenstepError
 from evenstep.report import Entry, advice
 from evenstep.testing import Case, cases
 from tests.examples import examples
-from tests.internals import decide_step, simpler, step_times, timelines
+from tests.internals import IntArray, Problem, Units, step_module, step_times, timelines
 
 
 @st.composite
@@ -96,24 +96,30 @@ def second_work(plan: Plan) -> np.ndarray[Any, np.dtype[np.float64]]:
 def planned(case: Case) -> tuple[Plan, list[float] | None]:
     """The plan, and the time that the planner minimised in each step; None if it minimised none."""
     times: list[float] = []
-    fastest = simpler.fastest
 
-    def recorded(decide: Callable[[Recipe], Any], *rest: Any) -> Any:
-        known: dict[int, float] = {}
-        kept = []  # so that no two steps have one id
+    def recorded(
+        decide: Callable[..., tuple[IntArray, int]], problem_of: Callable[..., Problem | None]
+    ) -> Callable[..., tuple[IntArray, int]]:
+        def decided(*given: Any) -> tuple[IntArray, int]:
+            address, waves = decide(*given)
+            problem = problem_of(*given)
+            if problem is not None:
+                times.append(problem.time(problem.works(address, waves)))
+            return address, waves
 
-        def remembered(recipe: Recipe) -> Any:
-            step, time = decide(recipe)
-            kept.append(step)
-            known[id(step)] = time
-            return step, time
+        return decided
 
-        step = fastest(remembered, *rest)
-        times.append(known[id(step)])
-        return step
+    def of_ranks(units: Units, recipe: Recipe, layout: Any, aligned: IntArray, _: Any) -> Problem:
+        return Problem(recipe, units, aligned, units.count)
 
+    def of_step(problem: Problem, *_: Any) -> Problem | None:
+        one_rank = problem.cut and problem.recipe.equal_sizes  # `of_ranks` has the whole step
+        return None if one_rank else problem
+
+    ways = {"search_packs": of_step, "cut_rows": of_step, "_cut_by_rank": of_ranks}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decide_step, "fastest", recorded)
+        for name, problem_of in ways.items():
+            patch.setattr(step_module, name, recorded(getattr(step_module, name), problem_of))
         plan = case.plan()
     return plan, times if len(times) == plan.num_steps else None
 

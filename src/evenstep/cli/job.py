@@ -26,7 +26,7 @@ class Job:
         """The same job with samples of at most `longest` tokens: the segments that the recipe's
         overflow makes. Samples stay whole if it is "error" or "alone"."""
         from evenstep.planning.inputs import checked_lengths
-        from evenstep.planning.overflow import segments_of
+        from evenstep.planning.units import segments_of
 
         overflow = self.recipe.overflow
         lengths = checked_lengths(self.samples.lengths, None)

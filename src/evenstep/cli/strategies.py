@@ -15,7 +15,7 @@ from evenstep.core.ragged import rounded_up
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.inputs import checked_column, checked_lengths
 from evenstep.planning.kernels import compile_seconds
-from evenstep.planning.overflow import refusal, refused
+from evenstep.planning.units import refusal, refused
 from evenstep.report import Entry
 
 TODAY = "padded batches of 8"

@@ -17,7 +17,7 @@ from evenstep.core.ragged import IntArray, Ragged, rounded_up
 from evenstep.core.recipe import Steps, Topology
 from evenstep.core.text import one_of
 from evenstep.errors import InputError, PlanError
-from evenstep.planning.balance.partition import partition
+from evenstep.planning.partition import partition
 from evenstep.planning.planner import plan_step
 
 __all__ = ["balanced_greedy_partition", "ffd_allocate", "get_allocate_fn", "kk_allocate"]

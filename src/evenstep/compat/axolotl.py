@@ -13,13 +13,13 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
+from evenstep.compat.filled import filled_packs
 from evenstep.compat.over_ranks import most_over_ranks
 from evenstep.compat.rank_packs import WORK
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe, Topology, World
 from evenstep.errors import PlanError
-from evenstep.planning.filled import filled_packs
 from evenstep.planning.planner import make_plan
 
 __all__ = ["MultipackBatchSampler"]

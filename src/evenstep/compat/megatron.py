@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from evenstep.compat.filled import filled_packs
 from evenstep.compat.rank_packs import WORK, pipeline
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
-from evenstep.planning.filled import filled_packs
 from evenstep.planning.planner import make_plan
 
 __all__ = ["PlannedPacking"]

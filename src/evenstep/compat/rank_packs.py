@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from evenstep.compat.filled import filled_packs
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray, Ragged, sum_by
 from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.core.text import MOST
 from evenstep.errors import PlanError
-from evenstep.planning.balance.partition import partition
-from evenstep.planning.filled import filled_packs
 from evenstep.planning.packers import pack
+from evenstep.planning.partition import partition
 from evenstep.planning.planner import plan_step
 
 WORK = Cost(per_token=24576, per_pair=1)

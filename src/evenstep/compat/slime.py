@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from evenstep.compat.filled import filled_packs
 from evenstep.compat.rank_packs import WORK, pipeline
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray, Ragged, by_first_appearance
 from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.errors import ConfigError, InputError, PlanError
-from evenstep.planning.filled import filled_packs
 from evenstep.planning.planner import make_plan, plan_step
 
 __all__ = ["build_dp_schedule"]

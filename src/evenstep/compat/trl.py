@@ -14,16 +14,16 @@ import numpy as np
 import pyarrow as pa
 from torch.utils.data import IterableDataset
 
+from evenstep.compat.filled import filled_packs
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import InputError
-from evenstep.planning.filled import filled_packs
-from evenstep.planning.overflow import segments_of
 from evenstep.planning.packers import pack
 from evenstep.planning.planner import plan_step, step_size
+from evenstep.planning.units import segments_of
 
 __all__ = ["TokenBudgetBatcher", "pack_dataset"]
 

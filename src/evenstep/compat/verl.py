@@ -23,7 +23,7 @@ from evenstep.core.measures import slowest
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, rounded_up, sum_by
 from evenstep.core.recipe import Recipe, Topology
 from evenstep.errors import InputError
-from evenstep.planning.balance.partition import partition
+from evenstep.planning.partition import partition
 from evenstep.planning.planner import make_plan
 
 __all__ = [

@@ -18,7 +18,7 @@ from evenstep.data.pool import Entry, Measure, Pool, entry_of
 from evenstep.data.reader import PoolBatcher
 from evenstep.data.source import Sample, length_of
 from evenstep.errors import ConfigError, InputError, SampleError
-from evenstep.planning.overflow import refusal
+from evenstep.planning.units import refusal
 
 # Producers ----------------------------------------------------------------------------------------
 

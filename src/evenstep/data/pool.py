@@ -15,7 +15,7 @@ from evenstep.core.recipe import Overflow, Recipe
 from evenstep.core.text import whole_field, whole_number
 from evenstep.data.source import Sample, loss_tokens_of
 from evenstep.errors import ConfigError, SampleError
-from evenstep.planning.overflow import refused, segments_of
+from evenstep.planning.units import refused, segments_of
 
 # Segments ----------------------------------------------------------------------------------------
 

@@ -56,8 +56,8 @@ from evenstep.data.source import (
 )
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
 from evenstep.planning.kernels import kernel
-from evenstep.planning.overflow import refusal
 from evenstep.planning.pool import Room, select
+from evenstep.planning.units import refusal
 
 # Items --------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from evenstep.data.source import (
     values_digest,
 )
 from evenstep.errors import ConfigError, InputError, PlanError, SampleError
-from evenstep.planning.overflow import refusal, refused
+from evenstep.planning.units import refusal, refused
 
 OnError: TypeAlias = Literal["raise", "skip"]
 

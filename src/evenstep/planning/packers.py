@@ -15,10 +15,10 @@ from evenstep.core.layout import Packer
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, offsets_of, rounded_up
 from evenstep.core.text import MOST, MOST_RANKS, seed_number, whole_number
 from evenstep.errors import ConfigError, InputError, PlanError
-from evenstep.planning.balance.partition import partition
 from evenstep.planning.best_fit import best_fit, best_fit_few, bins_by, bins_in_order, check_items
 from evenstep.planning.kernels import kernel, nearest_free, rise, sink
 from evenstep.planning.optimal import optimal_kernel
+from evenstep.planning.partition import partition
 from evenstep.planning.vector_packing import spread_kernel
 
 _LARGE, _EACH = 2**22, 64  # largest useful table of spaces: in all, or per item

@@ -1,10 +1,9 @@
 """lengths + Recipe -> Plan, in the order in which a sample passes through.
 
 inputs        check lengths, groups and columns
-overflow      divide, truncate or drop samples that are too long -> segments
-units         what moves as a whole: a segment, or the segments of a group
+units         samples -> segments -> units: what moves as a whole
 steps         assign samples to optimizer steps, in order
-decide_step   per step: units -> packs or cuts -> waves and ranks
+step          per step: units -> packs or cuts -> waves and ranks
 assemble      the arrays of a Plan
 """
 
@@ -17,22 +16,30 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import IntArray, Segments, offsets_of
-from evenstep.core.recipe import Recipe, check_recipe
+from evenstep.core.ragged import IntArray, Segments, offsets_of, rounded_up, sum_by
+from evenstep.core.recipe import Recipe, Steps, check_recipe
 from evenstep.errors import PlanError
-from evenstep.planning.assemble import assemble
-from evenstep.planning.decide_step import count_needed, counting_packs, decide_step
 from evenstep.planning.inputs import (
     check_names,
     checked_column,
     checked_groups,
     checked_lengths,
 )
-from evenstep.planning.limits import check_units
-from evenstep.planning.overflow import refusal, refused, segments_of
-from evenstep.planning.sizing import fractions, most_that_fit
-from evenstep.planning.steps import assign_steps, check_groups, first_step, too_large
-from evenstep.planning.units import Units, units_of
+from evenstep.planning.step import (
+    DecidedStep,
+    count_needed,
+    decide_step,
+    packs_are_counted,
+)
+from evenstep.planning.steps import (
+    assign_steps,
+    check_groups,
+    first_step,
+    fractions,
+    most_that_fit,
+    too_large,
+)
+from evenstep.planning.units import Units, check_units, refusal, refused, segments_of, units_of
 
 
 def make_plan(
@@ -219,7 +226,9 @@ class _Work:
             return self.leading(kept[samples], offsets, complete=complete)
 
         step_of = np.full(len(self.lengths), -1, np.int64)
-        step_of[kept] = assign_steps(recipe.steps, tokens[kept], groups, leading)
+        step_of[kept] = 0
+        if recipe.steps != Steps():
+            step_of[kept] = assign_steps(recipe.steps, tokens[kept], groups, leading)
         return step_of
 
     def decide(
@@ -240,8 +249,10 @@ class _Work:
         for step in range(total):
             chosen = order[bounds[step] : bounds[step + 1]]
             wanted = recipe.steps.micro_batches if step < total - 1 else last
-            units = self.units.of_segments(chosen)
-            decided.append(decide_step(segments.take(chosen), units, recipe, wanted))
+            units = self.units
+            if total > 1:
+                segments, units = self.segments.take(chosen), units.of_segments(chosen)
+            decided.append(decide_step(segments, units, recipe, wanted))
             if progress is not None:
                 progress(step + 1, total)
         return assemble(recipe, self.lengths, step_of, decided, self.groups, self.columns)
@@ -266,7 +277,7 @@ class _Work:
             return count_needed(self.units.of_segments(chosen), recipe, packs)
 
         found = most_that_fit(
-            filled, packs, needed, limited=counting_packs(recipe), complete=complete
+            filled, packs, needed, limited=packs_are_counted(recipe), complete=complete
         )
         if found == 0 and len(offsets) > 1:
             first = samples[: offsets[1]]
@@ -291,3 +302,60 @@ class _Work:
         count = np.searchsorted(self.segments.sample, samples, "right") - first
         before = offsets_of(count)
         return np.repeat(first - before[:-1], count) + np.arange(before[-1]), before[offsets]
+
+
+def assemble(
+    recipe: Recipe,
+    lengths: IntArray,
+    step_of: IntArray,
+    steps: list[DecidedStep],
+    groups: IntArray | None,
+    columns: Mapping[str, IntArray],
+) -> Plan:
+    """Sort the segments of each step into rows, compute widths, and join the steps."""
+    ranks = recipe.topology.dp
+    laid = [_lay_out(step, recipe) for step in steps]
+    none = np.empty(0, np.int64)
+    segments = [each[0] for each in laid]
+    cells = np.repeat([step.per_rank for step in steps], ranks).astype(np.int64)
+    return Plan(
+        recipe=recipe,
+        lengths=lengths,
+        step_of=step_of,
+        segments=Segments(
+            np.concatenate([none, *(s.sample for s in segments)]),
+            np.concatenate([none, *(s.start for s in segments)]),
+            np.concatenate([none, *(s.length for s in segments)]),
+        ),
+        row_offsets=offsets_of(np.concatenate([none, *(each[1] for each in laid)])),
+        micro_offsets=offsets_of(np.concatenate([none, *(each[2] for each in laid)])),
+        cell_offsets=offsets_of(cells),
+        widths=np.concatenate([none, *(each[3] for each in laid)]),
+        groups=groups,
+        columns=columns,
+    )
+
+
+def _lay_out(step: DecidedStep, recipe: Recipe) -> tuple[Segments, IntArray, IntArray, IntArray]:
+    """(segments in order, segments per row, rows per micro-batch, widths) of one step."""
+    layout, ranks = recipe.layout, recipe.topology.dp
+    count = ranks * step.per_rank
+    order = np.lexsort((step.row, step.micro))
+    segments, micro = step.segments.take(order), step.micro[order]
+    held = np.bincount(micro, minlength=count)
+    rows = layout.row_counts(held)
+    if recipe.topology.equal_widths:
+        rows = np.full(count, rows.max())
+    first = offsets_of(rows)
+    row = first[micro] + layout.row_numbers(step.row[order], held)
+    aligned = rounded_up(segments.length, recipe.topology.alignment)
+    used = sum_by(row, aligned, int(first[-1])).astype(np.int64)
+    widths = layout.widths(np.maximum.reduceat(used, first[:-1]), recipe.width_unit)
+    if step.widths is not None:
+        shared = np.tile(step.widths, ranks)
+        widths = np.where((held > 0) & (shared > 0), shared, widths)
+    if recipe.equal_tokens:
+        widths = np.tile(widths.reshape(ranks, -1).max(axis=0), ranks)
+    if recipe.topology.equal_widths:
+        widths = np.full(count, widths.max())
+    return segments, np.bincount(row, minlength=int(first[-1])), rows, widths

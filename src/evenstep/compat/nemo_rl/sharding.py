@@ -19,8 +19,8 @@ from evenstep.compat.nemo_rl.rows import BatchError
 from evenstep.core.ragged import IntArray, Ragged, divided_up, offsets_of, rounded_up
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import InputError
-from evenstep.planning.batching.cuts import greedy_cuts
 from evenstep.planning.packers import even_bins, pack
+from evenstep.planning.policies import greedy_cuts
 
 _ORDERS = Literal["packer", "largest_first"]
 _NO_LIMITS = np.empty(0)

@@ -21,8 +21,8 @@ from evenstep.core.ragged import IntArray, rounded_up
 from evenstep.core.recipe import Recipe, Topology
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, PlanError
-from evenstep.planning.batching.cuts import divide_cuts
 from evenstep.planning.planner import make_plan
+from evenstep.planning.policies import divide_cuts
 from evenstep.train.rollouts import Spans
 
 

@@ -1,0 +1,924 @@
+"""Padded rows: sorted from narrow to wide, cut into micro-batches and dealt to ranks.
+
+A *block* is a contiguous micro-batch of sorted units: it ends at j, its widest unit is j - 1, and
+it starts where a level (the most it may cost) or a limit is reached. Narrower units never need more
+than wider ones, so the earliest start is best for the blocks that follow.
+
+cuts    the fewest slots, or the least cost in total, for an exact number of blocks
+levels  ranks that wait in every wave: how expensive each wave may be, lowered pair by pair
+shifts  ranks that wait once per step: cuts shift and blocks change ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from evenstep.core.layout import Padded
+from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up
+from evenstep.core.recipe import Recipe
+from evenstep.planning.kernels import kernel
+from evenstep.planning.partition import DEALS, deal_packs, partition
+from evenstep.planning.policies import shared_cuts
+from evenstep.planning.units import (
+    Packing,
+    Problem,
+    Units,
+    empty_cost,
+    faster,
+    first_worth,
+    more_counts,
+    without_empty,
+)
+
+_EXACT = 2**24
+_ROUNDING = 1 + 1e-12  # 3 rows of cost 0.1 fit a level of 0.3
+_LESS = 1 - 1e-9
+_SHARES = np.array([0.6, 0.45, 0.3, 0.2, 0.14, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005])
+_TRIALS = 6  # bisections of one level
+_ROUNDS = 20  # of lowering all levels
+_CAPS = 5  # between the most expensive blocks of the even and of the cheapest cut
+_IMPROVED = 2  # cuts whose slowest rank is lowered
+_TURNS = 2  # times the blocks of one cut are dealt
+_MANY = 2048  # blocks up to which several cuts are improved
+_REFINED = 2**14  # blocks that are dealt by the refined balance
+_WORK = 200_000  # blocks tried while levels or the slowest rank are lowered
+_FARTHEST = 64  # blocks between the two that exchange a unit
+_NARROWER, _WIDER, _SWAP, _MOVE, _MERGE, _SPLIT = -1, 1, 0, 2, 3, 4
+TINY = 24  # units up to which all assignments are tried
+FEW = 256  # units that are exchanged
+EVEN = 1 + 1e-9  # a time this close to its floor is final
+_SHIFTED = 1024  # units up to which even waves are tried
+_WORTH = 1.02  # times over the least that exchanges may still make the least
+_PHASES = ((4, 0.3, 3_000), (5, 0.02, 3_000), (7, 0.005, 3_000), (9, 0.001, 2_000))
+
+
+class Rows(NamedTuple):
+    """Units from narrow to wide, as kernels take them.
+
+    rows    the rows of each unit
+    below   the rows of the first j units
+    price   what one row costs at the width of each unit
+    scaled  the prices as integers, for exact sums
+    starts  for each end, where the limits let a block start (`feasible_starts`)
+    empty   what an empty micro-batch costs
+    """
+
+    rows: IntArray
+    below: IntArray
+    price: FloatArray
+    scaled: IntArray
+    starts: IntArray
+    empty: float
+
+
+def problem_of(units: Units, recipe: Recipe, layout: Padded, aligned: IntArray) -> Problem:
+    """The problem of cutting these units: sorted, with sizes in rows and the price of one row."""
+    width = layout.widths(units.widest, recipe.width_unit)
+    order = np.lexsort((units.count, width))
+    units, width = units.reordered(order), width[order]
+    units = replace(units, size=units.count, cost=recipe.cost.of_lengths(width))
+    return Problem(recipe, units, aligned, layout.rows_that_fit(recipe, width), cut=True)
+
+
+def rows_of(problem: Problem) -> Rows:
+    """The sorted units of a problem for kernels."""
+    units = problem.units
+    starts = feasible_starts(units.size, problem.most, units.extra, units.caps)
+    scaled = whole_prices(units.cost)
+    return Rows(
+        units.size, offsets_of(units.size), units.cost, scaled, starts, empty_cost(problem.recipe)
+    )
+
+
+def count_cuts(units: Units, layout: Padded, recipe: Recipe) -> int:
+    """The fewest micro-batches that hold these units."""
+    problem = problem_of(units, recipe, layout, units.size[:0])
+    return fewest_cuts(rows_of(problem).starts) if len(units) else 0
+
+
+def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntArray, int]:
+    """(address of each unit, waves): the cuts with the least modelled time.
+
+    Without `wanted`, the number of waves is searched among the fewest and two more multiples of
+    the pipeline's (four for few units), which must save `recipe.saving` of the time with the
+    fewest. More waves are taken if the greedy cut needs them and is faster.
+
+    With another balance than "refined", the cuts have the fewest slots, and that balance deals
+    them to ranks.
+    """
+    recipe, multiple = problem.recipe, problem.recipe.topology.multiple
+    if not len(problem.units):
+        return np.empty(0, np.int64), wanted or multiple
+    divider = _Divider(problem, layout)
+    count = max(wanted or 0, divider.fewest)
+    if recipe.balance != "refined":
+        return divider.by_balance(count), count
+    if wanted is not None:
+        return without_empty(problem, divider.exchanged(divider.at(count))).address, count
+    more = 0 if layout.static else 4 if len(problem.units) <= FEW else 2
+    counts = [divider.fewest, *more_counts(divider.fewest, recipe, more)]
+    tried = [divider.at(counts[0])]
+    for count in counts[1:]:
+        if divider.floor(count) < min(each.time for each in tried) * (1 - recipe.saving):
+            tried.append(divider.at(count))
+    least = min(each.time for each in tried)
+    tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
+    best = tried[first_worth([each.time for each in tried], recipe.saving)]
+    best = divider.no_slower_than_greedy(best, recipe.steps.micro_batches)
+    best = without_empty(problem, best)
+    return best.address, best.waves
+
+
+class _Divider:
+    """Divides the sorted units of one step between the micro-batches of all ranks."""
+
+    def __init__(self, problem: Problem, layout: Padded) -> None:
+        self.problem, self.rows, self.ranks = problem, rows_of(problem), problem.ranks
+        recipe, multiple = problem.recipe, problem.recipe.topology.multiple
+        self.width = layout.widths(problem.units.widest, recipe.width_unit)
+        self.fewest = rounded_up(divided_up(fewest_cuts(self.rows.starts), self.ranks), multiple)
+        self.shared = shared_cuts(problem.units, layout, recipe)
+        self.fewest_shared = rounded_up(len(self.shared.ends), multiple)
+        self._cheapest: dict[int, IntArray] = {}
+
+    def cheapest(self, count: int) -> IntArray:
+        """The ends of the blocks that cost least in total, with `count` per rank."""
+        if count not in self._cheapest:
+            rows, blocks = self.rows, min(count * self.ranks, len(self.rows.price))
+            self._cheapest[count] = optimal_cuts(rows.scaled, rows.rows, rows.starts, blocks)
+        return self._cheapest[count]
+
+    def fewest_slots(self, count: int) -> IntArray:
+        """The ends of the blocks with the fewest slots: the cheapest if cost is linear."""
+        rows, cheapest = self.rows, self.cheapest(count)
+        if np.array_equal(rows.scaled, self.width):
+            return cheapest
+        return optimal_cuts(self.width, rows.rows, rows.starts, len(cheapest))
+
+    def floor(self, count: int) -> float:
+        """No contiguous cut into `count` micro-batches per rank is faster."""
+        rows = self.rows
+        costs = block_costs(rows, self.cheapest(count))
+        empty = (count * self.ranks - len(costs)) * rows.empty
+        mean = (float(costs.sum()) + empty) / self.ranks
+        largest = float((rows.rows * rows.price).max()) + (count - 1) * rows.empty
+        return max(mean, largest) + count * self.problem.recipe.cost.per_micro_batch
+
+    def by_balance(self, count: int) -> IntArray:
+        """The address of each unit: the fewest slots, dealt by the recipe's balance."""
+        recipe = self.problem.recipe
+        return self.dealt(self.fewest_slots(count), count, recipe.balance, recipe.sync_every)
+
+    def dealt(self, ends: IntArray, count: int, balance: str, sync_every: str) -> IntArray:
+        """The address of each unit when blocks are dealt to ranks."""
+        costs = np.full(count * self.ranks, self.rows.empty)
+        costs[: len(ends)] = block_costs(self.rows, ends)
+        address = deal_packs(costs, self.ranks, balance, sync_every)
+        return np.repeat(address[: len(ends)], np.diff(ends, prepend=0))
+
+    def at(self, count: int) -> Packing:
+        """The best division with `count` micro-batches per rank."""
+        problem, best, least = self.problem, None, (np.inf, np.inf)
+        for address in self._addresses(count):
+            works = problem.works(address, count)
+            time, total = problem.time(works), float(works[0].sum())
+            if time < least[0] * (1 - 1e-12) or (time <= least[0] and total < least[1]):
+                best, least = Packing(address, count, time), (time, total)
+        assert best is not None
+        return best
+
+    def no_slower_than_greedy(self, best: Packing, most: int | None) -> Packing:
+        """`best`, or the best division with the waves of the greedy cut if that is faster.
+
+        It has at most `most` waves.
+        """
+        waves = self.fewest_shared
+        if most is not None and waves > most:
+            return best
+        greedy = faster(self.problem, best, self.shared.address(waves), waves)
+        if greedy is None or greedy is best:
+            return best
+        return self.exchanged(self.at(waves) if waves >= self.fewest else greedy)
+
+    def _addresses(self, count: int) -> Iterator[IntArray]:
+        """The addresses to compare."""
+        cheapest = self.cheapest(count)
+        if self.ranks == 1:
+            yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
+            return
+        cuts = [self.fewest_slots(count), cheapest]
+        if self.problem.by_rank(count):
+            for ends, rank_of in rank_sum_cuts(self.rows, self.ranks, count, cuts):
+                yield self._by_rank(ends, rank_of)
+        else:
+            rows, ranks = self.rows, self.ranks
+            if len(rows.price) <= _SHIFTED:
+                cuts.append(even_waves(rows, cheapest, ranks, count))
+            ends = min(cuts, key=lambda cut: float(levels_of(rows, cut, ranks, count).sum()))
+            yield self.dealt(ends, count, "refined", "micro_batch")
+            for relative in (True, False):
+                ends = lower_levels(rows, ends, ranks, count, relative, _WORK // 2)
+            yield self.dealt(ends, count, "refined", "micro_batch")
+        if count >= self.fewest_shared:
+            yield self.shared.address(count)
+
+    def _by_rank(self, ends: IntArray, rank_of: IntArray) -> IntArray:
+        """The address of each unit where every rank runs its blocks most expensive first."""
+        order = np.lexsort((-block_costs(self.rows, ends), rank_of))
+        held = np.bincount(rank_of, minlength=self.ranks)
+        turn = np.arange(len(ends)) - np.repeat(np.cumsum(held) - held, held)
+        address = np.empty(len(ends), np.int64)
+        address[order] = turn * self.ranks + rank_of[order]
+        return np.repeat(address, np.diff(ends, prepend=0))
+
+    def exchanged(self, best: Packing) -> Packing:
+        """The packs after a search of all, if few, and after exchanges."""
+        problem, n, waves = self.problem, len(self.problem.units), best.waves
+        if n > FEW or self.ranks == 1:
+            return best
+        fixed = waves * problem.recipe.cost.per_micro_batch
+        goal = (problem.floor(waves) - fixed) * EVEN
+        proved = best.time - fixed <= goal
+        if n <= TINY and not proved:
+            widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed
+            address, proved = problem.search_all(widest_first, best.address, waves, least, goal)
+            best = faster(problem, best, address, waves) or best
+        if proved:
+            return best
+        address = problem.exchange(best.address, waves, _PHASES, goal)
+        return faster(problem, best, address, waves) or best
+
+
+@kernel
+def feasible_starts(
+    rows: IntArray, most: IntArray, extra: FloatArray, caps: FloatArray
+) -> IntArray:
+    """For each end j, the first i such that units i..j-1 fit one micro-batch.
+
+    Units are sorted from narrow to wide. `most[j]` rows fit where unit j is the widest. A single
+    unit always counts as fitting.
+    """
+    n = rows.shape[0]
+    starts = np.zeros(n + 1, np.int64)
+    first = 0
+    held_rows = 0
+    held = np.zeros(caps.shape[0])
+    for j in range(1, n + 1):
+        held_rows += rows[j - 1]
+        for d in range(caps.shape[0]):
+            held[d] += extra[j - 1, d]
+        while first < j - 1:
+            over = held_rows > most[j - 1]
+            for d in range(caps.shape[0]):
+                over = over or held[d] > caps[d]
+            if not over:
+                break
+            held_rows -= rows[first]
+            for d in range(caps.shape[0]):
+                held[d] -= extra[first, d]
+            first += 1
+        starts[j] = first
+    return starts
+
+
+@kernel
+def fewest_cuts(starts: IntArray) -> int:
+    """The fewest contiguous micro-batches, taken greedily from the widest end."""
+    count = 0
+    j = starts.shape[0] - 1
+    while j > 0:
+        j = starts[j]
+        count += 1
+    return count
+
+
+@kernel
+def first_wider(widths: IntArray, width: int) -> int:
+    """The first of the ascending widths that exceeds `width`, or their number."""
+    low, high = 0, widths.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if widths[middle] > width:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@kernel
+def turning_end(
+    early: int,
+    late: int,
+    widths: IntArray,
+    below: IntArray,
+    expires: IntArray,
+    value: IntArray,
+    cuts: IntArray,
+    sign: int,
+) -> int:
+    """The first end for which `late` is a better start of the last micro-batch than `early`.
+
+    `late` stays better for all later ends: they are wider, so the rows between the two starts cost
+    more in the last micro-batch, and from some end on, a start at `early` is infeasible.
+    """
+    worse = value[late] - value[early]
+    between = below[late] - below[early]
+    if sign * cuts[late] < sign * cuts[early]:
+        width = -(-worse // between) - 1  # at equal cost, the later one wins too
+    else:
+        width = worse // between
+    return min(int(expires[early]), first_wider(widths, width) + 1)
+
+
+@kernel
+def priced_cuts(
+    widths: IntArray, below: IntArray, starts: IntArray, expires: IntArray, price: int, sign: int
+) -> tuple[IntArray, IntArray]:
+    """(least slots plus prices up to each end, number of cuts).
+
+    Among equal values, the one with the fewest cuts (sign 1) or the most (sign -1) is taken.
+    `below[j]` counts the rows of the first j units. A queue holds starts, early to late, each with
+    the first end for which it is best.
+    """
+    n = widths.shape[0]
+    value = np.zeros(n + 1, np.int64)
+    cuts = np.zeros(n + 1, np.int64)
+    queue = np.empty(n + 1, np.int64)
+    since = np.empty(n + 1, np.int64)
+    front, back = 0, 0
+    for j in range(1, n + 1):
+        late, turn = j - 1, j
+        while back > front:
+            early = queue[back - 1]
+            turn = max(j, turning_end(early, late, widths, below, expires, value, cuts, sign))
+            if turn > since[back - 1]:
+                break
+            back -= 1
+        if back == front:
+            turn = j
+        if turn <= n:
+            queue[back], since[back] = late, turn
+            back += 1
+        while front + 1 < back and since[front + 1] <= j:
+            front += 1
+        best = queue[front]
+        value[j] = value[best] + (below[j] - below[best]) * widths[j - 1] + price
+        cuts[j] = cuts[best] + 1
+    return value, cuts
+
+
+@kernel
+def optimal_cuts(widths: IntArray, rows: IntArray, starts: IntArray, count: int) -> IntArray:
+    """The ends of exactly `count` micro-batches with the fewest slots; `count` must be feasible.
+
+    With the costs of one row in place of `widths`, the total cost is least.
+
+    widths [1, 1, 8], rows of one, count 2 -> ends [2, 3]: 1*2 + 8 slots
+    """
+    n = widths.shape[0]
+    below = np.zeros(n + 1, np.int64)
+    for j in range(n):
+        below[j + 1] = below[j] + rows[j]
+    expires = np.full(n + 1, n + 1, np.int64)  # the first end that each start cannot reach
+    for j in range(n, 0, -1):
+        for i in range(starts[j - 1], starts[j]):
+            expires[i] = j
+    # A higher price gives fewer cuts. Find a price that gives `count`, or else the lowest that
+    # gives fewer. It is rarely more than the slots of one micro-batch, and never more than all rows
+    # at full width.
+    low, high = 0, below[n] * widths[n - 1]
+    price = (below[n] - below[starts[n]]) * widths[n - 1]
+    while low < high:
+        _, fewest = priced_cuts(widths, below, starts, expires, price, 1)
+        if fewest[n] == count:
+            low = high = price
+        elif fewest[n] < count:
+            high = price
+        else:
+            low = price + 1
+        price = (low + high) // 2
+    value, fewest = priced_cuts(widths, below, starts, expires, low, 1)
+    _, most = priced_cuts(widths, below, starts, expires, low, -1)
+    ends = np.empty(count, np.int64)
+    j = n
+    for left in range(count, 0, -1):
+        ends[left - 1] = j
+        found = -1
+        for i in range(starts[j], j):
+            total = value[i] + (below[j] - below[i]) * widths[j - 1] + low
+            if total == value[j] and fewest[i] <= left - 1 <= most[i]:
+                found = i
+                break
+        j = found
+    return ends
+
+
+def whole_prices(price: FloatArray) -> IntArray:
+    """Prices as integers in proportion, exact if they are integers already.
+
+    >>> whole_prices(np.array([0.5, 1.0])).tolist()
+    [8388608, 16777216]
+    """
+    if price[-1] < _EXACT and (price == np.floor(price)).all():
+        return np.asarray(price, np.int64)
+    return np.asarray(np.maximum(np.rint(price / price[-1] * _EXACT), 1), np.int64)
+
+
+@kernel
+def block_cost(units: Rows, start: int, end: int) -> float:
+    """The cost of the units from `start` up to `end` in one micro-batch."""
+    return float((units.below[end] - units.below[start]) * units.price[end - 1])
+
+
+@kernel
+def block_start(units: Rows, end: int, level: float) -> int:
+    """Where a block that ends at `end` and costs at most `level` starts; `end` if none does."""
+    rows = level / units.price[end - 1] * _ROUNDING
+    if rows >= units.below[end]:
+        return int(units.starts[end])
+    least = units.below[end] - int(rows)
+    if units.below[end] == end:  # one row per unit up to here
+        return max(int(units.starts[end]), int(least))
+    low, high = int(units.starts[end]), end
+    while low < high:
+        middle = (low + high) // 2
+        if units.below[middle] >= least:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@kernel
+def blocks_at(units: Rows, start: int, end: int, level: float, most: int) -> IntArray:
+    """The ends, ascending, of at most `most` blocks that cost at most `level`; empty if more."""
+    ends = np.empty(most, np.int64)
+    count = 0
+    j = end
+    while j > start and count < most:
+        i = max(start, block_start(units, j, level))
+        if i == j:
+            break
+        ends[count] = j
+        count += 1
+        j = i
+    return ends[:count][::-1].copy() if j == start else ends[:0]
+
+
+@kernel
+def even_blocks(units: Rows, start: int, end: int, most: int, near: float = 1e-9) -> IntArray:
+    """The ends of at most `most` blocks whose most expensive costs least; empty if they cannot fit.
+
+    Exact up to a share `near` where every unit is one row and there are no further limits.
+    """
+    best = blocks_at(units, start, end, np.inf, most)
+    if best.shape[0] == 0:
+        return best
+    total = 0.0
+    for j in range(start, end):
+        total += (units.below[j + 1] - units.below[j]) * units.price[j]
+    low, high = total / most, most_expensive(units, start, best)
+    while high - low > near * high:
+        middle = (low + high) / 2
+        found = blocks_at(units, start, end, middle, most)
+        if found.shape[0]:
+            best = found
+            high = min(middle, most_expensive(units, start, found))
+        else:
+            low = middle
+    return best
+
+
+@kernel
+def most_expensive(units: Rows, start: int, ends: IntArray) -> float:
+    """The cost of the most expensive block."""
+    most = 0.0
+    for end in ends:
+        most = max(most, block_cost(units, start, end))
+        start = end
+    return most
+
+
+@kernel
+def block_costs(units: Rows, ends: IntArray) -> FloatArray:
+    """The cost of each block; the first starts at 0."""
+    costs = np.empty(ends.shape[0])
+    start = 0
+    for b in range(ends.shape[0]):
+        costs[b] = block_cost(units, start, ends[b])
+        start = ends[b]
+    return costs
+
+
+@kernel
+def capped_starts(units: Rows, level: float) -> IntArray:
+    """For each end, where a block within the limits that costs at most `level` starts.
+
+    A single unit always counts as fitting.
+    """
+    n = units.price.shape[0]
+    starts = np.zeros(n + 1, np.int64)
+    for j in range(1, n + 1):
+        starts[j] = min(block_start(units, j, level), j - 1)
+    return starts
+
+
+@kernel
+def even_waves(units: Rows, ends: IntArray, ranks: int, waves: int) -> IntArray:
+    """The ends of blocks where each wave is contiguous and cut as evenly as its ranks allow.
+
+    Waves begin as groups of the given blocks. Where one ends and the next begins shifts, by ever
+    smaller steps, while that lowers the sum of their most expensive blocks.
+    """
+    n = units.price.shape[0]
+    bounds = np.zeros(waves + 1, np.int64)
+    for wave in range(waves):
+        last = ends.shape[0] - 1 - (waves - 1 - wave) * ranks
+        bounds[wave + 1] = ends[last] if last >= 0 else 0
+    level = np.zeros(waves)
+    for wave in range(waves):
+        level[wave] = even_level(units, bounds[wave], bounds[wave + 1], ranks)
+    step = max(n // (2 * waves), 1)
+    while step > 0:
+        lowered = False
+        for at in range(1, waves):
+            for shift in (-step, step):
+                middle = bounds[at] + shift
+                if not bounds[at - 1] <= middle <= bounds[at + 1]:
+                    continue
+                below = even_level(units, bounds[at - 1], middle, ranks)
+                above = even_level(units, middle, bounds[at + 1], ranks)
+                if below + above < (level[at - 1] + level[at]) * _LESS:
+                    bounds[at], level[at - 1], level[at] = middle, below, above
+                    lowered = True
+        step = step if lowered else step // 2
+    found = np.empty(waves * ranks, np.int64)
+    count = 0
+    for wave in range(waves):
+        if bounds[wave + 1] > bounds[wave]:
+            for cut in even_blocks(units, bounds[wave], bounds[wave + 1], ranks):
+                found[count] = cut
+                count += 1
+    return found[:count]
+
+
+@kernel
+def even_level(units: Rows, start: int, end: int, most: int) -> float:
+    """The cost of the most expensive of `most` even blocks; infinite if units do not fit."""
+    if start == end:
+        return units.empty
+    ends = even_blocks(units, start, end, most, 1e-3)
+    return most_expensive(units, start, ends) if ends.shape[0] else np.inf
+
+
+@kernel
+def blocks_in_waves(
+    units: Rows, levels: FloatArray, ranks: int, relative: bool
+) -> tuple[IntArray, int]:
+    """(ends of blocks such that each wave of `ranks` blocks keeps its level, blocks tried).
+
+    There are no ends if the levels are too low.
+
+    Each block goes to the wave whose level it leaves least of: as a share of it if `relative`.
+
+    rows of 8 and 5, 5, 1 x 8 with 2 ranks and levels 8, 5 -> 8 and 1 x 8; 5 and 5
+    """
+    waves = levels.shape[0]
+    left = np.full(waves, ranks)
+    ends = np.empty(waves * ranks, np.int64)
+    count = 0
+    j = units.price.shape[0]
+    while j > 0:
+        chosen, start, least = -1, 0, np.inf
+        for wave in range(waves):
+            if left[wave] == 0 or (
+                wave > 0 and left[wave - 1] and levels[wave] == levels[wave - 1]
+            ):
+                continue
+            i = block_start(units, j, levels[wave])
+            if i == j:
+                continue
+            unused = levels[wave] - block_cost(units, i, j)
+            if relative:
+                unused /= levels[wave]
+            if unused < least:
+                chosen, start, least = wave, i, unused
+        if chosen < 0:
+            return ends[:0], (count + 1) * waves
+        left[chosen] -= 1
+        ends[count] = j
+        count += 1
+        j = start
+    return ends[:count][::-1].copy(), count * waves
+
+
+@kernel
+def levels_of(units: Rows, ends: IntArray, ranks: int, waves: int) -> FloatArray:
+    """The cost of each wave where blocks of similar cost share one, most expensive first."""
+    costs = np.full(waves * ranks, units.empty)
+    for block, cost in enumerate(block_costs(units, ends)):
+        costs[block] = cost
+    return np.sort(costs)[::-1][::ranks].copy()
+
+
+@kernel
+def lower_levels(
+    units: Rows, ends: IntArray, ranks: int, waves: int, relative: bool, work: int
+) -> IntArray:
+    """The ends after levels are lowered, one by one and one at the expense of another.
+
+    A level falls by a share; the other rises by as little as bisection finds. The change is kept if
+    the sum of levels falls. Stops after about `work` blocks are tried.
+    """
+    levels = levels_of(units, ends, ranks, waves)
+    time = levels.sum()
+    for _ in range(_ROUNDS):
+        before = time
+        for share in _SHARES:
+            for lower in range(waves):
+                for higher in range(waves):
+                    if work < 0:
+                        return ends
+                    gain = levels[lower] * share
+                    trial = levels.copy()
+                    trial[lower] -= gain
+                    low, high = 0.0, gain * _LESS
+                    if higher != lower:
+                        trial[higher] += high
+                    found, tried = blocks_in_waves(units, trial, ranks, relative)
+                    work -= tried
+                    if found.shape[0] == 0:
+                        continue
+                    for _ in range(_TRIALS if higher != lower else 0):
+                        middle = (low + high) / 2
+                        trial[higher] = levels[higher] + middle
+                        lower_ends, tried = blocks_in_waves(units, trial, ranks, relative)
+                        work -= tried
+                        if lower_ends.shape[0]:
+                            high, found = middle, lower_ends
+                        else:
+                            low = middle
+                    reached = levels_of(units, found, ranks, waves)
+                    if reached.sum() < time * _LESS:
+                        time, levels, ends = reached.sum(), reached, found
+        if time == before:
+            break
+    return ends
+
+
+def rank_sum_cuts(
+    units: Rows, ranks: int, waves: int, given: list[IntArray]
+) -> list[tuple[IntArray, IntArray]]:
+    """(ends of the blocks, rank of each block) of the cuts worth comparing.
+
+    `given` are the ends of cuts to start from: that with the fewest slots, which is dealt by every
+    balance, the cheapest, and others.
+    """
+    even = even_blocks(units, 0, len(units.price), ranks * waves)
+    cuts = [*given, even, *_capped(units, even, given[1])]
+    dealt = [deal_blocks(units, ends, ranks, waves, "lpt") for ends in cuts]
+    slowest = [_slowest(units, *cut, ranks) for cut in zip(cuts, dealt, strict=True)]
+    many = ranks * waves > _MANY
+    fastest = np.argsort(slowest, kind="stable")[: 1 if many else _IMPROVED]
+    improved = [lower_slowest(units, cuts[at], ranks, waves) for at in fastest]
+    balances = [name for name in DEALS if name != "refined" or not many]
+    fewest = [(given[0], deal_blocks(units, given[0], ranks, waves, name)) for name in balances]
+    return improved + fewest
+
+
+def _capped(units: Rows, even: IntArray, cheapest: IntArray) -> list[IntArray]:
+    """The ends of the cheapest cuts whose most expensive block is capped, at several caps."""
+    low, high = most_expensive(units, 0, even), most_expensive(units, 0, cheapest)
+    caps = np.geomspace(low, high, _CAPS + 1)[:-1] if high > low else np.array([low])
+    count = len(cheapest)
+    return [
+        optimal_cuts(units.scaled, units.rows, capped_starts(units, cap), count) for cap in caps
+    ]
+
+
+def deal_blocks(
+    units: Rows, ends: IntArray, ranks: int, waves: int, balance: str = "refined"
+) -> IntArray:
+    """The rank of each block; no rank has more than `waves`."""
+    costs = np.full(ranks * waves, units.empty)
+    costs[: len(ends)] = block_costs(units, ends)
+    return partition(costs, ranks, balance, equal_sizes=True)[: len(ends)]
+
+
+def lower_slowest(units: Rows, ends: IntArray, ranks: int, waves: int) -> tuple[IntArray, IntArray]:
+    """(ends, rank of each block) after shifts and swaps, dealt again while that helps."""
+    rank_of, time = ends, np.inf
+    balance = "refined" if len(ends) <= _REFINED else "lpt"
+    for _ in range(_TURNS if len(ends) <= _MANY else 1):
+        dealt = deal_blocks(units, ends, ranks, waves, balance)
+        cut, dealt, reached = slowest_lowered(units, ends, dealt, ranks, waves, _WORK)
+        if reached >= time * (1 - 1e-9):
+            break
+        ends, rank_of, time = cut, dealt, reached
+    return ends, rank_of
+
+
+def _slowest(units: Rows, ends: IntArray, rank_of: IntArray, ranks: int) -> float:
+    return float(np.bincount(rank_of, block_costs(units, ends) - units.empty, ranks).max())
+
+
+@kernel
+def chain(
+    units: Rows,
+    ends: IntArray,
+    costs: FloatArray,
+    rank_of: IntArray,
+    load: FloatArray,
+    change: FloatArray,
+    block: int,
+    step: int,
+    limit: float,
+) -> tuple[float, int]:
+    """(slowest rank it touches, the other block) of the best chain of shifted cuts.
+
+    `block` gives a unit to a block on its narrow (step -1) or wide side (step 1). All cuts between
+    the two shift by one unit, so that the blocks between keep their number of units. Only chains
+    that end below `limit` are found; the block is -1 if there is none.
+    """
+    count = ends.shape[0]
+    heavy = rank_of[block]
+    start = ends[block - 1] if block > 0 else 0
+    end = ends[block]
+    best, found = limit, -1
+    if end - start < 2:
+        return best, found
+    if step < 0:
+        given = block_cost(units, start + 1, end)
+    else:
+        given = block_cost(units, start, end - 1)
+    change[heavy] += given - costs[block]
+    peak = 0.0
+    other = block + step
+    last = block
+    while 0 <= other < count and abs(other - block) <= _FARTHEST:
+        last = other
+        r = rank_of[other]
+        start = ends[other - 1] if other > 0 else 0
+        end = ends[other]
+        # The other block takes the unit and gives none on.
+        first, final = (start, end + 1) if step < 0 else (start - 1, end)
+        if units.starts[final] <= first:
+            taken = block_cost(units, first, final) - costs[other]
+            reached = max(peak, load[r] + change[r] + taken, load[heavy] + change[heavy])
+            if r == heavy:
+                reached = max(peak, load[r] + change[r] + taken)
+            if reached < best:
+                best, found = reached, other
+        # It takes one and gives one on.
+        first, final = (start + 1, end + 1) if step < 0 else (start - 1, end - 1)
+        if units.starts[final] > first:
+            break
+        change[r] += block_cost(units, first, final) - costs[other]
+        peak = max(peak, load[r] + change[r])
+        if peak >= best:
+            break
+        other += step
+    change[heavy] = 0.0
+    for other in range(min(block, last), max(block, last) + 1):
+        change[rank_of[other]] = 0.0
+    return best, found
+
+
+@kernel
+def best_merge(
+    units: Rows,
+    ends: IntArray,
+    costs: FloatArray,
+    rank_of: IntArray,
+    load: FloatArray,
+    block: int,
+    limit: float,
+) -> tuple[float, int]:
+    """(slower of the two ranks, the neighbour) if `block` joins a neighbour on another rank."""
+    heavy = rank_of[block]
+    best, found = limit, -1
+    for other in (block - 1, block + 1):
+        if not 0 <= other < ends.shape[0] or rank_of[other] == heavy:
+            continue
+        low, high = min(block, other), max(block, other)
+        start = ends[low - 1] if low > 0 else 0
+        if units.starts[ends[high]] > start:
+            continue
+        joined = block_cost(units, start, ends[high]) - units.empty
+        r = rank_of[other]
+        reached = max(load[heavy] - costs[block], load[r] - costs[other] + joined)
+        if reached < best:
+            best, found = reached, other
+    return best, found
+
+
+@kernel
+def best_split(
+    units: Rows,
+    ends: IntArray,
+    load: FloatArray,
+    heavy: int,
+    spare: int,
+    block: int,
+    limit: float,
+) -> tuple[float, int, bool]:
+    """(slower rank, where `block` is cut, whether its narrow part leaves) of the best split.
+
+    The part that leaves goes to the rank `spare`, which may be the same one.
+    """
+    start = ends[block - 1] if block > 0 else 0
+    end = ends[block]
+    best, found, narrow = limit, -1, True
+    whole = block_cost(units, start, end)
+    for cut in range(start + 1, end, max(1, (end - start) // _FARTHEST)):
+        below, above = block_cost(units, start, cut), block_cost(units, cut, end)
+        if spare == heavy:
+            reached = load[heavy] - whole + below + above - units.empty
+            if reached < best:
+                best, found = reached, cut
+            continue
+        for leaving, staying in ((below, above), (above, below)):
+            reached = max(load[heavy] - whole + staying, load[spare] + leaving - units.empty)
+            if reached < best:
+                best, found, narrow = reached, cut, leaving == below
+    return best, found, narrow
+
+
+@kernel
+def slowest_lowered(
+    units: Rows, ends: IntArray, rank_of: IntArray, ranks: int, waves: int, work: int
+) -> tuple[IntArray, IntArray, float]:
+    """(ends, rank of each block, time it reaches) after moves that lower the slowest rank.
+
+    A rank runs at most `waves` blocks; the time counts empty ones as 0. Stops after about `work`
+    blocks are looked at.
+    """
+    ends, rank_of = ends.copy(), rank_of.copy()
+    load = np.zeros(ranks)
+    held = np.zeros(ranks, np.int64)
+    change = np.zeros(ranks)
+    while True:
+        count = ends.shape[0]
+        costs = block_costs(units, ends) - units.empty
+        load[:] = 0.0
+        held[:] = 0
+        for b in range(count):
+            load[rank_of[b]] += costs[b]
+            held[rank_of[b]] += 1
+        heavy, spare = 0, -1
+        for r in range(ranks):
+            heavy = r if load[r] > load[heavy] else heavy
+            if held[r] < waves and (spare < 0 or load[r] < load[spare]):
+                spare = r
+        if work <= 0:
+            break
+        best = load[heavy] * _LESS
+        block, other, kind, narrow = -1, -1, _SWAP, True
+        for b in range(count):
+            if rank_of[b] != heavy or work <= 0:
+                continue
+            for step in (_NARROWER, _WIDER):
+                reached, c = chain(units, ends, costs, rank_of, load, change, b, step, best)
+                if c >= 0:
+                    best, block, other, kind = reached, b, c, step
+            for c in range(count):
+                r = rank_of[c]
+                reached = max(load[heavy] - costs[b] + costs[c], load[r] + costs[b] - costs[c])
+                if r != heavy and reached < best:
+                    best, block, other, kind = reached, b, c, _SWAP
+            reached, c = best_merge(units, ends, costs, rank_of, load, b, best)
+            if c >= 0:
+                best, block, other, kind = reached, b, c, _MERGE
+            if spare >= 0:
+                reached = max(load[heavy] - costs[b], load[spare] + costs[b])
+                if spare != heavy and reached < best:
+                    best, block, kind = reached, b, _MOVE
+                reached, c, lower = best_split(units, ends, load, heavy, spare, b, best)
+                if c >= 0:
+                    best, block, other, kind, narrow = reached, b, c, _SPLIT, lower
+            work -= 3 * _FARTHEST + count
+        work -= count + ranks
+        if block < 0:
+            break
+        if kind == _MOVE:
+            rank_of[block] = spare
+        elif kind == _SWAP:
+            rank_of[block], rank_of[other] = rank_of[other], heavy
+        elif kind == _MERGE:
+            low = min(block, other)
+            kept = rank_of[other]
+            ends = np.concatenate((ends[:low], ends[low + 1 :]))
+            rank_of = np.concatenate((rank_of[:low], rank_of[low + 1 :]))
+            rank_of[low] = kept
+        elif kind == _SPLIT:
+            ends = np.concatenate((ends[:block], np.array([other]), ends[block:]))
+            rank_of = np.concatenate((rank_of[:block], rank_of[block : block + 1], rank_of[block:]))
+            rank_of[block if narrow else block + 1] = spare
+        else:
+            for b in range(min(block, other), max(block, other)):
+                ends[b] -= kind
+    return ends, rank_of, load.max()
