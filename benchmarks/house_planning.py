@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+SYNC: tuple[Any, ...] = ("micro_batch", "step")
 Case = tuple[Any, Any, dict[str, Any]]
 """(lengths, recipe, further arguments of make_plan)."""
 
@@ -45,7 +46,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
         return Cost(per_token=24576.0, per_pair=float(rng.choice([0.0, 1.0, 4.0])))
 
     def plain(
-        layout: str, sync: str, least: int, most: int, **more: Any
+        layout: str, sync: Any, least: int, most: int, **more: Any
     ) -> Callable[[int, Path], Case]:
         def case(seed: int, folder: Path) -> Case:
             lengths, ranks, budget, rng = draw(seed, folder, least, most)
@@ -64,7 +65,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
         return lengths, Recipe(layout=layout, topology=Topology(dp=ranks), cost=cost(rng)), {}
 
     def one_width(seed: int, folder: Path) -> Case:
-        lengths, ranks, budget, rng = draw(seed, folder, 64, 2048)
+        lengths, ranks, budget, _ = draw(seed, folder, 64, 2048)
         topology = Topology(dp=ranks, pp=2)
         return lengths, Recipe(layout=Packed(max_tokens=budget), topology=topology), {}
 
@@ -77,7 +78,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
             topology=Topology(dp=ranks),
             cost=cost(rng),
             limits=Limits(columns={"patches": most}),
-            sync_every=str(rng.choice(["micro_batch", "step"])),
+            sync_every=SYNC[int(rng.integers(2))],
         )
         return lengths, recipe, {"columns": {"patches": patches}}
 
@@ -89,7 +90,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
             layout=Packed(max_tokens=budget),
             topology=Topology(dp=ranks),
             cost=cost(rng),
-            sync_every=str(rng.choice(["micro_batch", "step"])),
+            sync_every=SYNC[int(rng.integers(2))],
         )
         return lengths, recipe, {"groups": np.arange(len(lengths)) // size}
 
@@ -101,7 +102,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
             topology=Topology(dp=ranks),
             cost=cost(rng),
             second_work=SecondWork(column="patches"),
-            sync_every=str(rng.choice(["micro_batch", "step"])),
+            sync_every=SYNC[int(rng.integers(2))],
         )
         return lengths, recipe, {"columns": {"patches": patches}}
 
@@ -120,7 +121,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
             lengths, ranks, budget, rng = draw(seed, folder, 64, 2048)
             made = (Padded if layout == "padded" else Packed)(max_tokens=budget)
             price = Cost(per_token=24576.0, per_pair=1.0, per_micro_batch=24576.0 * 500)
-            sync = str(rng.choice(["micro_batch", "step"]))
+            sync = SYNC[int(rng.integers(2))]
             topology = Topology(dp=ranks)
             return lengths, Recipe(layout=made, topology=topology, cost=price, sync_every=sync), {}
 
@@ -128,7 +129,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
 
     def ranks(count: int) -> Callable[[int, Path], Case]:
         def case(seed: int, folder: Path) -> Case:
-            lengths, _, budget, rng = draw(seed, folder, 4096, 4097)
+            lengths, _, budget, _ = draw(seed, folder, 4096, 4097)
             topology = Topology(dp=count)
             return lengths, Recipe(layout=Packed(max_tokens=budget), topology=topology), {}
 
@@ -163,8 +164,7 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
 def work() -> None:
     """Plan one case per line of standard input."""
     from evenstep import make_plan
-
-    from evenstep.core.measures import step_times  # the one function for the time of a step
+    from evenstep.core.measures import step_times
 
     gc.disable()
     cases = kinds()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.internals import FloatArray, IntArray, Shape, exchange, search_all
+from tests.internals import FloatArray, IntArray, Shape, exchange, search_all, sum_by
 
 SPANS = ((1, 6), (1, 4), (1, 3), (0, 2))  # units, ranks, waves, limits
 
@@ -34,7 +34,7 @@ def works_of(units: Columns, shape: Shape, pack_of: IntArray) -> list[FloatArray
     """Both works of each micro-batch, by the definition."""
     micro, micros = pack_of // shape.rows, shape.waves * shape.ranks
     if not shape.padded:
-        return [np.bincount(micro, work, micros) for work in (units.cost, units.second)]
+        return [sum_by(micro, work, micros) for work in (units.cost, units.second)]
     work = np.full(micros, shape.empty)
     for pack in np.unique(pack_of):
         members = np.flatnonzero(pack_of == pack)

@@ -116,7 +116,7 @@ def planned(case: Case) -> tuple[Plan, list[float] | None]:
         one_rank = problem.cut and problem.recipe.equal_sizes  # `of_ranks` has the whole step
         return None if one_rank else problem
 
-    ways = {"search_packs": of_step, "cut_rows": of_step, "_cut_by_rank": of_ranks}
+    ways: dict[str, Any] = {"search_packs": of_step, "cut_rows": of_step, "_cut_by_rank": of_ranks}
     with pytest.MonkeyPatch.context() as patch:
         for name, problem_of in ways.items():
             patch.setattr(step_module, name, recorded(getattr(step_module, name), problem_of))
