@@ -133,7 +133,7 @@ if TYPE_CHECKING:
     from evenstep.planning.exchange import Shape, exchange, search_all
     from evenstep.planning.filled import filled_packs
     from evenstep.planning.kernels import kernel as kernel_decorator
-    from evenstep.planning.optimal import at_most, by_length, take
+    from evenstep.planning.optimal import fill_exactly
     from evenstep.planning.packers import divide_bins, even_bins
     from evenstep.planning.padded import (
         Rows,
