@@ -165,10 +165,8 @@ if TYPE_CHECKING:
     from evenstep.planning.pool import (
         PADDED,
         STRATEGIES,
-        fill_space,
-        fill_under_weight,
-        from_records,
-        from_stages,
+        best_set,
+        fill_window,
         search,
         select,
     )
