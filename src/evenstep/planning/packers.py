@@ -5,6 +5,7 @@ first-fit family are here; `best_fit` and `optimal` have modules of their own.
 """
 
 from operator import index
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -83,7 +84,8 @@ def _packed(items: IntArray, capacity: int, packer: str | Packer, seed: int) -> 
     if isinstance(packer, str):
         return PACKERS[packer](items, capacity, seed)
     check_items(items, capacity)
-    name, bins = getattr(packer, "__qualname__", repr(packer)), packer(items.copy(), capacity, seed)
+    name = getattr(packer, "__qualname__", repr(packer))
+    bins: Any = packer(items.copy(), capacity, seed)
     if not isinstance(bins, Ragged):
         try:
             bins = Ragged.of([[index(item) for item in row] for row in bins])
@@ -398,29 +400,21 @@ def divide_kernel(
         count -= 1
         heap[0] = heap[count]
         sink(heap, count, emptiness, 0, True)
-        start[bins], stop[bins] = start[b] + halve(sizes, values[start[b] : stop[b]]), stop[b]
+        # Two halves of similar size, neither empty: longest first, each item goes to the smaller.
+        row = values[start[b] : stop[b]]
+        ordered = row[np.argsort(-sizes[row], kind="mergesort")]
+        in_first = np.empty(row.shape[0], np.bool_)
+        ahead = 0  # the size of the first half less that of the second
+        for k, item in enumerate(ordered):
+            in_first[k] = ahead <= 0
+            ahead += sizes[item] if in_first[k] else -sizes[item]
+        middle = in_first.sum()
+        first, second = 0, middle
+        for k, item in enumerate(ordered):
+            row[first if in_first[k] else second] = item
+            first, second = first + in_first[k], second + (not in_first[k])
+        start[bins], stop[bins] = start[b] + middle, stop[b]
         stop[b] = start[bins]
         count = push(bins, push(b, count))
         bins += 1
     return start[:bins], stop[:bins]
-
-
-@kernel
-def halve(sizes: IntArray, row: IntArray) -> int:
-    """Order the items of a bin, in place, as two halves of similar size, neither empty.
-
-    Longest first, each goes to the smaller half. Returns how many are in the first half.
-    """
-    ordered = row[np.argsort(-sizes[row], kind="mergesort")]
-    in_first = np.empty(row.shape[0], np.bool_)
-    ahead = 0  # the size of the first half less that of the second
-    for k, item in enumerate(ordered):
-        in_first[k] = ahead <= 0
-        ahead += sizes[item] if in_first[k] else -sizes[item]
-    count = 0
-    for half in (True, False):
-        for k, item in enumerate(ordered):
-            if in_first[k] == half:
-                row[count] = item
-                count += 1
-    return int(in_first.sum())
