@@ -63,20 +63,19 @@ def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     """The items of each bin, longest first."""
     n, naturals = len(lengths), lengths.view(np.uint64)
     # One large numpy array uses huge pages; arrays made in a kernel, or two small ones, do not.
-    order, bin_of = np.empty((2, n), np.uint32)
-    values = np.empty(n, np.int64)
-    below, size = values.view(np.uint32).reshape(2, -1)  # until the bins are filled
+    scratch, values = np.empty((2, n), np.uint32), np.empty(n, np.int64)
     following, present, stops = count_lengths(naturals, capacity)
     if len(stops) == 0 or stops[-1] < n:
         check_items(lengths, capacity)  # raises, and names the item
     if n < _TOGETHER:
-        sort_items(naturals, following, order)
+        offsets = fit_counted(naturals, following, present, stops, capacity, scratch, values)
+        return Ragged(values, offsets)
+    order, bin_of = scratch
+    below, size = values.view(np.uint32).reshape(2, -1)  # until the bins are filled
+    with ThreadPoolExecutor(1) as second:
+        sorting = second.submit(sort_items, naturals, following, order)
         bins = fit_items(present, stops, capacity, bin_of, below, size)
-    else:
-        with ThreadPoolExecutor(1) as second:
-            sorting = second.submit(sort_items, naturals, following, order)
-            bins = fit_items(present, stops, capacity, bin_of, below, size)
-            sorting.result()
+        sorting.result()
     return Ragged(values, fill_bins(bin_of, order, size[:bins], values))
 
 
@@ -248,6 +247,25 @@ def fill_bins(bin_of: Natural, order: Natural, size: Natural, values: IntArray) 
         for i in range(stop):
             values[targets[i]] = order[start + i]
     return offsets
+
+
+@kernel
+def fit_counted(
+    lengths: Natural,
+    following: Natural,
+    present: Natural,
+    stops: Natural,
+    capacity: int,
+    scratch: Natural,
+    values: IntArray,
+) -> IntArray:
+    """Sort, fit and fill in one call: three calls take 2 us longer."""
+    order, bin_of = scratch[0], scratch[1]
+    halves = values.view(np.uint32)
+    below, size = halves[: order.shape[0]], halves[order.shape[0] :]
+    sort_items(lengths, following, order)
+    bins = fit_items(present, stops, capacity, bin_of, below, size)
+    return fill_bins(bin_of, order, size[:bins], values)
 
 
 @kernel
