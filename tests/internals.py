@@ -129,7 +129,7 @@ if TYPE_CHECKING:
     from evenstep.planning.best_fit import best_fit, best_fit_few, check_items
     from evenstep.planning.exchange import Shape, exchange, search_all
     from evenstep.planning.kernels import kernel as kernel_decorator
-    from evenstep.planning.optimal import at_most, by_length, take
+    from evenstep.planning.optimal import fill_exactly
     from evenstep.planning.packers import divide_bins, even_bins
     from evenstep.planning.padded import (
         Rows,
@@ -155,10 +155,8 @@ if TYPE_CHECKING:
     from evenstep.planning.pool import (
         PADDED,
         STRATEGIES,
-        fill_space,
-        fill_under_weight,
-        from_records,
-        from_stages,
+        best_set,
+        fill_window,
         search,
         select,
     )

@@ -12,14 +12,12 @@ from tests.examples import examples
 from tests.internals import (
     PACKER_NAMES,
     IntArray,
-    at_most,
     best_fit,
     best_fit_few,
-    by_length,
     divide_bins,
     even_bins,
+    fill_exactly,
     pack_bound,
-    take,
 )
 
 
@@ -48,20 +46,21 @@ def test_bins_do_not_depend_on_the_unit_of_length(packer: str, factor: int) -> N
     assert large.sums(lengths * factor).max() <= 32768 * factor
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(0, 99))
-def test_the_longest_length_that_fits_is_found_while_items_are_taken(
-    lengths: list[int], seed: int
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(0, 4))
+def test_without_looks_for_partners_bins_take_the_longest_length_that_fits(
+    lengths: list[int], shift: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    table = by_length(np.sort(np.array(lengths)), 200)
-    left = sorted(lengths)
+    order = np.argsort(lengths, kind="stable")
+    bin_of, bins, _ = fill_exactly(np.array(lengths)[order], order, 200, shift, 0, 0, 0)
+    left, filled = sorted(lengths), []
     while left:
-        most = int(rng.integers(0, 201))
-        fitting = [length for length in left if length <= most]
-        rank = at_most(table, most)
-        assert (table.value[rank] if rank else None) == (max(fitting) if fitting else None)
-        taken = left.pop(int(rng.integers(len(left))))
-        take(table, int(np.searchsorted(np.unique(lengths), taken)) + 1)
+        row: list[int] = []
+        while fitting := [length for length in left if sum(row) + length <= 200]:
+            row.append(fitting[-1])
+            left.remove(fitting[-1])
+        filled.append(sorted(row))
+    found = [sorted(lengths[i] for i in np.flatnonzero(bin_of == b)) for b in range(bins)]
+    assert found == filled
 
 
 def divided(sizes: IntArray, bins: list[list[int]], target: int) -> list[list[int]]:

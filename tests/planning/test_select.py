@@ -17,16 +17,15 @@ from tests.internals import (
     PADDED,
     STRATEGIES,
     IntArray,
-    fill_space,
-    fill_under_weight,
-    from_records,
-    from_stages,
+    best_set,
+    fill_window,
     search,
     select,
 )
 from tests.internals import PoolRoom as Room
 
 LENGTHS = np.array([7, 6, 8, 5, 1, 3, 8, 6])
+NOTHING: IntArray = np.empty(0, np.int64)
 DRAWN = [4, 1, 5, 2, 0, 3, 7, 6]
 
 pools = st.lists(st.integers(1, 30), min_size=1, max_size=9)
@@ -182,13 +181,9 @@ def test_a_space_is_filled_as_by_a_table_of_first_makers(
     expected = indices.tolist()
     if sizes[indices].sum() > space:
         expected = indices[first_made(sizes[indices].tolist(), space)].tolist()
-        everything = int(sizes.sum())
-        for made in (
-            from_stages(sizes[indices], space, everything),
-            from_records(sizes[indices], space),
-        ):
-            assert indices[made].tolist() == expected
-    assert fill_space(sizes, space).tolist() == expected
+        made = fill_window(sizes[indices], space, int(sizes.sum()))
+        assert indices[made].tolist() == expected
+    assert best_set(sizes, NOTHING, space, 0).tolist() == expected
 
 
 def first_made(sizes: list[int], space: int) -> list[int]:
@@ -219,7 +214,7 @@ def test_the_most_value_under_a_weight_is_that_of_the_plain_table(
             if after <= most_value and total <= most_weight:
                 least[after] = min(total, least.get(after, total))
     values, weights = np.array(items).T.copy()
-    taken = fill_under_weight(values, weights, most_value, most_weight)
+    taken = best_set(values, weights, most_value, most_weight)
     assert sorted(set(taken.tolist())) == taken.tolist()
     assert values[taken].sum() == max(least)
     assert weights[taken].sum() <= most_weight
@@ -320,7 +315,7 @@ def test_kernels_choose_the_same_without_their_compiler() -> None:
     program = (
         "import numpy as np\n"
         f"from {Room.__module__} import STRATEGIES, Room, select\n"
-        f"from {from_records.__module__} import from_records\n"
+        f"from {fill_window.__module__} import fill_window\n"
         "rng = np.random.default_rng(0)\n"
         "for capacity in (40, 300, 2000):\n"
         "    for limits in ({}, {'most': 6}, {'counted': 60}, {'counted': 60, 'most': 5}):\n"
@@ -329,7 +324,7 @@ def test_kernels_choose_the_same_without_their_compiler() -> None:
         "        for name in STRATEGIES:\n"
         "            room = Room(capacity=capacity, unit=4, **limits)\n"
         "            print(select(name, sizes, room, counted).tolist())\n"
-        "        print(from_records(sizes, capacity).tolist())\n"
+        "        print(fill_window(sizes, capacity, sizes.sum()).tolist())\n"
     )
     outputs = [
         subprocess.run(

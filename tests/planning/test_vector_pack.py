@@ -159,7 +159,7 @@ def test_the_search_ends_when_there_are_few_enough_bins(monkeypatch: pytest.Monk
         raise AssertionError("searched on")
 
     monkeypatch.setattr(module, "spread_over", fail)
-    assert len(vector_pack(*arguments, 500)) <= 500
+    assert len(LimitedPacker(*arguments).bins(500)) <= 500
 
 
 def test_nothing_packs_into_nothing_and_no_limit_means_one_bin() -> None:
@@ -243,20 +243,26 @@ def test_an_answer_does_not_depend_on_what_was_asked_before(
     arguments = (sizes, extra, 30, np.array([9.0, 5.0]))
     packer = LimitedPacker(*arguments)
     for enough in numbers:
-        assert packer.bins(enough).tolist() == vector_pack(*arguments, enough).tolist()
+        alone = LimitedPacker(*arguments).bins(enough)
+        assert packer.bins(enough).tolist() == alone.tolist()
+        assert vector_pack(*arguments, enough).tolist() == alone.tolist()
 
 
 def test_items_are_packed_once_for_all_numbers_of_bins(monkeypatch: pytest.MonkeyPatch) -> None:
-    packer = LimitedPacker(*mix(300, 0, 0.5))
-    fewest = packer.bins()
+    sizes, extra, capacity, caps = mix(300, 0, 0.5)
+    fewest = vector_pack(sizes, extra, capacity, caps)
 
     def fail(*_: object) -> None:
         raise AssertionError("packed again")
 
     monkeypatch.setattr(module, "fit_parts", fail)
     monkeypatch.setattr(module, "spread_over", fail)
-    assert packer.bins().tolist() == fewest.tolist()
-    assert len(packer.bins(300)) <= 300
+    assert vector_pack(sizes, extra, capacity, caps).tolist() == fewest.tolist()
+    assert len(vector_pack(sizes, extra, capacity, caps, 300)) <= 300
+    with pytest.raises(AssertionError, match="packed again"):
+        vector_pack(sizes.copy(), extra, capacity, caps)
+    with pytest.raises(AssertionError, match="packed again"):
+        vector_pack(sizes, extra, capacity - 1, caps)
 
 
 @pytest.mark.parametrize("part", [1, 7, 64])
@@ -267,7 +273,7 @@ def test_items_packed_in_parts_keep_every_limit(
     sizes, extra, capacity, caps = mix(500, 0, share)
     whole = vector_pack(sizes, extra, capacity, caps)
     monkeypatch.setattr(module, "_PART", part)
-    bins = vector_pack(sizes, extra, capacity, caps)
+    bins = LimitedPacker(sizes, extra, capacity, caps).bins()
     assert_packed(bins, sizes, extra, capacity, caps)
     if part == 64:
         assert len(bins) <= 1.02 * len(whole)

@@ -29,28 +29,16 @@ NONE = np.uint32(2**32 - 1)  # no bin
 
 def check_items(lengths: IntArray, capacity: int) -> None:
     """Raise if an item is shorter than 1 or longer than a bin."""
-    shortest, longest = extent(lengths)
-    if shortest < 1:
-        at = int(lengths.argmin())
+    shortest, longest = int(lengths.argmin()), int(lengths.argmax())
+    if lengths[shortest] < 1:
         raise InputError(
-            f"item {at} has length {lengths[at]}; expected 1 or more. Remove the item."
+            f"item {shortest} has length {lengths[shortest]}; expected 1 or more. Remove the item."
         )
-    if longest > capacity:
-        at = int(lengths.argmax())
+    if lengths[longest] > capacity:
         raise InputError(
-            f"item {at} has length {lengths[at]} but a bin holds {capacity}. Raise the capacity, "
-            f"or split or drop the item."
+            f"item {longest} has length {lengths[longest]} but a bin holds {capacity}. Raise the "
+            f"capacity, or split or drop the item."
         )
-
-
-@kernel
-def extent(lengths: IntArray) -> tuple[int, int]:
-    """The shortest and the longest length."""
-    low, high = lengths[0], lengths[0]
-    for i in range(lengths.shape[0]):
-        low = min(low, lengths[i])
-        high = max(high, lengths[i])
-    return low, high
 
 
 def bins_in_order(bin_of: IntArray) -> Ragged:
@@ -68,65 +56,27 @@ def best_fit_few(lengths: IntArray, capacity: int) -> Ragged:
     """`best_fit` without tables over the capacity."""
     check_items(lengths, capacity)
     order = np.argsort(-lengths, kind="stable")
-    ordered = lengths[order]
-    stops = np.append(np.flatnonzero(np.diff(ordered)) + 1, len(ordered))
-    bins = bins_in_order(fit_few_items(ordered[stops - 1], stops, capacity))
-    return Ragged(order[bins.values], bins.offsets)
+    return bins_by(fit_few_items(lengths, order, capacity), order)
 
 
 def best_fit(lengths: IntArray, capacity: int) -> Ragged:
     """The items of each bin, longest first."""
-    n = len(lengths)
+    n, naturals = len(lengths), lengths.view(np.uint64)
     # One large numpy array uses huge pages; arrays made in a kernel, or two small ones, do not.
-    scratch = np.empty((2, n), np.uint32)
-    values = np.empty(n, np.int64)
-    run = _alone if n < _TOGETHER else _together
-    return Ragged(values, run(lengths, capacity, scratch, values))
-
-
-def _alone(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray) -> IntArray:
-    """Fill `values` with the items by bin and return the offsets of the bins."""
-    following, present, stops = _counted(lengths, capacity)
-    return fit_counted(
-        lengths.view(np.uint64), following, present, stops, capacity, scratch, values
-    )
-
-
-def _together(lengths: IntArray, capacity: int, scratch: Natural, values: IntArray) -> IntArray:
-    """`fit_counted` on two threads: one sorts the items, the other fits them into bins.
-
-    A thread that would wait touches the memory that is used next.
-    """
-    naturals = lengths.view(np.uint64)
-    order, bin_of = scratch
-    below, size = values.view(np.uint32).reshape(2, -1)
-    with ThreadPoolExecutor(1) as second:
-        touching = second.submit(touch, scratch.reshape(-1))
-        following, present, stops = _counted(lengths, capacity)
-        sorting = second.submit(sort_items, naturals, following, order)
-        touching.result()
-        bins = fit_items(present, stops, capacity, bin_of, below, size)
-        touch(below[bins:])
-        touch(size[bins:])
-        sorting.result()
-    offsets = np.empty(bins + 1, np.int64)
-    start_bins(size, offsets)
-    fill_bins(bin_of, order, offsets[1:], values)
-    return offsets
-
-
-def _counted(lengths: IntArray, capacity: int) -> tuple[Natural, Natural, Natural]:
-    following, present, stops = count_lengths(lengths.view(np.uint64), capacity)
-    if len(stops) == 0 or stops[-1] < len(lengths):
+    scratch, values = np.empty((2, n), np.uint32), np.empty(n, np.int64)
+    following, present, stops = count_lengths(naturals, capacity)
+    if len(stops) == 0 or stops[-1] < n:
         check_items(lengths, capacity)  # raises, and names the item
-    return following, present, stops
-
-
-@kernel
-def touch(memory: Natural) -> None:
-    """Touch every page, so that the system allocates and clears it now."""
-    for i in range(0, memory.shape[0], 1024):  # a page has 4,096 bytes or more
-        memory[i] = 0
+    if n < _TOGETHER:
+        offsets = fit_counted(naturals, following, present, stops, capacity, scratch, values)
+        return Ragged(values, offsets)
+    order, bin_of = scratch
+    below, size = values.view(np.uint32).reshape(2, -1)  # until the bins are filled
+    with ThreadPoolExecutor(1) as second:
+        sorting = second.submit(sort_items, naturals, following, order)
+        bins = fit_items(present, stops, capacity, bin_of, below, size)
+        sorting.result()
+    return Ragged(values, fill_bins(bin_of, order, size[:bins], values))
 
 
 @kernel
@@ -243,31 +193,21 @@ def fit_items(
             # Avoid the division where one item fits.
             each = 1 if space < 2 * length else min(space // length, stop - item)
             rest = space - each * length
+            # Move bins to it, from their stack or newly opened.
             newest = top[rest]
-            if fresh:
-                # Open bins while each can be given `each` items of this length.
-                while item + each <= stop:
-                    size[bins] = each
-                    below[bins] = newest
-                    newest = bins
-                    bin_of[item] = bins  # most take one: no loop for it
-                    for i in range(item + 1, item + each):
-                        bin_of[i] = bins
-                    item += each
-                    bins += 1
-            else:
-                # Move bins from their stack to the one of the space that they have left.
-                chosen = top[space]
-                while chosen != NONE and item + each <= stop:
-                    size[chosen] += each
-                    after = below[chosen]
-                    below[chosen] = newest
-                    newest = chosen
-                    bin_of[item] = chosen  # most take one: no loop for it
-                    for i in range(item + 1, item + each):
-                        bin_of[i] = chosen
-                    item += each
-                    chosen = after
+            chosen = np.uint32(bins) if fresh else top[space]
+            while chosen != NONE and item + each <= stop:
+                bins += fresh
+                after = np.uint32(bins) if fresh else below[chosen]
+                size[chosen] = each if fresh else size[chosen] + each
+                below[chosen] = newest
+                newest = chosen
+                bin_of[item] = chosen  # most take one: no loop for it
+                for i in range(item + 1, item + each):
+                    bin_of[i] = chosen
+                item += each
+                chosen = after
+            if not fresh:
                 top[space] = chosen
                 if chosen == NONE:
                     low[space >> 6] &= ~bit(space)
@@ -281,21 +221,19 @@ def fit_items(
 
 
 @kernel
-def start_bins(size: Natural, offsets: IntArray) -> None:
-    """Set `offsets[b + 1]` to the start of bin b. Filling the bin advances it to the bin's end.
+def fill_bins(bin_of: Natural, order: Natural, size: Natural, values: IntArray) -> IntArray:
+    """Write the items into `values`, bin by bin, and return the offsets of the bins.
 
-    sizes [2, 1, 3] -> offsets [0, 0, 2, 3], and [0, 2, 3, 6] when all are filled
+    `offsets[b + 1]` is at first the start of bin b. Filling the bin advances it to the bin's end:
+    sizes [2, 1, 3] -> offsets [0, 0, 2, 3], and [0, 2, 3, 6] when all are filled. `size` may be in
+    the memory of `values`.
     """
-    total = 0
+    offsets = np.empty(size.shape[0] + 1, np.int64)
+    following, total = offsets[1:], 0
     offsets[0] = 0
-    for b in range(offsets.shape[0] - 1):
-        offsets[b + 1] = total
+    for b in range(size.shape[0]):
+        following[b] = total
         total += size[b]
-
-
-@kernel
-def fill_bins(bin_of: Natural, order: Natural, following: IntArray, values: IntArray) -> None:
-    """Write each item into its bin, at the bin's next free index in `following`."""
     targets = np.empty(BLOCK, np.uint32)
     n = order.shape[0]
     for start in range(0, n, BLOCK):
@@ -308,6 +246,7 @@ def fill_bins(bin_of: Natural, order: Natural, following: IntArray, values: IntA
             prefetch(values, target)
         for i in range(stop):
             values[targets[i]] = order[start + i]
+    return offsets
 
 
 @kernel
@@ -320,82 +259,56 @@ def fit_counted(
     scratch: Natural,
     values: IntArray,
 ) -> IntArray:
-    """Fill `values` with the items by bin and return the offsets of the bins.
-
-    Until the bins are filled, `values` holds the stacks.
-    """
+    """Sort, fit and fill in one call: three calls take 2 us longer."""
     order, bin_of = scratch[0], scratch[1]
     halves = values.view(np.uint32)
     below, size = halves[: order.shape[0]], halves[order.shape[0] :]
     sort_items(lengths, following, order)
     bins = fit_items(present, stops, capacity, bin_of, below, size)
-    offsets = np.empty(bins + 1, np.int64)
-    start_bins(size, offsets)
-    fill_bins(bin_of, order, offsets[1:], values)
-    return offsets
+    return fill_bins(bin_of, order, size[:bins], values)
 
 
 @kernel
-def place_of(spaces: IntArray, count: int, wanted: int) -> int:
-    """The first of `count` ascending spaces that is `wanted` or more; `count` if none is."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if spaces[middle] >= wanted:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def fit_few_items(lengths: IntArray, order: IntArray, capacity: int) -> IntArray:
+    """The bin of each item, taken in `order`, as `fit_items` finds it.
 
+    The open bins are a list by ascending space, which takes the place of its tables over the
+    capacity. Of bins with equal space, the newest comes first.
 
-@kernel
-def fit_few_items(present: IntArray, stops: IntArray, capacity: int) -> IntArray:
-    """The bin of each item, longest first, as `fit_items` finds it.
-
-    A sorted list of spaces takes the place of its tables over the capacity. Items of length
-    `present[k]` end at `stops[k]`. Bins of equal space are a stack.
+        capacity 10, lengths 6, 6, 3 -> spaces [4], [4, 4], [1, 4] of bins [0], [1, 0], [1, 0]
     """
-    n = stops[-1]
+    n = order.shape[0]
     bin_of = np.empty(n, np.int64)
-    below = np.empty(n, np.int64)  # the next bin of the same stack, or -1
-    spaces = np.empty(n + 1, np.int64)  # of open bins, ascending
-    tops = np.empty(n + 1, np.int64)  # the newest bin of each space
-    count, bins, item = 0, 0, 0
-    for at in range(present.shape[0]):
-        length, stop = present[at], stops[at]
-        while item < stop:
-            # The stack whose bins fit best, how many items each of them takes, and their new stack.
-            place = place_of(spaces, count, length)
-            fresh = place == count  # no open bin is large enough: open new ones
-            space = capacity if fresh else spaces[place]
-            each = min(space // length, stop - item)
-            rest = space - each * length
-            target = place_of(spaces, count, rest)
-            known = target < count and spaces[target] == rest
-            newest = tops[target] if known else -1
-            # Move bins to it, from their stack or newly opened.
-            chosen = bins if fresh else tops[place]
-            while chosen >= 0 and item + each <= stop:
-                after = bins + 1 if fresh else below[chosen]
-                bins += fresh
-                below[chosen] = newest
-                newest = chosen
-                bin_of[item : item + each] = chosen
-                item += each
-                chosen = after
-            # Take an empty stack off the list, and put a new one onto it.
-            if not fresh:
-                tops[place] = chosen
-                if chosen < 0:
-                    count -= 1
-                    for k in range(place, count):
-                        spaces[k], tops[k] = spaces[k + 1], tops[k + 1]
-            if rest > 0:
-                # Less space than before: removing `place` did not move `target`.
-                if not known:
-                    for k in range(count, target, -1):
-                        spaces[k], tops[k] = spaces[k - 1], tops[k - 1]
-                    count += 1
-                    spaces[target] = rest
-                tops[target] = newest
+    spaces, numbers = np.empty(n, np.int64), np.empty(n, np.int64)
+
+    def place_of(wanted: int, count: int) -> int:
+        """The first of `count` bins with a space of `wanted` or more; `count` if none has it."""
+        low, high = 0, count
+        while low < high:
+            middle = (low + high) // 2
+            if spaces[middle] >= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    count, bins = 0, 0
+    for item in order:
+        place = place_of(lengths[item], count)
+        if place == count:  # no open bin is large enough: open one
+            spaces[count], numbers[count] = capacity, bins
+            bins += 1
+            count += 1
+        chosen, rest = numbers[place], spaces[place] - lengths[item]
+        bin_of[item] = chosen
+        if rest == 0:  # full: take it off the list
+            count -= 1
+            for k in range(place, count):
+                spaces[k], numbers[k] = spaces[k + 1], numbers[k + 1]
+            continue
+        # It has less space than before, so it moves towards the front.
+        target = place_of(rest, place)
+        for k in range(place, target, -1):
+            spaces[k], numbers[k] = spaces[k - 1], numbers[k - 1]
+        spaces[target], numbers[target] = rest, chosen
     return bin_of

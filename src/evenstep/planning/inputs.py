@@ -28,7 +28,7 @@ def checked_lengths(lengths: ArrayLike, names: IntArray | None) -> IntArray:
         raise InputError(
             f"names has {len(names)} entries for {len(array)} samples. Give one per sample."
         )
-    return _integers("length", array, 1, MOST, names)
+    return _integers("length", array, 1, MOST, names=names)
 
 
 def checked_groups(groups: ArrayLike, count: int) -> IntArray:
@@ -38,7 +38,7 @@ def checked_groups(groups: ArrayLike, count: int) -> IntArray:
     >>> checked_groups(["b", "a", "b"], 3).tolist()
     [1, 0, 1]
     """
-    return _column("group", numbered(groups), -(2**63), 2**63 - 1, count)
+    return _integers("group", numbered(groups), -(2**63), 2**63 - 1, count)
 
 
 def numbered(groups: ArrayLike) -> ArrayLike:
@@ -80,25 +80,21 @@ def checked_column(name: str, columns: Mapping[str, ArrayLike] | None, count: in
             f"the recipe names the column {name!r}, but it was not given (columns given: {have}). "
             f"Pass columns={{{name!r}: ...}}."
         )
-    return _column(name, columns[name], 0, MOST, count)
-
-
-def _column(name: str, values: ArrayLike, least: int, most: int, count: int) -> IntArray:
-    column = _integers(name, values, least, most, None)
-    if len(column) != count:
-        raise InputError(
-            f"{name} has {len(column)} entries for {count} samples. Give one per sample."
-        )
-    return column
+    return _integers(name, columns[name], 0, MOST, count)
 
 
 def _integers(
-    what: str, values: ArrayLike, least: int, most: int, names: IntArray | None
+    what: str,
+    values: ArrayLike,
+    least: int,
+    most: int,
+    count: int | None = None,
+    names: IntArray | None = None,
 ) -> IntArray:
-    """A flat int64 copy of `values`; an error names the first sample that is wrong."""
+    """A flat int64 copy of `count` values; an error names the first sample that is wrong."""
     array = flat_array(what, values)
     if array.size == 0 and array.ndim == 1:
-        return np.empty(0, np.int64)
+        array = np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise InputError(
             f"{what} must be a flat sequence of integers{' or texts' if what == 'group' else ''}, "
@@ -114,6 +110,10 @@ def _integers(
         raise InputError(
             f"sample {at if names is None else names[at]} has {what} {array[at]}; expected an "
             f"integer in [{least}, {most}]. Correct it or leave the sample out."
+        )
+    if count is not None and len(array) != count:
+        raise InputError(
+            f"{what} has {len(array)} entries for {count} samples. Give one per sample."
         )
     return array.astype(np.int64)
 

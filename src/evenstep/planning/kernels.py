@@ -7,7 +7,6 @@ It also works as plain Python: set `NUMBA_DISABLE_JIT=1` to debug it or to measu
 import hashlib
 import logging
 import pickle
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -15,10 +14,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
-from numba import config, njit
+from llvmlite import ir
+from numba import config, njit, types
 from numba.core import event
-from numba.core.caching import FunctionCache, NullCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.serialize import dumps
+from numba.cpython.unsafe import numbers
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from evenstep.core.ragged import FloatArray, IntArray
@@ -48,26 +50,10 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
 def compile_seconds() -> float:
     """The seconds that this process has spent compiling kernels or loading them from the cache."""
-    return _CLOCK.seconds
+    return float(_CLOCK.duration) if _CLOCK.done else 0.0
 
 
-class _CompileClock(event.Listener):  # type: ignore[misc]
-    """Adds up the time of outermost compilations. numba compiles in one thread at a time."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._starts: list[float] = []
-
-    def on_start(self, event: Any) -> None:
-        self._starts.append(time.perf_counter())
-
-    def on_end(self, event: Any) -> None:
-        began = self._starts.pop()
-        if not self._starts:
-            self.seconds += time.perf_counter() - began
-
-
-_CLOCK = _CompileClock()
+_CLOCK = event.TimingListener()
 event.register("numba:compile", _CLOCK)
 
 
@@ -84,9 +70,8 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        file = self._cache_file
-        file._source_stamp = (file._source_stamp, _digest_of_kernels(_PACKAGE))
-        self._cache_file = _CheckedFile(file, (function.__qualname__, file._source_stamp))
+        stamp = (self._cache_file._source_stamp, _digest_of_kernels(_PACKAGE))
+        self._cache_file = _CheckedFile(self.cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         _CLOCK.on_start(None)
@@ -121,18 +106,15 @@ def _log(message: str) -> None:
     _LOGGER.warning(message)
 
 
-class _CheckedFile:
+class _CheckedFile(IndexDataCacheFile):  # type: ignore[misc]
     """The index and data files of one function. Each entry has a digest of its key and content.
 
     Damaged compiled code would crash the process. And numba writes the index before the data, so a
     read between the two would load code of other sources.
     """
 
-    def __init__(self, file: Any, owner: tuple[Any, ...]) -> None:
-        self._file, self._owner = file, owner
-
     def load(self, key: Any) -> Any:
-        entry = self._file.load(key)
+        entry = super().load(key)
         if entry is None:
             return None
         digest, content = entry
@@ -141,29 +123,20 @@ class _CheckedFile:
     def save(self, key: Any, data: Any) -> None:
         content = dumps(data)
         entry = (self._digest(key, content), content)
-        for _ in range(2):  # a folder may stand where the index or the data belongs
+        for _ in range(2):  # an empty folder may stand where the index or the data belongs
             try:
-                self._file.save(key, entry)
+                super().save(key, entry)
                 return
             except Exception as error:
-                _remove_folders(error)
-            self._file.flush()  # start a new index
-        self._file.save(key, entry)
-
-    def flush(self) -> None:
-        self._file.flush()
+                for path in (getattr(error, "filename", None), getattr(error, "filename2", None)):
+                    if path is not None and Path(path).is_dir():
+                        Path(path).rmdir()
+            self.flush()  # start a new index
+        super().save(key, entry)
 
     def _digest(self, key: Any, content: bytes) -> bytes:
-        digest = hashlib.blake2b(repr((self._owner, key)).encode(), digest_size=16)
-        digest.update(content)
-        return digest.digest()
-
-
-def _remove_folders(error: Exception) -> None:
-    """Remove empty folders at the path of a cache file."""
-    for path in (getattr(error, "filename", None), getattr(error, "filename2", None)):
-        if path is not None and Path(path).is_dir():
-            Path(path).rmdir()
+        owner = repr((self._index_name, self._source_stamp, key)).encode()
+        return hashlib.blake2b(owner + content, digest_size=16).digest()
 
 
 @cache
@@ -177,42 +150,41 @@ def _digest_of_kernels(package: Path) -> str:
     return digest.hexdigest()
 
 
-def _trailing_zeros(word: int) -> int:
+# Each of the next two is one machine instruction in a kernel.
+
+
+def trailing_zeros(word: int) -> int:
     """The index of the lowest set bit: 0b1000 -> 3."""
     return (int(word) & -int(word)).bit_length() - 1
 
 
-def _prefetch(array: NDArray[Any], index: int) -> None:
+def prefetch(array: NDArray[Any], index: int) -> None:
     """Prefetch the cache line of `array[index]` for writing. Does not wait."""
 
 
-trailing_zeros: Callable[[int], int] = _trailing_zeros
-prefetch: Callable[[NDArray[Any], int], None] = _prefetch
-if not config.DISABLE_JIT:
-    from llvmlite import ir
-    from numba import types
-    from numba.cpython.unsafe import numbers
-    from numba.extending import intrinsic
+@overload(trailing_zeros, strict=False)  # type: ignore[untyped-decorator]
+def _trailing_zeros(word: Any) -> Any:
+    return lambda word: np.int64(numbers.trailing_zeros(word))  # signed, also of an unsigned word
 
-    # Each is one machine instruction.
-    def _trailing_zeros_of(word: int) -> np.int64:
-        return np.int64(numbers.trailing_zeros(word))  # signed, also of an unsigned word
 
-    def _prefetch_line(_typing: Any, array: Any, index: Any) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-            offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
-            address = builder.gep(data, [offset])
-            word = ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
-            call = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-            builder.call(call, [address, word(1), word(3), word(1)])  # write, keep, data
-            return context.get_dummy_value()
+@overload(prefetch, strict=False)  # type: ignore[untyped-decorator]
+def _prefetch(array: Any, index: Any) -> Any:
+    return lambda array, index: _prefetch_line(array, index)
 
-        return types.void(array, index), emit
 
-    trailing_zeros = cast(Callable[[int], int], kernel(_trailing_zeros_of))
-    prefetch = cast(Callable[[NDArray[Any], int], None], intrinsic(_prefetch_line))
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch_line(_typing: Any, array: Any, index: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
+        address = builder.gep(data, [offset])
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
+        call = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+        builder.call(call, [address, word(1), word(3), word(1)])  # write, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), emit
 
 
 # A binary heap of numbers, ordered by a key, least first: keys [5, 1, 3] -> heap [1, 0, 2].

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from evenstep.core.bounds import pack_bound
 from evenstep.core.layout import Packer
-from evenstep.core.ragged import FloatArray, IntArray, Ragged, offsets_of, rounded_up
+from evenstep.core.ragged import IntArray, Ragged, offsets_of, rounded_up
 from evenstep.core.text import MOST, MOST_RANKS, seed_number, whole_number
 from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.best_fit import best_fit, best_fit_few, bins_by, bins_in_order, check_items
@@ -73,37 +73,32 @@ def pack(
 
 def _packed(items: IntArray, capacity: int, packer: str | Packer, seed: int) -> Ragged:
     """The bins of a packer, given by name or as a function. The bins of a function are checked."""
-    if isinstance(packer, str):
-        known = PACKERS.get(packer)
-        if known is None:
-            if ":" in packer:
-                raise ConfigError(
-                    f"packer {packer!r} is a function's name, read from a file. Pass the function."
-                )
-            raise ConfigError(f"unknown packer {packer!r}; expected one of: {', '.join(PACKERS)}.")
-        return known(items, capacity, seed) if len(items) else Ragged.of([])
+    if isinstance(packer, str) and packer not in PACKERS:
+        if ":" in packer:
+            raise ConfigError(
+                f"packer {packer!r} is a function's name, read from a file. Pass the function."
+            )
+        raise ConfigError(f"unknown packer {packer!r}; expected one of: {', '.join(PACKERS)}.")
     if len(items) == 0:
         return Ragged.of([])
+    if isinstance(packer, str):
+        return PACKERS[packer](items, capacity, seed)
     check_items(items, capacity)
-    packed = _as_ragged(packer(items.copy(), capacity, seed), packer)
-    fault = _fault(packed, items, capacity)
+    name = getattr(packer, "__qualname__", repr(packer))
+    bins: Any = packer(items.copy(), capacity, seed)
+    if not isinstance(bins, Ragged):
+        try:
+            bins = Ragged.of([[index(item) for item in row] for row in bins])
+        except TypeError:
+            raise PlanError(
+                f"packer {name} returned {type(bins).__name__}; expected a Ragged, or a list of "
+                f"item numbers for each bin."
+            ) from None
+    fault = _fault(bins, items, capacity)
     if fault:
-        raise PlanError(f"packer {_name(packer)} {fault}. Correct the packer.")
-    full = np.flatnonzero(packed.lengths)
-    return Ragged(packed.values, np.append(packed.offsets[full], len(packed.values)))
-
-
-def _as_ragged(bins: Any, packer: Packer) -> Ragged:
-    """The bins as `Ragged`; lists of item numbers are accepted too."""
-    if isinstance(bins, Ragged):
-        return bins
-    try:
-        return Ragged.of([[index(item) for item in row] for row in bins])
-    except TypeError:
-        raise PlanError(
-            f"packer {_name(packer)} returned {type(bins).__name__}; expected a Ragged, or a list "
-            f"of item numbers for each bin."
-        ) from None
+        raise PlanError(f"packer {name} {fault}. Correct the packer.")
+    full = np.flatnonzero(bins.lengths)
+    return Ragged(bins.values, np.append(bins.offsets[full], len(bins.values)))
 
 
 def _fault(packed: Ragged, items: IntArray, capacity: int) -> str:
@@ -120,10 +115,6 @@ def _fault(packed: Ragged, items: IntArray, capacity: int) -> str:
         at = int(used.argmax())
         return f"put {used[at]} tokens into bin {at}, which holds {capacity}"
     return ""
-
-
-def _name(packer: Packer) -> str:
-    return getattr(packer, "__qualname__", repr(packer))
 
 
 @kernel
@@ -177,36 +168,6 @@ def first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int, first: i
 
 
 @kernel
-def first_at_most(lengths: IntArray, order: IntArray, start: int, stop: int, most: int) -> int:
-    """The first index in `order[start:stop]`, longest first, with a length of at most `most`."""
-    while start < stop:
-        middle = (start + stop) // 2
-        if lengths[order[middle]] <= most:
-            stop = middle
-        else:
-            start = middle + 1
-    return start
-
-
-@kernel
-def put_item(
-    at: int,
-    b: int,
-    lengths: IntArray,
-    order: IntArray,
-    bin_of: IntArray,
-    space: IntArray,
-    after: IntArray,
-    before: IntArray,
-) -> None:
-    """Put item `order[at]` into bin `b`, and take it off the links of unpacked items."""
-    bin_of[order[at]] = b
-    space[b] -= lengths[order[at]]
-    after[at] = at + 1
-    before[at + 1] = at
-
-
-@kernel
 def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int) -> IntArray:
     """The bin of each item, by Johnson and Garey's rules. `order` is longest first.
 
@@ -220,22 +181,42 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
     """
     n = lengths.shape[0]
     bin_of = np.full(n, -1, np.int64)
-    # Large items are over a half of a bin, medium ones over a third, small ones over a sixth.
-    large = first_at_most(lengths, order, 0, n, capacity // 2)
-    medium = first_at_most(lengths, order, large, n, capacity // 3)
-    small = first_at_most(lengths, order, medium, n, capacity // 6)
+    space = np.full(n, capacity, np.int64)  # of each bin
     after = np.arange(n + 1)  # leads to the next unpacked index of `order`
     before = np.arange(n + 1)  # to the previous one; entry i + 1 is index i
-    # 1. Each large item opens a bin.
-    space = np.full(large, capacity, np.int64)
+
+    def put(at: int, b: int) -> None:
+        """Put item `order[at]` into bin `b`, and take it off the links of unpacked items."""
+        bin_of[order[at]] = b
+        space[b] -= lengths[order[at]]
+        after[at] = at + 1
+        before[at + 1] = at
+
+    def longest(start: int, stop: int, most: int) -> int:
+        """The first unpacked index of `order[start:stop]` with a length of at most `most`; `stop`
+        or more if there is none.
+        """
+        while start < stop:
+            middle = (start + stop) // 2
+            if lengths[order[middle]] <= most:
+                stop = middle
+            else:
+                start = middle + 1
+        return nearest_free(after, start)
+
+    # Large items are over a half of a bin, medium ones over a third, small ones over a sixth.
+    large = longest(0, n, capacity // 2)
+    medium = longest(large, n, capacity // 3)
+    small = longest(medium, n, capacity // 6)
     paired = np.zeros(large, np.bool_)
+    # 1. Each large item opens a bin.
     for b in range(large):
-        put_item(b, b, lengths, order, bin_of, space, after, before)
+        put(b, b)
     # 2. In turn, each bin gets the largest medium item that fits.
     for b in range(large):
-        at = nearest_free(after, first_at_most(lengths, order, large, medium, space[b]))
+        at = longest(large, medium, space[b])
         if at < medium:
-            put_item(at, b, lengths, order, bin_of, space, after, before)
+            put(at, b)
             paired[b] = True
     # 3. From the last bin back, those without one get the smallest of the small items and the
     #    largest that fits with it. If the two smallest do not fit, no pair does.
@@ -248,25 +229,18 @@ def modified_first_fit_kernel(lengths: IntArray, order: IntArray, capacity: int)
         second = nearest_free(before, least) - 1
         if second < medium or lengths[order[least]] + lengths[order[second]] > space[b]:
             continue
-        put_item(least, b, lengths, order, bin_of, space, after, before)
-        mate = nearest_free(after, first_at_most(lengths, order, medium, small, space[b]))
-        put_item(mate, b, lengths, order, bin_of, space, after, before)
+        put(least, b)
+        put(longest(medium, small, space[b]), b)
     # 4. Each bin gets whatever fits, largest first.
     for b in range(large):
-        while True:
-            at = nearest_free(after, first_at_most(lengths, order, large, n, space[b]))
-            if at >= n:
-                break
-            put_item(at, b, lengths, order, bin_of, space, after, before)
+        at = longest(large, n, space[b])
+        while at < n:
+            put(at, b)
+            at = longest(large, n, space[b])
     # 5. The others are packed first-fit decreasing, into bins of their own.
-    left = np.empty(n, np.int64)
-    count = 0
-    for i in order:
-        if bin_of[i] < 0:
-            left[count] = i
-            count += 1
-    rest = first_fit_kernel(lengths, left[:count], capacity, large)
-    for i in left[:count]:
+    left = order[bin_of[order] < 0]
+    rest = first_fit_kernel(lengths, left, capacity, large)
+    for i in left:
         bin_of[i] = rest[i]
     return bin_of
 
@@ -407,62 +381,40 @@ def divide_kernel(
     start, stop = np.empty(target, np.int64), np.empty(target, np.int64)
     emptiness = np.empty(target)  # minus the size of a bin
     heap = np.empty(target, np.int64)  # the largest bin at the root; ties by number
+
+    def push(b: int, count: int) -> int:
+        """Put bin `b` onto the heap of `count` bins if it can be divided; return the new count."""
+        if stop[b] - start[b] < 2:
+            return count
+        emptiness[b] = -float(sizes[values[start[b] : stop[b]]].sum())
+        heap[count] = b
+        rise(heap, count + 1, emptiness, True)
+        return count + 1
+
     count = 0
     for b in range(bins):
         start[b], stop[b] = offsets[b], offsets[b + 1]
-        count = push_bin(b, start, stop, sizes, values, emptiness, heap, count)
+        count = push(b, count)
     while bins < target and count > 0:
         b = heap[0]
         count -= 1
         heap[0] = heap[count]
         sink(heap, count, emptiness, 0, True)
-        start[bins], stop[bins] = start[b] + halve(sizes, values[start[b] : stop[b]]), stop[b]
+        # Two halves of similar size, neither empty: longest first, each item goes to the smaller.
+        row = values[start[b] : stop[b]]
+        ordered = row[np.argsort(-sizes[row], kind="mergesort")]
+        in_first = np.empty(row.shape[0], np.bool_)
+        ahead = 0  # the size of the first half less that of the second
+        for k, item in enumerate(ordered):
+            in_first[k] = ahead <= 0
+            ahead += sizes[item] if in_first[k] else -sizes[item]
+        middle = in_first.sum()
+        first, second = 0, middle
+        for k, item in enumerate(ordered):
+            row[first if in_first[k] else second] = item
+            first, second = first + in_first[k], second + (not in_first[k])
+        start[bins], stop[bins] = start[b] + middle, stop[b]
         stop[b] = start[bins]
-        count = push_bin(b, start, stop, sizes, values, emptiness, heap, count)
-        count = push_bin(bins, start, stop, sizes, values, emptiness, heap, count)
+        count = push(bins, push(b, count))
         bins += 1
     return start[:bins], stop[:bins]
-
-
-@kernel
-def push_bin(
-    b: int,
-    start: IntArray,
-    stop: IntArray,
-    sizes: IntArray,
-    values: IntArray,
-    emptiness: FloatArray,
-    heap: IntArray,
-    count: int,
-) -> int:
-    """Put bin `b` onto the heap of `count` bins if it can be divided; return the new count."""
-    if stop[b] - start[b] < 2:
-        return count
-    emptiness[b] = -float(sizes[values[start[b] : stop[b]]].sum())
-    heap[count] = b
-    rise(heap, count + 1, emptiness, True)
-    return count + 1
-
-
-@kernel
-def halve(sizes: IntArray, row: IntArray) -> int:
-    """Order the items of a bin, in place, as two halves of similar size, neither empty.
-
-    Longest first, each goes to the smaller half. Returns how many are in the first half.
-    """
-    ordered = row[np.argsort(-sizes[row], kind="mergesort")]
-    second = np.empty_like(row)
-    in_first, in_second = 0, 0
-    first_size, second_size = 0, 0
-    for item in ordered:
-        if second_size < first_size:
-            second[in_second] = item
-            in_second += 1
-            second_size += sizes[item]
-        else:
-            row[in_first] = item
-            in_first += 1
-            first_size += sizes[item]
-    for k in range(in_second):  # compiles 2 s faster than a slice, which checks shapes
-        row[in_first + k] = second[k]
-    return in_first

@@ -11,18 +11,15 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray
 from evenstep.errors import ConfigError
 from evenstep.planning.kernels import kernel
 
-WordArray: TypeAlias = NDArray[np.uint64]
-
 _ANY = 2**62  # more than any limit
 _NEVER = 2**30  # the weight of values that no set reaches
 _KEPT_WEIGHTS = 2**20  # weights over all stages of `lightest`: about half a millisecond
-_KEPT_WORDS = 2**21  # words over all stages of `from_stages`: 16 MiB
+_KEPT_WORDS = 2**24  # words over all stages of `fill_window`: 128 MiB, of which few are used
 _STEPS = 100_000  # items that `search` tries: a tenth of a millisecond or more
 _OLDEST = np.zeros(1, np.int64)
 
@@ -92,12 +89,11 @@ def subset_sum(
     values, goal = (counted[1:], limit - int(counted[0])) if limit < _ANY else (rest, space)
     if space <= 0 or goal < 0 or most <= 1:
         return np.zeros(1, np.int64)
-    filled = fill_space(values, goal)
-    fits = values is rest or int(rest[filled].sum()) <= space
-    if not fits:
-        filled = fill_under_weight(values, rest, goal, space)
-        fits = len(filled) > 0
-    if not fits or len(filled) >= most:
+    filled, exact = best_set(values, rest[:0], goal, 0), True
+    if values is not rest and int(rest[filled].sum()) > space:
+        filled = best_set(values, rest, goal, space) if space < _NEVER else rest[:0]
+        exact = len(filled) > 0
+    if not exact or len(filled) >= most:
         filled = search(values, rest, goal, space, most - 1)
     return np.concatenate((_OLDEST, filled + 1))
 
@@ -126,32 +122,27 @@ def closest(
     """
     n = sizes.shape[0]
     chosen = np.zeros(n, np.int64)
-    waiting = np.arange(1, n)  # the first `left` entries: samples not chosen, in order
-    left = n - 1
+    waiting = np.ones(n, np.bool_)
+    waiting[0] = False
     longest, spent = sizes[0], counted[0]
     count = 1
-    while count < most and left > 0:
+    while count < most:
         # Look at all that wait for the one with the fewest slots.
         best, fewest, distance = -1, capacity + 1, 0
-        for at in range(left):
-            i = waiting[at]
-            width = row_width(max(longest, sizes[i]), unit)
-            slots = width * (count + 1)
-            if slots > fewest or spent + counted[i] > limit:
+        for i in range(1, n):
+            slots = row_width(max(longest, sizes[i]), unit) * (count + 1)
+            if not waiting[i] or slots > fewest or spent + counted[i] > limit:
                 continue
             away = abs(sizes[i] - longest)
             if slots < fewest or (near and best >= 0 and away < distance):
-                best, fewest, distance = at, slots, away
+                best, fewest, distance = i, slots, away
         if best < 0:
             break
-        # Choose it; those behind it move up.
-        i = waiting[best]
-        waiting[best : left - 1] = waiting[best + 1 : left].copy()
-        left -= 1
-        chosen[count] = i
+        waiting[best] = False
+        chosen[count] = best
         count += 1
-        longest = max(longest, sizes[i])
-        spent += counted[i]
+        longest = max(longest, sizes[best])
+        spent += counted[best]
     return chosen[:count]
 
 
@@ -243,38 +234,129 @@ def select(strategy: str, sizes: IntArray, room: Room, counted: IntArray | None 
 
 
 @kernel
-def fill_under_weight(
-    values: IntArray, weights: IntArray, most_value: int, most_weight: int
-) -> IntArray:
+def best_set(values: IntArray, weights: IntArray, most_value: int, most_weight: int) -> IntArray:
     """Ascending indices of the set with the most value within both limits.
 
-    By the classical table: for every value the least weight that reaches it. As in `fill_space`,
-    items are added in order, every stage is kept, and a narrow window below the running total is
-    tried first. Of equal sets, the one whose last item comes first. Empty if the table would be too
-    large, or if nothing fits.
+    Without weights, if their array is empty. Of equal sets, the one whose last item comes first,
+    then the one whose last but one does, and so on. Empty if nothing fits, or if a table of weights
+    would be too large.
+
+    A set that leaves out little has a value close to the running total. So a narrow window below
+    that total is tried first, where an item takes less time.
     """
-    taken = np.empty(0, np.int64)
-    if most_weight >= _NEVER:
-        return taken
+    # Leave out what is too large.
+    weighed = weights.shape[0] > 0
     indices = np.empty(values.shape[0], np.int64)
-    n, total, largest = 0, 0, 0
+    n, total, largest, divisor = 0, 0, 0, 0
     for i in range(values.shape[0]):
-        if values[i] <= most_value and weights[i] <= most_weight:
+        if values[i] <= most_value and (not weighed or weights[i] <= most_weight):
             indices[n] = i
             n += 1
             total += values[i]
             largest = max(largest, values[i])
+            if divisor != 1:
+                a, b = divisor, values[i]
+                while b > 0:
+                    a, b = b, a % b
+                divisor = a
     indices = indices[:n].copy()
-    values, weights = values[indices], weights[indices]
-    window = 2 * largest
-    while 2 * window < min(total, most_value) and taken.shape[0] == 0:
-        taken = lightest(values, weights, most_value, most_weight, window)
+    values = values[indices]
+    if weighed:
+        weights, divisor = weights[indices], 1
+    elif total <= most_value:
+        return indices
+    # Divide by what divides all values.
+    for i in range(n):
+        values[i] //= divisor
+    total, largest, most_value = total // divisor, largest // divisor, most_value // divisor
+    # Ever wider windows, then all sums.
+    taken = np.empty(0, np.int64)
+    window, widest = 2 * largest, False
+    while taken.shape[0] == 0 and not widest:
+        widest = 2 * window >= min(total, most_value)
+        if widest:
+            window = total
+        if weighed:
+            taken = lightest(values, weights, most_value, most_weight, window)
+        else:
+            taken = fill_window(values, most_value, window)
         window *= 4
-    if taken.shape[0] == 0:
-        taken = lightest(values, weights, most_value, most_weight, total)
     for i in range(taken.shape[0]):
         taken[i] = indices[taken[i]]
     return taken
+
+
+@kernel
+def fill_window(units: IntArray, space: int, window: int) -> IntArray:
+    """Indices of the set with the largest sum; empty if the window is too narrow to fill `space`.
+
+    The reachable sums are a bitset, and adding an item shifts all of them at once. Items are added
+    in order and every stage is kept, so the first stage that has a sum shows which item completed
+    it.
+
+        sizes 3, 5, 2, space 7    {0} -> {0, 3} -> {0, 3, 5} -> {0, 2, 3, 5, 7}    7 = 2 + 5
+
+    Stage k holds the sums of the first k items from their total less `window` up to `space`. What
+    a set leaves out only grows, so a set that ends inside the window was never outside. If the
+    stages would be too large, the last items are left out.
+    """
+    width = min(space >> 6, (window >> 6) + 1) + 4
+    n = min(units.shape[0], _KEPT_WORDS // width)
+    # The words of each stage between two zeros, which the next shift reads.
+    stages = np.empty((n + 1, width), np.uint64)
+    stages[0, :3] = np.uint64(0), np.uint64(1), np.uint64(0)
+    totals = np.zeros(n + 1, np.int64)
+
+    def holds(stage: int, wanted: int) -> bool:
+        """Whether a stage has the sum `wanted`, which is not below its window."""
+        if wanted > totals[stage]:
+            return False
+        bit = wanted - (max(0, totals[stage] - window) >> 6 << 6)
+        return bool((stages[stage, (bit >> 6) + 1] >> np.uint64(bit & 63)) & np.uint64(1))
+
+    # Add items until a stage has the sum `space`.
+    stage, complete = 0, False
+    while stage < n and not complete:
+        before, total = totals[stage], totals[stage] + units[stage]
+        if total - window > space:
+            return np.empty(0, np.int64)
+        old, new = stages[stage], stages[stage + 1]
+        old_base, base = max(0, before - window) >> 6, max(0, total - window) >> 6
+        old_top, top = min(before, space) >> 6, min(total, space) >> 6
+        # The sums without this item.
+        new[0] = np.uint64(0)
+        kept, source = max(base, old_top + 1) - base, old[base - old_base :]
+        for i in range(1, kept + 1):
+            new[i] = source[i]
+        for i in range(kept + 1, top - base + 3):
+            new[i] = np.uint64(0)
+        # And with it: moved up by whole words, and by a part of a word with its carry.
+        whole, part = units[stage] >> 6, np.uint64(units[stage] & 63)
+        rest = np.uint64(63) - part
+        first = max(base, old_base + whole)
+        lower, target = old[first - whole - old_base :], new[first - base + 1 :]
+        upper = lower[1:]
+        for i in range(top - first + 1):
+            target[i] |= (upper[i] << part) | ((lower[i] >> np.uint64(1)) >> rest)
+        stage += 1
+        totals[stage] = total
+        complete = holds(stage, space)
+    if not complete and window < totals[stage]:
+        return np.empty(0, np.int64)
+    # The largest sum, then back through the stages: an item was needed where the stage before it
+    # does not have the sum. Sizes 3, 5, 2, space 7: stage 3 has 7, stage 2 does not, so 2 is taken;
+    # stage 2 has 5 and stage 1 does not, so 5 is taken; 0 remains.
+    reached = min(space, totals[stage])
+    while not holds(stage, reached):
+        reached -= 1
+    taken = np.empty(stage, np.int64)
+    count = 0
+    for k in range(stage - 1, -1, -1):
+        if not holds(k, reached):
+            taken[count] = k
+            count += 1
+            reached -= units[k]
+    return taken[:count][::-1].copy()
 
 
 @kernel
@@ -283,8 +365,8 @@ def lightest(
 ) -> IntArray:
     """Indices of the best set; empty if the window or the table is too small to find one.
 
-    Stage k holds the least weight of every value of the first k items, from their total less
-    `window` up to `most_value`.
+    Stages as in `fill_window`: stage k holds, for every value of the first k items from their total
+    less `window` up to `most_value`, the least weight that reaches it.
 
         values 3, 2, 4 with weights 5, 1, 2; x is a value that no set reaches
         value     0  1  2  3  4  5  6
@@ -384,181 +466,3 @@ def search(
         size -= sizes[i]
         i += 1
         steps += 1
-
-
-@kernel
-def fill_space(sizes: IntArray, space: int) -> IntArray:
-    """Ascending indices of the set with the largest sum within `space`, exactly.
-
-    The reachable sums are a bitset, and adding an item shifts all of them at once. Items are added
-    in order and every stage is kept, so the first stage that has a sum shows which item completed
-    it. That makes the choice unique: of all sets with the largest sum, the one whose last item
-    comes first, then the one whose last but one does, and so on.
-
-        sizes 3, 5, 2, space 7    {0} -> {0, 3} -> {0, 3, 5} -> {0, 2, 3, 5, 7}    7 = 2 + 5
-
-    A set that leaves out little has a sum close to the running total. So a narrow window below that
-    total is tried first, where an item needs only a few words.
-    """
-    # Leave out what is too large, and divide by what divides all sizes.
-    indices = np.empty(sizes.shape[0], np.int64)
-    units = np.empty(sizes.shape[0], np.int64)
-    n, total, divisor = 0, 0, 0
-    for i in range(sizes.shape[0]):
-        if sizes[i] <= space:
-            indices[n] = i
-            units[n] = sizes[i]
-            total += sizes[i]
-            n += 1
-            if divisor != 1:
-                a, b = divisor, sizes[i]
-                while b > 0:
-                    a, b = b, a % b
-                divisor = a
-    indices, units = indices[:n], units[:n]
-    if total <= space:
-        return indices
-    space //= divisor
-    largest = 0
-    for i in range(n):
-        units[i] //= divisor
-        largest = max(largest, units[i])
-    # Ever wider windows, then all sums: kept by stage, or beyond that memory by their last item.
-    window = 2 * largest
-    taken = np.empty(0, np.int64)
-    while 2 * window < space and taken.shape[0] == 0:
-        taken = from_stages(units, space, window)
-        window *= 4
-    if taken.shape[0] == 0:
-        if n * ((space >> 6) + 3) <= _KEPT_WORDS:
-            taken = from_stages(units, space, total)
-        else:
-            taken = from_records(units, space)
-    for i in range(taken.shape[0]):
-        taken[i] = indices[taken[i]]
-    return taken
-
-
-@kernel
-def from_stages(units: IntArray, space: int, window: int) -> IntArray:
-    """Indices of the set with the largest sum; empty if the window is too narrow to fill `space`.
-
-    Stage k holds the sums of the first k items from their total less `window` up to `space`. What
-    a set leaves out only grows, so a set that ends inside the window was never outside.
-    """
-    n = units.shape[0]
-    words = min(space >> 6, (window >> 6) + 1) + 3
-    stages = np.empty((n + 1, words), np.uint64)
-    stages[0, :2] = np.uint64(1), np.uint64(0)
-    totals = np.zeros(n + 1, np.int64)
-    stage, complete = 0, False
-    # Add items until a stage has the sum `space`.
-    while stage < n and not complete:
-        before = totals[stage]
-        total = before + units[stage]
-        if total - window > space:
-            return np.empty(0, np.int64)
-        shift_in(
-            stages[stage],
-            stages[stage + 1],
-            max(0, before - window) >> 6,
-            max(0, total - window) >> 6,
-            min(before, space) >> 6,
-            min(total, space) >> 6,
-            units[stage],
-        )
-        stage += 1
-        totals[stage] = total
-        complete = holds(stages[stage], total, window, space)
-    if not complete and window < totals[n]:
-        return np.empty(0, np.int64)
-    # The largest sum, then back through the stages: an item was needed where the stage before it
-    # does not have the sum. Sizes 3, 5, 2, space 7: stage 3 has 7, stage 2 does not, so 2 is taken;
-    # stage 2 has 5 and stage 1 does not, so 5 is taken; 0 remains.
-    reached = space
-    while not holds(stages[stage], totals[stage], window, reached):
-        reached -= 1
-    taken = np.empty(stage, np.int64)
-    count = 0
-    for k in range(stage - 1, -1, -1):
-        if not holds(stages[k], totals[k], window, reached):
-            taken[count] = k
-            count += 1
-            reached -= units[k]
-    return taken[:count][::-1].copy()
-
-
-@kernel
-def holds(stage: WordArray, total: int, window: int, wanted: int) -> bool:
-    """Whether a stage has the sum `wanted`, which is not below its window."""
-    if wanted > total:
-        return False
-    bit = wanted - (max(0, total - window) >> 6 << 6)
-    return bool((stage[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1))
-
-
-@kernel
-def shift_in(
-    old: WordArray, new: WordArray, old_base: int, base: int, old_top: int, top: int, unit: int
-) -> None:
-    """new = old | old << unit, each in words from its own base up to its top.
-
-    One word of zeros follows the top, because the next shift reads it.
-    """
-    skipped = base - old_base
-    kept = max(0, old_top - base + 1)
-    source = old[skipped:]
-    for i in range(kept):
-        new[i] = source[i]
-    for i in range(kept, top - base + 2):
-        new[i] = np.uint64(0)
-    whole, part = unit >> 6, np.uint64(unit & 63)
-    rest = np.uint64(63) - part
-    # Word i of `new` gets word i + ahead of `old`, shifted up, and the carry from the one below.
-    ahead = skipped - whole
-    first = max(0, -ahead)
-    if first + ahead == 0 and first <= top - base:
-        new[first] |= old[0] << part
-        first += 1
-    count = top - base + 1 - first
-    if count > 0:
-        target, upper, lower = new[first:], old[first + ahead :], old[first + ahead - 1 :]
-        for i in range(count):
-            target[i] |= (upper[i] << part) | ((lower[i] >> np.uint64(1)) >> rest)
-
-
-@kernel
-def from_records(units: IntArray, space: int) -> IntArray:
-    """`from_stages` with all sums in less memory: it records the item that first made each sum."""
-    words = np.zeros((space >> 6) + 1, np.uint64)
-    words[0] = np.uint64(1)
-    made_by = np.empty(space + 1, np.int32)
-    total = 0
-    # Add items in place, from the top word down, so that no item is added twice.
-    for k in range(units.shape[0]):
-        whole, part = units[k] >> 6, np.uint64(units[k] & 63)
-        total += units[k]
-        for i in range(min(total, space) >> 6, whole - 1, -1):
-            moved = words[i - whole] << part
-            if i > whole:
-                moved |= (words[i - whole - 1] >> np.uint64(1)) >> (np.uint64(63) - part)
-            # The sums that this item is the first to make.
-            fresh = moved & ~words[i]
-            if fresh != np.uint64(0):
-                words[i] |= fresh
-                for bit in range(64):
-                    if (fresh >> np.uint64(bit)) & np.uint64(1) and (i << 6) + bit <= space:
-                        made_by[(i << 6) + bit] = k
-        if holds(words, total, total, space):
-            break
-    reached = space
-    while not holds(words, total, total, reached):
-        reached -= 1
-    # Back from the largest sum, item by item.
-    taken = np.empty(units.shape[0], np.int64)
-    count = 0
-    while reached > 0:
-        taken[count] = made_by[reached]
-        reached -= units[taken[count]]
-        count += 1
-    return taken[:count][::-1].copy()

@@ -14,6 +14,7 @@ few tokens. Spread over all packs, every limit is used evenly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import local
 
 import numpy as np
 
@@ -28,6 +29,7 @@ _PART = 1024  # items packed together: scoring every bin takes items x bins step
 _WHOLE = 2**24  # items x bins up to which all items are packed together once: about 8 ms
 _CHOICE = 4  # packs with room that a unit chooses from when it is spread
 _LOOK = 64  # packs tried to find them, from the emptiest on
+_LATEST = local()  # what this thread packed last: the arrays, their packer and its key
 
 
 def vector_pack(
@@ -36,13 +38,19 @@ def vector_pack(
     """The items of each bin. Item i takes `sizes[i]` of `capacity` and `extra[i, d]` of `caps[d]`.
 
     An item that exceeds a limit by itself has a bin of its own. The search ends when the number of
-    bins is the lower bound, or at most `enough`.
+    bins is the lower bound, or at most `enough`. The same arrays may be packed again for another
+    number of bins: what was packed is kept. So do not change them in between.
 
     >>> patches = np.array([[3.0], [3.0], [0.0], [0.0]])
     >>> vector_pack(np.array([5, 5, 5, 4]), patches, 10, np.array([4.0])).tolist()
     [[0, 2], [1, 3]]
     """
-    return LimitedPacker(sizes, extra, capacity, caps).bins(enough)
+    key = (id(sizes), id(extra), id(caps), capacity)
+    if getattr(_LATEST, "key", None) != key:
+        _LATEST.packer, _LATEST.key = LimitedPacker(sizes, extra, capacity, caps), key
+        _LATEST.arrays = sizes, extra, caps  # kept, so that no other array has their ids
+    packer: LimitedPacker = _LATEST.packer
+    return packer.bins(enough)
 
 
 class LimitedPacker:
@@ -60,10 +68,10 @@ class LimitedPacker:
         self._alone, self._fitting = np.flatnonzero(over), np.flatnonzero(~over)
         taken = taken[self._fitting]
         binding = taken.sum(axis=0) > caps  # other limits hold for all items together
-        self._taken, self._caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
-        self._bound = bins_bound(self._taken, self._caps) if binding.any() else 1
+        taken, caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
+        self._bound = bins_bound(taken, caps) if binding.any() else 1
         self._packings: list[IntArray] = []  # the bin of each fitting item, ever fewer bins
-        self._more = self._tries()
+        self._more = self._tries(taken, caps)
 
     def bins(self, enough: int = 0) -> Ragged:
         """The first packing with at most `enough` bins, or the one with the fewest."""
@@ -82,25 +90,24 @@ class LimitedPacker:
         bin_of[self._alone] = bins + np.arange(len(self._alone))
         return Ragged.group(bin_of, bins + len(self._alone))
 
-    def _tries(self) -> Iterator[IntArray]:
+    def _tries(self, taken: FloatArray, caps: FloatArray) -> Iterator[IntArray]:
         """The bin of each item, packed in ever fewer bins."""
-        taken, caps, most = self._taken, self._caps, len(self._taken)
         if not len(caps):
             yield np.zeros(len(taken), np.int64)
             return
-        orders = _orders(taken / caps)
+        columns, orders, most = np.ascontiguousarray(taken.T), _orders(taken / caps), len(taken)
         best = orders[0]
-        for score in _SCORES if len(taken) <= _FEW else _SCORES[:1]:
+        for score in _SCORES if most <= _FEW else _SCORES[:1]:
             for order in orders:
-                bin_of = fit_parts(taken, caps, order, score, most)
-                if len(bin_of):
-                    yield bin_of
-                    best, most = order, _count(bin_of) - 1
+                packing = fit_parts(columns, caps, order, score, most)
+                if len(packing):
+                    yield packing
+                    best, most = order, _count(packing) - 1
         if len(taken) > _PART and len(taken) * self._bound <= _WHOLE:
-            bin_of = _fit(taken, caps, best, _SCORES[0], most)
-            if len(bin_of):
-                yield bin_of
-                most = _count(bin_of) - 1
+            packed = scored_fit_kernel(columns, caps, best, _SCORES[0], most)
+            if len(packed):
+                yield packed[np.argsort(best)]
+                most = _count(packed) - 1
         bin_of, packs = spread_over(taken, caps, self._bound, most)
         if packs >= 0:
             yield bin_of
@@ -134,36 +141,32 @@ def fit_parts(
     Each part has items of all sizes: with two parts, those at even and at odd places of `order`. A
     part leaves about one bin half empty, so these bins are packed again, together.
     """
-    parts = divided_up(len(order), _PART)
-    if parts == 1:
-        return _fit(taken, caps, order, score, most)
-    bin_of, bins = np.empty(len(order), np.int64), 0
+    parts, bins, bin_of = divided_up(len(order), _PART), 0, np.empty(len(order), np.int64)
     for part in range(parts):
         items = order[part::parts]
-        bin_of[items] = bins + _fit(taken[items], caps, np.arange(len(items)), score, len(items))
-        bins = int(bin_of[items].max()) + 1
-    full = np.bincount(bin_of, (taken / caps).sum(axis=1), bins)
-    loose = np.zeros(bins, np.bool_)
-    loose[np.argsort(full, kind="stable")[:parts]] = True
-    # Bins that stay are numbered anew, in order: loose [F, T, F] -> 0, -, 1
-    items = order[loose[bin_of[order]]]
-    again = _fit(taken[items], caps, np.arange(len(items)), score, parts)
-    if len(again):  # `parts` bins are enough if best fit does as well as before
-        bin_of = (np.cumsum(~loose) - 1)[bin_of]
-        bin_of[items] = bins - parts + again
+        packed = scored_fit_kernel(taken, caps, items, score, most if parts == 1 else len(items))
+        if not len(packed):
+            return packed
+        bin_of[items] = bins + packed
+        bins += _count(packed)
+    if parts > 1:
+        full = np.bincount(bin_of, (taken / caps[:, None]).sum(axis=0), bins)
+        loose = np.zeros(bins, np.bool_)
+        loose[np.argsort(full, kind="stable")[:parts]] = True
+        items = order[loose[bin_of[order]]]
+        again = scored_fit_kernel(taken, caps, items, score, parts)
+        if len(again):  # `parts` bins are enough if best fit does as well as before
+            # Bins that stay are numbered anew, in order: loose [F, T, F] -> 0, -, 1
+            bin_of = (np.cumsum(~loose) - 1)[bin_of]
+            bin_of[items] = bins - parts + again
     return bin_of if _count(bin_of) <= most else np.empty(0, np.int64)
-
-
-def _fit(taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int) -> IntArray:
-    """`scored_fit_kernel`, which reads limit by limit."""
-    return scored_fit_kernel(np.ascontiguousarray(taken.T), caps, order, score, most)
 
 
 @kernel
 def scored_fit_kernel(
     taken: FloatArray, caps: FloatArray, order: IntArray, score: int, most: int
 ) -> IntArray:
-    """The bin of each item, taken in `order`; empty if more than `most` bins are needed.
+    """The bins of the items in `order`; empty if more than `most` bins are needed.
 
     Item i takes `taken[d, i]` of limit d, at most `caps[d]`, which is above 0. Of all bins with
     room, the one with the lowest score is chosen, by what it has left in shares of each limit: the
@@ -173,35 +176,28 @@ def scored_fit_kernel(
         caps [10, 4], bins with room [5, 1] and [6, 4], item [5, 1]
         score 3: left (0 + 0) and (0.1 + 0.75), so the item goes to the first bin and fills it
     """
-    limits, n = taken.shape
+    limits = taken.shape[0]
     room = np.empty((limits, most + 1))  # room[d, b]: what bin b has left of limit d
     scores = np.empty(most + 1)
-    bin_of = np.empty(n, np.int64)
+    bin_of = np.empty(order.shape[0], np.int64)
     bins = 0
-    for item in order:
+    for at, item in enumerate(order):
         # Score all open bins, limit by limit. A bin without room stays at infinity.
         scores[:bins] = 0.0
         for d in range(limits):
             wanted, left = taken[d, item], room[d]
             share = 1 / caps[d]
-            # One loop per score and no branch inside, so that the compiler uses vectors.
-            if score == 0:
-                for b in range(bins):
+            for b in range(bins):
+                rest = (left[b] - wanted) * share
+                if score == 0:
                     value = scores[b] - (wanted * share) * (left[b] * share)
-                    scores[b] = value if left[b] >= wanted else np.inf
-            elif score == 1:
-                for b in range(bins):
-                    rest = (left[b] - wanted) * share
+                elif score == 1:
                     value = scores[b] + rest * rest
-                    scores[b] = value if left[b] >= wanted else np.inf
-            elif score == 2:
-                for b in range(bins):
-                    value = max(scores[b], (left[b] - wanted) * share)
-                    scores[b] = value if left[b] >= wanted else np.inf
-            else:
-                for b in range(bins):
-                    value = scores[b] + (left[b] - wanted) * share
-                    scores[b] = value if left[b] >= wanted else np.inf
+                elif score == 2:
+                    value = max(scores[b], rest)
+                else:
+                    value = scores[b] + rest
+                scores[b] = value if left[b] >= wanted else np.inf
         # Take the first bin with the lowest score, or open one.
         chosen, best = -1, np.inf
         for b in range(bins):
@@ -216,7 +212,7 @@ def scored_fit_kernel(
                 room[d, chosen] = caps[d]
         for d in range(limits):
             room[d, chosen] -= taken[d, item]
-        bin_of[item] = chosen
+        bin_of[at] = chosen
     return bin_of
 
 
