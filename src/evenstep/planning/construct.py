@@ -369,9 +369,14 @@ def fit_ranks(
 
 
 def filled(problem: Problem, waves: int) -> IntArray:
-    """As few packs as best fit finds, or another packer where these are too many."""
+    """As few packs as a packer finds: best fit, or another one where these are too many.
+
+    Under further limits, units are spread over all packs first, which is faster than to fill them.
+    """
     units, recipe, packs = problem.units, problem.recipe, waves * problem.per_wave
-    bins = fill_bins(units, problem.capacity, BEST_FIT, recipe.seed, packs)
+    bins = spread_units(units, problem.capacity, packs) if len(units.caps) else None
+    if bins is None:
+        bins = fill_bins(units, problem.capacity, BEST_FIT, recipe.seed, packs)
     if len(bins) > packs and not len(units.caps):
         fewer = fill_bins(units, problem.capacity, "optimal", recipe.seed)
         bins = fewer if len(fewer) < len(bins) else bins
