@@ -91,12 +91,11 @@ if TYPE_CHECKING:
     from evenstep.data.megatron import CODES
     from evenstep.data.order import (
         EpochOrder,
-        ReaderShares,
         ReaderState,
         RemainingEpoch,
-        all_waiting,
-        merged,
-        redealt,
+        Unread,
+        share_anew,
+        shares_of,
     )
     from evenstep.data.pool import OverflowPolicy
     from evenstep.data.reader import common_steps
