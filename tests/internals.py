@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from evenstep.data import feed as feed_module
     from evenstep.data import feed as producers_module
     from evenstep.data import files as lines
-    from evenstep.data import steps as epoch_steps_module
+    from evenstep.data import planned as planned_module
     from evenstep.data.corpus import default_workers, task_size
     from evenstep.data.dataset import as_measured
     from evenstep.data.files import (
@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         share_anew,
         shares_of,
     )
+    from evenstep.data.planned import StreamPosition
     from evenstep.data.pool import OverflowPolicy
     from evenstep.data.reader import common_steps
     from evenstep.data.source import (
@@ -107,7 +108,6 @@ if TYPE_CHECKING:
         read_samples,
         samples_digest,
     )
-    from evenstep.data.steps import StreamPosition
     from evenstep.data.stream import Stream
     from evenstep.data.text import RowDecoder, as_tokenize
     from evenstep.data.token_file import HEADER_SIZE, Header
