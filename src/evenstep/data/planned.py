@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -67,9 +67,6 @@ _MOST_CHECKED = 2**25  # samples whose lengths are all checked before the first 
 Inside: TypeAlias = tuple[tuple[int, int], ...]
 """(ranks, micro-batches done by each rank) for every number of ranks that worked on a step."""
 ByRank: TypeAlias = list[list[MicroBatch]]
-PlannedStep: TypeAlias = tuple[Plan, IntArray, ByRank | None]
-"""(the plan of a step, the ids of its samples in the source, what each rank still has to do of a
-step that was begun before; None for a whole step)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,20 +216,51 @@ class EpochSteps:
             "names": sample_ids,
         }
 
-    def plan_step(self, bounds: StepBounds) -> PlannedStep:
-        """The step, planned for the ranks that began it; what is left of it, for these ranks."""
+    def plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+        """(the plan of a step for the ranks that began it, the ids of its samples)."""
         at = bounds.before
         sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
         lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
-        plan = plan_step(lengths, self._recipe_at(at), last=bounds.last, **about)
-        if not at.inside:
-            return plan, sample_ids, None
+        return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
 
-        def deal(rest: ByRank, ranks: int) -> ByRank:
-            return plan_again(rest, ranks, plan.recipe, about)
+    def deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
+        """What is left of a step, planned for this number of ranks. Its segments are those of the
+        first plan."""
+        micros = [micro for each in rest for micro in each]
+        if all(micro.is_empty for micro in micros):
+            return [rest[0]] * ranks
+        segments = Segments(
+            *(
+                np.concatenate([getattr(micro.segments, column) for micro in micros])
+                for column in ("sample", "start", "length")
+            )
+        )
+        lengths = np.concatenate([micro.sample_lengths for micro in micros])
+        ends = np.concatenate([micro.sample_ends for micro in micros])
+        # In the order of the step: ids [7, 3, 5], segments of 5, 7, 5 -> samples 2, 0, 2
+        by_id = np.argsort(sample_ids, kind="stable")
+        index = by_id[np.searchsorted(sample_ids, segments.sample, sorter=by_id)]
+        order = np.lexsort((segments.start, index))
+        segments, lengths, ends = segments.take(order), lengths[order], ends[order]
+        # Ranks need not get equally many segments of a rest: that is not possible in general.
+        recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
+        try:
+            again = plan_step(segments.length, recipe, last=True, **self._about(segments.sample))
+        except PlanError as error:
+            raise PlanError(
+                f"the rest of a step that {len(rest)} ranks have begun cannot be planned for "
+                f"{ranks} ({error}) Resume on {len(rest)} ranks, or from a cursor between two "
+                f"steps."
+            ) from None
 
-        whole, ranks = _all_micro_batches(plan, sample_ids), self.recipe.topology.dp
-        return plan, sample_ids, rest_of_step(whole, at.inside, ranks, deal)
+        def with_segments(micro: MicroBatch) -> MicroBatch:
+            """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
+            at = micro.segments.sample
+            return replace(
+                micro, segments=segments.take(at), sample_lengths=lengths[at], truncated_to=ends[at]
+            )
+
+        return [[with_segments(micro) for micro in micros] for micros in again[0]]
 
     def plan_epoch(self, epoch: int, progress: Progress | None = None) -> Plan:
         """One plan of a whole epoch, whose samples are numbered in the epoch's order."""
@@ -284,81 +312,6 @@ def on_ranks(recipe: Recipe, ranks: int) -> Recipe:
     return replace(recipe, topology=replace(recipe.topology, dp=ranks))
 
 
-# The rest of a step that was interrupted ---------------------------------------------------------
-
-
-def _all_micro_batches(plan: Plan, sample_ids: IntArray) -> ByRank:
-    """The micro-batches of each rank of a plan of one step, with samples named by id."""
-    return [[micro.renumbered(sample_ids) for micro in micros] for micros in plan[0]]
-
-
-def rest_of_step(
-    by_rank: ByRank, inside: Inside, ranks: int, deal: Callable[[ByRank, int], ByRank]
-) -> ByRank:
-    """What `ranks` ranks still have to do of a step after the work in `inside`, applied in order.
-
-    `deal(rest, ranks)` distributes what is left over another number of ranks.
-
-    inside [(4, 2)], resumed on 4 ranks: their third micro-batch onwards. Resumed on 2 ranks: what
-    is left of the four, dealt to two.
-    """
-    following = [*(count for count, _ in inside[1:]), ranks]
-    for (_, done), count in zip(inside, following, strict=True):
-        by_rank = [micros[done:] for micros in by_rank]
-        if count != len(by_rank):
-            by_rank = deal(by_rank, count)
-    return by_rank
-
-
-def plan_again(rest: ByRank, ranks: int, recipe: Recipe, about: Mapping[str, Any]) -> ByRank:
-    """The same segments, planned for this number of ranks. They were determined by the first plan.
-
-    `about` has the ids of the samples of the step (`names`) and their groups and columns.
-    """
-    micros = [micro for each in rest for micro in each]
-    if all(micro.is_empty for micro in micros):
-        return [rest[0]] * ranks
-    segments = Segments(
-        *(
-            np.concatenate([getattr(micro.segments, column) for micro in micros])
-            for column in ("sample", "start", "length")
-        )
-    )
-    lengths = np.concatenate([micro.sample_lengths for micro in micros])
-    ends = np.concatenate([micro.sample_ends for micro in micros])
-    # Where each segment's sample stands in the step: ids [7, 3, 5], segments of 5, 7, 5 -> 2, 0, 2
-    by_id = np.argsort(about["names"], kind="stable")
-    index = by_id[np.searchsorted(about["names"], segments.sample, sorter=by_id)]
-    order = np.lexsort((segments.start, index))
-    segments, lengths, ends, index = segments.take(order), lengths[order], ends[order], index[order]
-    groups = about["groups"]
-    # Ranks need not get equally many segments of a rest: that is not possible in general.
-    recipe = on_ranks(replace(recipe, steps=Steps(), equal_sizes=False), ranks)
-    try:
-        plan = plan_step(
-            segments.length,
-            recipe,
-            groups=None if groups is None else groups[index],
-            columns={name: about["columns"][name][index] for name in recipe.columns},
-            names=segments.sample,
-            last=True,
-        )
-    except PlanError as error:
-        raise PlanError(
-            f"the rest of a step that {len(rest)} ranks have begun cannot be planned for {ranks} "
-            f"({error}) Resume on {len(rest)} ranks, or from a cursor between two steps."
-        ) from None
-
-    def with_segments(micro: MicroBatch) -> MicroBatch:
-        """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
-        at = micro.segments.sample
-        return replace(
-            micro, segments=segments.take(at), sample_lengths=lengths[at], truncated_to=ends[at]
-        )
-
-    return [[with_segments(micro) for micro in micros] for micros in plan[0]]
-
-
 # Steps of a saved plan ---------------------------------------------------------------------------
 
 
@@ -403,37 +356,29 @@ class PlanSteps:
             return None
         return StepBounds.of(at, 1, at.position + 1 == len(self))
 
-    def plan_step(self, bounds: StepBounds) -> PlannedStep:
-        """The step as planned, or what is left of it, on these ranks."""
+    def plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+        """(the step as planned, on the ranks that began it, the ids of its samples)."""
         at = bounds.before
         samples = self._samples[at.position]
         ids = samples if self.plan.sample_ids is None else self.plan.sample_ids[samples]
-        self._check_lengths(ids, self.plan.lengths[samples])
-        plan = step_plan(self.plan, at.position, samples)
-        if not at.inside:
-            return on_fewer_ranks(plan, self.ranks), ids, None
-        whole = _all_micro_batches(on_fewer_ranks(plan, at.inside[0][0]), ids)
-        empty = whole[0][-1].without(whole[0][-1].segments.sample.tolist())
-
-        def deal(rest: ByRank, ranks: int) -> ByRank:
-            """Wave by wave: 1, 2 and 3 left on one rank -> [[1, 3], [2, empty]] on two."""
-            waves = zip(*rest, strict=True)
-            left = [micro for wave in waves for micro in wave if not micro.is_empty]
-            count = rounded_up(max(divided_up(len(left), ranks), 1), self.recipe.topology.multiple)
-            left += [empty] * (ranks * count - len(left))
-            return [left[rank::ranks] for rank in range(ranks)]
-
-        return plan, ids, rest_of_step(whole, at.inside, self.ranks, deal)
-
-    def _check_lengths(self, ids: IntArray, planned: IntArray) -> None:
-        lengths = self.source.lengths_of(ids)
-        wrong = np.flatnonzero(lengths != planned)
-        if len(wrong):
-            first = wrong[0]
+        lengths, planned = self.source.lengths_of(ids), self.plan.lengths[samples]
+        if not np.array_equal(lengths, planned):
+            first = np.flatnonzero(lengths != planned)[0]
             raise InputError(
                 f"sample {ids[first]} has {lengths[first]} tokens, but the plan expects "
                 f"{planned[first]}. Pass the source that the plan was made of, or plan again."
             )
+        plan = step_plan(self.plan, at.position, samples)
+        return on_fewer_ranks(plan, at.inside[0][0] if at.inside else self.ranks), ids
+
+    def deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
+        """Wave by wave: 1, 2 and 3 left on one rank -> [[1, 3], [2, empty]] on two."""
+        waves, last = zip(*rest, strict=True), plan[0, 0][-1]
+        left = [micro for wave in waves for micro in wave if not micro.is_empty]
+        count = rounded_up(max(divided_up(len(left), ranks), 1), self.recipe.topology.multiple)
+        empty = last.without(last.segments.sample.tolist())
+        left += [empty] * (ranks * count - len(left))
+        return [left[rank::ranks] for rank in range(ranks)]
 
     def plan_epoch(self, epoch: int, progress: Progress | None = None) -> Plan:
         """The plan itself."""
@@ -658,10 +603,29 @@ class PlannedStream(Stream):
             else:
                 at, any_step = StreamPosition(at.epoch + 1, 0, at.step), False
 
+    def _plan(self, bounds: StepBounds) -> tuple[Plan, IntArray, ByRank | None]:
+        """(the plan of a step, the ids of its samples in the source, what each rank still has to do
+        of a step that was begun before; None for a whole step).
+
+        inside [(4, 2)], resumed on 4 ranks: their third micro-batch onwards. Resumed on 2 ranks:
+        what is left of the four, dealt to two.
+        """
+        plan, sample_ids = self._steps.plan_step(bounds)
+        inside = bounds.before.inside
+        if not inside:
+            return plan, sample_ids, None
+        rest = [[micro.renumbered(sample_ids) for micro in micros] for micros in plan[0]]
+        following = [*(ranks for ranks, _ in inside[1:]), self.world.size]
+        for (_, done), ranks in zip(inside, following, strict=True):
+            rest = [micros[done:] for micros in rest]
+            if ranks != len(rest):
+                rest = self._steps.deal(rest, ranks, plan, sample_ids)
+        return plan, sample_ids, rest
+
     def _steps_of_ranks(self, bounds: StepBounds, ranks: Iterable[int]) -> list[Step]:
         """A step for each of these ranks. Totals are over all ranks."""
         at, after = bounds.before, self.cursor(bounds.after)
-        plan, sample_ids, rest = self._steps.plan_step(bounds)
+        plan, sample_ids, rest = self._plan(bounds)
         recipe, over = plan.recipe, plan.recipe.longest_segment
         over_long = 0 if over is None else int((plan.lengths > over).sum())
         reason = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
@@ -863,7 +827,7 @@ class PlannedStream(Stream):
         for bounds in steps:
             count = None if drop_last else self._steps.known_count(bounds)
             if count is None:
-                plan, _, rest = self._steps.plan_step(bounds)
+                plan, _, rest = self._plan(bounds)
                 count = len(rest[0]) if rest else int(plan.cell_offsets[1])
                 if drop_last and not rest and (np.diff(plan.segment_offsets) == 0).any():
                     count = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -186,7 +185,7 @@ class PooledStream(Stream):
         state, reader_turn = self._resume(
             begins if turn is None else worker, workers, alone=turn is not None
         )
-        reader = self._reader(state, EpochSource(*self._sourced), self.length_of)
+        reader = self._reader(state, self._items(), self.length_of)
         number = self._done + begins
         ahead = 0 if state.step is None else state.step - number
         while number < self.done and reader.step(number + ahead) is not None:
@@ -199,10 +198,8 @@ class PooledStream(Stream):
         endless, skip = self.infinite_loop, self.on_error == "skip"
         return PoolReader(state, items, self._batcher, length_of, endless=endless, skip=skip)
 
-    @property
-    def _sourced(self) -> tuple[Source, int, bool, bool]:
-        """What an `EpochSource` is made of."""
-        return self.source, self.seed, self.shuffle, self._measured
+    def _items(self) -> EpochSource:
+        return EpochSource(self.source, self.seed, self.shuffle, self._measured)
 
     # Position --------------------------------------------------------------------------------
 
@@ -251,27 +248,35 @@ class PooledStream(Stream):
                 return replace(state, left=None), turn
             if state is not None and state.left is not None and not self._changed:
                 return state, turn
-        before = all_states_of(position, ranks, workers)
-        mine, readers = rank * workers + worker, ranks * workers
+        before, readers = states_of(position), ranks * workers
+        many = position["ranks"] * position["workers"]
+        missing = sorted(set(range(many)) - before.keys())
+        if missing:
+            raise CursorError(
+                f"the cursor holds {len(before)} of {many} readers ({position['ranks']} ranks x "
+                f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
+                f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
+                f"ranks and workers with merge_cursors."
+            )
+        mine = rank * workers + worker
+        wanted = range(readers) if self.count_ahead else [mine]
+        shared = share_anew(list(before.values()), readers, self._count, wanted)
         if not self.count_ahead:
-            return share_anew(before, readers, self._count, [mine])[0], worker
-        shared = share_anew(before, readers, self._count, range(readers))
+            return shared[0], worker
         return replace(shared[mine], left=self._steps_left(shared, workers)[mine]), worker
 
     def _steps_left(self, states: list[ReaderState], workers: int) -> list[int]:
         """The steps of each reader, such that all ranks end together."""
         key = (self._epoch if self._loaded is None else -1, workers)
         if key not in self._counts:
-            items, counts = ItemLengths(*self._sourced, self.length_of), []
+            items, counts = ItemLengths(self._items(), self.length_of), [0] * len(states)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of skipped samples: warned of when they are run
                 for state in states:
-                    reader, first = self._reader(state, items, int), self._done
-                    first += state.reader % workers
-                    steps = (reader.step(number) for number in itertools.count(first, workers))
-                    counts.append(
-                        sum(1 for _ in itertools.takewhile(lambda s: s is not None, steps))
-                    )
+                    reader, number = self._reader(state, items, int), self._done + state.reader
+                    number -= state.reader // workers * workers
+                    while reader.step(number + counts[state.reader] * workers) is not None:
+                        counts[state.reader] += 1
             self._counts[key] = common_steps(np.array(counts, np.int64), workers)
         return self._counts[key]
 
@@ -414,7 +419,7 @@ def described(recipe: Recipe, pool: Pool, strategy: str) -> dict[str, str]:
     parts = {name: getattr(recipe, name) for name in ("layout", "limits", "steps", "topology")}
     if recipe.limits.cost is not None:
         parts["cost"] = recipe.cost
-    settings = {"layout.kind": recipe.layout.kind, "overflow": recipe.overflow}
+    settings: dict[str, str] = {"layout.kind": recipe.layout.kind, "overflow": recipe.overflow}
     for name, part in {**parts, "pool": pool}.items():
         for field, value in changed_fields(part).items():
             text = dict(value) if isinstance(value, Mapping) else value
@@ -536,18 +541,3 @@ def states_of(position: Mapping[str, Any]) -> dict[int, ReaderState]:
             f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
         ) from None
     return states
-
-
-def all_states_of(position: Mapping[str, Any], ranks: int, workers: int) -> list[ReaderState]:
-    """The states of all readers, to resume on another number of ranks and workers."""
-    states = states_of(position)
-    then = position["ranks"] * position["workers"]
-    missing = sorted(set(range(then)) - states.keys())
-    if missing:
-        raise CursorError(
-            f"the cursor holds {len(states)} of {then} readers ({position['ranks']} ranks x "
-            f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
-            f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
-            f"ranks and workers with merge_cursors."
-        )
-    return list(states.values())

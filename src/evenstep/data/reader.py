@@ -127,10 +127,8 @@ class ItemLengths(EpochSource):
     Lengths that the source knows are not read. Sequential sources are read anew in every epoch.
     """
 
-    def __init__(
-        self, source: Source, seed: int, shuffle: bool, measured: bool, length_of: Measure
-    ) -> None:
-        super().__init__(source, seed, shuffle, measured)
+    def __init__(self, items: EpochSource, length_of: Measure) -> None:
+        super().__init__(items.source, items.seed, items.shuffle, items.measured)
         self._length_of = length_of
         self._known: dict[tuple[int, int], list[tuple[int, int]] | SampleError | None] = {}
 
